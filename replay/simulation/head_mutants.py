@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agents.namesakes import Namesakes
+from agents.namesakes import DuplicateAgents
 from events import vocabulary as v
-from events.lease import Held, MemoryLease
+from events.lease import LeaseEntry, MemoryLease
 from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.planting import Mutant, patch, patch_fold
@@ -28,7 +28,7 @@ from unicrond.core import (
 )
 from unicrond.core.deciding import copies, memberships, readmission, staff
 from unicrond.core.deciding import plans as deciding_plans
-from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.folding import deadlines, incidents, plans, strikes
 from unicrond.core.leadership import Candidacy
 from unicrond.core.planning.placement import place
@@ -82,7 +82,7 @@ def _depose_at_once() -> None:
 def _fight_without_a_lease() -> None:
     """A head is fenced, and takes over again."""
     patch(Candidacy, "answered", lambda _: lambda self, held, now_us, **how: "mutant")
-    patch(MemoryLease, "put_now", lambda _: lambda self, holder, after: Held(1, holder))
+    patch(MemoryLease, "acquire_or_renew_now", lambda _: lambda self, holder, after: LeaseEntry(1, holder))
 
 
 # --- the fold ------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _blame_the_peers() -> None:
         def other_ends(found: Any, record: Any, quality: Any) -> Any:
             guilty = judge(found, record, quality).blamed
             peers = tuple(sorted({node for link in found for node in link} - {*guilty}))
-            return blame.Verdict(peers, peers)
+            return blame.BlameVerdict(peers, peers)
 
         return other_ends
 
@@ -168,7 +168,7 @@ def _reuse_a_generation() -> None:
 
 
 def _command_in_new_words() -> None:
-    patch(Batch, "add", lambda _: lambda self, event, readers=(): self.events.append(event))
+    patch(DecisionBatch, "add", lambda _: lambda self, event, readers=(): self.events.append(event))
 
 
 def _double_start() -> None:
@@ -202,7 +202,7 @@ def _start_on_cordoned_nodes() -> None:
     def make(has_room: Any) -> Any:
         def anywhere(batch: Any, nodes: Any) -> bool:
             known = {name: replace(node, cordoned=False) for name, node in batch.state.nodes.items()}
-            room = SimpleNamespace(state=replace(batch.state, nodes=known), occupied=batch.occupied)
+            room = SimpleNamespace(state=replace(batch.state, nodes=known), slots_in_use=batch.slots_in_use)
             return bool(has_room(room, nodes))
 
         return anywhere
@@ -210,7 +210,7 @@ def _start_on_cordoned_nodes() -> None:
     in_service = property(lambda self: self.status is NodeStatus.UP and not self.isolated)
     patch(state.Node, "schedulable", lambda _: in_service)
     patch(reconcile, "schedulable", lambda schedulable: lambda nodes: (schedulable(nodes)[0], []))
-    patch(Batch, "has_room", make)
+    patch(DecisionBatch, "has_room", make)
 
 
 def _find_no_hang() -> None:
@@ -227,7 +227,7 @@ def _end_all_late_workers() -> None:
 
         return harsh
 
-    patch(deadlines, "_not_met", make)
+    patch(deadlines, "_meeting_missed", make)
 
 
 def _order_again() -> None:
@@ -239,7 +239,7 @@ def _keep_states() -> None:
 
 
 def _share_a_name() -> None:
-    patch(Namesakes, "heard", lambda _: lambda names, boot, now_s: None)
+    patch(DuplicateAgents, "note_beat", lambda _: lambda names, boot, now_s: None)
 
 
 def _tell_no_peers() -> None:
@@ -268,7 +268,7 @@ def _keep_an_old_choice() -> None:
 
         return stubborn
 
-    patch(plans, "_layout_chosen", make)
+    patch(plans, "_request_layout", make)
 
 
 def _mix_types() -> None:
@@ -299,7 +299,7 @@ def _readmit_unchecked() -> None:
     def make(phase: Any) -> Any:
         def trusting(known: Any, node: Any) -> Any:
             now = phase(known, node)
-            return isolation.Phase.CLEARED if now is isolation.Phase.TO_CHECK else now
+            return isolation.IsolationPhase.CLEARED if now is isolation.IsolationPhase.TO_CHECK else now
 
         return trusting
 

@@ -32,12 +32,12 @@ from unicrond.core.state import (
 )
 from unicrond.core.state_bytes import digest
 from unicrond.core.survey import Survey
-from unicrond.core.task_parts import Group, Progress
+from unicrond.core.task_parts import GroupHealth, TaskProgress
 
 STORE = v.StoreAddress(host="10.0.0.1", port=1)
 
 
-def in_parts(seed: int = 1, workers: int = 3) -> MiniCluster:
+def cluster_of_parts(seed: int = 1, workers: int = 3) -> MiniCluster:
     """Each run of a membership is a part of its own."""
     made = MiniCluster(seed, Policy(part_bytes=1))
     for number in range(workers):
@@ -132,7 +132,7 @@ def until_parts(made: MiniCluster) -> list[v.AnyEvent]:
 
 
 def test_parts_are_told_first_in_batches_of_their_own() -> None:
-    made = in_parts()
+    made = cluster_of_parts()
     events = until_parts(made)
     assert kinds(events) == ["MembershipPart", "MembershipPart", "MembershipDecided"]
     assert [kinds(batch) for batch in batches([v.TaskFailed(task="b", reason=""), *events])] == [
@@ -147,7 +147,7 @@ def test_parts_are_told_first_in_batches_of_their_own() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_torn_membership_is_inert_and_the_next_term_decides_anew(parts: int) -> None:
-    made = in_parts()
+    made = cluster_of_parts()
     events = until_parts(made)
     for event in events[:parts]:
         made.append(event, "coordinator", made.state.term)
@@ -163,7 +163,7 @@ def test_a_torn_membership_is_inert_and_the_next_term_decides_anew(parts: int) -
 
 
 def test_a_torn_membership_verifies() -> None:
-    made = in_parts()
+    made = cluster_of_parts()
     events = until_parts(made)
     made._based_on = made.state.seq
     for event in events[:-1]:
@@ -226,12 +226,14 @@ def test_an_agent_that_has_heard_all_is_told_nothing_again() -> None:
 
 def test_a_younger_coordinator_tells_once_what_all_readers_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field of the next schema is left out while one of the nodes reads this one."""
-    from unicrond.core.deciding.batch import Batch
+    from unicrond.core.deciding.batch import DecisionBatch
 
     asked: list[list[int]] = []
-    adding = Batch.add
+    adding = DecisionBatch.add
     monkeypatch.setattr(
-        Batch, "add", lambda self, event, readers=(): (asked.append([*readers]), adding(self, event, readers))[1]
+        DecisionBatch,
+        "add",
+        lambda self, event, readers=(): (asked.append([*readers]), adding(self, event, readers))[1],
     )
     cluster(m=TOLD_ONCE, n=TOLD_ONCE + 1, old=TOLD_ONCE - 1)
     assert [TOLD_ONCE, TOLD_ONCE + 1] in [sorted(readers) for readers in asked]
@@ -272,8 +274,8 @@ def large(schema: int, *, nodes: int = 512, slots: int = 8, tp: int = 8) -> Clus
         submitted_us=1,
         workers=workers,
         membership=membership,
-        progress=Progress(iteration=100, best_iteration=100),
-        group=Group(),
+        progress=TaskProgress(iteration=100, best_iteration=100),
+        group=GroupHealth(),
     )
     version = told_version("test", schema)
     hosts = {

@@ -99,7 +99,7 @@ def _inert(state: ClusterState) -> ClusterState:
     return replace(state, inert=state.inert + 1)
 
 
-def _nothing(state: ClusterState, _event: Any, _envelope: Envelope) -> ClusterState:
+def _ignore(state: ClusterState, _event: Any, _envelope: Envelope) -> ClusterState:
     return state
 
 
@@ -114,12 +114,12 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeForgotten: nodes.node_forgotten,
     v.NodeIsolated: nodes.node_isolated,
     v.NodeReadmitted: nodes.node_readmitted,
-    v.DrainBegun: lambda state, event, _: departures.begun(state, event),
+    v.DrainBegun: lambda state, event, _: departures.drain_begun(state, event),
     v.RepairEnded: lambda state, event, _: isolation.repair_ended(state, event),
     v.NodeCordoned: nodes.node_cordoned,
     v.NodeUncordoned: nodes.node_uncordoned,
-    v.MaintenancePlanned: lambda state, event, _: departures.planned(state, event),
-    v.MaintenanceCancelled: lambda state, event, _: departures.cancelled(state, event),
+    v.MaintenancePlanned: lambda state, event, _: departures.maintenance_planned(state, event),
+    v.MaintenanceCancelled: lambda state, event, _: departures.maintenance_cancelled(state, event),
     v.NodeEnrolled: logins.node_enrolled,
     v.NodeRevoked: logins.node_revoked,
     v.WorkerStarted: workers.worker_started,
@@ -136,24 +136,24 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.WorkerBusy: workers.worker_busy,
     v.WorkerWaits: workers.worker_waits,
     v.StopAsked: tasks.stop_asked,
-    v.DegradationObserved: _nothing,  # news for people
+    v.DegradationObserved: _ignore,  # news for people
     v.StragglerObserved: stragglers.straggler_observed,
     v.StragglerRecovered: stragglers.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
-    v.NodeChecked: lambda state, event, _: isolation.checked(state, event),
+    v.NodeChecked: lambda state, event, _: isolation.node_checked(state, event),
     v.StateKept: kept_states.state_kept,
     v.PeersRemembered: kept_states.peers_remembered,
-    v.StateTaken: _nothing,  # the regrouping that follows says what the fold must know
+    v.StateTaken: _ignore,  # the regrouping that follows says what the fold must know
     v.CommandApplied: commands.command_applied,
     v.CommandFailed: commands.command_failed,
     v.TaskSubmitted: tasks.task_submitted,
     v.TaskCancelled: tasks.task_cancelled,
     v.ReshapeRequested: tasks.reshape_requested,
-    v.Heartbeat: _nothing,  # stands on its own stream and is folded by liveness.py
+    v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,
     v.IncidentEscalated: responses.incident_escalated,
-    v.EntrySkipped: _nothing,  # read before the fold (events/skips.py)
+    v.EntrySkipped: _ignore,  # read before the fold (events/skips.py)
     v.DeadlinePassed: deadlines.deadline_passed,
     v.PlanAdopted: plans.plan_adopted,
     v.MembershipPart: plans.membership_part,

@@ -35,7 +35,7 @@ NODES_MAX = 10_000
 WARM_FROM = 1000
 
 
-class BadChange(ValueError):
+class WhatIfError(ValueError):
     """A change that cannot be made; the message names the field and the fix."""
 
 
@@ -47,7 +47,7 @@ class TaskChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_workers: int | None = None
 
 
-class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WhatIfChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`lose`: nodes. `add_nodes`: how many, of `slots` each (0: as most nodes have), with GPUs of type `gpu` ("": as
     most nodes have). `tasks`: by name."""
 
@@ -140,7 +140,7 @@ def unforeseen(table: Table) -> int:
     return sum(table.solution(event) is None for event in expected)
 
 
-def table_told(table: Table) -> dict[str, Any]:
+def table_json(table: Table) -> dict[str, Any]:
     """Return what is shown of a table."""
     return {"rows": foreseen(table), "unforeseen": unforeseen(table)}
 
@@ -155,35 +155,35 @@ def _subject(event: NextEvent) -> str:
             return task
 
 
-def changes_of(value: Any) -> Changes:
+def changes_of(value: Any) -> WhatIfChanges:
     """Read the changes that JSON states. Raise WhatIfError."""
-    for fault in faults(value, Changes):
-        raise BadChange(str(fault))
-    return msgspec.convert(value, Changes, strict=True)
+    for fault in faults(value, WhatIfChanges):
+        raise WhatIfError(str(fault))
+    return msgspec.convert(value, WhatIfChanges, strict=True)
 
 
-def what_if(state: ClusterState, policy: Policy, changes: Changes) -> PlanAdopted:
+def what_if(state: ClusterState, policy: Policy, changes: WhatIfChanges) -> PlanAdopted:
     """Return the plan that the coordinator would adopt now, were the cluster so. Raise WhatIfError. Takes a plan's
     time."""
-    survey = Survey(changed(state, changes), policy)
+    survey = Survey(with_changes(state, changes), policy)
     solutions = {problem: solve(problem) for problem in (problem_of(survey), healthy_problem_of(survey))}
     plan = build_plan(survey, solutions)
     assert plan is not None
     return plan
 
 
-def changed(state: ClusterState, changes: Changes) -> ClusterState:
+def with_changes(state: ClusterState, changes: WhatIfChanges) -> ClusterState:
     """Return the state with the changes made. Raise WhatIfError."""
     nodes = dict(state.nodes)
     for name in changes.lose:
         node = nodes.get(name)
         if node is None or node.status is not NodeStatus.UP:
             up = [node.name for node in state.nodes.values() if node.status is NodeStatus.UP]
-            raise BadChange(f"lose: {name} is not a node that is up; {guess(name, up)}")
+            raise WhatIfError(f"lose: {name} is not a node that is up; {guess(name, up)}")
         nodes[name] = replace(node, status=NodeStatus.LOST)
     slots = changes.slots or _usual_slots(state.nodes)
     if changes.add_nodes and not slots:
-        raise BadChange("slots: no node to take the number of slots from; give --slots")
+        raise WhatIfError("slots: no node to take the number of slots from; give --slots")
     added = 0
     while added < changes.add_nodes:
         name = f"new-{len(nodes) + 1}"
@@ -193,16 +193,16 @@ def changed(state: ClusterState, changes: Changes) -> ClusterState:
     for name, change in changes.tasks.items():
         task = tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
-            raise BadChange(f"task: {name} is not active; {guess(name, [t.name for t in state.active])}")
+            raise WhatIfError(f"task: {name} is not active; {guess(name, [t.name for t in state.active])}")
         values = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not None}
         try:
             spec = msgspec.convert(msgspec.to_builtins(task.spec) | values, type(task.spec))
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`")
-            raise BadChange(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
+            raise WhatIfError(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
         wrong = [str(fault) for fault in spec_faults(spec, state.schema) if fault.place and fault.place[0] in values]
         if wrong:
-            raise BadChange(f"task: {name}:{wrong[0]}")
+            raise WhatIfError(f"task: {name}:{wrong[0]}")
         tasks[name] = replace(task, spec=spec)
     return replace(state, nodes=nodes, tasks=tasks)
 

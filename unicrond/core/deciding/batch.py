@@ -1,4 +1,4 @@
-"""A batch: the decisions of one call, which commit together."""
+"""A batch: the decisions of one call of `decide`, which are committed to the log together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
 from unicrond.core.survey import Survey
 
 
-class Batch:
+class DecisionBatch:
     """The decisions of one call, with command ids that are unique by construction."""
 
     def __init__(self, survey: Survey) -> None:
@@ -23,53 +23,56 @@ class Batch:
         #: Per node, how many workers this batch starts there.
         self.started: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}
-        #: Workers whose end it orders.
-        self._stopped: set[str] = set()
+        #: Workers whose end this batch orders.
+        self._ordered_stops: set[str] = set()
 
-    def occupied(self, node: str) -> int:
-        """Slots in use on the node, by every process that is not known to be gone, and what this batch starts."""
+    def slots_in_use(self, node: str) -> int:
+        """Count the slots in use on the node: every process that is not known to have ended, and the workers that this
+        batch starts."""
         return len(self.state.by_node.on(node)) + self.started[node]
 
     def add(self, event: v.AnyEvent, readers: Iterable[int] = ()) -> None:
-        """Takes a decision into the batch in its reader's schema; what the reader does not know is left out. `readers`:
-        the schemas of the nodes that read it themselves. A command is for the agent that is known now."""
+        """Add a decision in the schema of its readers; fields and types that they do not know are left out. `readers`:
+        the schemas of the nodes that read the decision in the log. A command is for the agent that is known now."""
         schema = min([self.state.schema, *readers])
         if isinstance(event, v.Command):
             node = self.state.nodes[event.node]
             schema = min(schema, node.schema)
             event = replace(event, agent_boot=node.agent_boot)
-        told = lowered(event, schema)
-        if told is not None:
-            self.events.append(told)
+        readable_event = lowered(event, schema)
+        if readable_event is not None:
+            self.events.append(readable_event)
 
     def reads(self, node: str, kind: type[v.Command]) -> bool:
-        """Whether the node's agent knows the command; one that it does not know is not sent."""
+        """Return whether the node's agent knows the command; a command that it does not know is not sent."""
         return readable(kind, min(self.state.schema, self.state.nodes[node].schema))
 
     @property
-    def tells_once(self) -> bool:
-        """Whether the log is written so that nodes read memberships from the decisions themselves."""
+    def broadcasts(self) -> bool:
+        """Return whether the log's schema lets nodes read memberships from the decisions themselves."""
         return self.state.schema >= TOLD_ONCE
 
     def command_id(self, node: str) -> str:
-        """The next command id of the node: "term.epoch.node.number"."""
+        """Return the next command id of the node: "term.epoch.node.number"."""
         number = self._numbers.get(node, self.state.nodes[node].commands) + 1
         self._numbers[node] = number
         return f"{self.state.term}.{self.state.plan.epoch}.{node}.{number}"
 
     def has_room(self, nodes: tuple[str, ...]) -> bool:
-        """Whether each of the nodes has a free slot for each time that it is named, and is not cordoned."""
-        known = self.state.nodes
-        return all(self.occupied(n) + nodes.count(n) <= known[n].slots and not known[n].cordoned for n in nodes)
+        """Return whether each node has as many free slots as it is named times, and none of them is cordoned."""
+        all_nodes = self.state.nodes
+        return all(
+            self.slots_in_use(n) + nodes.count(n) <= all_nodes[n].slots and not all_nodes[n].cordoned for n in nodes
+        )
 
     def stop(self, task: Task, worker: Worker, reason: str, *, kill: bool = False) -> None:
-        """Orders the worker's end, where its node can hear it. `kill`: it may not be able to end itself."""
+        """Order the end of the worker, if its node is up. `kill`: the process may not be able to end itself."""
         node = self.state.nodes.get(worker.node)
         if node is None or node.status is not NodeStatus.UP or worker.status is WorkerStatus.STOPPING:
             return
-        if worker.worker in self._stopped:
+        if worker.worker in self._ordered_stops:
             return  # one reason is enough
-        self._stopped.add(worker.worker)
+        self._ordered_stops.add(worker.worker)
         self.add(
             v.StopWorker(
                 command_id=self.command_id(worker.node),

@@ -1,19 +1,20 @@
-"""An incident is over: when, and the summary."""
+"""The end of an incident: when it is closed, and its summary."""
 
 from __future__ import annotations
 
 from events import vocabulary as v
 from unicrond.core import reconcile
 from unicrond.core.costs import charge_of, sub_health_flops
-from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import FLOPS_MAX
 from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus
 from unicrond.core.survey import Survey
 
 
-def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
-    """The incident is closed once every task that it hit has what the plan gives it. `fresh`: the plan fits."""
+def close_incident(batch: DecisionBatch, incident: Incident, fresh: bool) -> None:
+    """Close the incident once every task that it hit has what the plan gives it. `fresh`: the plan fits the present
+    nodes and tasks."""
     state = batch.state
     if not fresh:
         return
@@ -21,9 +22,9 @@ def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
         task = state.tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
             continue
-        # Members of a broken group can leave at no boundary; they meet again first, whatever the plan says.
+        # Members of a broken group cannot leave at a boundary; they form a group again first, whatever the plan says.
         apart = incident.severity is Severity.SEV3 and broken in task.in_use and reconcile.has_state(task)
-        if apart or not _healed(batch.survey, task, broken):
+        if apart or not _has_recovered(batch.survey, task, broken):
             return
     end_us = incident.resumed_us or state.now_us
     detection_flop, transition_flop = charge_of(state, incident.id)
@@ -43,11 +44,11 @@ def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
     )
 
 
-def _healed(survey: Survey, task: Task, broken: int) -> bool:
-    """The task has left the broken generation, and has what the plan gives it."""
+def _has_recovered(survey: Survey, task: Task, broken: int) -> bool:
+    """Return whether the task has left the broken generation and has what the plan gives it."""
     assignment = survey.state.plan.assignments.get(task.name)
     if assignment is not None and not assignment.workers:
-        return True  # it waits for workers; that is the plan, not the incident
+        return True  # the task waits for workers by the plan, not for the incident
     if not task.confirmed or task.generation <= broken:
         return False
     if survey.settled(task):
@@ -59,6 +60,7 @@ def _healed(survey: Survey, task: Task, broken: int) -> bool:
 
 
 def _outcome(state: ClusterState, incident: Incident) -> str:
+    """Describe, per task, how the incident ended and what was lost."""
     parts = []
     for name in incident.tasks:
         task = state.tasks.get(name)
@@ -70,9 +72,11 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
     if incident.state_from:
         source = _SOURCES.get(incident.state_from, incident.state_from)
         whole = any(state.tasks[name].spec.optimizer.distributed for name in incident.tasks if name in state.tasks)
-        what = "whole optimizer state" if whole else "replica"
-        thrown = f", {incident.micro_batches_lost} finished micro-batches" if incident.micro_batches_lost else ""
-        parts.append(f"no {what} survived: {incident.iterations_lost} iterations{thrown} lost, state from {source}")
+        kind = "whole optimizer state" if whole else "replica"
+        micro_batches = f", {incident.micro_batches_lost} finished micro-batches" if incident.micro_batches_lost else ""
+        parts.append(
+            f"no {kind} survived: {incident.iterations_lost} iterations{micro_batches} lost, state from {source}"
+        )
     return "; ".join(parts)[:1024] or "no task affected"
 
 

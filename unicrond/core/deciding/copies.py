@@ -1,16 +1,16 @@
-"""Copies of a task's state in memory: where they go, and when their memory is free again."""
+"""Copies of a task's state in memory: on which nodes they are stored, and when their memory is freed."""
 
 from __future__ import annotations
 
 from events import vocabulary as v
 from unicrond.core import memory_places
-from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.memberships import Audience
 from unicrond.core.state import Task, TaskStatus
 
 
-def tell_peers(batch: Batch, task: Task) -> None:
-    """Nodes have come or gone since the membership was told: copies go elsewhere from now on."""
+def tell_peers(batch: DecisionBatch, task: Task) -> None:
+    """Decide anew which nodes take copies, where nodes have joined or left since the membership was sent."""
     if task.status is not TaskStatus.ACTIVE:
         return
     targets = batch.survey.targets(task)
@@ -18,7 +18,7 @@ def tell_peers(batch: Batch, task: Task) -> None:
         return
     peers = memory_places.peers(batch.state, task, targets)
     audience = Audience(batch, task, task.membership.members if task.membership else ())
-    if batch.tells_once:
+    if batch.broadcasts:
         batch.add(v.PeersDecided(task=task.name, peers=peers), audience.schemas)
     for node in audience.commanded:
         batch.add(
@@ -32,8 +32,8 @@ def tell_peers(batch: Batch, task: Task) -> None:
         )
 
 
-def drop_state(batch: Batch, task: Task) -> None:
-    """The memory that a task's state takes is free again once the task has ended and no process writes to it."""
+def drop_state(batch: DecisionBatch, task: Task) -> None:
+    """Free the memory that holds a task's state, once the task has ended and no process writes to it."""
     if task.status is TaskStatus.ACTIVE or not task.at_rest:
         return
     for node in memory_places.to_drop(batch.state, task):

@@ -1,19 +1,20 @@
-"""Planned departures: when workers leave before a time is near, what is ended after it, and nodes that are expected to
-fail. The rules: unicrond/core/departures.py."""
+"""Planned departures: when workers leave a node ahead of its deadline, what is ended after it, and nodes that are
+expected to fail. The rules: unicrond/core/departures.py."""
 
 from __future__ import annotations
 
 from events import vocabulary as v
 from unicrond.core import gpu_types
-from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.planning.placement import place_apart
 from unicrond.core.reshaping import planned_shape
 from unicrond.core.state import Node
 from unicrond.core.survey import Survey
 
 
-def begin_drains(batch: Batch) -> None:
-    """The nodes that can be emptied at no cost to the plan. Its workers are to stand where it wants them."""
+def begin_drains(batch: DecisionBatch) -> None:
+    """Begin to drain one node that can be emptied at no cost to the plan. The workers must stand where the plan puts
+    them, so the next node waits until they do."""
     survey = batch.survey
     if not survey.fresh:
         return
@@ -26,33 +27,36 @@ def begin_drains(batch: Batch) -> None:
         elif survey.room_without(name, _has_room_without):
             batch.add(v.DrainBegun(node=name, reason="the plan has room for its workers elsewhere"))
         if batch.events:
-            return  # the next one is looked at when this one's workers have a plan
+            return  # the next node is examined once this node's workers have a plan
 
 
 def _has_room_without(survey: Survey, node: str) -> bool:
-    """The present plan can be seated on the other nodes, worker for worker."""
+    """Return whether the present plan can be placed on the other nodes, worker for worker."""
     slots = {name: count for name, count in survey.capacity.items() if name != node}
-    given = survey.state.plan.assignments
-    shares = [(task, given[task.name]) for task in survey.active if task.name in given]
+    assignments = survey.state.plan.assignments
+    shares = [(task, assignments[task.name]) for task in survey.active if task.name in assignments]
     if any(task.reshaping.reshape is not None for task, _ in shares):
         return False
     if sum(share.workers for _, share in shares) > sum(slots.values()):
         return False
-    where = {task.name: gpu_types.of_assignment(survey.state.nodes, share) or "" for task, share in shares}
+    gpu_types_of = {task.name: gpu_types.of_assignment(survey.state.nodes, share) or "" for task, share in shares}
     placed = place_apart(
         {task.name: len(share.replicas) for task, share in shares},
         {task.name: planned_shape(task.spec, share) for task, share in shares},
         slots,
         {task.name: share.replicas for task, share in shares},
-        (survey.gpus, where),
+        (survey.gpus, gpu_types_of),
     )
     return not placed.short
 
 
-def can_spare(batch: Batch, node: Node) -> bool:
-    """Every task that has workers keeps its minimum without the node, by numbers."""
+def can_spare(batch: DecisionBatch, node: Node) -> bool:
+    """Return whether the slots of the other nodes suffice for the minimum of every task that has workers. Only numbers
+    are compared."""
     survey = batch.survey
-    given = survey.state.plan.assignments
-    there = sum(count for name, count in survey.capacity.items() if name != node.name)
-    need = sum(task.spec.min_workers for task in survey.active if task.name in given and given[task.name].workers)
-    return there > 0 and need <= there
+    assignments = survey.state.plan.assignments
+    slots = sum(count for name, count in survey.capacity.items() if name != node.name)
+    need = sum(
+        task.spec.min_workers for task in survey.active if task.name in assignments and assignments[task.name].workers
+    )
+    return slots > 0 and need <= slots

@@ -1,18 +1,18 @@
-"""Nodes that are to be forgotten. The rules: unicrond/core/forgetting.py."""
+"""Nodes that are to be removed from the cluster. The rules: unicrond/core/forgetting.py."""
 
 from __future__ import annotations
 
 from events import vocabulary as v
-from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.forgetting import can_be_told, is_planned_for
 from unicrond.core.state import Node, NodeStatus
 
-#: An agent that is told to leave waits so long for its workers to be moved away.
+#: How long an agent that is commanded to leave waits for its workers to be moved away, in microseconds.
 LEAVE_LIMIT_US = 600_000_000
 
 
-def forget_nodes(batch: Batch) -> None:
-    """Those that are up are told to leave, the others are forgotten."""
+def forget_nodes(batch: DecisionBatch) -> None:
+    """Tell the nodes that are up to leave, and forget the others."""
     state = batch.state
     for name in batch.survey.nodes.forgetting:
         node = state.nodes[name]
@@ -25,7 +25,8 @@ def forget_nodes(batch: Batch) -> None:
             batch.add(v.NodeForgotten(node=name, reason=node.forgetting))
 
 
-def _tell(batch: Batch, node: Node, *, for_good: bool) -> None:
+def _tell(batch: DecisionBatch, node: Node, *, for_good: bool) -> None:
+    """Add the command to leave. `for_good`: the agent does not come back."""
     batch.add(
         v.LeaveCluster(
             command_id=batch.command_id(node.name),

@@ -10,23 +10,23 @@ from events import vocabulary as v
 from events.schemas import TOLD_ONCE
 from events.seats import cut, runs_of
 from unicrond.core import memory_places, reconcile
-from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.reshaping import change, is_in_place
 from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
 from unicrond.core.survey import Survey
-from unicrond.core.task_rules import members_told_at_most
+from unicrond.core.task_rules import members_per_event_max
 
 
-def mend(batch: Batch, task: Task) -> bool:
-    """The urgent membership that a broken group asks for; whether it did."""
+def repair_membership(batch: DecisionBatch, task: Task) -> bool:
+    """Decide the urgent membership that a broken group needs, and return whether one was decided."""
     current = task.membership.members if task.membership else ()
     living = reconcile.living_members(task)
     if len(living) < len(current):
         # A worker that was to leave at the next boundary has not left yet: its state and its work still count.
         survivors = living + reconcile.leaving_members(task)
         if reconcile.has_state(task):
-            gone = len(current) - len(living)
-            reason = f"{gone} of {len(current)} members are lost"
+            dead = len(current) - len(living)
+            reason = f"{dead} of {len(current)} members are lost"
             set_membership(batch, task, survivors, urgent=True, reason=reason)
             return True
     if _with_state(task, living) and _grace_expired(batch.state, task):
@@ -47,13 +47,13 @@ def mend(batch: Batch, task: Task) -> bool:
 
 
 def _with_state(task: Task, members: tuple[v.Member, ...]) -> bool:
-    """One of them has state."""
+    """Return whether one of the members has state."""
     return any(task.workers[member.worker].status is WorkerStatus.MEMBER for member in members)
 
 
-def regroup(batch: Batch, task: Task, fresh: bool) -> None:
-    """At most one new membership for the task (the reasons: `unicrond/core/decide.py`)."""
-    if mend(batch, task) or not fresh:
+def regroup(batch: DecisionBatch, task: Task, fresh: bool) -> None:
+    """Decide at most one new membership for the task (the reasons: `unicrond/core/decide.py`)."""
+    if repair_membership(batch, task) or not fresh:
         return
     current = task.membership.members if task.membership else ()
     living = reconcile.living_members(task)
@@ -63,20 +63,20 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     staff = batch.survey.staffing(task)
     if staff.starting:
         return
-    wanted, names = staff.workers, task.member_names
+    target_names, names = staff.workers, task.member_names
     if not with_state:
-        # Members wait for others that are gone since: what was tried is the membership as it was sent.
-        untried = wanted != names or _grace_expired(batch.state, task)
-        if wanted and untried and not staff.missing and not task.leavers:
+        # Members may wait for others that have ended since: the one that was tried is the membership as it was sent.
+        untried = target_names != names or _grace_expired(batch.state, task)
+        if target_names and untried and not staff.missing and not task.leavers:
             reason = f"no member has state: start from {memory_places.nearest(batch.state, task)}"
             set_membership(batch, task, reconcile.members_of(staff.kept), urgent=True, reason=reason)
         return
-    if wanted == names:
+    if target_names == names:
         return
     if any(_breaks(batch.state, task)):
         return  # members that left the broken group meet no boundary with those still in it: first all meet again
-    stay = tuple([member for member in current if member.worker in wanted])
-    replicas = {task.workers[name].replica for name in wanted.difference(names)}
+    stay = tuple([member for member in current if member.worker in target_names])
+    replicas = {task.workers[name].replica for name in target_names.difference(names)}
     seats = reconcile.members_of({number: staff.kept[number] for number in replicas})
     newcomers = tuple([member for member in seats if member.worker not in names])
     if len(stay) == len(current) and staff.missing:
@@ -90,21 +90,22 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     set_membership(batch, task, target, urgent=False, reason=reason)
 
 
-def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
-    """The next step of a task to another layout: hand over and park, end, be described anew."""
-    if is_in_place(task.spec, asked) or task.at_rest:
+def reshape(batch: DecisionBatch, task: Task, request: v.ReshapeRequested) -> None:
+    """Take the next step of a task to another layout: its members hand over and park, the workers end, and the task
+    gets its new description."""
+    if is_in_place(task.spec, request) or task.at_rest:
         fields = ("task", "min_workers", "max_workers", "reason", "iterations", "lr")
-        told = {name: getattr(asked, name) for name in fields}
-        batch.add(v.TaskReshaped(**told, **asked.shape._asdict(), plan=task.reshaping.plan))
+        options = {name: getattr(request, name) for name in fields}
+        batch.add(v.TaskReshaped(**options, **request.shape._asdict(), plan=task.reshaping.plan))
         return
-    if mend(batch, task):
+    if repair_membership(batch, task):
         return
     members = task.membership.members if task.membership else ()
     with_state = _with_state(task, reconcile.living_members(task))
     if task.leavers or (with_state and (not task.confirmed or any(_breaks(batch.state, task)))):
         return  # on the way from one group to the next, or about to be
     if members and with_state:
-        set_membership(batch, task, (), urgent=False, reason=f"{change(task.spec, asked)}: all leave", handover=True)
+        set_membership(batch, task, (), urgent=False, reason=f"{change(task.spec, request)}: all leave", handover=True)
         return
     broken = batch.survey.staffing(task).broken  # those end anyway, as those that have parked do
     for worker in task.workers.values():
@@ -113,28 +114,35 @@ def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
 
 
 def settled(survey: Survey, task: Task) -> bool:
-    """Nothing is to be done for the task: in a large cluster this is nearly every one."""
+    """Return whether nothing is to be done for the task. In a large cluster this holds for nearly every task."""
     if task.reshaping.reshape is not None:
         return False
     return task.status is TaskStatus.ACTIVE and survey.settled(task) and not _grace_expired(survey.state, task)
 
 
 def _grace_expired(state: ClusterState, task: Task) -> bool:
-    """The newest generation's group broke, or the one that it is to follow, and no death has explained it in time."""
+    """Return whether the group of the newest generation broke, or of the one that it follows, and no death has
+    explained the break in time."""
     return any(incident.ripe for incident in _breaks(state, task))
 
 
 def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
-    """The incidents in which that group broke, as far as is known by itself."""
+    """Yield the incidents in which that group broke without a known cause."""
     for incident in state.incidents.values():
         if incident.severity is Severity.SEV3 and incident.generations.get(task.name) in task.in_use:
             yield incident
 
 
 def set_membership(
-    batch: Batch, task: Task, members: tuple[v.Member, ...], *, urgent: bool, reason: str, handover: bool = False
+    batch: DecisionBatch,
+    task: Task,
+    members: tuple[v.Member, ...],
+    *,
+    urgent: bool,
+    reason: str,
+    handover: bool = False,
 ) -> None:
-    """The decision, in parts where it is large, and the commands that carry it to nodes that do not read it.
+    """Add the decision, in parts where it is large, and the commands that carry it to nodes that do not read decisions.
     `handover`: see events.vocabulary.SetMembership."""
     state = batch.state
     generation = task.generation + 1
@@ -145,7 +153,7 @@ def set_membership(
     store = state.nodes[members[0].node].store if members else audience.nodes[0].store
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
     newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
-    told_once = v.ToldOnce(
+    broadcast = v.ToldOnce(
         size=task.spec.replica_workers,
         seats=runs_of(members, frozenset(joiners), task.spec.replica_workers),
         parts=0,
@@ -153,9 +161,9 @@ def set_membership(
         mtbf_us=batch.survey.worker_mtbf_us // max(1, len(members)),
         handover=handover,
         stop=task.ending.stop,
-        lead_tells=_lead_tells(task, members, joiners),
+        lead_tells=_lead_confirms(task, members, joiners),
     )
-    decided = v.MembershipDecided(
+    decision = v.MembershipDecided(
         task=task.name,
         generation=generation,
         members=members,
@@ -165,63 +173,65 @@ def set_membership(
         incident=newest.id if newest else "",
         reason=reason,
     )
-    if batch.tells_once:
-        for event in in_parts(decided, told_once, batch.survey.policy.part_bytes):
+    if batch.broadcasts:
+        for event in split_decision(decision, broadcast, batch.survey.policy.part_bytes):
             batch.add(event, audience.schemas)
     else:
-        batch.add(decided)
-    if len(members) > members_told_at_most(task.name):
+        batch.add(decision)
+    if len(members) > members_per_event_max(task.name):
         return  # no command holds it; on a node that reads no decisions, the workers miss the meeting and are replaced
     for node in audience.commanded:
-        batch.add(_command(batch, decided, told_once, node.name))
+        batch.add(_command(batch, decision, broadcast, node.name))
 
 
-def _lead_tells(task: Task, members: tuple[v.Member, ...], joiners: tuple[str, ...]) -> bool:
-    """Whether the lead's word that the group has met will do for all that keep their state. After a group that did not
-    meet each member tells for itself: that shows which does not come."""
+def _lead_confirms(task: Task, members: tuple[v.Member, ...], joiners: tuple[str, ...]) -> bool:
+    """Return whether the lead can confirm the group for all members that keep their state. After a group that did not
+    meet, each member confirms for itself: that shows which one is missing."""
     return bool(members) and members[0].worker not in joiners and task.rest_joined
 
 
-def in_parts(
-    decided: v.MembershipDecided, told: v.ToldOnce, part_bytes: int
+def split_decision(
+    decision: v.MembershipDecided, broadcast: v.ToldOnce, part_bytes: int
 ) -> list[v.MembershipPart | v.MembershipDecided]:
-    """The decision as it is told once: the parts that `told` takes, and itself last."""
-    *parts, last = cut(told.seats, part_bytes)
-    task, generation = decided.task, decided.generation
+    """Split the decision into the parts that `broadcast` needs; the decision itself comes last, with the last part's
+    seats."""
+    *parts, last = cut(broadcast.seats, part_bytes)
+    task, generation = decision.task, decision.generation
     return [
         *(v.MembershipPart(task=task, generation=generation, part=n, seats=part) for n, part in enumerate(parts, 1)),
-        replace(decided, members=(), joiners=(), told=replace(told, seats=last, parts=len(parts))),
+        replace(decision, members=(), joiners=(), told=replace(broadcast, seats=last, parts=len(parts))),
     ]
 
 
-def _command(batch: Batch, decided: v.MembershipDecided, told: v.ToldOnce, node: str) -> v.SetMembership:
-    """The membership, to a node that reads no decisions."""
+def _command(batch: DecisionBatch, decision: v.MembershipDecided, broadcast: v.ToldOnce, node: str) -> v.SetMembership:
+    """Return the membership as a command, for a node that does not read decisions."""
     return v.SetMembership(
         command_id=batch.command_id(node),
         node=node,
         epoch=batch.state.plan.epoch,
-        task=decided.task,
-        generation=decided.generation,
-        members=decided.members,
-        joiners=decided.joiners,
-        urgent=decided.urgent,
-        store=decided.store,
-        peers=told.peers,
-        mtbf_us=told.mtbf_us,
-        handover=told.handover,
-        stop=told.stop,
+        task=decision.task,
+        generation=decision.generation,
+        members=decision.members,
+        joiners=decision.joiners,
+        urgent=decision.urgent,
+        store=decision.store,
+        peers=broadcast.peers,
+        mtbf_us=broadcast.mtbf_us,
+        handover=broadcast.handover,
+        stop=broadcast.stop,
     )
 
 
 class Audience:
-    """The nodes that a decision about a task's members concerns, as far as they are up: those of `members`, and of the
-    members whom it leaves out. `schemas`: of those that read it in the log; `commanded`: the others."""
+    """The nodes that a decision about a task's members concerns and that are up: those of `members`, and those of
+    members that it leaves out. `schemas`: of the nodes that read the decision in the log; `commanded`: the nodes that
+    get a command."""
 
-    def __init__(self, batch: Batch, task: Task, members: tuple[v.Member, ...]) -> None:
-        known = batch.state.nodes
+    def __init__(self, batch: DecisionBatch, task: Task, members: tuple[v.Member, ...]) -> None:
+        all_nodes = batch.state.nodes
         names = [member.node for member in members]
         names += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
-        self.nodes = [node for name in dict.fromkeys(names) if (node := known[name]).status is NodeStatus.UP]
-        reads = batch.tells_once
+        self.nodes = [node for name in dict.fromkeys(names) if (node := all_nodes[name]).status is NodeStatus.UP]
+        reads = batch.broadcasts
         self.schemas = [node.schema for node in self.nodes if reads and node.schema >= TOLD_ONCE]
         self.commanded = [node for node in self.nodes if not reads or node.schema < TOLD_ONCE]

@@ -1,4 +1,4 @@
-"""The plan: which problems must be solved for it, and what is adopted of their answers."""
+"""The plan: which problems must be solved for it, and how their solutions become a plan."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ FLOPS_MAX = 2**63 - 1
 
 
 def needed_solves(survey: Survey) -> list[Problem]:
-    """Plan problems that must be solved before `decide` can go on: the plan's, and the healthy cluster's."""
+    """Return the plan problems that must be solved before `decide` can go on: the plan's, and the healthy cluster's."""
     return [] if survey.fresh else [problem_of(survey), healthy_problem_of(survey)]
 
 
-def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdopted | None:
-    """The plan for the present nodes and tasks, whether it is needed or not; None without its `solutions`."""
+def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdopted | None:
+    """Return the plan for the present nodes and tasks, whether it is needed or not; None if `solutions` lacks one of
+    its problems."""
     solution, healthy = solutions.get(problem_of(survey)), solutions.get(healthy_problem_of(survey))
     if solution is None or healthy is None:
         return None
@@ -39,30 +40,30 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
     counts = {
         task.name: workers // shapes[task.name].workers for task, workers in zip(active, solution.workers, strict=True)
     }
-    present = {
+    current = {
         task.name: [] if layout else present_replicas(survey, task)
         for task, layout in zip(active, solution.layouts, strict=True)
     }
     types = survey.gpus, dict(zip(counts, solution.gpus, strict=True))
-    placed = place_apart(counts, shapes, survey.capacity, present, types)
+    placed = place_apart(counts, shapes, survey.capacity, current, types)
     if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
-        anew = place_apart(counts, shapes, survey.capacity, {}, types)
-        placed = placed if anew.short else anew  # there is room, if more than a few move
+        relocated = place_apart(counts, shapes, survey.capacity, {}, types)
+        placed = placed if relocated.short else relocated  # there is room, if more than a few move
     assignments = []
     for task in active:
         replicas, shape = placed.replicas[task.name], shapes[task.name]
         workers = len(replicas) * shape.workers
         if workers < task.spec.min_workers:
             replicas, workers = (), 0  # what could not be seated together is worth nothing
-        chosen = shape if task.spec.layouts and workers else None
-        there = on_type(task, types[1][task.name] if survey.types else survey.type_of(task))
+        layout_choice = shape if task.spec.layouts and workers else None
+        task_on_gpu = on_type(task, types[1][task.name] if survey.types else survey.type_of(task))
         assignments.append(
             v.TaskAssignment(
                 task=task.name,
                 workers=workers,
                 replicas=replicas,
-                waf=waf(there, workers, survey.linear, chosen),
-                **(chosen._asdict() if chosen else {}),
+                waf=waf(task_on_gpu, workers, survey.linear, layout_choice),
+                **(layout_choice._asdict() if layout_choice else {}),
             )
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
@@ -80,15 +81,17 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
     )
 
 
-def in_runs(survey: Survey, plan: v.PlanAdopted) -> v.PlanAdopted:
-    """The plan with runs of nodes instead of a name for each worker."""
+def compact_plan(survey: Survey, plan: v.PlanAdopted) -> v.PlanAdopted:
+    """Return the plan with runs of nodes instead of one name for each worker."""
     sizes = {task.name: task.spec.replica_workers for task in survey.active}
-    runs = [compact(each, each.tp * each.pp or sizes[each.task]) for each in plan.assignments]
+    runs = [
+        compact(assignment, assignment.tp * assignment.pp or sizes[assignment.task]) for assignment in plan.assignments
+    ]
     return replace(plan, assignments=tuple(runs))
 
 
 def _transition_flop(solution: Solution) -> float:
-    """What the change is expected to cost: what its tasks would have achieved meanwhile."""
+    """Return the expected cost of the change in weighted FLOP: what its tasks would have achieved meanwhile."""
     problem, cost = solution.problem, Fraction(0)
     for (task, workers), layout in zip(solution, solution.layouts, strict=True):
         if task.faulty or layout or workers != task.workers:
@@ -97,13 +100,17 @@ def _transition_flop(solution: Solution) -> float:
 
 
 def _trigger(state: ClusterState) -> str:
-    """What changed since the last plan, in words."""
+    """Describe what has changed since the last plan."""
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
-    changes = [f"node {n.name} {_why_not(n)}" for n in state.nodes.values() if n.name in planned and not n.schedulable]
+    changes = [
+        f"node {n.name} {_unschedulable_reason(n)}"
+        for n in state.nodes.values()
+        if n.name in planned and not n.schedulable
+    ]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
-    changes += [told for t in state.active if (told := turns.changed_since(state, t, state.plan.adopted_us))]
+    changes += [change for t in state.active if (change := turns.changed_since(state, t, state.plan.adopted_us))]
     active = [task.name for task in state.active]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
     changes += [
@@ -113,16 +120,16 @@ def _trigger(state: ClusterState) -> str:
 
 
 def _was_reshaped(state: ClusterState, task: Task) -> bool:
-    """A person has given it another layout, or other bounds, since the last plan."""
+    """Return whether a person has given the task another layout or other bounds since the last plan."""
     assignment = state.plan.assignments.get(task.name)
     by_plan = assignment is not None and assignment.shape == task.spec.shape
     return task.reshaping.reshaped_us > state.plan.adopted_us and not by_plan
 
 
-def _why_not(node: Node) -> str:
-    """Why the node is not schedulable."""
+def _unschedulable_reason(node: Node) -> str:
+    """Return why the node is not schedulable."""
     if node.status is not NodeStatus.UP:
         return node.status.value
     if node.isolated or not node.draining:
         return "isolated" if node.isolated else "leaving"
-    return f"drained ({departures.told(node)})" if node.empty_by_us else "drained"
+    return f"drained ({departures.departure_text(node)})" if node.empty_by_us else "drained"

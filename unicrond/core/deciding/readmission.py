@@ -1,33 +1,34 @@
-"""Isolated nodes: which are checked now, and which are taken back. The rules: unicrond/core/isolation.py."""
+"""Isolated nodes: which are checked now, and which are readmitted. The rules: unicrond/core/isolation.py."""
 
 from __future__ import annotations
 
 from events import vocabulary as v
 from unicrond.core import isolation
-from unicrond.core.deciding.batch import Batch
-from unicrond.core.isolation import Phase
+from unicrond.core.deciding.batch import DecisionBatch
+from unicrond.core.isolation import IsolationPhase
 from unicrond.core.state import Node, Severity, TaskStatus
 
 
-def readmit_nodes(batch: Batch) -> None:
-    """None is readmitted while its incident is open: it would be isolated for that again."""
+def readmit_nodes(batch: DecisionBatch) -> None:
+    """Check or readmit isolated nodes. None is readmitted while its incident is open: it would be isolated for that
+    again."""
     state = batch.state
     isolated = [state.nodes[name] for name in batch.survey.nodes.isolated]
     blamed = {incident.node for incident in state.incidents.values() if incident.severity is Severity.SEV1}
     for node in isolated:
-        now = isolation.phase(state, node)
-        if now is Phase.TO_CHECK:
+        phase = isolation.phase(state, node)
+        if phase is IsolationPhase.TO_CHECK:
             if not (node.foretold and state.by_node.on(node.name)):  # nothing has failed: its workers leave first
                 _check(batch, node)
         elif node.name in blamed:
             continue
-        elif now is Phase.CLEARED:
+        elif phase is IsolationPhase.CLEARED:
             batch.add(v.NodeReadmitted(node=node.name, reason=isolation.why_cleared(state, node)))
-        elif innocent_of := _innocent_of(batch, node):
+        elif innocent_of := _failed_task(batch, node):
             batch.add(v.NodeReadmitted(node=node.name, reason=f"task {innocent_of} was at fault, not the node"))
 
 
-def _check(batch: Batch, node: Node) -> None:
+def _check(batch: DecisionBatch, node: Node) -> None:
     batch.add(
         v.CheckNode(
             command_id=batch.command_id(node.name),
@@ -39,8 +40,8 @@ def _check(batch: Batch, node: Node) -> None:
     )
 
 
-def _innocent_of(batch: Batch, node: Node) -> str:
-    """The task that failed elsewhere, too; "" where the node itself is blamed."""
+def _failed_task(batch: DecisionBatch, node: Node) -> str:
+    """Return the task that was at fault since it failed on other nodes too; "" where the node itself is blamed."""
     if node.isolation is not None and node.isolation.cause == "hardware":
         return ""
     tasks = batch.state.tasks.values()

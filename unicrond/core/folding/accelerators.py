@@ -1,12 +1,13 @@
-"""Accelerators: what their own driver tells, beside what the processes on them say.
+"""Accelerators: what their driver reports, beside the reports of the processes on them.
 
 Rules
 -----
-* It belongs to the incident of the worker on it, as if the worker had reported it (`incidents.blame`).
-* Without a worker on it, a fault that would restart a process has no effect; one that takes the node out of
-  service does so before somebody is started there.
-* What foretells a failure is an incident of no worker: the node is emptied and checked (departures.py).
-* What the hardware needs is remembered until the node is readmitted: isolation.py says what that asks for.
+* A fault belongs to the incident of the worker on the accelerator, as if the worker had reported it
+  (`incidents.blame`).
+* Without a worker there, a fault that would restart a process has no effect; one that takes the node out of
+  service does so before a worker is started there.
+* An error that predicts a failure is an incident of no worker: the node is emptied and checked (departures.py).
+* The repair that the hardware needs is remembered until the node is readmitted; isolation.py says what it requires.
 * A node that is isolated already is not isolated again by an unused accelerator.
 """
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.core import isolation
-from unicrond.core.changes import with_incident, with_node, worker_known
+from unicrond.core.changes import find_worker, with_incident, with_node
 from unicrond.core.folding import incidents
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.severity import severity_of
@@ -25,7 +26,7 @@ from unicrond.core.state import ClusterState, NodeStatus, Severity, TaskStatus
 
 
 def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, envelope: Envelope) -> ClusterState:
-    """A driver's error: an incident of the worker on the accelerator or, at SEV1 without one, of the node."""
+    """Record a driver's error: an incident of the worker on the accelerator or, at SEV1 without one, of the node."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
@@ -34,12 +35,12 @@ def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, enve
         message = f"{event.accelerator}: {event.message}"[:1024]
         return with_node(state, replace(node, foretold=message)) if expected else state
     if severity_of(event.kind, state.severity) is Severity.SEV1:
-        node = isolation.broken(node, event.needs)
+        node = isolation.with_repair_need(node, event.needs)
         state = with_node(state, node)
     message = f"{event.accelerator}: {event.message}"[:1024]
-    known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
-    if known is not None and known[1].alive and known[0].status is TaskStatus.ACTIVE and known[1].node == event.node:
-        task, worker = known
+    pair = find_worker(state, event.worker.rpartition(".")[0], event.worker)
+    if pair is not None and pair[1].alive and pair[0].status is TaskStatus.ACTIVE and pair[1].node == event.node:
+        task, worker = pair
         fact = Fact(
             kind=event.kind,
             node=event.node,

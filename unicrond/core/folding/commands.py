@@ -1,4 +1,4 @@
-"""Commands to nodes, and what the agents answer."""
+"""Commands to nodes, and the answers of their agents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from events.seats import starts, starts_of
 from unicrond.core import isolation
-from unicrond.core.changes import with_moved, with_node, with_task, with_worker, without_workers, worker_known
+from unicrond.core.changes import find_worker, with_moved, with_node, with_task, with_worker, without_workers
 from unicrond.core.folding import strikes
 from unicrond.core.state import UNREAD_MAX, ClusterState, NodeStatus, Task, Worker, WorkerStatus
 from unicrond.core.task_parts import Numbers
@@ -18,26 +18,26 @@ from unicrond.core.worker_life import can_move, status_after
 
 
 def count_command(state: ClusterState, node: str) -> ClusterState:
-    """One more command to `node`; an unknown node counts none."""
-    known = state.nodes.get(node)
-    return with_node(state, replace(known, commands=known.commands + 1)) if known else state
+    """Count one more command to `node`; the state is unchanged where the node is unknown."""
+    target = state.nodes.get(node)
+    return with_node(state, replace(target, commands=target.commands + 1)) if target else state
 
 
 def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
-    """A new worker is starting; a worker id that the task knows already is not begun again. A void command starts
-    none: its agent is gone, and with it the run directory."""
-    return _starting(count_command(state, event.node), event)
+    """Add a starting worker. A worker id that the task knows is not added again, nor is a worker whose command is void:
+    its agent is gone, and the run directory with it."""
+    return _add_starting_worker(count_command(state, event.node), event)
 
 
 def start_workers(state: ClusterState, event: v.StartWorkers, _: Envelope) -> ClusterState:
-    """New workers are starting, by one command."""
+    """Add the starting workers of one command."""
     state = count_command(state, event.node)
     for start in starts(event):
-        state = _starting(state, start)
+        state = _add_starting_worker(state, start)
     return state
 
 
-def _starting(state: ClusterState, event: v.StartWorker) -> ClusterState:
+def _add_starting_worker(state: ClusterState, event: v.StartWorker) -> ClusterState:
     task = state.tasks.get(event.spec.name)
     if task is None or event.worker in task.workers:
         return state
@@ -61,27 +61,27 @@ def _starting(state: ClusterState, event: v.StartWorker) -> ClusterState:
 
 
 def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> ClusterState:
-    """A known worker gets the order to stop."""
+    """Count the command, and mark the worker as stopping if it is known."""
     state = count_command(state, event.node)
-    known = worker_known(state, event.task, event.worker)
-    if known is None:
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None:
         return state
-    task, worker = known
+    task, worker = pair
     return with_task(state, with_moved(task, worker, v.StopWorker, command_id=event.command_id))
 
 
 def set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
-    """Counts the command, and keeps the peers that the membership names."""
+    """Count the command, and store the peers that the membership names."""
     return with_peers(count_command(state, event.node), event.task, event.peers)
 
 
 def set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterState:
-    """Counts the command, and keeps the peers that it names."""
+    """Count the command, and store the peers that it names."""
     return with_peers(count_command(state, event.node), event.task, event.peers)
 
 
 def with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
-    """The nodes that take copies of the task's state are these."""
+    """Return the state in which `peers` are the nodes that take copies of the task's state."""
     task = state.tasks.get(name)
     if task is None or task.copies.peers == peers:
         return state
@@ -89,7 +89,7 @@ def with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...
 
 
 def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:
-    """A stop is applied once the process is gone; of one that never was, nothing else is ever told."""
+    """Remove the worker of an applied stop: its process is gone, and of one that never ran nothing else is reported."""
     for task, worker in _commanded(state, event):
         if can_move(worker, v.CommandApplied):
             return with_task(state, without_workers(task, [worker.worker]))
@@ -97,7 +97,7 @@ def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -
 
 
 def _commanded(state: ClusterState, event: v.CommandApplied | v.CommandFailed) -> Iterator[tuple[Task, Worker]]:
-    """The worker that the command is about, where it is about one; of one that starts several, all."""
+    """Yield each task and worker that the command is about: one, several where it starts several, or none."""
     for name, worker in state.by_node.on(event.node):
         task = state.tasks[name]
         if starts_of(event.command_id, task.workers[worker].command_id):
@@ -105,12 +105,13 @@ def _commanded(state: ClusterState, event: v.CommandApplied | v.CommandFailed) -
 
 
 def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
-    """A start that failed takes the worker away as a strike; a schema that the agent cannot read is learned."""
+    """Remove the worker of a failed start and count a strike; learn the schema of an agent that cannot read the
+    command."""
     state = isolation.check_refused(state, event)
     if event.reads:
-        state, is_new = _learn_what_it_reads(state, event)
+        state, is_new = _learn_schema(state, event)
         if is_new:
-            return _unread(state, event)
+            return _resend(state, event)
     node = state.nodes.get(event.node)
     for task, worker in _commanded(state, event):
         if worker.status is WorkerStatus.STARTING:
@@ -130,8 +131,9 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
     return state
 
 
-def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[ClusterState, bool]:
-    """An agent got a command that was written for a younger one, which it has replaced. Whether that may be all."""
+def _learn_schema(state: ClusterState, event: v.CommandFailed) -> tuple[ClusterState, bool]:
+    """Lower the node's schema to what its agent reads: the command was written for a younger agent, which this one has
+    replaced. Return also whether that explains the failure; after UNREAD_MAX times it does not."""
     node = state.nodes.get(event.node)
     if node is None:
         return state, False
@@ -139,8 +141,8 @@ def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[C
     return with_node(state, node), node.unread <= UNREAD_MAX
 
 
-def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
-    """No fault: the command is to be sent again, in the agent's schema."""
+def _resend(state: ClusterState, event: v.CommandFailed) -> ClusterState:
+    """Make the command be sent again, in the agent's schema; its failure counts as no fault."""
     commanded = list(_commanded(state, event))
     starting = [worker.worker for _, worker in commanded if worker.status is WorkerStatus.STARTING]
     if starting:
@@ -148,14 +150,15 @@ def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     for task, worker in commanded:
         if worker.status is WorkerStatus.STOPPING:
             return with_task(state, with_moved(task, worker, v.CommandFailed))
-    return unheard(state, event.node)  # a membership, then; the answer does not say whose
+    return resend_memberships(state, event.node)  # a membership, then; the answer does not say whose
 
 
-def unheard(state: ClusterState, node: str) -> ClusterState:
-    """The node's agent may not have heard of memberships that its workers are not in yet: they are to be told again."""
+def resend_memberships(state: ClusterState, node: str) -> ClusterState:
+    """Make memberships be sent again where workers of the node are not in the newest one yet: the agent may have missed
+    it."""
     for task in state.tasks.values():
-        there = [task.workers[name] for name in state.by_node.of_task(node, task.name)]
-        here = [worker for worker in there if worker.alive]
-        if any(task.generation_of(worker) < task.generation for worker in here) and not task.confirmed:
+        workers = [task.workers[name] for name in state.by_node.of_task(node, task.name)]
+        alive = [worker for worker in workers if worker.alive]
+        if any(task.generation_of(worker) < task.generation for worker in alive) and not task.confirmed:
             state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))
     return state

@@ -1,4 +1,4 @@
-"""Deadlines that have passed (see `unicrond/core/deadlines.py` for their ids)."""
+"""Expired deadlines (see `unicrond/core/deadlines.py` for their ids)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unicrond.core import departures, isolation, turns
 from unicrond.core.changes import with_incident, with_task
 from unicrond.core.folding import incidents, nodes, strikes
 from unicrond.core.folding.incidents import Fact, is_symptom
-from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.incident_life import IncidentTrigger, advance
 from unicrond.core.state import ClusterState, Task, Worker, WorkerStatus
 
-_ELSEWHERE = {
+_HANDLERS = {
     **dict.fromkeys(("isolation", "check"), isolation.deadline_passed),
     **dict.fromkeys(("drain", "empty", "window"), departures.deadline_passed),
     "forget": nodes.forget_deadline_passed,
@@ -22,14 +22,14 @@ _ELSEWHERE = {
 
 
 def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Envelope) -> ClusterState:
-    """One that no longer applies changes nothing."""
+    """Apply an expired deadline; one that no longer applies changes nothing."""
     kind, _, subject = event.deadline_id.partition(":")
     if kind in ("symptom", "exit") and subject in state.incidents:
         incident = state.incidents[subject]
-        meant = (kind == "symptom") == incidents.is_symptom(incident)
-        return with_incident(state, moved(incident, Befalls.TIME_IS_UP)) if meant else state
-    if kind in _ELSEWHERE:
-        return _ELSEWHERE[kind](state, kind, subject)
+        applies = (kind == "symptom") == incidents.is_symptom(incident)
+        return with_incident(state, advance(incident, IncidentTrigger.TIME_IS_UP)) if applies else state
+    if kind in _HANDLERS:
+        return _HANDLERS[kind](state, kind, subject)
     if kind == "regroup":
         name, _, generation = subject.partition("#")
         task = state.tasks.get(name)
@@ -37,29 +37,30 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
             for worker in task.workers.values():
                 late = task.is_member(worker.worker) and worker.alive and not task.has_joined(worker)
                 if late or worker in task.leavers:
-                    what = f"did not {'join' if late else 'leave for'} generation {generation} in time"
-                    state = strikes.give_up(state, name, worker, "hang", what, envelope.observed_at_us)
+                    failure = f"did not {'join' if late else 'leave for'} generation {generation} in time"
+                    state = strikes.give_up(state, name, worker, "hang", failure, envelope.observed_at_us)
     if kind == "meet":
         name, _, meeting = subject.partition("#")
         task = state.tasks.get(name)
         if task is not None and meeting == f"{task.generation}.{task.group.meetings}":
-            return _not_met(state, task, envelope.observed_at_us)
+            return _meeting_missed(state, task, envelope.observed_at_us)
     if kind == "start":
         for task in state.tasks.values():
             late_starter = task.workers.get(subject)
             if late_starter is not None and late_starter.status is WorkerStatus.STARTING:
-                what = "did not become ready in time"
-                return strikes.give_up(state, task.name, late_starter, "start_failed", what, envelope.observed_at_us)
+                failure = "did not become ready in time"
+                return strikes.give_up(state, task.name, late_starter, "start_failed", failure, envelope.observed_at_us)
     return state
 
 
-def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterState:
-    """The members of the newest membership have not met in time.
+def _meeting_missed(state: ClusterState, task: Task, observed_at_us: int) -> ClusterState:
+    """Handle that the members of the newest membership have not formed its group in time.
 
     Only workers that do not answer are ended: one that waits for the others keeps its state, and so does one that has
-    declared to be busy; where all have answered, it is the group, and all meet again. A planned membership is answered
-    at a boundary, and a late member may be held up by another: an urgent one shows which does not answer. Where the
-    lead is to tell for all and has not, it does not show either: all meet again, and each tells for itself.
+    declared itself busy. Where all have answered, the group is at fault, and all meet again. A planned membership is
+    answered at a boundary, where a late member may wait for another; only an urgent one shows which member does not
+    answer. Where the lead should confirm for all and has not, that does not show either: all meet again, and each
+    member confirms for itself.
     """
     late = [worker for worker in task.workers.values() if worker.alive and _is_late(task, worker)]
     if not late:
@@ -68,29 +69,29 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
         return _next_meeting(state, task)
     silent = [worker for worker in late if worker.answered < task.generation]
     assert task.membership is not None
-    urgent, untold = task.membership.urgent, task.awaits_lead
-    if urgent and silent and not untold:
+    urgent, lead_silent = task.membership.urgent, task.awaits_lead
+    if urgent and silent and not lead_silent:
         for worker in silent:
-            what = f"did not come into generation {task.generation} in time"
-            state = strikes.give_up(state, task.name, worker, "hang", what, observed_at_us)
+            failure = f"did not come into generation {task.generation} in time"
+            state = strikes.give_up(state, task.name, worker, "hang", failure, observed_at_us)
         return state
-    how = "all have come, and do not meet" if urgent else "did not come to the boundary in time"
-    if urgent and untold:
-        how = "their lead has not said that they have met"
+    problem = "all have come, and do not meet" if urgent else "did not come to the boundary in time"
+    if urgent and lead_silent:
+        problem = "their lead has not said that they have met"
     fact = Fact(
         kind="collective_timeout",
         node=late[0].node,
         worker=late[0].worker,
         generations={task.name: task.generation},
-        message=f"generation {task.generation} of {task.name}: {', '.join(worker.worker for worker in late)} {how}"[
+        message=f"generation {task.generation} of {task.name}: {', '.join(worker.worker for worker in late)} {problem}"[
             :1024
         ],
         occurred_us=observed_at_us,
-        lost={late[0].worker: ""},
+        lost_peers={late[0].worker: ""},
     )
     state = incidents.blame(_next_meeting(state, task), fact)
     answered = any(is_symptom(i) and i.generations.get(task.name) in task.in_use for i in state.incidents.values())
-    if answered or (urgent and not untold):
+    if answered or (urgent and not lead_silent):
         return state
     # An open incident of another cause has taken the fact over, and its response is about other workers.
     task = state.tasks[task.name]
@@ -98,7 +99,7 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
 
 
 def _next_meeting(state: ClusterState, task: Task) -> ClusterState:
-    """The deadline has passed and ended no process; the next one stands."""
+    """Start the next deadline of the meeting: this one has passed and ended no process."""
     return with_task(state, replace(task, group=replace(task.group, meetings=task.group.meetings + 1)))
 
 

@@ -2,10 +2,11 @@
 
 Rules
 -----
-* One incident per (task, generation): the first root cause names it. What breaks the group in which its tasks have gone
-  on is another: the first may be about to be closed. So is a cause on another node that breaks a later group.
-* A broken connection is a symptom, and gives its place to the cause that explains it. So does any other cause to a
-  worse one on another node: the response to it is about that node.
+* One incident per (task, generation): the first root cause names it. A break of the group in which its tasks have
+  continued is another incident: the first may be about to be closed. So is a cause on another node that breaks a later
+  group.
+* A broken connection is a symptom, and gives way to the cause that explains it. So does any other cause to a worse one
+  on another node: the response is then about that node.
 * A lost node is one incident for all its tasks and takes over what it explains.
 """
 
@@ -16,16 +17,15 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from unicrond.core.changes import with_incident
-from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.incident_life import IncidentTrigger, advance
 from unicrond.core.severity import severity_of
 from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that went wrong. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was. `lost`, `links`: see Incident.
-    """
+    """A failure that was observed. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
+    clock. `place`: where in its work the worker was. `lost_peers`: Incident.lost. `links`: see Incident."""
 
     kind: str
     node: str
@@ -35,27 +35,28 @@ class Fact:
     occurred_us: int
     log_tail: str = ""
     place: str = ""
-    lost: dict[str, str] = field(default_factory=dict)
+    lost_peers: dict[str, str] = field(default_factory=dict)
     links: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def is_symptom(incident: Incident) -> bool:
-    """It may still turn out to be the echo of a death or of a lost node."""
+    """Return whether the incident may still turn out to be the consequence of a death or of a lost node."""
     return incident.severity is Severity.SEV3
 
 
 def broken_generation(task: Task, workers: list[str]) -> int:
-    """The generation that the loss of these workers breaks (see Incident.generations)."""
+    """Return the generation that the loss of these workers breaks (see Incident.generations)."""
     return task.generation if any(task.is_member(worker) for worker in workers) else task.generation - 1
 
 
 def blame(state: ClusterState, fact: Fact) -> ClusterState:
-    """Opens an incident, or gives the fact to the open one that it belongs to."""
+    """Open an incident for the fact, or add the fact to the open incident that it belongs to."""
     severity = severity_of(fact.kind, state.severity)
 
     def shares_generation(incident: Incident) -> bool:
+        """Return whether the fact breaks a generation that the incident has broken."""
         return any(
-            name in incident.generations and _are_one(state.tasks[name], incident.generations[name], broken)
+            name in incident.generations and _same_break(state.tasks[name], incident.generations[name], broken)
             for name, broken in fact.generations.items()
         )
 
@@ -66,10 +67,10 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
         if _is_newer(fact, incident) and (incident.resumed_us or _is_another_cause(fact, severity, incident)):
             continue
         if severity < incident.severity and (is_symptom(incident) or fact.node != incident.node):
-            # The root cause of what so far was only a broken connection; or what is worse, and acts on another node.
-            incident = moved(
+            # It is the root cause of what so far was only a broken connection, or worse than it and of another node.
+            incident = advance(
                 incident,
-                Befalls.CAUSE_NAMES,
+                IncidentTrigger.CAUSE_NAMES,
                 kind=fact.kind,
                 node=fact.node,
                 worker=fact.worker,
@@ -84,8 +85,8 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 incident,
                 severity=min(severity, incident.severity),
                 generations=incident.generations | fact.generations,
-                lost=fact.lost if _is_newer(fact, incident) else incident.lost | fact.lost,
-                links=fact.links if _is_newer(fact, incident) else _with_links(incident.links, fact.links),
+                lost=fact.lost_peers if _is_newer(fact, incident) else incident.lost | fact.lost_peers,
+                links=fact.links if _is_newer(fact, incident) else _merge_links(incident.links, fact.links),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
             ),
@@ -93,28 +94,31 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     return open_incident(state, fact)
 
 
-def _with_links(known: dict[str, tuple[str, ...]], told: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """A member that reports again has lost both."""
-    return known | {name: tuple(sorted({*known.get(name, ()), *lost})) for name, lost in told.items()}
+def _merge_links(
+    links: dict[str, tuple[str, ...]], new_links: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Merge the lost peers of each member: one that reports again has lost the peers of both reports."""
+    return links | {name: tuple(sorted({*links.get(name, ()), *peers})) for name, peers in new_links.items()}
 
 
-def _are_one(task: Task, one: int, other: int) -> bool:
-    """One break: of the same generation, or of one that is to be left at a boundary and of the next."""
-    return one == other or (one in task.in_use and other in task.in_use)
+def _same_break(task: Task, first: int, second: int) -> bool:
+    """Return whether both generations are of one break: they are equal, or one is to be left at a boundary for the
+    other."""
+    return first == second or (first in task.in_use and second in task.in_use)
 
 
 def _is_newer(fact: Fact, incident: Incident) -> bool:
-    """It breaks a generation that the incident has not."""
+    """Return whether the fact breaks a generation that the incident has not broken."""
     return any(broken > incident.generations.get(task, 0) for task, broken in fact.generations.items())
 
 
 def _is_another_cause(fact: Fact, severity: Severity, incident: Incident) -> bool:
-    """Both are causes, and not of one node: the response to the incident does nothing about the fact."""
+    """Return whether both are causes, of different nodes: the response to the incident does nothing about the fact."""
     return not is_symptom(incident) and severity is not Severity.SEV3 and fact.node != incident.node
 
 
 def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
-    """An incident of its own, whatever others are open."""
+    """Open an incident for the fact, whichever others are open."""
     incident = Incident(
         id=f"i{state.seq}",
         kind=fact.kind,
@@ -127,7 +131,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         detected_us=state.now_us,
         log_tail=fact.log_tail,
         place=fact.place,
-        lost=fact.lost,
+        lost=fact.lost_peers,
         links=fact.links,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
@@ -136,16 +140,16 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
 def lose_workers_of(
     state: ClusterState,
     node: str,
-    gone: dict[str, list[str]],
+    workers_by_task: dict[str, list[str]],
     *,
     kind: str,
     message: str,
     occurred_us: int,
 ) -> ClusterState:
-    """One incident for all that was lost with a node; it takes over the incidents that it explains."""
+    """Open one incident for all workers that were lost with a node; it takes over the incidents that it explains."""
     generations = {
         task: broken_generation(state.tasks[task], workers)
-        for task, workers in gone.items()
+        for task, workers in workers_by_task.items()
         if state.tasks[task].status is TaskStatus.ACTIVE
     }
     explained = [
@@ -164,14 +168,14 @@ def lose_workers_of(
     detected_us = min([opened.detected_us, *(incident.detected_us for incident in explained)])
     redone = sum(incident.redone for incident in explained)
     computed = {key: value for incident in explained for key, value in incident.computed.items()}
-    lost = sum(incident.micro_batches_lost for incident in explained)
+    micro_batches_lost = sum(incident.micro_batches_lost for incident in explained)
     opened = replace(opened, symptoms=symptoms, detected_us=detected_us, redone=redone, computed=computed)
-    return with_incident(state, replace(opened, micro_batches_lost=lost))
+    return with_incident(state, replace(opened, micro_batches_lost=micro_batches_lost))
 
 
-def ended_with(state: ClusterState, task: str, worker: Worker, iteration: int, computed: int) -> ClusterState:
-    """The worker has ended, and so many micro-batches of that iteration with it. All shards of a replica compute the
-    same ones."""
+def record_lost_work(state: ClusterState, task: str, worker: Worker, iteration: int, computed: int) -> ClusterState:
+    """Record that the worker has ended, and how many micro-batches of that iteration it had computed. All shards of a
+    replica compute the same ones."""
     for incident in state.incidents.values():
         if task in incident.generations and computed:
             key = f"{task}/{worker.replica}"

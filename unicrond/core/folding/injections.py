@@ -1,4 +1,4 @@
-"""Faults that people order."""
+"""Faults that people inject."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from unicrond.core.changes import with_node, with_task, with_worker, worker_known
+from unicrond.core.changes import find_worker, with_node, with_task, with_worker
 from unicrond.core.folding import commands
 from unicrond.core.state import ClusterState, Injection, NodeStatus
 
 
 def injection_requested(state: ClusterState, event: v.InjectionRequested, _: Envelope) -> ClusterState:
-    """Keeps the order, under the number of its entry, for a node that is up."""
+    """Store the requested fault, under the number of its entry, for a node that is up."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
@@ -21,23 +21,23 @@ def injection_requested(state: ClusterState, event: v.InjectionRequested, _: Env
 
 
 def inject_fault(state: ClusterState, event: v.InjectFault, _: Envelope) -> ClusterState:
-    """The order has gone out to its node: it is no longer pending."""
+    """Remove the request from the pending ones: its command has gone out to the node."""
     state = commands.count_command(state, event.node)
     if event.fault.spared:
-        state = _spared(state, event.node, event.fault)
+        state = _mark_injected(state, event.node, event.fault)
     return replace(state, injections={name: i for name, i in state.injections.items() if name != event.injection})
 
 
-#: What ends a worker, and what ends a node's presence.
+#: The kinds of faults that end a worker, and those after which a node counts as lost.
 _ENDS = ("kill", "stop", "exception", "nan", "hang", "exit", "oom")
 _LOSES = ("kill", "drop_network")
 
 
-def _spared(state: ClusterState, name: str, fault: v.Fault) -> ClusterState:
-    """Its target is known from now on: strikes.py and nodes.py count nothing for it."""
-    node, known = state.nodes.get(name), worker_known(state, fault.worker.rpartition(".")[0], fault.worker)
-    if known is not None and fault.kind in _ENDS:
-        task, worker = known
+def _mark_injected(state: ClusterState, name: str, fault: v.Fault) -> ClusterState:
+    """Mark the target of the fault, so that strikes.py and nodes.py count nothing against it."""
+    node, pair = state.nodes.get(name), find_worker(state, fault.worker.rpartition(".")[0], fault.worker)
+    if pair is not None and fault.kind in _ENDS:
+        task, worker = pair
         return with_task(state, with_worker(task, replace(worker, injected=fault.kind)))
     if node is not None and not fault.worker and fault.kind in _LOSES:
         return with_node(state, replace(node, injected=True))
@@ -45,5 +45,5 @@ def _spared(state: ClusterState, name: str, fault: v.Fault) -> ClusterState:
 
 
 def forget_injections(state: ClusterState, node: str) -> ClusterState:
-    """The state without pending injections into `node`."""
+    """Return the state without pending injections into `node`."""
     return replace(state, injections={name: i for name, i in state.injections.items() if i.node != node})

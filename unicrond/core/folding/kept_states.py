@@ -1,4 +1,4 @@
-"""Kept states: which node keeps which state of which task in its memory."""
+"""Copies of states: which node holds which state of which task in its memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unicrond.core.task_parts import KeptState
 
 
 def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterState:
-    """Which iteration of a shard's state a known node keeps in memory; a later one replaces it."""
+    """Record which iteration of a shard's state a known node holds in memory; a later one replaces it."""
     task = state.tasks.get(event.task)
     if task is None or event.node not in state.nodes:
         return state
-    kept = KeptState(
+    copy = KeptState(
         node=event.node,
         shard=event.shard,
         iteration=event.iteration,
@@ -27,12 +27,12 @@ def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterS
         size_bytes=event.size_bytes,
         shards=event.shards,
     )
-    all_kept = put(task.copies.kept, f"{event.node}/{event.shard}", kept)
+    all_kept = put(task.copies.kept, f"{event.node}/{event.shard}", copy)
     return with_task(state, replace(task, copies=replace(task.copies, kept=all_kept)))
 
 
 def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope) -> ClusterState:
-    """A node that remembers other peers than the last ones gets them again, and all others too (`peers_are_stale`)."""
+    """Forget the peers of the task if the node remembers others: they are sent anew to all (`peers_are_stale`)."""
     task = state.tasks.get(event.task)
     if task is None or tuple(peer.node for peer in task.copies.peers) == event.peers:
         return state
@@ -40,15 +40,15 @@ def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope)
 
 
 def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:
-    """The node forgets all that it keeps of the task."""
+    """Forget all that the node holds of the task."""
     return forget_kept(commands.count_command(state, event.node), event.node, (event.task,))
 
 
 def forget_kept(state: ClusterState, node: str, tasks: tuple[str, ...] | None = None) -> ClusterState:
-    """The node keeps nothing more of these tasks, or of any."""
+    """Forget what the node holds of these tasks, or of all tasks if `tasks` is None."""
     for task in state.tasks.values():
-        if (tasks is None or task.name in tasks) and any(kept.node == node for kept in task.copies.kept.values()):
-            here = [place for place, kept in task.copies.kept.items() if kept.node == node]
-            kept = without(task.copies.kept, here)
-            state = with_task(state, replace(task, copies=replace(task.copies, kept=kept)))
+        if (tasks is None or task.name in tasks) and any(copy.node == node for copy in task.copies.kept.values()):
+            places = [place for place, copy in task.copies.kept.items() if copy.node == node]
+            copies = without(task.copies.kept, places)
+            state = with_task(state, replace(task, copies=replace(task.copies, kept=copies)))
     return state

@@ -1,4 +1,4 @@
-"""With which keys the nodes' agents log in, as people have ordered it; the shell tells the NATS server."""
+"""The keys with which the nodes' agents log in, as people have ordered it; the shell passes them to the NATS server."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from unicrond.core.state import ClusterState, NodeLogin
 
 
 def node_enrolled(state: ClusterState, event: v.NodeEnrolled, _: Envelope) -> ClusterState:
-    """The key is the node's from now on; another one that it had is not."""
+    """Store the node's key, in place of any earlier one."""
     login = NodeLogin(key=event.key, expires_us=event.expires_us)
     return replace(state, logins={**state.logins, event.node: login})
 
 
 def node_revoked(state: ClusterState, event: v.NodeRevoked, _: Envelope) -> ClusterState:
-    """The node has no key any more. Silent, it is lost by its missing beats."""
+    """Remove the node's key. Once it is silent, the node is lost by its missing beats."""
     return replace(state, logins={node: login for node, login in state.logins.items() if node != event.node})
 
 
-def used(state: ClusterState, node: str) -> ClusterState:
-    """The node has joined."""
+def mark_used(state: ClusterState, node: str) -> ClusterState:
+    """Record that the node has joined with its login."""
     login = state.logins.get(node)
     if login is None or login.is_used:
         return state

@@ -1,4 +1,4 @@
-"""Nodes: which are up, lost, or not to be used; and what an agent that comes back has found alive."""
+"""Nodes: which are up, lost, or out of use; and which workers an agent that comes back still runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from events.schemas import LEAD_TELLS, TOLD_ONCE, spoken_schema
 from unicrond.core import departures, forgetting, isolation
 from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.folding import commands, incidents, injections, kept_states, logins, strikes
-from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.incident_life import IncidentTrigger, advance
 from unicrond.core.ordered_map import put_all, without
-from unicrond.core.requests import other_agent
+from unicrond.core.requests import agent_mismatch
 from unicrond.core.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
 from unicrond.core.worker_life import status_after
 
 
 def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
-    """A node is up with what its agent tells of it; workers that its agent does not run any more are lost."""
+    """Record that a node is up, with what its agent reports of it; workers that the agent does not run any more are
+    lost."""
     old = state.nodes.get(event.node)
     if old is not None and old.forgetting and old.status is not NodeStatus.UP:
         state, old = _without(state, old.name), None
@@ -61,20 +62,21 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     if old is None:
         node = departures.wanted_by_windows(state, node)
     if old is not None and old.status is NodeStatus.LOST and not old.may_go:
-        node = _came_back(state, node)
-    state = kept_states.forget_kept(with_node(state, node), event.node)  # what it still holds it tells next
+        node = _count_return(state, node)
+    state = kept_states.forget_kept(with_node(state, node), event.node)  # its agent reports next what it still holds
     if old is not None and old.agent_boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
     planned = old is not None and old.left_on_purpose
     void = old is not None and old.agent_boot < event.since_boot
-    state = logins.used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
+    state = logins.mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
     if old is not None and any(old.schema >= since > node.schema for since in (TOLD_ONCE, LEAD_TELLS)):
-        state = commands.unheard(state, event.node)  # its new agent does not read what this one was told
+        state = commands.resend_memberships(state, event.node)  # its new agent cannot read what the old one was sent
     return state
 
 
-def _came_back(state: ClusterState, node: Node) -> Node:
-    if node.injected:  # somebody had it lost
+def _count_return(state: ClusterState, node: Node) -> Node:
+    """Note that the node has returned from a loss, unless the loss was injected."""
+    if node.injected:  # the loss was an injected fault
         return replace(node, injected=False)
     return replace(node, returns_us=(*node.returns_us, state.now_us)[-RETURNS_MAX:])
 
@@ -82,8 +84,9 @@ def _came_back(state: ClusterState, node: Node) -> Node:
 def _reconcile_workers(
     state: ClusterState, event: v.NodeJoined, envelope: Envelope, *, planned: bool, void: bool
 ) -> ClusterState:
-    """What the agent found alive, against what the log believed of this node. `planned`: the agent before has ended on
-    purpose, and its workers with it. `void`: what was commanded before does not count any more."""
+    """Compare the workers that the agent runs with those that the log expects on this node, and settle the difference.
+    `planned`: the agent before it has ended on purpose, and its workers with it. `void`: earlier commands do not count
+    any more."""
     alive = {running.worker for running in event.workers}
     missing: dict[str, list[str]] = {}
     before = state.by_node
@@ -101,8 +104,8 @@ def _reconcile_workers(
         if len(dead) > len(expected):
             missing[task.name] = [name for name in dead if name not in expected]
     if missing:
-        if not alive:  # down and up again, quicker than its silence could tell
-            state = with_node(state, _came_back(state, state.nodes[event.node]))
+        if not alive:  # the node was down and up again before its silence could show it
+            state = with_node(state, _count_return(state, state.nodes[event.node]))
         state = incidents.lose_workers_of(
             state,
             event.node,
@@ -114,14 +117,14 @@ def _reconcile_workers(
         for name, workers in missing.items():
             state = with_task(state, without_workers(state.tasks[name], workers))
     for running in event.workers:
-        known = state.tasks.get(running.task)
-        if known and running.worker not in known.workers:
-            state = with_task(state, with_worker(known, stray(running.worker, event.node, running.pid)))
+        owner = state.tasks.get(running.task)
+        if owner and running.worker not in owner.workers:
+            state = with_task(state, with_worker(owner, stray(running.worker, event.node, running.pid)))
     return state
 
 
 def node_leaving(state: ClusterState, event: v.NodeLeaving, _: Envelope) -> ClusterState:
-    """The agent has announced its end: the node is drained."""
+    """Record that the agent has announced its end: the node is drained."""
     node = state.nodes.get(event.node)
     if node is None or node.status is NodeStatus.LEFT:
         return state
@@ -129,7 +132,7 @@ def node_leaving(state: ClusterState, event: v.NodeLeaving, _: Envelope) -> Clus
 
 
 def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterState:
-    """The node has gone in order: its workers have ended, and it keeps no state."""
+    """Record that the node has left in order: its workers have ended, and it holds no state."""
     node = state.nodes.get(event.node)
     if node is None:
         return state
@@ -147,7 +150,8 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
 
 
 def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> ClusterState:
-    """The node is lost, and each of its live workers with it: an incident, unless its agent has announced its end."""
+    """Record that the node is lost, and each of its live workers with it: an incident, unless its agent has announced
+    its end."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
@@ -155,16 +159,16 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     state = with_node(state, replace(node, status=NodeStatus.LOST, reason=event.reason))
     state = isolation.check_lost(state, event.node, "the node was lost")
     before = state.by_node
-    gone = {
+    lost_workers = {
         task.name: [name for name in before.of_task(event.node, task.name) if task.workers[name].alive]
         for task in state.tasks.values()
     }
-    gone = {task: workers for task, workers in gone.items() if workers}
+    lost_workers = {task: workers for task, workers in lost_workers.items() if workers}
     if not node.may_go:
         state = incidents.lose_workers_of(
             state,
             event.node,
-            gone,
+            lost_workers,
             kind="node_lost",
             message=event.reason,
             occurred_us=event.evidence.beat_at_us or envelope.observed_at_us,
@@ -180,27 +184,27 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
 
 
 def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> ClusterState:
-    """A lost node is up again."""
+    """Record that a lost node is up again."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.LOST:
         return state
     node = replace(node, status=NodeStatus.UP, reason="")
-    return with_node(state, node if node.may_go else _came_back(state, node))
+    return with_node(state, node if node.may_go else _count_return(state, node))
 
 
 def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> ClusterState:
-    """The node is isolated; its incidents become SEV1."""
+    """Isolate the node; its incidents become SEV1."""
     node = state.nodes.get(event.node)
     if node is None:
         return state
-    stay = isolation.begun(state, node)
+    stay = isolation.initial_isolation(state, node)
     for incident in state.incidents.values():
-        if incident.node == event.node:  # the restart has failed: its cure is another plan
-            state = with_incident(state, moved(incident, Befalls.NODE_ISOLATED, severity=Severity.SEV1))
+        if incident.node == event.node:  # the restart has failed: another plan is needed
+            state = with_incident(state, advance(incident, IncidentTrigger.NODE_ISOLATED, severity=Severity.SEV1))
     for task in state.tasks.values():
-        held = task.troubles
-        if held.breaks.get(event.node, 0) > held.unclear.get(event.node, 0):  # that explains its peers' losses
-            state = with_task(state, replace(task, troubles=replace(held, ends={})))
+        troubles = task.troubles
+        if troubles.breaks.get(event.node, 0) > troubles.unclear.get(event.node, 0):  # that explains its peers' losses
+            state = with_task(state, replace(task, troubles=replace(troubles, ends={})))
     return with_node(
         state,
         replace(
@@ -216,81 +220,81 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
-    """The isolation is over, and what the node was suspected of is forgotten; see `strikes.readmitted`."""
+    """End the node's isolation, and forget what it was suspected of; see `strikes.readmit`."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolated:
         return state
-    state = with_node(state, isolation.ended(node))
+    state = with_node(state, isolation.end(node))
     for task in state.tasks.values():
         if task.troubles.names(event.node) or event.node in task.troubles.ends:
-            held = strikes.readmitted(task.troubles, event.node)
-            state = with_task(state, replace(task, troubles=held))
+            troubles = strikes.readmit(task.troubles, event.node)
+            state = with_task(state, replace(task, troubles=troubles))
     return state
 
 
 def node_cordoned(state: ClusterState, event: v.NodeCordoned, _: Envelope) -> ClusterState:
-    """A person takes the node out of use; with `drain` its workers are to move away."""
+    """Mark the node as cordoned by a person; with `drain` its workers are to move away."""
     node = state.nodes.get(event.node)
-    if node is None or other_agent(state, event):
+    if node is None or agent_mismatch(state, event):
         return state
     return with_node(state, departures.cordoned(node, event))
 
 
 def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -> ClusterState:
-    """A person gives the node back: its isolation's past is forgiven too."""
+    """Lift the cordon for a person: the past of the node's isolation is forgiven too."""
     node = state.nodes.get(event.node)
-    if node is None or other_agent(state, event):
+    if node is None or agent_mismatch(state, event):
         return state
-    return with_node(state, replace(departures.uncordoned(isolation.pardoned(state, node, event.reason)), foretold=""))
+    return with_node(state, replace(departures.uncordoned(isolation.pardon(state, node, event.reason)), foretold=""))
 
 
-#: How the reason begins of a cordon that the machine's keeper wants, and no person of this cluster.
+#: Prefix of a cordon's reason where the machine's operator wants the cordon, and no person of this cluster.
 OF_MACHINE = "machine: "
 
 
 def machine_reported(state: ClusterState, event: v.MachineReported, _: Envelope) -> ClusterState:
-    """The machine's keeper wants it cordoned, drained, or in use; what a person has said here stays."""
+    """Apply the wish of the machine's operator: cordoned, drained, or in use. A person's cordon takes precedence."""
     node = state.nodes.get(event.node)
     if node is None or (node.cordoned and not node.cordon_reason.startswith(OF_MACHINE)):
         return state
     if not event.hold:
         free = departures.wanted_by_windows(state, departures.uncordoned(node))
         return with_node(state, free) if node.cordoned else state
-    why = f"{OF_MACHINE}{event.reason}"[:1024]
-    return with_node(state, replace(node, cordoned=True, draining=event.hold == "drain", cordon_reason=why))
+    reason = f"{OF_MACHINE}{event.reason}"[:1024]
+    return with_node(state, replace(node, cordoned=True, draining=event.hold == "drain", cordon_reason=reason))
 
 
 def forget_requested(state: ClusterState, event: v.ForgetRequested, _: Envelope) -> ClusterState:
-    """A person wants the node forgotten; one that is up is drained, and will be told to leave."""
+    """Note that a person wants the node forgotten; one that is up is drained, and will be commanded to leave."""
     node = state.nodes.get(event.node)
-    if node is None or other_agent(state, event) or forgetting.refusal(state, node, leave=event.leave):
+    if node is None or agent_mismatch(state, event) or forgetting.refusal(state, node, leave=event.leave):
         return state
-    why = event.reason or "a person asked for it"
-    node = replace(node, forgetting=why)
+    reason = event.reason or "a person asked for it"
+    node = replace(node, forgetting=reason)
     if node.status is NodeStatus.UP:
-        of_person = v.NodeCordoned(node=node.name, drain=True, reason=f"it leaves for good: {why}"[:1024])
-        node = departures.cordoned(node, of_person)
+        cordon = v.NodeCordoned(node=node.name, drain=True, reason=f"it leaves for good: {reason}"[:1024])
+        node = departures.cordoned(node, cordon)
     return with_node(state, node)
 
 
 def forget_deadline_passed(state: ClusterState, _: str, subject: str) -> ClusterState:
-    """`forget:`; one that no longer stands changes nothing."""
-    name, _, left = subject.partition("#")
+    """Apply an expired `forget:` deadline; one that no longer applies changes nothing."""
+    name, _, left_us = subject.partition("#")
     node = state.nodes.get(name)
-    if node is None or not forgetting.is_due_by_time(node) or left != str(node.left_us):
+    if node is None or not forgetting.is_due_by_time(node) or left_us != str(node.left_us):
         return state
     return with_node(state, replace(node, forgetting=forgetting.age(node, state.now_us)))
 
 
 def leave_commanded(state: ClusterState, event: v.LeaveCluster, _: Envelope) -> ClusterState:
-    """The node's agent is told to leave, once."""
+    """Count the command to leave, which a node's agent gets once."""
     state = commands.count_command(state, event.node)
     node = state.nodes.get(event.node)
     return with_node(state, replace(node, dismissed=True)) if node is not None else state
 
 
 def node_forgotten(state: ClusterState, event: v.NodeForgotten, _: Envelope) -> ClusterState:
-    """Nothing is known of the node any more."""
+    """Remove the node and all that is known of it."""
     node = state.nodes.get(event.node)
     if node is None or node.status is NodeStatus.UP or forgetting.is_planned_for(state, event.node):
         return state
@@ -298,11 +302,12 @@ def node_forgotten(state: ClusterState, event: v.NodeForgotten, _: Envelope) -> 
 
 
 def _without(state: ClusterState, name: str) -> ClusterState:
+    """Return the state without the node, its workers and its record."""
     state = kept_states.forget_kept(injections.forget_injections(state, name), name)
     before = state.by_node
     for task in state.tasks.values():
-        there = before.of_task(name, task.name)
-        held = strikes.acquit(task.troubles, {name}, calm=True)
-        if there or held != task.troubles:
-            state = with_task(state, replace(without_workers(task, list(there)), troubles=held))
+        workers = before.of_task(name, task.name)
+        troubles = strikes.acquit(task.troubles, {name}, calm=True)
+        if workers or troubles != task.troubles:
+            state = with_task(state, replace(without_workers(task, list(workers)), troubles=troubles))
     return replace(state, nodes=without(state.nodes, [name]))

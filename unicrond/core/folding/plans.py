@@ -1,4 +1,4 @@
-"""What has been decided for whole tasks: plans, memberships, and the estimates that plans are made of."""
+"""Decisions about whole tasks: plans, memberships, and the estimates that plans are based on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from events.seats import Telling, expanded, joiners_of, members_of, told_by, told_so_far
+from events.seats import PartialMembership, add_part, broadcast_seats, expand, joiners_of, members_of
 from unicrond.core import blame, gpu_types, turns
 from unicrond.core.changes import with_task
 from unicrond.core.folding import commands, incidents, strikes
-from unicrond.core.folding.stragglers import only_members
-from unicrond.core.reshaping import asked_by_plan
+from unicrond.core.folding.stragglers import keep_members
+from unicrond.core.reshaping import reshape_of_plan
 from unicrond.core.state import ClusterState, Membership, Plan, Task, TaskStatus
 
 
 def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> ClusterState:
-    """The plan is in force, if its epoch is the next one."""
+    """Put the plan in force, if its epoch is the next one."""
     if event.epoch != state.plan.epoch + 1:
         return state
     plan = Plan(
         epoch=event.epoch,
-        assignments={assignment.task: expanded(assignment) for assignment in event.assignments},
+        assignments={assignment.task: expand(assignment) for assignment in event.assignments},
         waf=event.waf,
         basis=event.basis,
         trigger=event.trigger,
@@ -35,60 +35,61 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
         rows_reused=event.rows_reused,
         healthy_gpus=event.healthy_gpus,
     )
-    state = turns.planned(replace(state, plan=plan), event)
+    state = turns.plan_adopted(replace(state, plan=plan), event)
     for assignment in event.assignments:
-        state = _layout_chosen(state, assignment, event.epoch)
+        state = _request_layout(state, assignment, event.epoch)
     return state
 
 
-def _layout_chosen(state: ClusterState, assignment: v.TaskAssignment, epoch: int) -> ClusterState:
-    """The plan may want the task in another layout, or no longer want what an older one did. What a person has asked
-    for stands."""
+def _request_layout(state: ClusterState, assignment: v.TaskAssignment, epoch: int) -> ClusterState:
+    """Request the layout that the plan chose for the task, or drop what an older plan requested. A person's request
+    stands."""
     task = state.tasks.get(assignment.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
     if task.reshaping.reshape is not None and not task.reshaping.plan:
         return state
-    asked = asked_by_plan(task.spec, assignment, epoch)
-    if asked is None and task.reshaping.reshape is None:
+    request = reshape_of_plan(task.spec, assignment, epoch)
+    if request is None and task.reshaping.reshape is None:
         return state
-    reshaping = replace(task.reshaping, reshape=asked, plan=epoch if asked else 0)
+    reshaping = replace(task.reshaping, reshape=request, plan=epoch if request else 0)
     return with_task(state, replace(task, reshaping=reshaping))
 
 
 def membership_part(state: ClusterState, event: v.MembershipPart, envelope: Envelope) -> ClusterState:
-    """A part of the task's next membership; kept until that is decided (events/seats.py)."""
+    """Store a part of the task's next membership until the decision follows (events/seats.py)."""
     task = state.tasks.get(event.task)
-    return state if task is None else _begun(state, task, told_so_far(task.group.telling, event, envelope.term))
+    return state if task is None else _with_telling(state, task, add_part(task.group.telling, event, envelope.term))
 
 
-def nothing_begun(state: ClusterState) -> ClusterState:
-    """Without the parts of memberships that an earlier term has left."""
+def drop_partial_memberships(state: ClusterState) -> ClusterState:
+    """Drop the parts of memberships that an earlier term has left incomplete."""
     for task in state.tasks.values():
-        state = _begun(state, task, None)
+        state = _with_telling(state, task, None)
     return state
 
 
-def _begun(state: ClusterState, task: Task, telling: Telling | None) -> ClusterState:
+def _with_telling(state: ClusterState, task: Task, telling: PartialMembership | None) -> ClusterState:
+    """Return the state with `telling` as the partial membership of the task; None drops it."""
     if task.group.telling is telling:
         return state
     return with_task(state, replace(task, group=replace(task.group, telling=telling)))
 
 
 def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope: Envelope) -> ClusterState:
-    """The task's next membership, if its generation is the next one and it is not torn."""
+    """Set the task's membership, if its generation is the next one and all its parts are present."""
     task = state.tasks.get(event.task)
     if task is None:
         return state
     members, joiners = event.members, event.joiners
-    told = event.told
-    if told is not None:
-        seats = told_by(task.group.telling, told, event.generation, envelope.term)
-        state = _begun(state, task, None)
+    broadcast = event.told
+    if broadcast is not None:
+        seats = broadcast_seats(task.group.telling, broadcast, event.generation, envelope.term)
+        state = _with_telling(state, task, None)
         task = state.tasks[event.task]
         if seats is None:
             return state
-        members, joiners = members_of(event.task, seats, told.size), joiners_of(event.task, seats)
+        members, joiners = members_of(event.task, seats, broadcast.size), joiners_of(event.task, seats)
     if event.generation != task.generation + 1:
         return state
     membership = Membership(
@@ -98,11 +99,11 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         urgent=event.urgent,
         store=event.store,
         decided_us=state.now_us,
-        lead_tells=told is not None and told.lead_tells,
+        lead_tells=broadcast is not None and broadcast.lead_tells,
     )
     again = event.urgent and task.membership is not None and task.membership.members == members
     if again:
-        task = _evidence_counted(state, task)
+        task = _count_evidence(state, task)
     group = replace(
         task.group,
         formed_after=task.progress.iteration,
@@ -113,32 +114,33 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     )
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm=0)
-    state = with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))
-    return commands.with_peers(state, event.task, told.peers) if told is not None else state
+    state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
+    return commands.with_peers(state, event.task, broadcast.peers) if broadcast is not None else state
 
 
 def peers_decided(state: ClusterState, event: v.PeersDecided, _: Envelope) -> ClusterState:
-    """The nodes that take copies of the task's state."""
+    """Set the nodes that take copies of the task's state."""
     return commands.with_peers(state, event.task, event.peers)
 
 
-def _evidence_counted(state: ClusterState, task: Task) -> Task:
-    """What a break that is reattempted in place says of the nodes; in logs older than `ErrorReported.lost` nothing."""
+def _count_evidence(state: ClusterState, task: Task) -> Task:
+    """Count the evidence against nodes of a break that is reattempted in place. Logs older than `ErrorReported.lost`
+    have none."""
     for incident in state.incidents.values():
         if incidents.is_symptom(incident) and incident.links and incident.generations.get(task.name) in task.in_use:
-            task = strikes.ends_counted(task, blame.evidence(task, incident))
+            task = strikes.count_ends(task, blame.evidence(task, incident))
     return task
 
 
 def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: Envelope) -> ClusterState:
-    """The FLOP/s that an active task was measured to achieve with so many workers."""
+    """Record the FLOP/s that an active task was measured to achieve with so many workers."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    measured = task.pace.measured | {str(event.workers): event.flops}
-    return with_task(state, replace(task, pace=replace(task.pace, measured=measured)))
+    throughputs = task.pace.measured | {str(event.workers): event.flops}
+    return with_task(state, replace(task, pace=replace(task.pace, measured=throughputs)))
 
 
 def failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:
-    """The mean time between failures of one worker, in microseconds."""
+    """Record the mean time between failures of one worker, in microseconds."""
     return replace(state, worker_mtbf_us=event.worker_mtbf_us)

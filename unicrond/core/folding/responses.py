@@ -1,4 +1,4 @@
-"""What is decided about incidents: escalation, and their end."""
+"""Decisions about incidents: escalation, and the end."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.core import blame
-from unicrond.core.changes import with_incident, with_task, with_worker, worker_known
+from unicrond.core.changes import find_worker, with_incident, with_task, with_worker
 from unicrond.core.folding import incidents, strikes
-from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.incident_life import IncidentTrigger, advance
 from unicrond.core.severity import severity_of
 from unicrond.core.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
 from unicrond.core.worker_life import given_up
 
 
 def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:
-    """A worker is given up for the incident, which becomes as severe as the event says, or stays worse."""
+    """Give up a worker for the incident, which becomes as severe as the event says, or stays worse."""
     incident = state.incidents.get(event.incident)
-    known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
-    if incident is None or known is None or not known[1].alive:
+    pair = find_worker(state, event.worker.rpartition(".")[0], event.worker)
+    if incident is None or pair is None or not pair[1].alive:
         return state
-    task, worker = known
+    task, worker = pair
     broken = incidents.broken_generation(task, [worker.worker])
     broke = severity_of(incident.kind, state.severity) is Severity.SEV3
     unclear = broke and worker.node not in blame.verdict(task, incident).clear
-    if broke and incidents.is_symptom(incident):  # of several workers that are given up for it the first
-        task = strikes.ends_counted(task, blame.evidence(task, incident))
-    incident = moved(
+    if broke and incidents.is_symptom(incident):  # the first of several workers that are given up for it
+        task = strikes.count_ends(task, blame.evidence(task, incident))
+    incident = advance(
         incident,
-        Befalls.WORKER_GIVEN_UP,
+        IncidentTrigger.WORKER_GIVEN_UP,
         severity=min(Severity(event.severity), incident.severity),
         node=worker.node,
         worker=worker.worker,
         generations=incident.generations | {task.name: broken},
     )
     task = with_worker(task, given_up(worker))
-    task = strikes.struck(
+    task = strikes.count_strike(
         task, worker, broke=broke, unclear=unclear, spared=not broke and strikes.is_ordered(worker, incident.kind)
     )
     return with_incident(with_task(state, task), incident)
 
 
 def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:
-    """The incident is closed, with its costs in time (microseconds) and FLOP."""
+    """Close the incident, with its costs in time (microseconds) and FLOP."""
     incident = state.incidents.get(event.incident)
     if incident is None:
         return state
@@ -63,7 +63,7 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
     for name in incident.tasks if incident.resumed_us else ():
         task = state.tasks.get(name)
         if task is not None and task.status is TaskStatus.ACTIVE:
-            transition_us = averaged(task.pace.transition_us, event.transition_us)
+            transition_us = moving_average(task.pace.transition_us, event.transition_us)
             state = with_task(state, replace(task, pace=replace(task.pace, transition_us=transition_us)))
     return replace(
         state,
@@ -72,6 +72,7 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
     )
 
 
-def averaged(before_us: int, measured_us: int) -> int:
-    """D_transition of a task and the like: the newest counts a quarter."""
+def moving_average(before_us: int, measured_us: int) -> int:
+    """Return the exponential moving average of a duration in microseconds, such as D_transition of a task: the newest
+    counts a quarter."""
     return max(1, (3 * before_us + measured_us) // 4 if before_us else measured_us)

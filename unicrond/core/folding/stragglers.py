@@ -1,4 +1,4 @@
-"""Stragglers: which members are slower than the other replicas. News for people; nothing is decided about them."""
+"""Stragglers: which members are slower than the other replicas. People see them; no decision depends on them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from unicrond.core.changes import with_task, worker_known
+from unicrond.core.changes import find_worker, with_task
 from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.core.task_parts import Straggler
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:
-    """A member is slower than the others, by `factor`; since when is kept from its first report."""
-    known = worker_known(state, event.task, event.straggler)
-    if known is None or known[0].status is not TaskStatus.ACTIVE or not known[0].is_member(event.straggler):
+    """Record that a member is slower than the others, by `factor`; its start is that of its first report."""
+    pair = find_worker(state, event.task, event.straggler)
+    if pair is None or pair[0].status is not TaskStatus.ACTIVE or not pair[0].is_member(event.straggler):
         return state
-    task, worker = known
+    task, worker = pair
     before = task.group.stragglers.get(event.straggler)
     straggler = Straggler(
         worker=worker.worker,
@@ -31,7 +31,7 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
 
 
 def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Envelope) -> ClusterState:
-    """The member is as fast as the others again."""
+    """Record that the member is as fast as the others again."""
     task = state.tasks.get(event.task)
     if task is None or event.straggler not in task.group.stragglers:
         return state
@@ -39,12 +39,14 @@ def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Env
     return with_task(state, _with_stragglers(task, rest))
 
 
-def only_members(task: Task) -> Task:
-    """A worker that has left the task is not its straggler any more."""
+def keep_members(task: Task) -> Task:
+    """Drop the stragglers that are members of the task no longer."""
     if not task.group.stragglers:
         return task
     members = task.member_names
-    return _with_stragglers(task, {name: one for name, one in task.group.stragglers.items() if name in members})
+    return _with_stragglers(
+        task, {name: straggler for name, straggler in task.group.stragglers.items() if name in members}
+    )
 
 
 def _with_stragglers(task: Task, stragglers: dict[str, Straggler]) -> Task:

@@ -1,4 +1,4 @@
-"""Strikes: what is counted against a node and a task when a worker ends unasked."""
+"""Strikes: the failures that are counted against a node and a task when a worker ends unexpectedly."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def strike(
     occurred_us: int,
     log_tail: str = "",
 ) -> ClusterState:
-    """A worker ended unasked: count it against its node and its task, and open an incident."""
-    state = with_task(state, struck(state.tasks[task], worker, spared=is_ordered(worker, kind)))
+    """Count an unexpected end of a worker against its node and its task, and open an incident."""
+    state = with_task(state, count_strike(state.tasks[task], worker, spared=is_ordered(worker, kind)))
     fact = Fact(
         kind=kind,
         node=worker.node,
@@ -40,86 +40,93 @@ def strike(
     return incidents.blame(state, fact)
 
 
-def give_up(state: ClusterState, name: str, worker: Worker, kind: str, what: str, occurred_us: int) -> ClusterState:
-    """The worker is lost, though it may run; `decide` has its process ended."""
+def give_up(state: ClusterState, name: str, worker: Worker, kind: str, failure: str, occurred_us: int) -> ClusterState:
+    """Give the worker up as lost, though its process may run; `decide` has the process ended. `failure` says in the
+    message what the worker did."""
     task = state.tasks[name]
     broken = incidents.broken_generation(task, [worker.worker])
     state = with_task(state, with_worker(task, given_up(worker)))
-    message = f"worker {worker.worker} on {worker.node} {what}"
+    message = f"worker {worker.worker} on {worker.node} {failure}"
     return strike(state, task=name, worker=worker, kind=kind, broken=broken, message=message, occurred_us=occurred_us)
 
 
 def is_ordered(worker: Worker, kind: str) -> bool:
-    """The worker's end is what somebody has ordered, and is not to be held against anybody."""
+    """Return whether the worker's end is the fault that somebody injected, and counts against nobody."""
     return bool(worker.injected) and (kind == "hang") == (worker.injected in ("hang", "stop"))
 
 
-def ends_counted(task: Task, evidence: Mapping[str, int]) -> Task:
-    """What a break says of the nodes is remembered."""
+def count_ends(task: Task, evidence: Mapping[str, int]) -> Task:
+    """Add the evidence of a break to the record of the nodes at the ends of its links."""
     ends = task.troubles.ends
     ends = ends | {node: ends.get(node, 0) + weight for node, weight in evidence.items()}
     return replace(task, troubles=replace(task.troubles, ends=ends))
 
 
-def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False, spared: bool = False) -> Task:
-    """The blow counted, unless it is the one that was counted last (see Troubles). `broke`: the worker was given up
-    since its group broke; that may be any member's fault, and is counted apart. `unclear`: another was as likely at
-    fault. `spared`: an ordered fault; it is not a blow, nor are ends together with it."""
-    held, next_worker = task.troubles, task.numbers.next_worker
-    below = held.struck_below
+def count_strike(
+    task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False, spared: bool = False
+) -> Task:
+    """Count a failure of the worker, unless it is the one that was counted last (see Troubles). `broke`: the worker was
+    given up since its group broke; that may be any member's fault, and is counted apart. `unclear`: another was as
+    likely at fault. `spared`: an injected fault; neither it nor ends together with it count."""
+    troubles, next_worker = task.troubles, task.numbers.next_worker
+    below = troubles.struck_below
     if spared:
         mates = {mate.node for mate in task.workers.values() if mate.replica == worker.replica} | {worker.node, ""}
         below = below | dict.fromkeys(sorted(mates), next_worker)
-        return replace(task, troubles=replace(held, struck_below=below))
+        return replace(task, troubles=replace(troubles, struck_below=below))
     number = int(worker.worker.rpartition(".")[2])
-    programs = bool(held.early) and number < held.early_below  # its program has left: no node can help that
+    programs = (
+        bool(troubles.early) and number < troubles.early_below
+    )  # its program has left the loop: no node is to blame
     if number >= below.get(worker.node, 0) and not programs:
         if broke:
-            held = replace(held, breaks=_one_more(held.breaks, worker.node))
+            troubles = replace(troubles, breaks=_increment(troubles.breaks, worker.node))
         else:
-            held = replace(held, strikes=_one_more(held.strikes, worker.node))
+            troubles = replace(troubles, strikes=_increment(troubles.strikes, worker.node))
         if unclear:
-            held = replace(held, unclear=_one_more(held.unclear, worker.node))
+            troubles = replace(troubles, unclear=_increment(troubles.unclear, worker.node))
         below = below | {worker.node: next_worker}
     if number >= below.get("", 0):
         below = below | {"": next_worker}
-        held = replace(held, stuck=held.stuck + 1)
-    return replace(task, troubles=replace(held, struck_below=below))
+        troubles = replace(troubles, stuck=troubles.stuck + 1)
+    return replace(task, troubles=replace(troubles, struck_below=below))
 
 
-def _one_more(counts: dict[str, int], node: str) -> dict[str, int]:
+def _increment(counts: dict[str, int], node: str) -> dict[str, int]:
     return counts | {node: counts.get(node, 0) + 1}
 
 
-def left_early(task: Task, worker: Worker) -> Task:
-    """Its program has ended in mid-training without a reason: counted once for all workers that do so together."""
-    held = task.troubles
-    if int(worker.worker.rpartition(".")[2]) < held.early_below:
+def count_early_exit(task: Task, worker: Worker) -> Task:
+    """Count that the worker's program has ended in mid-training without a reason: once for all workers that do so
+    together."""
+    troubles = task.troubles
+    if int(worker.worker.rpartition(".")[2]) < troubles.early_below:
         return task
-    return replace(task, troubles=replace(held, early=held.early + 1, early_below=task.numbers.next_worker))
+    return replace(task, troubles=replace(troubles, early=troubles.early + 1, early_below=task.numbers.next_worker))
 
 
-def acquit(held: Troubles, nodes: set[str], *, calm: bool = False) -> Troubles:
-    """The nodes have proven themselves: nothing is held against them any more. `calm`: their connections have,
-    too."""
-    gone = nodes if calm else set()
+def acquit(troubles: Troubles, nodes: set[str], *, calm: bool = False) -> Troubles:
+    """Return the record without anything against the nodes, which have proven themselves. `calm`: so have their
+    connections."""
+    stable_nodes = nodes if calm else set()
     return replace(
-        held,
-        strikes=_without(held.strikes, nodes),
-        ends=_without(held.ends, gone),
-        breaks=_without(held.breaks, gone),
-        unclear=_without(held.unclear, gone),
-        struck_below=_without(held.struck_below, nodes),
+        troubles,
+        strikes=_without(troubles.strikes, nodes),
+        ends=_without(troubles.ends, stable_nodes),
+        breaks=_without(troubles.breaks, stable_nodes),
+        unclear=_without(troubles.unclear, stable_nodes),
+        struck_below=_without(troubles.struck_below, nodes),
     )
 
 
-def readmitted(held: Troubles, node: str) -> Troubles:
-    """Nothing is held against the node any more. The other ends of its broken links keep no more than what decides
-    between equals: their record was its record, and beside a node without one they would seem clearly at fault."""
-    forgiven = acquit(held, {node}, calm=True)
-    if node not in held.ends:
+def readmit(troubles: Troubles, node: str) -> Troubles:
+    """Return the record without anything against the node. The other ends of its broken links keep no more than what
+    decides between equals: their record was its record, and beside a node without one they would seem clearly at fault.
+    """
+    forgiven = acquit(troubles, {node}, calm=True)
+    if node not in troubles.ends:
         return forgiven
-    return replace(forgiven, ends={other: min(weight, blame.ECHO) for other, weight in forgiven.ends.items()})
+    return replace(forgiven, ends={peer: min(weight, blame.ECHO) for peer, weight in forgiven.ends.items()})
 
 
 def _without(counts: dict[str, int], nodes: set[str]) -> dict[str, int]:

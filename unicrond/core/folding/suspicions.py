@@ -1,4 +1,4 @@
-"""Suspicions: what the trainers' statistics tell of hangs and of damaged parameters."""
+"""Suspicions: hangs and damaged parameters that the trainers' statistics point to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from unicrond.core.changes import with_task, worker_known
+from unicrond.core.changes import find_worker, with_task
 from unicrond.core.folding import incidents, strikes
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.hangs import is_stale, judge
@@ -17,13 +17,13 @@ from unicrond.core.state import ClusterState, Task, TaskStatus
 
 
 def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
-    """One worker is late; when the members' suspicions agree on a verdict, that is an incident."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+    """Record that one worker is late; when the members' suspicions agree on a verdict, that is an incident."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
-    task, worker = known
+    task, worker = pair
     newest = event.generation == task.generation and task.is_member(worker.worker)
-    # The group that a planned membership is to follow is at work until its boundary; where all leave, until they have.
+    # The group before a planned membership works until the boundary; where all members leave, until they have left.
     at_work = event.generation in task.in_use or worker in task.leavers
     before = bool(event.told) and at_work and task.generation_of(worker) == event.generation
     if not (newest or before) or is_stale(task, event):
@@ -42,13 +42,13 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
             message=verdict.reason,
             occurred_us=envelope.observed_at_us,
             place=f"iteration {event.iteration}, {event.phase}",
-            lost={worker.worker: ""},
+            lost_peers={worker.worker: ""},
         )
         return incidents.blame(state, fact)
     for culprit in verdict.culprits:
         since_us = max(0, envelope.observed_at_us - culprit.still_us)
-        what = f"hangs in {culprit.phase} of iteration {culprit.iteration}: {verdict.reason}"
-        state = strikes.give_up(state, task.name, task.workers[culprit.worker], "hang", what, since_us)
+        failure = f"hangs in {culprit.phase} of iteration {culprit.iteration}: {verdict.reason}"
+        state = strikes.give_up(state, task.name, task.workers[culprit.worker], "hang", failure, since_us)
     return state
 
 
@@ -57,12 +57,12 @@ def _with_suspicions(task: Task, suspicions: Mapping[str, v.HangSuspected]) -> T
 
 
 def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
-    """Parameters that differ from the majority's are more than a suspicion: their worker is evicted."""
-    known = worker_known(state, event.task, event.suspect)
-    if event.sign != "checksum" or known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+    """Evict a worker whose parameters differ from the majority's: that is more than a suspicion."""
+    pair = find_worker(state, event.task, event.suspect)
+    if event.sign != "checksum" or pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
-    task, worker = known
+    task, worker = pair
     if event.generation != task.generation or not task.is_member(worker.worker):
         return state
-    what = f"has other parameters than the other replicas before iteration {event.iteration}"
-    return strikes.give_up(state, task.name, worker, "corruption", what, envelope.observed_at_us)
+    failure = f"has other parameters than the other replicas before iteration {event.iteration}"
+    return strikes.give_up(state, task.name, worker, "corruption", failure, envelope.observed_at_us)

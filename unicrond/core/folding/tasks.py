@@ -8,13 +8,13 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from events.vocabulary import TaskSpec
 from unicrond.core.changes import with_task
-from unicrond.core.reshaping import asked_by_plan, changes_nothing, layout_key, reshaped
+from unicrond.core.reshaping import reshape_of_plan, changes_nothing, layout_key, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.task_parts import Numbers, Pace, Progress, Reshaping
+from unicrond.core.task_parts import Numbers, Pace, TaskProgress, Reshaping
 
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
-    """A new task; a name can be used again once its task has ended and is at rest."""
+    """Add a new task. A name can be used again once its task has ended and is at rest."""
     old = state.tasks.get(event.spec.name)
     if old is not None and (old.status is TaskStatus.ACTIVE or not old.at_rest):
         return state
@@ -25,7 +25,7 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             status=TaskStatus.ACTIVE,
             submitted_seq=state.seq,
             submitted_us=state.now_us,
-            # Worker ids and generations never repeat, not even in the next life of a name.
+            # Worker ids and generations never repeat, not even when a name is used again.
             numbers=old.numbers if old else Numbers(),
             membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,
         ),
@@ -33,26 +33,24 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
 
 
 def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelope) -> ClusterState:
-    """The last one asked for holds; to ask for what is there takes back what was asked for before. Then what the plan
-    in force has chosen stands again: its workers would find no place in another layout.
-    """
+    """Store the last request. A request for the present layout withdraws the earlier one; then the choice of the plan
+    in force stands again, since its workers would find no place in another layout."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    asked: v.ReshapeRequested | None = event
+    request: v.ReshapeRequested | None = event
     epoch = 0
     if changes_nothing(task.spec, event) and not task.reshaping.plan:
         assignment = state.plan.assignments.get(task.name)
-        asked = asked_by_plan(task.spec, assignment, state.plan.epoch) if assignment and task.spec.layouts else None
-        epoch = state.plan.epoch if asked else 0
-    return with_task(state, replace(task, reshaping=replace(task.reshaping, reshape=asked, plan=epoch)))
+        request = reshape_of_plan(task.spec, assignment, state.plan.epoch) if assignment and task.spec.layouts else None
+        epoch = state.plan.epoch if request else 0
+    return with_task(state, replace(task, reshaping=replace(task.reshaping, reshape=request, plan=epoch)))
 
 
 def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> ClusterState:
-    """The task has other replicas from now on. What was measured holds only in its layout: of a task that may come
-    back to that it is kept. A plan that has chosen the layout was made for it; a person's wish asks for another.
-    What a plan has chosen that is no longer in force changes nothing.
-    """
+    """Give the task its other layout or bounds. Measurements hold only in their layout; a task that may come back to a
+    layout keeps them. A plan that has chosen the layout was made for it, while a person's request needs another plan.
+    The choice of a plan that is no longer in force changes nothing."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE or (event.plan and event.plan != task.reshaping.plan):
         return state
@@ -62,47 +60,48 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
     if spec.layouts and not in_place:
         reshaping = replace(reshaping, since_us=task.progress.last_commit_us)
     if not in_place:
-        pace = _in_another_layout(pace, task.spec, spec)
+        pace = _pace_in_layout(pace, task.spec, spec)
     seq = task.submitted_seq if event.plan else state.seq
     return with_task(state, replace(task, spec=spec, reshaping=reshaping, pace=pace, submitted_seq=seq))
 
 
-def _in_another_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
-    """What was measured is of replicas of another form."""
-    pace, elsewhere = replace(pace, timings=(), warm=0), dict(pace.elsewhere)
+def _pace_in_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
+    """Return the pace for replicas of another form, with the throughputs that were measured in it before."""
+    pace, by_layout = replace(pace, timings=(), warm=0), dict(pace.elsewhere)
     if pace.measured and after.layouts:
-        elsewhere[layout_key(before.shape)] = pace.measured
-    measured = elsewhere.pop(layout_key(after.shape), {})
+        by_layout[layout_key(before.shape)] = pace.measured
+    throughputs = by_layout.pop(layout_key(after.shape), {})
     if not after.layouts:
-        return replace(pace, measured=measured, elsewhere={}, on_gpus={})
-    return replace(pace, measured=measured, elsewhere=elsewhere)
+        return replace(pace, measured=throughputs, elsewhere={}, on_gpus={})
+    return replace(pace, measured=throughputs, elsewhere=by_layout)
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
-    """The active task has done all its iterations, or those that it was to do before its stop."""
+    """Complete the active task: it has done all its iterations, or those that it was to do before its stop."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE or event.worker not in task.workers:
         return state
     reason = f"all {event.iteration} iterations are committed"
     if task.ending.stop and event.iteration < task.spec.iterations:
-        reason = _stopped(task, event.iteration, task.ending.stop)
+        reason = _stop_reason(task, event.iteration, task.ending.stop)
     ending = replace(task.ending, reason=reason, params_digest=event.params_digest)
-    progress = replace(_reached(task.progress, event.iteration), loss=event.loss)
+    progress = replace(_with_iteration(task.progress, event.iteration), loss=event.loss)
     return with_task(state, replace(task, status=TaskStatus.COMPLETED, progress=progress, ending=ending))
 
 
-def _reached(progress: Progress, iteration: int) -> Progress:
+def _with_iteration(progress: TaskProgress, iteration: int) -> TaskProgress:
     return replace(progress, iteration=iteration, best_iteration=max(iteration, progress.best_iteration))
 
 
 def stop_asked(state: ClusterState, event: v.StopAsked, _: Envelope) -> ClusterState:
-    """The first reason counts. Where all members have left the loop after the same iteration, the task is complete."""
+    """Record that the task's program asks for its end; the first reason counts. Where all members have left the loop
+    after the same iteration, the task is complete."""
     task = state.tasks.get(event.task)
     if task is None or event.worker not in task.workers:
         return state
     ending, reached = task.ending, task.progress.iteration
     if task.status is TaskStatus.COMPLETED and not ending.stop and reached < task.spec.iterations:
-        reason = _stopped(task, reached, event.reason)  # its lead was quicker to tell of the end
+        reason = _stop_reason(task, reached, event.reason)  # its lead has reported the end first
         return with_task(state, replace(task, ending=replace(ending, stop=event.reason, reason=reason)))
     if task.status is not TaskStatus.ACTIVE:
         return state
@@ -111,23 +110,25 @@ def stop_asked(state: ClusterState, event: v.StopAsked, _: Envelope) -> ClusterS
         ending = replace(ending, left=ending.left | {event.worker: event.iteration})
         members = task.member_names
         if members and all(ending.left.get(name) == event.iteration for name in members):
-            ending = replace(ending, reason=_stopped(task, event.iteration, ending.stop))
-            progress = _reached(task.progress, event.iteration)
+            ending = replace(ending, reason=_stop_reason(task, event.iteration, ending.stop))
+            progress = _with_iteration(task.progress, event.iteration)
             task = replace(task, status=TaskStatus.COMPLETED, progress=progress)
     return with_task(state, replace(task, ending=ending))
 
 
-def _stopped(task: Task, iteration: int, why: str) -> str:
-    return f"stopped by its program after iteration {iteration} of {task.spec.iterations}: {why or 'no reason given'}"
+def _stop_reason(task: Task, iteration: int, reason: str) -> str:
+    return (
+        f"stopped by its program after iteration {iteration} of {task.spec.iterations}: {reason or 'no reason given'}"
+    )
 
 
 def task_cancelled(state: ClusterState, event: v.TaskCancelled, _: Envelope) -> ClusterState:
-    """The task is ended by a person."""
+    """End the task for a person."""
     return _end_task(state, event.task, TaskStatus.CANCELLED, event.reason)
 
 
 def task_failed(state: ClusterState, event: v.TaskFailed, _: Envelope) -> ClusterState:
-    """The task is ended by the coordinator."""
+    """End the task as failed, by a decision of the coordinator."""
     return _end_task(state, event.task, TaskStatus.FAILED, event.reason)
 
 

@@ -9,18 +9,18 @@ from events.envelope import Envelope
 from unicrond.core.changes import with_task
 from unicrond.core.folding import strikes
 from unicrond.core.state import ClusterState, Task
-from unicrond.core.task_parts import CALM_ITERATIONS, TIMINGS_MAX, WARM_UP, Group, Pace, Progress, Troubles
+from unicrond.core.task_parts import CALM_ITERATIONS, TIMINGS_MAX, WARM_UP, GroupHealth, Pace, TaskProgress, Troubles
 
 
 def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> ClusterState:
-    """Progress, pace and group after committed iterations; reports of outdated generations change nothing."""
+    """Update progress, pace and group after committed iterations; reports of outdated generations change nothing."""
     task = state.tasks.get(event.task)
     if task is None:
         return state
     generation, group = task.generation, task.group
     if not task.progress.committed_generation <= event.generation <= generation:
         return state
-    # Nine of ten events are steps: parts that rarely change are looked at, and only made anew where they do.
+    # Nine of ten events are steps: parts that rarely change are compared first, and only rebuilt where they do.
     newest = event.generation == generation
     formed_after = min(group.formed_after, event.first - 1) if newest else group.formed_after  # after a rollback
     calm = newest and event.last - formed_after >= CALM_ITERATIONS
@@ -34,7 +34,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     return with_task(state, task)
 
 
-def _progress(progress: Progress, event: v.StepCommitted, now_us: int) -> Progress:
+def _progress(progress: TaskProgress, event: v.StepCommitted, now_us: int) -> TaskProgress:
     progress = replace(
         progress,
         iteration=event.last,
@@ -49,7 +49,7 @@ def _progress(progress: Progress, event: v.StepCommitted, now_us: int) -> Progre
 
 
 def _pace(pace: Pace, event: v.StepCommitted, *, newest: bool) -> Pace:
-    """The time of what was just committed is kept, if the group has warmed up."""
+    """Record the time of the committed iterations, if the group has warmed up."""
     iteration_us = event.duration_us // max(1, event.last - event.first + 1)
     if not newest or not iteration_us:
         return replace(pace, iteration_us=iteration_us)
@@ -58,50 +58,53 @@ def _pace(pace: Pace, event: v.StepCommitted, *, newest: bool) -> Pace:
     return replace(pace, iteration_us=iteration_us, timings=(*pace.timings, iteration_us)[-TIMINGS_MAX:])
 
 
-def _group(group: Group, event: v.StepCommitted, formed_after: int, *, calm: bool) -> Group:
-    """After a calm, earlier reattempts are forgotten; with a step, suspicions that are older than it."""
+def _group(group: GroupHealth, event: v.StepCommitted, formed_after: int, *, calm: bool) -> GroupHealth:
+    """Forget reattempts once the group is stable, and suspicions that are older than the step."""
     if formed_after != group.formed_after:
         group = replace(group, formed_after=formed_after)
     if calm and group.reattempts:
         group = replace(group, reattempts=0)
-    if group.suspicions and any(told.iteration <= event.last for told in group.suspicions.values()):
+    if group.suspicions and any(suspicion.iteration <= event.last for suspicion in group.suspicions.values()):
         group = replace(group, suspicions={})
     return group
 
 
 def _troubles(task: Task, event: v.StepCommitted, *, newest: bool, calm: bool) -> Troubles:
-    """A step proves the nodes of its members; a new iteration proves the task; a calm proves its program, too."""
-    held, membership = task.troubles, task.membership
-    if newest and membership is not None and held.of_nodes:
+    """Clear the failures that the step disproves. A step proves the nodes of its members, a new iteration the task, and
+    a stable group its program, too."""
+    troubles, membership = task.troubles, task.membership
+    if newest and membership is not None and troubles.of_nodes:
         several = len(membership.members) > 1  # one alone proves nothing about connections
-        held = strikes.acquit(held, {member.node for member in membership.members}, calm=calm and several)
-    if calm and held.early:
-        held = replace(held, early=0)
-    if event.last > task.progress.best_iteration and (held.stuck or held.struck_below):
-        below = {node: number for node, number in held.struck_below.items() if node}
-        held = replace(held, stuck=0, struck_below=below)
-    return held
+        troubles = strikes.acquit(troubles, {member.node for member in membership.members}, calm=calm and several)
+    if calm and troubles.early:
+        troubles = replace(troubles, early=0)
+    if event.last > task.progress.best_iteration and (troubles.stuck or troubles.struck_below):
+        below = {node: number for node, number in troubles.struck_below.items() if node}
+        troubles = replace(troubles, stuck=0, struck_below=below)
+    return troubles
 
 
 def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope) -> ClusterState:
-    """The newest iteration that storage holds."""
+    """Record the newest iteration that storage holds."""
     task = state.tasks.get(event.task)
     if task is None:
         return state
-    progress = replace(task.progress, checkpoint_iteration=event.iteration, unsaved=_saved(task.progress, "unicron"))
+    progress = replace(
+        task.progress, checkpoint_iteration=event.iteration, unsaved=_without_saver(task.progress, "unicron")
+    )
     return with_task(state, replace(task, progress=progress))
 
 
 def save_failed(state: ClusterState, event: v.SaveFailed, _: Envelope) -> ClusterState:
-    """A checkpoint was not written, or one is again."""
+    """Record that a checkpoint was not written, or, without a reason, that one is again."""
     task = state.tasks.get(event.task)
     if task is None or event.worker not in task.workers:
         return state
-    unsaved = _saved(task.progress, event.by)
+    unsaved = _without_saver(task.progress, event.by)
     if event.reason:
         unsaved = {**unsaved, event.by: f"of iteration {event.iteration}: {event.reason}"}
     return with_task(state, replace(task, progress=replace(task.progress, unsaved=unsaved)))
 
 
-def _saved(progress: Progress, by: v.Saver) -> dict[str, str]:
-    return {whose: why for whose, why in progress.unsaved.items() if whose != by}
+def _without_saver(progress: TaskProgress, by: v.Saver) -> dict[str, str]:
+    return {saver: reason for saver, reason in progress.unsaved.items() if saver != by}

@@ -1,4 +1,4 @@
-"""Workers: from start to exit, and what they say of themselves."""
+"""Workers: from start to exit, with the reports of their trainers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.core.changes import (
+    find_worker,
     stray,
     with_incident,
     with_moved,
     with_task,
     with_worker,
     without_workers,
-    worker_known,
 )
 from unicrond.core.folding import incidents, strikes
 from unicrond.core.folding.incidents import Fact
-from unicrond.core.folding.responses import averaged
+from unicrond.core.folding.responses import moving_average
 from unicrond.core.severity import severity_of
 from unicrond.core.state import ClusterState, Incident, Membership, Severity, Task, TaskStatus, Worker, WorkerStatus
 from unicrond.core.worker_life import can_move
 
 
 def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> ClusterState:
-    """The process id; a worker of a known task that no command began is a stray."""
+    """Record the process id. A worker of a known task that no command started is a stray."""
     task = state.tasks.get(event.task)
     if task is None:
         return state
@@ -35,81 +35,82 @@ def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> 
 
 
 def worker_ready(state: ClusterState, event: v.WorkerReady, _: Envelope) -> ClusterState:
-    """The worker has started up and waits for a membership."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None or not can_move(known[1], v.WorkerReady):
+    """Record that the worker has started up and waits for a membership."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None or not can_move(pair[1], v.WorkerReady):
         return state
-    task, worker = known
+    task, worker = pair
     return with_task(state, with_moved(task, worker, v.WorkerReady))
 
 
 def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope) -> ClusterState:
-    """The worker trains in `generation`; when all of an incident's task do, training has resumed."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None or not can_move(known[1], v.WorkerRegrouped) or event.generation > known[0].generation:
+    """Record that the worker trains in `generation`; once all workers of an incident's tasks do, training resumes."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None or not can_move(pair[1], v.WorkerRegrouped) or event.generation > pair[0].generation:
         return state
-    task, worker = known
+    task, worker = pair
     if event.generation < task.generation_of(worker):
         return state
     task = with_moved(task, worker, v.WorkerRegrouped, generation=event.generation, busy="", busy_us=0)
     leads = task.membership is not None and task.membership.lead == worker.worker
     if leads and task.awaits_lead and event.generation == task.generation:
-        task = _met(task)
+        task = _mark_met(task)
     if task.group.before and (task.group.met or task.confirmed):
-        task = _with_nothing_before(task, task.group.before)
-    if task.spec.layouts and task.confirmed and not known[0].confirmed:
-        task = _priced(task, state.now_us)
+        task = _forget_previous_group(task, task.group.before)
+    if task.spec.layouts and task.confirmed and not pair[0].confirmed:
+        task = _measure_pause(task, state.now_us)
     state = with_task(state, task)
     for incident in state.incidents.values():
         broken = incident.generations.get(task.name)
         if broken is None or broken >= event.generation or incident.resumed_us:
             continue
-        if not worker.shard:  # all shards of a replica are dealt the same micro-batches
+        if not worker.shard:  # all shards of a replica get the same micro-batches
             incident = replace(incident, redone=incident.redone + event.dealt + event.others_dealt)
         if event.source not in ("own", "replica"):
             incident = _without_survivors(incident, task, event)
-        incident = replace(incident, computed=_of_others(incident, task))
-        if all(_regrouped(state.tasks.get(name), since) for name, since in incident.generations.items()):
+        incident = replace(incident, computed=_computed_by_others(incident, task))
+        if all(_has_left_generation(state.tasks.get(name), since) for name, since in incident.generations.items()):
             incident = replace(incident, resumed_us=state.now_us)
         state = with_incident(state, incident)
     return state
 
 
 def _without_survivors(incident: Incident, task: Task, event: v.WorkerRegrouped) -> Incident:
-    """The task goes on from a state that was kept: what was committed since is trained again, and what had been
-    computed of the iteration after the last one committed is thrown away."""
-    lost = max(0, task.progress.iteration - event.iteration + 1)
-    thrown = sum(
+    """Record what is lost where the task continues from a stored state: the iterations that were committed since are
+    trained again, and the micro-batches of the iteration after the last one committed are discarded."""
+    iterations_lost = max(0, task.progress.iteration - event.iteration + 1)
+    micro_batches_lost = sum(
         count
         for key, (iteration, count) in incident.computed.items()
         if key.rpartition("/")[0] == task.name and iteration > task.progress.iteration
     )
     return replace(
         incident,
-        iterations_lost=max(lost, incident.iterations_lost),
+        iterations_lost=max(iterations_lost, incident.iterations_lost),
         state_from=event.source,
-        micro_batches_lost=incident.micro_batches_lost + thrown,
+        micro_batches_lost=incident.micro_batches_lost + micro_batches_lost,
     )
 
 
-def _of_others(incident: Incident, task: Task) -> dict[str, tuple[int, int]]:
-    """What ended with workers of other tasks: this one has gone on, and done it again or thrown it away."""
+def _computed_by_others(incident: Incident, task: Task) -> dict[str, tuple[int, int]]:
+    """Return the work that ended with workers of other tasks: this one has done its own again, or discarded it."""
     return {key: value for key, value in incident.computed.items() if key.rpartition("/")[0] != task.name}
 
 
-def _priced(task: Task, now_us: int) -> Task:
-    """The newest group stands: how long nobody has trained for it, since the last commit (planning/problem.py)."""
+def _measure_pause(task: Task, now_us: int) -> Task:
+    """Measure, once the newest group stands, how long nobody has trained for it since the last commit
+    (planning/problem.py)."""
     pace, reshaping, stopped_us = task.pace, task.reshaping, task.progress.last_commit_us
     if reshaping.since_us:
-        took_us = averaged(pace.reshape_us, now_us - reshaping.since_us)
+        took_us = moving_average(pace.reshape_us, now_us - reshaping.since_us)
         return replace(task, pace=replace(pace, reshape_us=took_us), reshaping=replace(reshaping, since_us=0))
     if task.membership is not None and not task.membership.urgent and stopped_us:
-        return replace(task, pace=replace(pace, move_us=averaged(pace.move_us, now_us - stopped_us)))
+        return replace(task, pace=replace(pace, move_us=moving_average(pace.move_us, now_us - stopped_us)))
     return task
 
 
-def _met(task: Task) -> Task:
-    """The lead's word for all that keep their state: they are in the newest group, and with nothing else busy."""
+def _mark_met(task: Task) -> Task:
+    """Record the lead's word for all members that keep their state: they are in the newest group and not busy."""
     spoken_for = task.membership.spoken_for if task.membership else ()
     for worker in task.apart:
         if worker.worker in spoken_for and worker.busy_us:
@@ -117,69 +118,69 @@ def _met(task: Task) -> Task:
     return replace(task, group=replace(task.group, met=True))
 
 
-def _with_nothing_before(task: Task, before: Membership) -> Task:
-    """The newest group has met. Of `before`, the last one whose lead has told, only the workers that have not left it
-    yet are to be remembered."""
+def _forget_previous_group(task: Task, before: Membership) -> Task:
+    """Forget the previous group, since the newest has met. Of `before`, the last one whose lead has confirmed it, only
+    the workers that have not left it yet are remembered."""
     stayed = [name for name in sorted(before.spoken_for - task.member_names) if name in task.workers]
     for worker in [task.workers[name] for name in stayed]:
         task = with_worker(task, replace(worker, generation=max(worker.generation, before.generation)))
     return replace(task, group=replace(task.group, before=None))
 
 
-def _regrouped(task: Task | None, broken: int) -> bool:
-    """The task has left the broken generation behind, or no longer needs to."""
+def _has_left_generation(task: Task | None, broken: int) -> bool:
+    """Return whether the task has left the broken generation, or no longer needs to."""
     if task is None or task.status is not TaskStatus.ACTIVE:
         return True
     return task.generation > broken and task.confirmed
 
 
 def worker_waits(state: ClusterState, event: v.WorkerWaits, _: Envelope) -> ClusterState:
-    """The newest generation that the worker has answered."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None or event.generation <= known[1].answered:
+    """Record the newest generation that the worker has answered."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None or event.generation <= pair[1].answered:
         return state
-    return with_task(state, with_worker(known[0], replace(known[1], answered=event.generation)))
+    return with_task(state, with_worker(pair[0], replace(pair[1], answered=event.generation)))
 
 
 def worker_busy(state: ClusterState, event: v.WorkerBusy, _: Envelope) -> ClusterState:
-    """What the worker is busy with, for at most `at_most_us`, so that its silence is not held against it."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None:
+    """Record what the worker is busy with, for at most `at_most_us`, so that its silence does not count against it."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None:
         return state
-    task, worker = known
+    task, worker = pair
     busy_us = event.at_most_us if event.what else 0
     return with_task(state, with_worker(task, replace(worker, busy=event.what, busy_us=busy_us)))
 
 
 def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> ClusterState:
-    """The worker has stepped out of its group and waits."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None or not can_move(known[1], v.WorkerParked):
+    """Record that the worker has left its group and waits."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None or not can_move(pair[1], v.WorkerParked):
         return state
-    return with_task(state, with_moved(*known, v.WorkerParked))
+    return with_task(state, with_moved(*pair, v.WorkerParked))
 
 
-def _ended_with_its_agent(state: ClusterState, node: str, envelope: Envelope) -> bool:
-    """The next agent tells what the one before it took along, whose end was announced, or expected."""
-    known = state.nodes.get(node)
-    return known is not None and known.may_go and envelope.boot > known.agent_boot
+def _ended_with_agent(state: ClusterState, node: str, envelope: Envelope) -> bool:
+    """Return whether the worker ended with an earlier agent, whose end was announced or expected."""
+    pair = state.nodes.get(node)
+    return pair is not None and pair.may_go and envelope.boot > pair.agent_boot
 
 
 def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope) -> ClusterState:
-    """The worker's end; an end that was not expected is a strike."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None:
+    """Record the worker's end; an end that was not expected is a strike."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None:
         return state
-    task, worker = known
+    task, worker = pair
     broken = incidents.broken_generation(task, [event.worker])
     state = with_task(state, without_workers(task, [event.worker]))
     as_expected = event.expected or not worker.alive or worker.status is WorkerStatus.PARKED
-    if not as_expected and task.status is TaskStatus.ACTIVE and not _ended_with_its_agent(state, event.node, envelope):
-        state = _struck(state, task, worker, event, broken, envelope)
-    return incidents.ended_with(state, task.name, worker, event.iteration, event.computed)
+    if not as_expected and task.status is TaskStatus.ACTIVE and not _ended_with_agent(state, event.node, envelope):
+        state = _strike_exit(state, task, worker, event, broken, envelope)
+    return incidents.record_lost_work(state, task.name, worker, event.iteration, event.computed)
 
 
-def _struck(
+def _strike_exit(
     state: ClusterState, task: Task, worker: Worker, event: v.WorkerExited, broken: int, envelope: Envelope
 ) -> ClusterState:
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.exit_code}"
@@ -197,18 +198,18 @@ def _struck(
 
 
 def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelope) -> ClusterState:
-    """A worker's error, as an incident; errors from groups that were left behind count no more."""
-    known = worker_known(state, event.task, event.worker)
-    if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+    """Open an incident for a worker's error; errors from groups that were left behind do not count."""
+    pair = find_worker(state, event.task, event.worker)
+    if pair is None or not pair[1].alive or pair[0].status is not TaskStatus.ACTIVE:
         return state
-    task, worker = known
-    if _ended_with_its_agent(state, event.node, envelope):
+    task, worker = pair
+    if _ended_with_agent(state, event.node, envelope):
         return state
     generation = task.generation_of(worker)
     if event.generation < generation:
         return state  # the worker has trained on since
     if event.kind == "left_early":
-        task = strikes.left_early(task, worker)
+        task = strikes.count_early_exit(task, worker)
         state = with_task(state, task)
     severity = severity_of(event.kind, state.severity)
     in_group = task.is_member(worker.worker) or generation == event.generation
@@ -216,7 +217,7 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         return state  # the group that broke has been left behind already
     symptom = severity is Severity.SEV3
     broken = event.generation if symptom else incidents.broken_generation(task, [worker.worker])
-    lost = tuple(sorted({name for name in event.lost if task.is_member(name) and name != worker.worker}))
+    lost_peers = tuple(sorted({name for name in event.lost if task.is_member(name) and name != worker.worker}))
     fact = Fact(
         kind=event.kind,
         node=worker.node,
@@ -226,8 +227,8 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         occurred_us=envelope.observed_at_us,
         log_tail=event.detail,
         place=_place(task, event),
-        lost={worker.worker: event.peer if task.is_member(event.peer) else ""} if symptom else {},
-        links={worker.worker: lost} if symptom and lost else {},
+        lost_peers={worker.worker: event.peer if task.is_member(event.peer) else ""} if symptom else {},
+        links={worker.worker: lost_peers} if symptom and lost_peers else {},
     )
     return incidents.blame(state, fact)
 
