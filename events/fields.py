@@ -15,8 +15,8 @@ import msgspec
 T = TypeVar("T")
 
 
-def always(default: T) -> T:
+def always(default: T, name: str | None = None) -> T:
     """A struct's field with this default that is written even where it has it. For fields of schema 1 alone."""
     # msgspec's omit_defaults compares with plain defaults only, never with what a factory makes.
     factory: Callable[[], Any] = (lambda: {}) if default == {} else (lambda: default)
-    return cast(T, msgspec.field(default_factory=factory))
+    return cast(T, msgspec.field(default_factory=factory, name=name))

@@ -92,7 +92,7 @@ def _forget_repetitions() -> None:
     original = fold.fold
 
     def forgetful(before: state.ClusterState, entry: Any) -> state.ClusterState:
-        return original(replace(before, seen={}), entry)
+        return original(replace(before, last_numbers={}), entry)
 
     patch(fold, "fold", lambda _: forgetful)
     patch(follower, "fold", lambda _: forgetful)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from agents.state import Action, Append, ArmTimer, Commanded, Told
+from agents.state import Action, Append, ArmTimer, Commanded, LogDecision
 from agents.trainer.ledger import Total
-from agents.trainer.sharded.parts import Part
+from agents.trainer.sharded.parts import StatePart
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.schemas import CHOOSES_LAYOUTS, GPU_TYPES, schema_of, since
-from events.seats import expanded, starts
+from events.seats import expand, starts
 from unicrond.core.decide import decide, needed_solves
-from unicrond.core.gpu_types import told_types
+from unicrond.core.gpu_types import node_types
 from unicrond.core.invariants import InvariantError, check
 from unicrond.core.planning.placement import place
 from unicrond.core.planning.problem import Problem
@@ -196,7 +196,7 @@ def symptoms_are_no_incidents(state: ClusterState) -> str:
 
 def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
     """`known`: the state that the plan was made in."""
-    assignments = [expanded(assignment) for assignment in plan.assignments]
+    assignments = [expand(assignment) for assignment in plan.assignments]
     seats = Counter(node for assignment in assignments for nodes in assignment.replicas for node in nodes)
     for name, count in seats.items():
         node = known.nodes.get(name)
@@ -208,9 +208,9 @@ def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
 
 def types_stay_apart(known: ClusterState, plan: v.PlanAdopted) -> str:
     """`known`: the state that the plan was made in."""
-    if known.schema < GPU_TYPES or not told_types(known.nodes.values())[1]:
+    if known.schema < GPU_TYPES or not node_types(known.nodes.values())[1]:
         return ""
-    for each in map(expanded, plan.assignments):
+    for each in map(expand, plan.assignments):
         types = sorted({known.nodes[node].gpu for nodes in each.replicas for node in nodes})
         if len(types) > 1:
             return f"plan {plan.epoch} puts {each.task} on several types of GPU: {', '.join(types)}"
@@ -292,7 +292,7 @@ def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""
 
 
-def fence_of(given: Commanded | Told, highest: tuple[int, int]) -> tuple[int, int]:
+def fence_of(given: Commanded | LogDecision, highest: tuple[int, int]) -> tuple[int, int]:
     """The (term, epoch) of what a node is told; a decision that it reads holds in every epoch of its term."""
     if isinstance(given, Commanded):
         return given.term, given.command.epoch
@@ -300,7 +300,7 @@ def fence_of(given: Commanded | Told, highest: tuple[int, int]) -> tuple[int, in
 
 
 def stale_commands_never_act(
-    node: str, highest: tuple[int, int], given: Commanded | Told, actions: Sequence[Action]
+    node: str, highest: tuple[int, int], given: Commanded | LogDecision, actions: Sequence[Action]
 ) -> str:
     """`highest`: the newest (term, epoch) that the node was ever told."""
     fence = fence_of(given, highest)
@@ -359,13 +359,13 @@ def parts_are_of_one_step(blocks: Mapping[int, int], expected: Sequence[int]) ->
     return f"blocks {wrong} of the optimizer's state are of another step" if wrong else ""
 
 
-def parts_are_held_twice(staged: Sequence[Sequence[tuple[Part, ...]]]) -> str:
+def parts_are_held_twice(staged: Sequence[Sequence[tuple[StatePart, ...]]]) -> str:
     """`staged[m]`: what member m has staged in this division, then in later ones; nothing if it has not yet."""
     if waiting := [member for member, divisions in enumerate(staged) if not divisions]:
         return f"parts are dropped before members {waiting} have theirs"
     holders = Counter(part for divisions in staged for part in divisions[0])
     count = max(part.count for part in holders)
-    few = [index for index in range(count) if holders[Part(count, index)] < min(2, count)]
+    few = [index for index in range(count) if holders[StatePart(count, index)] < min(2, count)]
     return f"parts {few} of {count} have too few holders" if few else ""
 
 
@@ -425,7 +425,7 @@ def _has_room(state: ClusterState, task: Task) -> bool:
     for assignment in state.plan.assignments.values():
         free.subtract(node for nodes in assignment.replicas for node in nodes)
     slots = {name: max(0, count) for name, count in free.items()}
-    types = told_types(state.nodes.values())[1] if state.schema >= GPU_TYPES else {}
+    types = node_types(state.nodes.values())[1] if state.schema >= GPU_TYPES else {}
     shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [task.spec.shape]
     for shape in shapes:
         wanted = -(-task.spec.min_workers // shape.workers)

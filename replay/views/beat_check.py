@@ -1,4 +1,4 @@
-"""Whether a lost or returned node follows from the heartbeats that are still there.
+"""Check whether a lost or returned node follows from the retained heartbeats.
 
 Rules
 -----
@@ -9,8 +9,8 @@ Rules
 * A crash of nats-server takes the newest beats back and gives their numbers anew. Where the beats that are there had
   not reached the number of the evidence at its time, that happened to it: the rerun alone decides.
 * Beats expire; an archive keeps those before each verdict (`events/beat_evidence.py`), so there are gaps. The rerun
-  begins anew after each. Where the beats do not reach back to before the silence, nothing is said: `Unverifiable`.
-* A gap in time between two beats whose numbers follow each other is none: the bus itself was silent.
+  begins anew after each. Where the beats do not reach back to before the silence, the verdict is `Unverifiable`.
+* A pause between two beats whose numbers follow each other is no gap: the bus itself was silent.
 
 Pure: entries and beats in, findings out.
 """
@@ -31,12 +31,12 @@ SLACK_US = 1_500_000
 JUDGEMENTS = 8
 
 
-#: Beats that are further apart belong to two stretches. The coordinator says one every 15 s or more often.
+#: Beats that are further apart belong to two stretches. The coordinator sends one every 15 s or more often.
 GAP_US = 20_000_000
 
 
 class Unverifiable(Exception):
-    """The beats cannot tell; the message says why."""
+    """The beats do not suffice for a verdict; the message says why."""
 
 
 class BeatCheck:
@@ -52,28 +52,28 @@ class BeatCheck:
         self._from_us = 0
         self._liveness: Liveness | None = None
         self._joined_us: dict[str, int] = {}
-        self._said_us: dict[tuple[type, str], int] = {}
+        self._verdict_us: dict[tuple[type, str], int] = {}
 
     def take_over(self, heartbeat_s: float, at_us: int) -> None:
-        """A coordinator starts: nothing heard yet, and everybody has a grace period."""
+        """Start anew with a coordinator: no beat has arrived yet, and every node has a grace period."""
         self._now_us = max(self._now_us, at_us)
         heartbeat_us = int(heartbeat_s * 1e6)
         self._liveness = Liveness(heartbeat_us, self._now_us)
         self._liveness.grace(self._now_us)
         self._from_us = self._now_us
         self._joined_us = {}
-        self._said_us = {}
+        self._verdict_us = {}
         while self._next < len(self._beats) and self._beats[self._next].recorded_at_us <= at_us:
             self._next += 1  # unheard: a coordinator listens from its start on
 
     def joined(self, node: str, at_us: int) -> None:
-        """The coordinator reads a NodeJoined."""
+        """Note that the coordinator reads a NodeJoined."""
         self._joined_us[node] = max(self._now_us, at_us)
         if self._liveness is not None:
-            self._liveness.joined(node, self._joined_us[node])
+            self._liveness.on_join(node, self._joined_us[node])
 
     def advance(self, until_us: int, state: ClusterState) -> None:
-        """Hear what was said until then, and judge on the way. `state`: as it stands meanwhile."""
+        """Process the beats up to `until_us`, and judge on the way. `state`: the state in that interval."""
         liveness = self._liveness
         if liveness is None or not self._beats:
             return
@@ -86,34 +86,37 @@ class BeatCheck:
             if self._now_us < stretch.begin_us:
                 self._begin_at(stretch.begin_us, liveness, state)
             self._now_us = min(self._now_us + tick_us, until_us)
-            self._hear(liveness)
+            self._hear_beats(liveness)
             for verdict in liveness.verdicts(state.nodes, self._now_us):
                 if isinstance(verdict, v.NodeLost | v.NodeReturned):
-                    self._said_us[type(verdict), verdict.node] = self._now_us
+                    self._verdict_us[type(verdict), verdict.node] = self._now_us
 
     def contradiction(self, verdict: v.NodeLost | v.NodeReturned, at_us: int, state: ClusterState) -> str:
-        """Why the verdict that was recorded at `at_us` does not follow; empty if it does. Unverifiable."""
+        """Return why the verdict recorded at `at_us` does not follow from the beats; empty if it does. Raises
+        Unverifiable."""
         liveness = self._liveness
         if liveness is None or not self._beats:
             raise Unverifiable("this log has no heartbeats with it")
         patience_us = MOST_SILENT_FACTOR * liveness.limit_us + SLACK_US
         began_us = max(self._from_us, self._joined_us.get(verdict.node, 0))
-        heard = [stretch for stretch in self._stretches if stretch.begin_us <= at_us]
-        if not heard or heard[-1].begin_us > max(began_us, at_us - patience_us):
+        earlier = [stretch for stretch in self._stretches if stretch.begin_us <= at_us]
+        if not earlier or earlier[-1].begin_us > max(began_us, at_us - patience_us):
             raise Unverifiable("beats expired")
-        if heard[-1].end_us < at_us - liveness.limit_us:
-            raise Unverifiable("the heartbeats end before this entry" if heard == self._stretches else "beats expired")
+        if earlier[-1].end_us < at_us - liveness.limit_us:
+            raise Unverifiable(
+                "the heartbeats end before this entry" if earlier == self._stretches else "beats expired"
+            )
         evidence = verdict.evidence
         if evidence.beat_seq and not self._was_taken_back(evidence):
             beat = self._by_place.get((evidence.beat_seq, evidence.beat_at_us))
             event = beat.envelope.event if beat is not None else None
             if beat is None and evidence.beat_seq not in self._seqs:
-                if evidence.beat_seq >= heard[-1].first_seq:
+                if evidence.beat_seq >= earlier[-1].first_seq:
                     return f"its evidence, beat {evidence.beat_seq}, is not among the heartbeats"
             elif not isinstance(event, v.Heartbeat) or event.node != verdict.node:
                 return f"its evidence, beat {evidence.beat_seq}, is another node's or another time's"
-        said_us = self._said_us.get((type(verdict), verdict.node))
-        if said_us is None or said_us < at_us - SLACK_US:
+        verdict_us = self._verdict_us.get((type(verdict), verdict.node))
+        if verdict_us is None or verdict_us < at_us - SLACK_US:
             newest = liveness.beats.get(verdict.node)
             last = f"beat {newest.seq}, {(at_us - newest.at_us) / 1e6:.2f} s before" if newest else "none in this term"
             return f"the retained heartbeats do not support it: the last one of {verdict.node} was {last}"
@@ -124,23 +127,24 @@ class BeatCheck:
         return 0 < before < len(self._beats) and self._beats[before - 1].seq < evidence.beat_seq
 
     def _stretch_at(self, at_us: int, heartbeat_us: int) -> _Stretch | None:
-        """The stretch that holds this time, or the next one. Judging goes on for a heartbeat after its last beat."""
+        """Return the stretch that holds this time, or the next one. Judging goes on for a heartbeat after its last
+        beat."""
         place = bisect_right(self._stretches, at_us - heartbeat_us, key=lambda stretch: stretch.end_us)
         return self._stretches[place] if place < len(self._stretches) else None
 
     def _begin_at(self, at_us: int, liveness: Liveness, state: ClusterState) -> None:
-        """Beats were not kept until now: as if everybody had been heard just then."""
+        """Start anew after a gap in the retained beats, as if every node had sent a beat just then."""
         self._now_us = at_us
         liveness.verdicts(state.nodes, at_us)  # the pause ends here
         liveness.grace(at_us)
 
-    def _hear(self, liveness: Liveness) -> None:
+    def _hear_beats(self, liveness: Liveness) -> None:
         while self._next < len(self._beats) and self._beats[self._next].recorded_at_us <= self._now_us:
             beat = self._beats[self._next]
             self._next += 1
             event = beat.envelope.event
             if isinstance(event, v.Heartbeat):
-                liveness.heard(event, beat.seq, beat.recorded_at_us, beat.recorded_at_us)
+                liveness.on_beat(event, beat.seq, beat.recorded_at_us, beat.recorded_at_us)
 
 
 class _Stretch(NamedTuple):
@@ -152,13 +156,13 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(beats: Sequence[Recorded]) -> list[_Stretch]:
-    found: list[_Stretch] = []
+    stretches: list[_Stretch] = []
     last_seq = 0
     for beat in beats:
         at_us = beat.recorded_at_us
-        if found and (at_us - found[-1].end_us <= GAP_US or beat.seq == last_seq + 1):
-            found[-1] = found[-1]._replace(end_us=max(found[-1].end_us, at_us))
+        if stretches and (at_us - stretches[-1].end_us <= GAP_US or beat.seq == last_seq + 1):
+            stretches[-1] = stretches[-1]._replace(end_us=max(stretches[-1].end_us, at_us))
         else:
-            found.append(_Stretch(at_us, at_us, beat.seq))
+            stretches.append(_Stretch(at_us, at_us, beat.seq))
         last_seq = beat.seq
-    return found
+    return stretches

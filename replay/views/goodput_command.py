@@ -12,36 +12,36 @@ from replay.reading.progress import with_bar
 from replay.reading.source import read
 from replay.views.report import when
 from unicrond.core.fold import fold
-from unicrond.core.goodput import Books, booked
-from unicrond.core.goodput_report import NOTHING, reading, report
+from unicrond.core.goodput import GoodputTotals, account_event
+from unicrond.core.goodput_report import EMPTY_READING, reading, report
 from unicrond.core.state import ClusterState
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain
 
 
 async def goodput_command(options: argparse.Namespace) -> int:
-    """One pass over the log; the interval is the difference of two readings."""
-    state, books, since = ClusterState(), Books(), NOTHING
+    """Print the goodput after one pass over the log; the interval is the difference of two readings."""
+    state, totals, since = ClusterState(), GoodputTotals(), EMPTY_READING
     async with open_source(options) as source:
         after, until = await resolve(source, options.after), await resolve(source, options.at)
         async with aclosing(with_bar(read(source, until=until), "counting")) as chunks:
             async for chunk in chunks:
                 for entry in chunk.entries:
                     if after is not None and not after.covers(entry):
-                        since, after = reading(books, state), None
+                        since, after = reading(totals, state), None
                     before, state = state, fold(state, entry)
                     if isinstance(entry, Recorded):
-                        books = booked(books, before, state, entry.envelope.event)
+                        totals = account_event(totals, before, state, entry.envelope.event)
     require_reached(options.at, state.seq)
     if after is not None:  # it covers all that there is
-        since = reading(books, state)
-    told = report(reading(books, state), state, since, options.peak_tflops * 1e12)
+        since = reading(totals, state)
+    figures = report(reading(totals, state), state, since, options.peak_tflops * 1e12)
     if options.json:
-        say(json.dumps(told))
+        say(json.dumps(figures))
         return 0
     say(f"goodput up to {when(state)}" + (f", after entry {since.seq}" if since.seq else ""))
-    for title, table in goodput_tables(told):
+    for title, table in goodput_tables(figures):
         say("\n".join(["", title, *(f"  {line}" for line in plain(table))]))
-    for hint in hints(told):
+    for hint in hints(figures):
         say(f"\n{hint}")
     return 0

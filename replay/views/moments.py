@@ -1,6 +1,6 @@
-"""Any moment of a log, quickly: states are kept every so many entries, and folded on from there. Pure.
+"""Any moment of a log, quickly: states are stored every EVERY entries, and folded on from there. Pure.
 
-States share what they have in common, so that keeping many costs little.
+States share what they have in common, so that storing many costs little.
 """
 
 from __future__ import annotations
@@ -11,69 +11,69 @@ from typing import NamedTuple
 
 from events.envelope import Entry, Recorded
 from unicrond.core.fold import fold
-from unicrond.core.goodput import Books, booked
+from unicrond.core.goodput import GoodputTotals, account_event
 from unicrond.core.policy import Policy
 from unicrond.core.replayer import policy_after
 from unicrond.core.state import ClusterState
 
-#: Entries between two kept states.
+#: Entries between two stored states.
 EVERY = 250
 
 
 class Moment(NamedTuple):
-    """What was known after an entry. `policy`: of the coordinator of that term."""
+    """The state after an entry. `policy`: that of the coordinator of that term."""
 
     state: ClusterState
-    books: Books
+    totals: GoodputTotals
     policy: Policy
 
 
-_FIRST = Moment(ClusterState(), Books(), Policy())
+_FIRST = Moment(ClusterState(), GoodputTotals(), Policy())
 
 
 class Moments:
-    """Feed it every entry in order."""
+    """Finds any moment of a log; it takes every entry in order."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._times_us: list[int] = []
-        self._kept: list[Moment] = [_FIRST]
+        self._checkpoints: list[Moment] = [_FIRST]
         self._last = _FIRST
-        self._looked = (0, _FIRST)
+        self._cursor = (0, _FIRST)
 
     def feed(self, entry: Entry) -> None:
-        """The next entry."""
+        """Add the next entry."""
         self._last = _after(self._last, entry)
         self.entries.append(entry)
         self._times_us.append(self._last.state.now_us)
         if len(self.entries) % EVERY == 0:
-            self._kept.append(self._last)
-        self._looked = (len(self.entries), self._last)
+            self._checkpoints.append(self._last)
+        self._cursor = (len(self.entries), self._last)
 
     @property
     def span_us(self) -> tuple[int, int]:
-        """Times of the first and the last entry; zeros for an empty log."""
+        """The times of the first and the last entry; zeros for an empty log."""
         return (self._times_us[0], self._times_us[-1]) if self._times_us else (0, 0)
 
     def at_us(self, time_us: int | None) -> Moment:
-        """The newest moment that is not after this time; None: the last."""
+        """Return the newest moment that is not after this time; None: the last."""
         return self._last if time_us is None else self.after(bisect_right(self._times_us, time_us))
 
     def after(self, count: int) -> Moment:
-        """The moment after so many entries."""
-        start, moment = self._looked
+        """Return the moment after so many entries."""
+        start, moment = self._cursor
         if not start <= count <= start + EVERY:
-            start, moment = count - count % EVERY, self._kept[count // EVERY]
+            start, moment = count - count % EVERY, self._checkpoints[count // EVERY]
         for entry in self.entries[start:count]:
             moment = _after(moment, entry)
-        self._looked = (count, moment)
+        self._cursor = (count, moment)
         return moment
 
 
 def _after(moment: Moment, entry: Entry) -> Moment:
-    state, books, policy = fold(moment.state, entry), moment.books, moment.policy
+    state, totals, policy = fold(moment.state, entry), moment.totals, moment.policy
     if isinstance(entry, Recorded):
-        books = booked(books, moment.state, state, entry.envelope.event)
-    with suppress(ValueError):  # another version's; the one before is the nearest that is known
+        totals = account_event(totals, moment.state, state, entry.envelope.event)
+    with suppress(ValueError):  # another version's policy; the one before is the nearest
         policy = policy_after(policy, entry)
-    return Moment(state, books, policy)
+    return Moment(state, totals, policy)

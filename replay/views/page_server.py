@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import web
 
 from replay.views.moments import Moment, Moments
-from unicrond.core.goodput_report import NOTHING, reading, report
+from unicrond.core.goodput_report import EMPTY_READING, reading, report
 from unicrond.core.planning.problem import ProblemError
-from unicrond.core.what_if import BadChange, changes_of, what_if
+from unicrond.core.what_if import WhatIfError, changes_of, what_if
 from unicrond.display.event_lines import entry_json
 from unicrond.intake.config import is_loopback
 from unicrond.page.files import page_routes
@@ -29,12 +29,12 @@ class PageServer:
     def __init__(self, moments: Moments, name: str) -> None:
         self._moments = moments
         self._name = name
-        self._shown = Discretion()
+        self._redactor = Discretion()
         for entry in moments.entries:
-            self._shown.see(entry)
+            self._redactor.see(entry)
 
     def application(self) -> web.Application:
-        """The aiohttp application."""
+        """Build the aiohttp application."""
         app = web.Application(middlewares=[_guard], client_max_size=64 * 1024)
         app.add_routes(
             [
@@ -49,10 +49,10 @@ class PageServer:
         return app
 
     async def view(self, request: web.Request) -> web.Response:
-        """What the page shows at the moment."""
+        """Return what the page shows at the moment."""
         moment = self._at(request)
         first_us, last_us = self._moments.span_us
-        told = {
+        body = {
             "may": ["read"],
             "inject": False,
             "health": {"status": "replay", "alarms": [], "trouble": ""},
@@ -62,49 +62,54 @@ class PageServer:
                 "until_us": last_us,
                 "last_seq": len(self._moments.entries),
             },
-            "view": view(moment.state, self._shown.text),
+            "view": view(moment.state, self._redactor.text),
         }
-        return _json(told)
+        return _json(body)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events, as the coordinator sends them; never more than there are."""
+        """Send server-sent events, as the coordinator does, and end with the log's last one."""
         after, until = (_number(request, name) for name in ("after", "until"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        chosen = [one for one in self._moments.entries if one.seq > after and (not until or one.seq <= until)]
-        for first in range(0, len(chosen), _BATCH):
-            told = [self._shown.plain(entry_json(entry)) for entry in chosen[first : first + _BATCH]]
+        entries = [item for item in self._moments.entries if item.seq > after and (not until or item.seq <= until)]
+        for first in range(0, len(entries), _BATCH):
+            documents = [self._redactor.plain(entry_json(entry)) for entry in entries[first : first + _BATCH]]
             lines = []
-            for one in told:
-                kind = one["envelope"]["event"]["type"] if "envelope" in one else "Quarantined"
-                lines.append(f"id: {one['seq']}\nevent: {kind}\ndata: {msgspec.json.encode(one).decode()}\n\n")
+            for document in documents:
+                kind = document["envelope"]["event"]["type"] if "envelope" in document else "Quarantined"
+                lines.append(
+                    f"id: {document['seq']}\nevent: {kind}\ndata: {msgspec.json.encode(document).decode()}\n\n"
+                )
             await response.write("".join(lines).encode())
         return response
 
     async def goodput(self, request: web.Request) -> web.Response:
-        """From the log's beginning to the moment, or of the last `last_s` seconds before it."""
+        """Report the goodput from the log's beginning to the moment, or of the last `last_s` seconds before it."""
         moment = self._at(request)
         now, last_s, peak = (
-            reading(moment.books, moment.state),
+            reading(moment.totals, moment.state),
             _number(request, "last_s"),
             _number(request, "peak_tflops"),
         )
         first = self._moments.at_us(moment.state.now_us - last_s * 1_000_000) if last_s else None
-        since = reading(first.books, first.state) if first else NOTHING
+        since = reading(first.totals, first.state) if first else EMPTY_READING
         return web.json_response(report(now, moment.state, since, peak * 1e12))
 
     async def ranks(self, request: web.Request) -> web.Response:
-        """A task's members in rank order."""
+        """Return a task's members in rank order; 404 where there is no such task yet."""
         task = self._at(request).state.tasks.get(request.match_info["task"])
-        return _json(ranks_of(task, self._shown.text)) if task else _json({"error": "the task was not there yet"}, 404)
+        return (
+            _json(ranks_of(task, self._redactor.text)) if task else _json({"error": "the task was not there yet"}, 404)
+        )
 
     async def whatif(self, request: web.Request) -> web.Response:
-        """The plan that would have been adopted then, were the cluster as the body says."""
+        """Return the plan that would have been adopted then, were the cluster as the body says; 400 for a change that
+        is not possible."""
         moment = self._at(request)
         try:
             changes = changes_of(msgspec.json.decode(await request.read() or b"{}"))
             plan = await asyncio.to_thread(what_if, moment.state, moment.policy, changes)
-        except (msgspec.MsgspecError, BadChange, ProblemError) as error:
+        except (msgspec.MsgspecError, WhatIfError, ProblemError) as error:
             return _json({"error": str(error)}, 400)
         return _json({"now": moment.state.plan, "then": plan})
 
@@ -114,7 +119,8 @@ class PageServer:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
-    """A page in somebody's browser could reach loopback; it cannot name us as its Host."""
+    """Refuse requests that a web page in somebody's browser may have made: such a page can reach loopback, but cannot
+    name us as its Host."""
     host = request.host.rsplit(":", 1)[0].strip("[]")
     if not is_loopback(host):
         return _json({"error": f"host: {host} is not loopback; call 127.0.0.1"}, 403)
@@ -125,9 +131,9 @@ async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _number(request: web.Request, field: str) -> int:
-    """Of the query; 0 where there is none."""
-    asked = request.query.get(field, "")
-    return int(asked) if asked.isascii() and asked.isdigit() and len(asked) <= 18 else 0
+    """Return a number of the query; 0 where there is none."""
+    text = request.query.get(field, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else 0
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -38,12 +38,12 @@ from unicrond.intake.task_file import problems
 _LOOKS_MAX = 10
 
 
-class BadChange(ValueError):
+class InvalidChange(ValueError):
     """A change that cannot be made; names it and the fix."""
 
 
 @dataclass(frozen=True)
-class Changes:
+class WhatIfChanges:
     """`settings`: (path, value) as people write them, like ("tasks.big.weight", "3"). `lose`: nodes.
 
     `add_nodes`: how many; `slots` of each (0: as most nodes have).
@@ -56,7 +56,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WhatIfOutcome:
     """What the coordinator decides in a state. `plan`: afterwards. `decisions`: what it appends at once."""
 
     state: ClusterState
@@ -64,14 +64,14 @@ class Outcome:
     decisions: tuple[v.AnyEvent, ...]
 
 
-def what_if(state: ClusterState, policy: Policy, changes: Changes) -> tuple[Outcome, Outcome]:
-    """The outcome without the changes, and with them. BadChange."""
+def what_if(state: ClusterState, policy: Policy, changes: WhatIfChanges) -> tuple[WhatIfOutcome, WhatIfOutcome]:
+    """Return the outcome without the changes, and with them. Raises InvalidChange."""
     changed, changed_policy = change(state, policy, changes)
     return decide_afresh(state, policy), decide_afresh(changed, changed_policy)
 
 
-def change(state: ClusterState, policy: Policy, changes: Changes) -> tuple[ClusterState, Policy]:
-    """The state and the policy with the changes in them. BadChange."""
+def change(state: ClusterState, policy: Policy, changes: WhatIfChanges) -> tuple[ClusterState, Policy]:
+    """Return the state and the policy with the changes in them. Raises InvalidChange."""
     for path, text in changes.settings:
         head, *rest = path.split(".")
         if head == "policy" and len(rest) == 1:
@@ -79,21 +79,21 @@ def change(state: ClusterState, policy: Policy, changes: Changes) -> tuple[Clust
         elif head == "tasks" and len(rest) >= 2:
             state = _with_task_setting(state, rest[0], rest[1:], text, path)
         else:
-            raise BadChange(f"--set {path}: give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
+            raise InvalidChange(f"--set {path}: give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
     for name in changes.lose:
         node = state.nodes.get(name)
         if node is None or node.status is not NodeStatus.UP:
             up = ", ".join(n.name for n in state.nodes.values() if n.status is NodeStatus.UP)
-            raise BadChange(f"--lose {name}: no such node is up at this point; up are {up or 'none'}")
-        lost = v.NodeLost(node=name, evidence=v.Evidence(beat_seq=0, beat_at_us=0), reason="what if")
-        state = _fold_in(state, lost, OWN_NAME)
+            raise InvalidChange(f"--lose {name}: no such node is up at this point; up are {up or 'none'}")
+        event = v.NodeLost(node=name, evidence=v.Evidence(beat_seq=0, beat_at_us=0), reason="what if")
+        state = _fold_in(state, event, OWN_NAME)
     for number in range(changes.add_nodes):
         state = _join(state, f"whatif-{number + 1}", changes.slots or _usual_slots(state))
     return state, policy
 
 
-def decide_afresh(state: ClusterState, policy: Policy) -> Outcome:
-    """A new plan, whether the nodes and tasks have changed or not, and everything that is decided then at once."""
+def decide_afresh(state: ClusterState, policy: Policy) -> WhatIfOutcome:
+    """Decide a new plan, whether the nodes and tasks have changed or not, and everything that follows at once."""
     state = replace(state, plan=replace(state.plan, basis=""))
     decided: list[v.AnyEvent] = []
     for _ in range(_LOOKS_MAX):
@@ -105,12 +105,12 @@ def decide_afresh(state: ClusterState, policy: Policy) -> Outcome:
         for decision in decisions:
             state = _fold_in(state, decision, OWN_NAME)
         decided += decisions
-    return Outcome(state, state.plan, tuple(decided))
+    return WhatIfOutcome(state, state.plan, tuple(decided))
 
 
 def waf_of(state: ClusterState, plan: Plan) -> dict[str, int]:
-    """Weighted FLOP/s per task that a plan is worth by the tasks' settings in `state`; of workers above a task's
-    maximum, those are worth nothing that are too many."""
+    """Return the weighted FLOP/s per task that a plan is worth by the tasks' settings in `state`; workers above a
+    task's maximum are worth nothing."""
     linear = linear_flops(state)
     return {
         name: waf(task, min(assignment.workers, task.spec.max_workers), linear)
@@ -122,31 +122,31 @@ def waf_of(state: ClusterState, plan: Plan) -> dict[str, int]:
 def _with_setting(struct: Any, field: str, text: str, path: str) -> Any:
     kinds = get_type_hints(type(struct), include_extras=True)
     if field not in kinds:
-        raise BadChange(f"--set {path}: no such field; known: {', '.join(kinds)}")
+        raise InvalidChange(f"--set {path}: no such field; known: {', '.join(kinds)}")
     try:
         return replace(struct, **{field: msgspec.convert(text, kinds[field], strict=False)})
     except msgspec.ValidationError as error:
-        raise BadChange(f"--set {path}={text}: {error}") from None
+        raise InvalidChange(f"--set {path}={text}: {error}") from None
 
 
 def _with_task_setting(state: ClusterState, name: str, fields: list[str], text: str, path: str) -> ClusterState:
     task = state.tasks.get(name)
     if task is None:
-        raise BadChange(f"--set {path}: no task {name} at this point; tasks are {', '.join(state.tasks)}")
+        raise InvalidChange(f"--set {path}: no task {name} at this point; tasks are {', '.join(state.tasks)}")
     inner = task.spec
     if fields == ["name"]:
-        raise BadChange(f"--set {path}: a task's name identifies it in the log; set another field")
+        raise InvalidChange(f"--set {path}: a task's name identifies it in the log; set another field")
     if len(fields) == 2 and isinstance(getattr(inner, fields[0], None), v.Value):
         part = _with_setting(getattr(inner, fields[0]), fields[1], text, path)
         spec = replace(inner, **{fields[0]: part})
     elif len(fields) == 1:
         spec = _with_setting(inner, fields[0], text, path)
     else:
-        raise BadChange(f"--set {path}: no such field of a task")
+        raise InvalidChange(f"--set {path}: no such field of a task")
     # What was wrong before (a script that is on another machine) is none of our business.
-    wrong = [each for each in problems(spec) if each not in problems(task.spec)]
-    if wrong:
-        raise BadChange(f"--set {path}={text}: {wrong[0]}")
+    new_problems = [problem for problem in problems(spec) if problem not in problems(task.spec)]
+    if new_problems:
+        raise InvalidChange(f"--set {path}={text}: {new_problems[0]}")
     return replace(state, tasks=state.tasks | {name: replace(task, spec=spec)})
 
 
@@ -156,7 +156,7 @@ def _usual_slots(state: ClusterState) -> int:
 
 
 def _join(state: ClusterState, name: str, slots: int) -> ClusterState:
-    joined = v.NodeJoined(
+    event = v.NodeJoined(
         node=name,
         address="127.0.0.1",
         slots=slots,
@@ -164,12 +164,12 @@ def _join(state: ClusterState, name: str, slots: int) -> ClusterState:
         agent_boot=1,
         version=told_version("what if", SCHEMA),
     )
-    return _fold_in(state, joined, name)
+    return _fold_in(state, event, name)
 
 
 def _fold_in(state: ClusterState, event: v.AnyEvent, producer: str) -> ClusterState:
-    """The state as if the log went on with the event."""
-    boot, number = state.seen.get(producer, (1, 0))
+    """Return the state as if the log went on with the event."""
+    boot, number = state.last_numbers.get(producer, (1, 0))
     term = state.term if isinstance(event, v.Decision | v.Command) else 0
     envelope = Envelope(
         producer=producer, boot=boot, number=number + 1, term=term, observed_at_us=state.now_us, event=event

@@ -15,7 +15,7 @@ from replay.reading.opening import as_json, open_source, require_reached, resolv
 from replay.reading.progress import with_bar
 from replay.reading.source import read
 from replay.views.report import when
-from replay.views.whatif import BadChange, Changes, Outcome, waf_of, what_if
+from replay.views.whatif import InvalidChange, WhatIfChanges, WhatIfOutcome, waf_of, what_if
 from unicrond.core.policy import Policy
 from unicrond.core.replayer import EMPTY, policy_after, replay
 from unicrond.core.state import ClusterState
@@ -23,21 +23,21 @@ from unicrond.display.tables import Table, clean, plain
 
 
 async def whatif_command(options: argparse.Namespace) -> int:
-    """Nothing is written anywhere."""
-    changes = Changes(settings=options.set, lose=options.lose, add_nodes=options.add_nodes, slots=options.slots)
+    """Print what the coordinator would decide with the changes; nothing is written anywhere."""
+    changes = WhatIfChanges(settings=options.set, lose=options.lose, add_nodes=options.add_nodes, slots=options.slots)
     state, policy = await _state_and_policy(options)
     try:
         without, with_changes = what_if(state, policy, changes)
-    except BadChange as error:
+    except InvalidChange as error:
         raise UsageError(str(error)) from None
-    said = _json(state, without, with_changes)
+    fields = _json(state, without, with_changes)
     under = ", both under the changed settings" if options.set else ""
-    say(as_json(said) if options.json else _page(state, without, with_changes, said, under))
+    say(as_json(fields) if options.json else _page(state, without, with_changes, fields, under))
     return 0
 
 
 async def _state_and_policy(options: argparse.Namespace) -> tuple[ClusterState, Policy]:
-    """The state at --at, and the policy that the coordinator of that moment had."""
+    """Return the state at --at, and the policy that the coordinator of that moment had."""
     state, policy = EMPTY, Policy()
     async with open_source(options) as source:
         until = await resolve(source, options.at)
@@ -57,7 +57,7 @@ def _policy_after(policy: Policy, entry: Entry) -> Policy:
         raise UsageError(f"--at: {error}") from None
 
 
-def _json(state: ClusterState, without: Outcome, with_changes: Outcome) -> dict[str, Any]:
+def _json(state: ClusterState, without: WhatIfOutcome, with_changes: WhatIfOutcome) -> dict[str, Any]:
     # Both plans by the changed settings: else another weight would look like a gain.
     before, after = waf_of(with_changes.state, without.plan), waf_of(with_changes.state, with_changes.plan)
     return {
@@ -82,7 +82,9 @@ def _json(state: ClusterState, without: Outcome, with_changes: Outcome) -> dict[
     }
 
 
-def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: dict[str, Any], under: str) -> str:
+def _page(
+    state: ClusterState, without: WhatIfOutcome, with_changes: WhatIfOutcome, fields: dict[str, Any], under: str
+) -> str:
     rows = tuple(
         (
             name,
@@ -92,11 +94,11 @@ def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: di
             f"{row['waf_without']:.4g}",
             f"{row['waf_with']:.4g}",
         )
-        for name, row in said["tasks"].items()
+        for name, row in fields["tasks"].items()
     )
     headers = ("task", "workers now", "unchanged", "what if", "WAF unchanged", "WAF what if")
     table = Table(headers, rows, frozenset(headers[1:]), "no tasks")
-    before, after = said["waf_without"], said["waf_with"]
+    before, after = fields["waf_without"], fields["waf_with"]
     share = f" ({(after - before) / before:+.1%})" if before else ""
     counts = Counter(type(event).__name__ for event in with_changes.decisions if not isinstance(event, PlanAdopted))
     return "\n".join(
@@ -106,14 +108,14 @@ def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: di
             *plain(table),
             "",
             f"WAF {before:.4g} -> {after:.4g} FLOP/s{share}{under}",
-            f"unchanged: {clean(said['reason_without'])}",
-            f"what if:   {clean(said['reason_with'])}",
+            f"unchanged: {clean(fields['reason_without'])}",
+            f"what if:   {clean(fields['reason_with'])}",
             "at once:   " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing else"),
         ]
     )
 
 
-def _reason(outcome: Outcome) -> str:
+def _reason(outcome: WhatIfOutcome) -> str:
     return next((_plan_reason(event) for event in outcome.decisions if isinstance(event, PlanAdopted)), "no plan")
 
 

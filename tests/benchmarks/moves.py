@@ -131,7 +131,7 @@ async def kills(repetitions: int, workers: int) -> list[Cost]:
     costs = []
     async with clustered(workers, 1, max_workers=workers) as (cluster, directory):
         for _ in range(repetitions):
-            state = await until(cluster, lambda task: len(task.workers) == workers and task.copies.kept)
+            state = await until(cluster, lambda task: len(task.workers) == workers and task.copies.holdings)
             generation, pid = state.tasks["big"].generation, list(state.tasks["big"].workers.values())[-1].pid
 
             async def kill(pid: int = pid) -> None:

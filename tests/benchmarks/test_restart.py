@@ -56,7 +56,7 @@ async def one_restart(cluster: DevCluster) -> dict[str, float]:
         task = state.tasks.get("solo")
         if (
             task
-            and task.copies.kept
+            and task.copies.holdings
             and task.confirmed
             and task.progress.iteration > task.progress.checkpoint_iteration + 20
             and task.workers

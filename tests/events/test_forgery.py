@@ -16,13 +16,13 @@ from nats.aio.client import Client
 
 from events.codec import encode
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.keys import kept_key
-from events.nats_commands import fit_command_consumer, is_fitted
+from events.keys import load_or_create_key
+from events.nats_commands import ensure_command_consumer, has_filter
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog
 from events.nats_reader import read_stream
 from events.nats_server import EmbeddedServer
-from events.nats_streams import ApiError, Denied, api, create_streams
+from events.nats_streams import JetStreamError, PublishDenied, api, create_streams
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry, headers, subject
 from events.vocabulary import (
     AnyEvent,
@@ -109,7 +109,7 @@ def beat(node: str, number: int = 9) -> Envelope:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     directory = tmp_path_factory.mktemp("keys")
-    users = [kept_key(directory / "keys", login).user for login in LOGINS]
+    users = [load_or_create_key(directory / "keys", login).user for login in LOGINS]
     keys = {login: directory / "keys" / f"{login}.key" for login in LOGINS}
     server = EmbeddedServer(directory / "nats", users=users)
     await server.start()
@@ -127,7 +127,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
 
             await client.connect(server.url, error_cb=on_error, **Login(key=keys[login]).options())
         for node in ("n1", "n2"):
-            await fit_command_consumer(admin, node, ())
+            await ensure_command_consumer(admin, node, ())
             await _write(made, f"agent-{node}", joined(node))
         head = await made.connect("coordinator")
         fence = await NatsEventLog(head).claim_term(FIRST_CLAIM)
@@ -275,7 +275,7 @@ async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
     kinds = [type(each.envelope.event).__name__ for each in await site.since(EVENT_STREAM, 0) if _is_event(each)]
     assert sorted(kinds) == ["CoordinatorStarted", "NodeJoined", "NodeJoined", "StopWorker"]
     for node in ("n1", "n2"):
-        assert await is_fitted(site.admin, node, ())
+        assert await has_filter(site.admin, node, ())
     state = await site.state()
     assert (state.term, state.nodes["n2"].isolated, state.nodes["n2"].cordoned) == (1, False, False)
 
@@ -303,16 +303,16 @@ async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
     connection = await site.connect("coordinator")
     try:
         await create_streams(connection)  # they are there
-        with pytest.raises(Denied):
+        with pytest.raises(PublishDenied):
             await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {"name": EVENT_STREAM})
-        with pytest.raises(ApiError):
+        with pytest.raises(JetStreamError):
             await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.nobody", {})
     finally:
         await connection.close()
 
 
 async def test_users_come_and_go_without_a_restart(tmp_path: Path) -> None:
-    users = [kept_key(tmp_path, login).user for login in ("operator", "agent-n1", "agent-n2")]
+    users = [load_or_create_key(tmp_path, login).user for login in ("operator", "agent-n1", "agent-n2")]
     server = EmbeddedServer(tmp_path / "nats", users=users[:2])
     await server.start()
     pid = server.pid
@@ -473,7 +473,12 @@ async def test_what_a_node_gets_stored_is_quarantined_with_an_alarm(site: Site, 
             assert isinstance(each, Quarantined), f"{each} of {stream} is taken for an event"
             assert Alarms().quarantined(each, state)
     after = await site.state()
-    assert (after.term, after.nodes, after.tasks, after.seen) == (state.term, state.nodes, state.tasks, state.seen)
+    assert (after.term, after.nodes, after.tasks, after.last_numbers) == (
+        state.term,
+        state.nodes,
+        state.tasks,
+        state.last_numbers,
+    )
 
 
 async def _settled(site: Site, stream: str, seq: int) -> list[Entry]:

@@ -27,10 +27,10 @@ from replay.reading.source import read
 from replay.views.story import Index, Story, Subject
 from tests.integration.disobedient_gpt import order
 from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats, told_members
-from unicrond.core.isolation import Phase, phase
+from unicrond.core.isolation import IsolationPhase, phase
 from unicrond.core.severity import RESPONSE, SEVERITY
 from unicrond.core.state import ClusterState, Severity, TaskStatus
-from unicrond.ctl.client import Refused
+from unicrond.ctl.client import RequestRefused
 from unicrond.inject import inject
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
@@ -229,7 +229,7 @@ async def test_row(live: Live, row: Row) -> None:
     node = before.tasks[TASK].workers[worker].node
     await strike(live, row, worker, node)
     if row.kind == "gpu_broken":
-        await live.until("it needs a reboot", lambda s: phase(s, s.nodes[node]) is Phase.AWAITS_PERSON)
+        await live.until("it needs a reboot", lambda s: phase(s, s.nodes[node]) is IsolationPhase.AWAITS_PERSON)
         assert "it needs a reboot" in await live.run("unicronctl", "--url", live.dev.url, "nodes")
         await live.run("unicronctl", "--url", live.dev.url, "uncordon", node)
     after = await live.training(incidents=live.incidents + 1)
@@ -255,7 +255,7 @@ async def test_row(live: Live, row: Row) -> None:
 @in_one_loop
 async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> None:
     await live.training(incidents=live.incidents, beyond=0)
-    with pytest.raises(Refused, match="at_iteration: 1 has passed"):
+    with pytest.raises(RequestRefused, match="at_iteration: 1 has passed"):
         await inject(live.client).exception(task=TASK).at_iteration(1)
 
 

@@ -47,7 +47,7 @@ async def events(cluster: DevCluster, kind: str) -> list[dict[str, Any]]:
 def copied(state: ClusterState, above: int = 0) -> bool:
     """Two nodes that are up keep the state, one as a copy of the other's."""
     task = state.tasks.get("solo")
-    kept = [k for k in task.copies.kept.values() if k.iteration > above] if task else []
+    kept = [k for k in task.copies.holdings.values() if k.iteration > above] if task else []
     up = {k.node for k in kept if state.nodes[k.node].status is NodeStatus.UP}
     return len(up) >= 2 and any(k.origin != k.node for k in kept)
 
@@ -94,7 +94,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         state = await until(
             cluster,
             "the next agent says what it keeps",
-            lambda s: any(k.node == worker.node for k in s.tasks["solo"].copies.kept.values()),
+            lambda s: any(k.node == worker.node for k in s.tasks["solo"].copies.holdings.values()),
         )
 
         # 3. The node: from the copy.
@@ -126,7 +126,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         await until(
             cluster,
             "nobody who can hear it keeps anything of it",
-            lambda s: all(kept.node == worker.node for kept in s.tasks["solo"].copies.kept.values()),
+            lambda s: all(kept.node == worker.node for kept in s.tasks["solo"].copies.holdings.values()),
         )
         for node in set(cluster.node_names) - {worker.node}:
             await no_memory(cluster, node)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.live import TASK, live_cluster, members, nodes_of
-from unicrond.core.isolation import Phase, phase
+from unicrond.core.isolation import IsolationPhase, phase
 from unicrond.inject import inject
 
 pytestmark = pytest.mark.timeout(600)
@@ -54,4 +54,4 @@ async def test_a_broken_node_is_checked_and_one_that_needs_a_reboot_is_repaired_
         (ended,) = live.events("RepairEnded", after=again.seq)
         assert ended["passed"] and ended["node"] == broken
         rest = await live.until("all are in service", lambda s: not any(node.isolated for node in s.nodes.values()))
-        assert phase(rest, rest.nodes[broken]) is Phase.IN_SERVICE
+        assert phase(rest, rest.nodes[broken]) is IsolationPhase.IN_SERVICE

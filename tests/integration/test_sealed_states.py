@@ -69,7 +69,7 @@ async def test_the_state_comes_from_a_peer_through_tls(tmp_path: Path) -> None:
         await cluster.submit({**TASK, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
         state = await until(cluster, "the state is kept on two nodes", copied)
         (worker,) = state.tasks["solo"].workers.values()
-        holders = {kept.node for kept in state.tasks["solo"].copies.kept.values()} - {worker.node}
+        holders = {kept.node for kept in state.tasks["solo"].copies.holdings.values()} - {worker.node}
         for holder in holders:  # it keeps the copy and gets no worker
             await asyncio.to_thread(cluster.client.cordon, holder, drain=False, reason="test")
         await cluster.kill_node(worker.node)

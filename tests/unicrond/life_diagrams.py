@@ -42,8 +42,8 @@ def document() -> str:
     """The whole page."""
     worker: Moves = {event.__name__: row for event, row in worker_life.MOVES.items()}
     brought = {
-        befalls: [event.__name__ for event, may in incident_life.BRINGS.items() if befalls in may]
-        for befalls in incident_life.Befalls
+        befalls: [event.__name__ for event, may in incident_life.TRIGGERS.items() if befalls in may]
+        for befalls in incident_life.IncidentTrigger
     }
     events = "\n".join(f"| {befalls} | {', '.join(names)} |" for befalls, names in brought.items())
     return "\n".join(
@@ -66,7 +66,7 @@ def document() -> str:
             _diagram(incident_life.MOVES),
             "",
             _INCIDENT,
-            _table("what befalls it", incident_life.MOVES, [None, *incident_life.Phase]),
+            _table("what befalls it", incident_life.MOVES, [None, *incident_life.IncidentPhase]),
             "",
             "| what befalls it | by one of these events |",
             "|---|---|",

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.losses import tell
-from unicrond.core.blame import PLAIN, Verdict, judge, links, reports, verdict, weights
-from unicrond.core.folding.strikes import readmitted
+from unicrond.core.blame import PLAIN, BlameVerdict, judge, links, reports, verdict, weights
+from unicrond.core.folding.strikes import readmit
 from unicrond.core.state import Incident, Severity
 from unicrond.core.task_parts import Troubles
 
@@ -33,7 +33,7 @@ def told_of(draw: random.Random, count: int, dead: set[frozenset[str]]) -> dict[
     return tell(draw, names(count), dead)
 
 
-def judged(told: dict[str, tuple[str, ...]], count: int, record: dict[str, int] | None = None) -> Verdict:
+def judged(told: dict[str, tuple[str, ...]], count: int, record: dict[str, int] | None = None) -> BlameVerdict:
     return judge(links(told, places(count)), record or {}, {})
 
 
@@ -93,7 +93,7 @@ def test_the_word_of_one_alone_is_clear_of_nobody() -> None:
     one, other, third = (member.worker for member in task.membership.members)
     cluster.report(one, "connection_broken", lost=(other, third))
     (incident,) = cluster.state.incidents.values()
-    assert verdict(cluster.state.tasks["t"], incident) == Verdict((task.workers[one].node,), ())
+    assert verdict(cluster.state.tasks["t"], incident) == BlameVerdict((task.workers[one].node,), ())
     for worker in (other, third):
         cluster.report(worker, "connection_broken", lost=(one,))
     (incident,) = cluster.state.incidents.values()
@@ -120,7 +120,7 @@ def test_who_breaks_one_link_at_a_time_is_found_by_the_record(draw: random.Rando
     guilty = draw.randrange(count)
     node, record = places(count)[names(count)[guilty]], Counter[str]()
     others = [other for other in range(count) if other != guilty]
-    found = Verdict()
+    found = BlameVerdict()
     for turn in range(6):
         dead = {frozenset((names(count)[guilty], names(count)[others[turn % len(others)]]))}
         told = told_of(draw, count, dead)
@@ -210,7 +210,7 @@ def test_the_innocent_are_not_clearly_to_blame_where_some_cannot_tell_whom_they_
 
 @pytest.mark.parametrize("told", [{}, {"t.0": ()}, {"t.0": (), "t.1": ()}, {"t.0": ("t.9",)}, {"t.9": ("t.0",)}])
 def test_without_evidence_nobody_is_to_blame(told: dict[str, tuple[str, ...]]) -> None:
-    assert judged(told, 3) == Verdict()
+    assert judged(told, 3) == BlameVerdict()
 
 
 def test_all_links_broken_are_clear_of_nobody() -> None:
@@ -236,7 +236,7 @@ def test_the_lost_one_of_a_thousand_is_found_among_those_that_left() -> None:
     for worker in names(1024):
         if worker != "t.7":
             told[worker] = ("t.7", *told) if len(told) < 64 else (next(reversed(told)),)
-    assert judged(told, 1024) == Verdict(("n07",), ("n07",))
+    assert judged(told, 1024) == BlameVerdict(("n07",), ("n07",))
 
 
 def test_members_of_which_many_are_lost_are_judged_at_once() -> None:
@@ -263,7 +263,7 @@ def test_two_replicas_that_name_nobody_have_lost_each_other() -> None:
         message="",
         occurred_us=0,
         detected_us=0,
-        lost={one: ""},
+        lost_peers={one: ""},
     )
     assert reports(task, incident) == {one: (other,)}
     assert reports(task, replace(incident, kind="collective_timeout")) == {one: ()}
@@ -287,8 +287,8 @@ def test_what_a_report_names_that_is_no_member_is_left_out(lost: list[str]) -> N
 
 def test_with_a_readmitted_node_its_peers_record_is_forgotten_but_for_equals() -> None:
     held = Troubles(ends={"n1": 6, "n3": 6, "n5": 1}, breaks={"n3": 3}, unclear={"n3": 3})
-    forgiven = readmitted(held, "n3")
+    forgiven = readmit(held, "n3")
     assert forgiven.ends == {"n1": 1, "n5": 1} and not forgiven.breaks and not forgiven.unclear
     verdict = judge({("n1", "n3"): PLAIN}, forgiven.ends, {})
     assert verdict.blamed == ("n1",) and verdict.clear == ()
-    assert readmitted(held, "n4") == held
+    assert readmit(held, "n4") == held

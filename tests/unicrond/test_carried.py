@@ -47,7 +47,7 @@ def test_generations_by_the_leads_word(monkeypatch: pytest.MonkeyPatch) -> None:
             task = state.tasks[event.task]
             assert task.membership is not None
             joined[event.worker] = max(event.generation, joined.get(event.worker, 0))
-            if task.group.met and event.worker == task.membership.lead:
+            if task.group.lead_confirmed and event.worker == task.membership.lead:
                 spoken_for = task.membership.spoken_for & {*task.workers}
                 joined.update(dict.fromkeys(spoken_for, task.generation))
                 vouched += len(spoken_for - {event.worker})
@@ -100,7 +100,7 @@ def test_surveys(states: list[ClusterState]) -> None:
         for task in state.tasks.values():
             told, plain = survey.staffing(task), staffing(task, state.plan.assignments.get(task.name))
             assert told.missing == plain.missing and told.fits == plain.fits and told.starting == plain.starting
-            for part in ("kept", "surplus", "broken"):
+            for part in ("replicas", "surplus", "broken"):
                 mine, its = getattr(told, part), getattr(plain, part)
                 assert {n: [w.worker for w in ws] for n, ws in mine.items()} == {
                     n: [w.worker for w in ws] for n, ws in its.items()

@@ -11,8 +11,8 @@ from tests.replay.test_verify import verify
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from tests.unicrond.test_decide import two_tasks
 from tests.unicrond.test_node_control import node_of, on_node
-from unicrond.core.departures import told
-from unicrond.core.isolation import Phase, phase
+from unicrond.core.departures import departure_text
+from unicrond.core.isolation import IsolationPhase, phase
 from unicrond.core.requests import request_problem
 from unicrond.core.state import NodeStatus
 
@@ -55,7 +55,7 @@ def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: 
     cluster.drain_by(node, _HOUR_S)
     cluster.run()
     assert len(on_node(cluster, node)) == 1, "its worker is worth most where it is"
-    assert "when there is room elsewhere, or that is near" in told(cluster.state.nodes[node])
+    assert "when there is room elsewhere, or that is near" in departure_text(cluster.state.nodes[node])
     (length_us,) = [length for name, length in cluster.standing().items() if name.startswith(f"drain:{node}")]
     policy = cluster.policy
     least_s, most_s = policy.worker_start_s + policy.regroup_s, policy.worker_start_s + 10 * policy.regroup_s
@@ -72,7 +72,7 @@ def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: 
     cluster.uncordon(node)
     cluster.run()
     cluster.assert_whole()
-    assert len(on_node(cluster, node)) == 1 and not told(cluster.state.nodes[node])
+    assert len(on_node(cluster, node)) == 1 and not departure_text(cluster.state.nodes[node])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -292,7 +292,7 @@ def test_a_node_that_is_expected_to_fail_is_emptied_checked_and_comes_back(seed:
     assert_nothing_was_lost(cluster, before)
     cluster.run()
     assert of(cluster, v.CheckNode) and of(cluster, v.NodeReadmitted)
-    assert phase(cluster.state, cluster.state.nodes[node]) is Phase.IN_SERVICE
+    assert phase(cluster.state, cluster.state.nodes[node]) is IsolationPhase.IN_SERVICE
     assert not cluster.state.nodes[node].foretold and len(on_node(cluster, node)) == 1
 
 

@@ -51,7 +51,7 @@ def edges(drawn: random.Random, state: ClusterState) -> Edges:
 
 def next_identity(state: ClusterState, envelope: Envelope, drawn: random.Random) -> Envelope:
     """The envelope under an identity that its producer might have now, or at the edge of what one may be."""
-    boot, number = state.seen.get(envelope.producer, (1, 0))
+    boot, number = state.last_numbers.get(envelope.producer, (1, 0))
     choices = [(boot, number + 1)] * 6 + [(boot + 1, 1), (2**52 - 1, 1), (boot, 2**53 - 1), (boot, number)]
     boot, number = drawn.choice(choices)
     return msgspec.structs.replace(envelope, boot=boot, number=max(1, number))
@@ -68,7 +68,7 @@ def require_alive(state: ClusterState) -> None:
     deadlines(Survey(state, POLICY))
     solutions = {problem: solve(problem) for problem in needed_solves(Survey(state, POLICY))}
     decided = decide(Survey(state, POLICY), solutions)
-    number = state.seen["coordinator"][1]
+    number = state.last_numbers["coordinator"][1]
     said = [
         Envelope(
             producer="coordinator", boot=state.term, number=number + n, term=state.term, observed_at_us=1, event=event
@@ -77,7 +77,7 @@ def require_alive(state: ClusterState) -> None:
     ]
     for envelope in said:
         encode(envelope)
-    if state.seen["coordinator"][0] == state.term:
+    if state.last_numbers["coordinator"][0] == state.term:
         require_sound(state, said)
 
 
@@ -113,5 +113,5 @@ def test_claims_of_nobody(term: int, boot: int, kinds: list[type]) -> None:
     claim = edges(drawn, state).claim(state.term + 1, state.term + 1)
     state = fold(state, Recorded(state.seq + 1, state.now_us, claim))
     assert state.term == claim.term, "the next claim counts"
-    assert state.seen["coordinator"] == (claim.term, 1)
+    assert state.last_numbers["coordinator"] == (claim.term, 1)
     require_alive(state)

@@ -23,9 +23,9 @@ from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.stories import random_life, trained
 from unicrond.core.costs import costs_at, settle
 from unicrond.core.fold import fold
-from unicrond.core.goodput import Books, booked, kinds_of, settled
-from unicrond.core.goodput_report import NOTHING, reading, report
-from unicrond.core.lemons import COUNT_MAX, noted, scores
+from unicrond.core.goodput import GoodputTotals, account_event, kinds_of, settle_totals
+from unicrond.core.goodput_report import EMPTY_READING, reading, report
+from unicrond.core.lemons import COUNT_MAX, count_signals, scores
 from unicrond.core.state import ClusterState
 from unicrond.core.work import iteration_flop
 from unicrond.ctl.main import main as ctl_main
@@ -36,19 +36,19 @@ from unicrond.service.snapshots import decode_snapshot, encode_snapshot, mark_of
 GROUPS = ("detection", "transition", "sub-health")
 
 
-def follow(entries: Iterable[Entry], *, check: bool = False) -> tuple[ClusterState, Books]:
-    state, books = ClusterState(), Books()
+def follow(entries: Iterable[Entry], *, check: bool = False) -> tuple[ClusterState, GoodputTotals]:
+    state, books = ClusterState(), GoodputTotals()
     for entry in entries:
         before, state = state, fold(state, entry)
         if isinstance(entry, Recorded):
-            books = booked(books, before, state, entry.envelope.event)
+            books = account_event(books, before, state, entry.envelope.event)
         if check:
             assert_adds_up(state, books)
     return state, books
 
 
-def assert_adds_up(state: ClusterState, books: Books) -> None:
-    ledger, books = settle(state.ledger, state.now_us), settled(books, state.now_us)
+def assert_adds_up(state: ClusterState, books: GoodputTotals) -> None:
+    ledger, books = settle(state.ledger, state.now_us), settle_totals(books, state.now_us)
     hits = [hit for kinds in kinds_of(books, state).values() for hit in kinds.values()]
     assert sum(map(int, books.delivered.values())) == int(ledger.delivered)
     assert sum(int(hit.detection) for hit in hits) == int(ledger.detection)
@@ -161,8 +161,8 @@ def test_the_bookkeeper_remembers_sums_for_intervals() -> None:
     for _ in range(8):
         cluster.now_us += 400 * SECOND_US
         cluster.train("big")
-    keeper, state, seen = Bookkeeper(), ClusterState(), [NOTHING]
-    assert keeper.since(0) == NOTHING
+    keeper, state, seen = Bookkeeper(), ClusterState(), [EMPTY_READING]
+    assert keeper.since(0) == EMPTY_READING
     for entry in cluster.log:
         before, state = state, fold(state, entry)
         keeper.folded(before, state, entry)
@@ -217,7 +217,7 @@ def test_numbers_that_data_may_explain_weigh_little(sign: v.CorruptionSign, poin
         value=24.6,
         usual=2.4,
     )
-    (score,) = scores(noted({}, state, state, told))
+    (score,) = scores(count_signals({}, state, state, told))
     assert (score.node, score.score) == (worker.node, points)
 
 

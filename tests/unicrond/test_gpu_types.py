@@ -9,16 +9,16 @@ from events import vocabulary as v
 from replay.simulation.invariants import types_stay_apart
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_layouts import lose
-from unicrond.core.gpu_types import on_type, spec_on, told_types
+from unicrond.core.gpu_types import node_types, on_type, spec_on
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.planning.ahead import fill
-from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
+from unicrond.core.planning.situation import NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy
 from unicrond.core.survey import Survey
 from unicrond.core.waf import throughput
-from unicrond.core.what_if import Changes, foreseen, what_if
+from unicrond.core.what_if import WhatIfChanges, foreseen, what_if
 from unicrond.display.cluster_tables import nodes_table, plan_table
 
 SEEDS = range(8)
@@ -165,7 +165,7 @@ def test_an_upgrade_node_by_node_makes_no_second_type() -> None:
         cluster.run()
         assert Survey(cluster.state, cluster.policy).types == ()
         assert cluster.state.plan.epoch == epoch
-    assert told_types(cluster.state.nodes.values()) == (FAST, {})
+    assert node_types(cluster.state.nodes.values()) == (FAST, {})
 
 
 def test_a_node_that_comes_back_with_other_gpus_asks_for_a_plan() -> None:
@@ -191,7 +191,7 @@ def test_what_was_measured_stays_with_its_type() -> None:
     lose(cluster, "fast0")
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert (task.pace.gpu, task.pace.measured) == (SLOW, {})
+    assert (task.pace.gpu, task.pace.measurements) == (SLOW, {})
     assert throughput(task)(2) == 200
     assert throughput(on_type(task, FAST))(2) == 900
     assert on_type(on_type(task, FAST), SLOW) == task
@@ -200,10 +200,10 @@ def test_what_was_measured_stays_with_its_type() -> None:
 def test_what_was_measured_before_types_were_told_is_of_the_first() -> None:
     cluster = with_task(cluster_of(2, 1, 0))
     task = cluster.state.tasks["big"]
-    pace = replace(task.pace, gpu="", measured={"2": 7})
+    pace = replace(task.pace, gpu="", measurements={"2": 7})
     told = on_type(replace(task, pace=pace), FAST)
-    assert (told.pace.gpu, told.pace.measured) == (FAST, {"2": 7})
-    assert on_type(told, SLOW).pace.measured == {}
+    assert (told.pace.gpu, told.pace.measurements) == (FAST, {"2": 7})
+    assert on_type(told, SLOW).pace.measurements == {}
 
 
 def test_layouts_keep_their_tables_on_each_type() -> None:
@@ -235,19 +235,19 @@ def test_what_is_foreseen_is_what_is_asked() -> None:
         assert before.gpus == (SLOW, FAST)
         lose(cluster, "fast1")
         survey = Survey(cluster.state, cluster.policy)
-        assert before.after(NodeLost("fast1")) == problem_of(survey)
+        assert before.after(NodeLoss("fast1")) == problem_of(survey)
         assert [pool.workers for pool in problem_of(survey).pools] == [4, 2]
         cluster.run()
         before = situation_of(Survey(cluster.state, cluster.policy))
         assert before is not None
         cluster.add_host("fast2", slots=2, gpu=FAST)
-        assert before.after(NodeJoined(2, FAST)) == problem_of(Survey(cluster.state, cluster.policy))
+        assert before.after(NodeArrival(2, FAST)) == problem_of(Survey(cluster.state, cluster.policy))
         cluster.run()
         before = situation_of(Survey(cluster.state, cluster.policy))
         assert before is not None
         cluster.append(v.TaskCancelled(task="other", reason="test"), "api", cluster.state.term)
         asked = problem_of(Survey(cluster.state, cluster.policy))
-        assert before.after(TaskFinished("other")) == asked
+        assert before.after(TaskEnd("other")) == asked
         assert Planner().answer(asked).solution == solve(asked)
 
 
@@ -266,10 +266,10 @@ def test_the_table_the_plan_and_the_nodes_name_the_type() -> None:
 
 def test_what_if_adds_nodes_of_a_type() -> None:
     cluster = with_task(cluster_of(3, 2, 1))
-    more = what_if(cluster.state, cluster.policy, Changes(add_nodes=1, gpu=FAST))
+    more = what_if(cluster.state, cluster.policy, WhatIfChanges(add_nodes=1, gpu=FAST))
     assert [each.workers for each in more.assignments] == [4]
     assert "fast0" in {node for replica in more.assignments[0].replicas for node in replica}
-    fewer = what_if(cluster.state, cluster.policy, Changes(lose=("fast0",)))
+    fewer = what_if(cluster.state, cluster.policy, WhatIfChanges(lose=("fast0",)))
     assert f"on {SLOW}" in fewer.reason
 
 

@@ -17,7 +17,7 @@ from unicrond.core.lateness import Lateness
 from unicrond.core.ordered_map import OrderedMap, put, without
 from unicrond.core.state import Membership, Severity, Task, TaskStatus, Worker, WorkerStatus
 from unicrond.core.survey import Survey
-from unicrond.core.task_parts import Group, Progress
+from unicrond.core.task_parts import GroupHealth, TaskProgress
 
 LIMIT_US = 1_000_000
 
@@ -385,8 +385,9 @@ def test_what_the_reports_add_up_to_hides_no_verdict(data: st.DataObject) -> Non
     }
     task = Task(
         spec=v.TaskSpec(name="a", max_workers=6), status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=1,
-        workers=OrderedMap(workers.items()), membership=membership, group=Group(met=data.draw(st.booleans())),
-        progress=Progress(committed_generation=data.draw(st.sampled_from([1, 2]))),
+        workers=OrderedMap(workers.items()), membership=membership,
+        group=GroupHealth(lead_confirmed=data.draw(st.booleans())),
+        progress=TaskProgress(committed_generation=data.draw(st.sampled_from([1, 2]))),
     )  # fmt: skip
     for _ in range(data.draw(st.integers(1, 14))):
         name = data.draw(st.sampled_from(names))

@@ -14,7 +14,7 @@ from events.schemas import told_version
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.test_escalation import said
 from unicrond.core.decide import decide
-from unicrond.core.isolation import BACK_OFF_MAX, Phase, Repair, phase, repairs_due, waits_for
+from unicrond.core.isolation import BACK_OFF_MAX, IsolationPhase, Repair, phase, repairs_due, waits_for
 from unicrond.core.policy import Policy, Settings, settings_of
 from unicrond.core.state import TaskStatus
 from unicrond.core.survey import Survey
@@ -53,7 +53,7 @@ def rest(cluster: MiniCluster) -> None:
     cluster.run_but_isolation()
 
 
-def where(cluster: MiniCluster) -> Phase:
+def where(cluster: MiniCluster) -> IsolationPhase:
     return phase(cluster.state, cluster.state.nodes[NODE])
 
 
@@ -67,13 +67,13 @@ def repaired(cluster: MiniCluster, *, passed: bool) -> None:
 def test_it_rests_is_checked_and_works_again() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
-    assert where(cluster) is Phase.RESTING and not said(cluster, v.CheckNode)
+    assert where(cluster) is IsolationPhase.RESTING and not said(cluster, v.CheckNode)
     rest(cluster)
     (asked,) = said(cluster, v.CheckNode)
     assert asked.node == NODE and "XID 79" in asked.reason and asked.limit_us == 60 * SECOND_US
     (readmitted,) = said(cluster, v.NodeReadmitted)
     assert readmitted.reason == "its health check passed: as the test wants"
-    assert cluster.state.nodes[NODE].isolation is None and where(cluster) is Phase.IN_SERVICE
+    assert cluster.state.nodes[NODE].isolation is None and where(cluster) is IsolationPhase.IN_SERVICE
 
 
 def test_a_failed_check_is_repeated_at_growing_distances_and_the_log_stays_small() -> None:
@@ -102,7 +102,7 @@ def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
     host.ill = None
     break_gpu(cluster)
     rest(cluster)
-    assert where(cluster) is Phase.CHECKING
+    assert where(cluster) is IsolationPhase.CHECKING
     (asked,) = said(cluster, v.CheckNode)
     if gone == "silence":
         assert cluster.pass_deadlines(f"check:{NODE}")
@@ -115,17 +115,17 @@ def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
     else:
         cluster.say(host, v.CommandFailed(node=NODE, command_id=asked.command_id, reason="test"))
     cluster.run_but_isolation()
-    assert where(cluster) is Phase.RESTING and cluster.state.nodes[NODE].isolation.attempts == 1  # type: ignore[union-attr]
+    assert where(cluster) is IsolationPhase.RESTING and cluster.state.nodes[NODE].isolation.attempts == 1  # type: ignore[union-attr]
     cluster.checked(host, asked, passed=True)
     cluster.run_but_isolation()
-    assert where(cluster) is Phase.RESTING, "an answer that comes too late"
+    assert where(cluster) is IsolationPhase.RESTING, "an answer that comes too late"
     if gone in ("lost", "left"):
         rest(cluster)
-        assert where(cluster) is Phase.AWAY
+        assert where(cluster) is IsolationPhase.AWAY
         cluster.add_host(NODE)
     host.ill = False
     cluster.run()
-    assert where(cluster) is Phase.IN_SERVICE
+    assert where(cluster) is IsolationPhase.IN_SERVICE
 
 
 @pytest.mark.parametrize("needs", ["reboot", "replace", "other"])
@@ -133,7 +133,7 @@ def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
     cluster = cluster_of()
     break_gpu(cluster, "gpu_broken", needs)
     rest(cluster)
-    assert where(cluster) is Phase.AWAITS_PERSON and not cluster.standing()
+    assert where(cluster) is IsolationPhase.AWAITS_PERSON and not cluster.standing()
     assert not said(cluster, v.CheckNode) and "unicronctl uncordon" in waits_for(
         cluster.state, cluster.state.nodes[NODE]
     )
@@ -151,12 +151,12 @@ def test_a_repair_leads_to_the_check() -> None:
     (due,) = due_now(cluster)
     assert (due.node, due.needs, due.nth) == (NODE, "reboot", "n0#1") and "XID 79" in due.reason
     repaired(cluster, passed=False)
-    assert where(cluster) is Phase.RESTING and not due_now(cluster)
+    assert where(cluster) is IsolationPhase.RESTING and not due_now(cluster)
     rest(cluster)
     (again,) = due_now(cluster)
     assert again.nth == "n0#1.1", "another run"
     repaired(cluster, passed=True)
-    assert len(said(cluster, v.CheckNode)) == 1 and where(cluster) is Phase.IN_SERVICE
+    assert len(said(cluster, v.CheckNode)) == 1 and where(cluster) is IsolationPhase.IN_SERVICE
 
 
 def test_a_check_that_fails_after_a_repair_asks_for_another() -> None:
@@ -165,9 +165,9 @@ def test_a_check_that_fails_after_a_repair_asks_for_another() -> None:
     break_gpu(cluster, "gpu_broken", "replace")
     rest(cluster)
     repaired(cluster, passed=True)
-    assert where(cluster) is Phase.RESTING
+    assert where(cluster) is IsolationPhase.RESTING
     rest(cluster)
-    assert where(cluster) is Phase.IN_REPAIR
+    assert where(cluster) is IsolationPhase.IN_REPAIR
 
 
 def test_a_repair_of_an_isolation_that_is_over_changes_nothing() -> None:
@@ -188,7 +188,7 @@ def test_what_a_driver_says_later_is_heard() -> None:
     break_gpu(cluster, "gpu_broken", "replace")
     break_gpu(cluster, "ecc_error", "reset")
     rest(cluster)
-    assert where(cluster) is Phase.AWAITS_PERSON and cluster.state.nodes[NODE].needs == "replace"
+    assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].needs == "replace"
 
 
 def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:

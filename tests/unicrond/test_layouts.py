@@ -10,12 +10,12 @@ from events.shape import Shape
 from events.vocabulary import LayoutSpec
 from tests.unicrond.cluster import MiniCluster, membership_of
 from unicrond.core.fold import fold
-from unicrond.core.ordering import Refused
+from unicrond.core.ordering import OrderRefused
 from unicrond.core.plan_problems import problem_of, situation_of
-from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
+from unicrond.core.planning.situation import NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy
-from unicrond.core.reshape_order import ReshapeOrder, asked_for
+from unicrond.core.reshape_order import ReshapeOrder, reshape_request
 from unicrond.core.reshaping import layout_key, most_workers, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.core.state_bytes import digest
@@ -23,7 +23,7 @@ from unicrond.core.survey import Survey
 from unicrond.core.task_parts import Pace
 from unicrond.core.task_rules import spec_faults
 from unicrond.core.waf import flops_of, waf
-from unicrond.core.what_if import Changes, foreseen, what_if
+from unicrond.core.what_if import WhatIfChanges, foreseen, what_if
 from unicrond.display.cluster_tables import plan_table
 from unicrond.display.plan_words import why_layouts
 
@@ -127,7 +127,7 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     assert (task.spec.vpp, task.spec.micro_batch) == (other.get("vpp", 0), other.get("micro_batch", 1))
     assert not {*task.member_names} & {*was.member_names}, "a worker has its layout from its birth"
     assert [event.shape for event in decided(cluster, v.TaskReshaped, before)] == [two.shape]
-    assert (task.pace.measured, task.pace.elsewhere) == ({}, {layout_key(four.shape): {"4": 200}})
+    assert (task.pace.measurements, task.pace.elsewhere) == ({}, {layout_key(four.shape): {"4": 200}})
     assert flops_of(task)(2) == 75, "presumed, by the ratio that the other has"
     cluster.submit("small", max_workers=1, weight=1e-9)
     cluster.run()
@@ -138,10 +138,10 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     cluster.run()
     cluster.assert_whole()
     task = cluster.state.tasks["big"]
-    assert (task.spec.shape, task.pace.measured, task.pace.elsewhere) == (four.shape, {"4": 200}, {})
+    assert (task.spec.shape, task.pace.measurements, task.pace.elsewhere) == (four.shape, {"4": 200}, {})
     assert len(decided(cluster, v.TaskReshaped, before)) == 2
     assert "reshaped" not in cluster.state.plan.trigger
-    asked = asked_for(cluster.state, task, ReshapeOrder(**other))
+    asked = reshape_request(cluster.state, task, ReshapeOrder(**other))
     cluster.append(asked, "api", cluster.state.term)
     cluster.run()
     cluster.assert_whole()
@@ -153,7 +153,7 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
 def test_the_nearest_layout_that_was_measured_is_so_by_all_its_sizes() -> None:
     layouts = tuple(LayoutSpec(pp=2, vpp=vpp, throughput={"2": 100}) for vpp in (1, 2, 4))
     spec = v.TaskSpec(name="big", pp=2, min_workers=2, max_workers=2, layouts=layouts, throughput={"2": 100})
-    pace = Pace(measured={"2": 50}, elsewhere={layout_key(layouts[1].shape): {"2": 80}})
+    pace = Pace(measurements={"2": 50}, elsewhere={layout_key(layouts[1].shape): {"2": 80}})
     task = Task(spec=spec, status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=1, pace=pace)
     assert flops_of(task, shape=layouts[2].shape)(2) == 80
 
@@ -259,14 +259,14 @@ def test_a_reshape_of_one_task_frees_a_worker_for_another(seed: int) -> None:
 
 def test_a_person_has_the_last_word() -> None:
     cluster = cluster_of(1, 2, 2)
-    asked = asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=1))
+    asked = reshape_request(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=1))
     cluster.append(asked, "api", cluster.state.term)
     cluster.run()
     cluster.assert_whole()
     assert layout(cluster) == (1, 1, 4), "slower, but asked for"
     assert cluster.state.tasks["big"].spec.layouts == ()
-    with pytest.raises(Refused, match=r"^tp: 3 workers of a stage"):
-        asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=3))
+    with pytest.raises(OrderRefused, match=r"^tp: 3 workers of a stage"):
+        reshape_request(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=3))
 
 
 def test_a_person_who_asks_for_what_is_there_stops_no_plan() -> None:
@@ -301,7 +301,7 @@ def test_a_wish_that_is_taken_back_leaves_what_the_plan_has_chosen(seed: int) ->
 
 def test_other_bounds_leave_the_choice_to_the_plan() -> None:
     cluster = cluster_of(1, 2, 2)
-    asked = asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(max_workers=3))
+    asked = reshape_request(cluster.state, cluster.state.tasks["big"], ReshapeOrder(max_workers=3))
     cluster.append(asked, "api", cluster.state.term)
     cluster.run()
     cluster.assert_whole()
@@ -321,12 +321,12 @@ def test_what_was_measured_in_one_layout_corrects_the_others_and_is_kept() -> No
     lose(cluster, "n0")
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert (task.pace.measured, task.pace.elsewhere) == ({}, {"2x1": {"2": 150}})
+    assert (task.pace.measurements, task.pace.elsewhere) == ({}, {"2x1": {"2": 150}})
     assert [flops_of(task)(n) for n in (1, 2)] == [50, 100]
     cluster.add_host("n0", slots=2)
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert (task.pace.measured, task.pace.elsewhere) == ({"2": 150}, {})
+    assert (task.pace.measurements, task.pace.elsewhere) == ({"2": 150}, {})
 
 
 def test_what_a_reshape_took_is_its_price_from_then_on() -> None:
@@ -357,8 +357,8 @@ def test_curves_are_made_once_and_again_when_something_is_learnt() -> None:
 def test_what_is_foreseen_is_what_is_asked(seed: int) -> None:
     """The table answers the very problems that come, seats and layouts among them."""
     for event, happen in (
-        (NodeLost("n0"), lambda cluster: lose(cluster, "n0")),
-        (NodeJoined(2), lambda cluster: cluster.add_host("n9", slots=2)),
+        (NodeLoss("n0"), lambda cluster: lose(cluster, "n0")),
+        (NodeArrival(2), lambda cluster: cluster.add_host("n9", slots=2)),
     ):
         cluster = cluster_of(seed, 2, 2, 1)
         cluster.submit("small", max_workers=1)
@@ -371,14 +371,14 @@ def test_what_is_foreseen_is_what_is_asked(seed: int) -> None:
     situation = situation_of(Survey(cluster.state, cluster.policy))
     assert situation is not None
     cluster.append(v.TaskCancelled(task="small", reason="done"), "api", cluster.state.term)
-    assert situation.after(TaskFinished("small")) == problem_of(Survey(cluster.state, cluster.policy))
+    assert situation.after(TaskEnd("small")) == problem_of(Survey(cluster.state, cluster.policy))
 
 
 def test_an_older_coordinator_keeps_the_layout() -> None:
     cluster = cluster_of(1, 2, 1)
     state = replace(cluster.state, schema=3)
     (task,) = problem_of(Survey(state, cluster.policy)).tasks
-    assert not task.others
+    assert not task.alternatives
 
 
 def test_two_half_free_nodes_hold_no_pair() -> None:
@@ -431,7 +431,7 @@ def test_the_plan_says_what_another_layout_would_be_worth() -> None:
     assert why_layouts(cluster.state) == ("big on 2 workers in tp 2, pp 1: 300 FLOP/s; in tp 1, pp 1 200 FLOP/s")
     rows = plan_table(cluster.state)
     assert (rows.headers[-1], rows.rows[0][-1]) == ("layout", "tp 2, pp 1")
-    then = what_if(cluster.state, cluster.policy, Changes(lose=("n0",)))
+    then = what_if(cluster.state, cluster.policy, WhatIfChanges(lose=("n0",)))
     assert [(one.workers, one.tp, one.pp) for one in then.assignments] == [(1, 1, 1)]
     lose(cluster, "n0")
     cluster.run()

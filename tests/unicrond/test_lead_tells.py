@@ -136,7 +136,7 @@ def test_it_is_no_word_for_who_joins() -> None:
     (joiner,) = membership(made).joiners
     regrouped(made, members(made)[0], 3)
     task = made.state.tasks["big"]
-    assert task.group.met and not task.confirmed and not task.has_joined(task.workers[joiner])
+    assert task.group.lead_confirmed and not task.confirmed and not task.has_joined(task.workers[joiner])
     regrouped(made, joiner, 3, source="replica")
     assert made.state.tasks["big"].confirmed
 

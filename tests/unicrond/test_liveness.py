@@ -15,7 +15,7 @@ from unicrond.core.liveness import (
     SAY_AGAIN_US,
     Liveness,
     Pauses,
-    Said,
+    VerdictLimiter,
 )
 from unicrond.core.state import Node, NodeStatus
 
@@ -67,8 +67,8 @@ class Bus:
         number = self._numbers[name] = self._numbers.get(name, 0) + 1
         at_us = self.now_us if at_us is None else at_us
         if name == OWN_NAME:
-            self.liveness.sent(self.now_us)
-        self.liveness.heard(heartbeat(name, number), self._seq, at_us, self.now_us)
+            self.liveness.on_own_beat(self.now_us)
+        self.liveness.on_beat(heartbeat(name, number), self._seq, at_us, self.now_us)
 
 
 NAMES = ["a", "b", "c", "d", "e"]
@@ -165,7 +165,7 @@ def test_a_plan_waits_for_nobody_where_all_others_are_heard() -> None:
 
 
 def test_a_verdict_is_said_once_and_again_only_a_second_later() -> None:
-    said = Said()
+    said = VerdictLimiter()
     evidence = v.Evidence(beat_seq=1, beat_at_us=1)
     lost, other = (v.NodeLost(node=name, evidence=evidence, reason="silent") for name in "ab")
     returned = v.NodeReturned(node="a", evidence=evidence)
@@ -187,7 +187,7 @@ def test_a_beat_of_another_boot_returns_nobody() -> None:
     bus.run(5, NAMES)
     bus.run(4, NAMES[1:])
     beat = v.Heartbeat(node="a", agent_boot=8, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
-    bus.liveness.heard(beat, 999, bus.now_us, bus.now_us)
+    bus.liveness.on_beat(beat, 999, bus.now_us, bus.now_us)
     assert bus.liveness.verdicts(bus.nodes, bus.now_us) == []
 
 
@@ -195,7 +195,7 @@ def test_a_newer_agent_that_came_and_went_without_a_word_leaves_the_name_to_the_
     bus = Bus(["a"])
     bus.run(3, ["a"])
     newer = v.Heartbeat(node="a", agent_boot=8, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
-    bus.liveness.heard(newer, 99, bus.now_us, bus.now_us)
+    bus.liveness.on_beat(newer, 99, bus.now_us, bus.now_us)
     assert [type(verdict) for verdict in bus.run(30, ["a"])] == [v.NodeLost, v.NodeReturned]
 
 
@@ -205,7 +205,7 @@ def test_an_older_agent_of_a_name_does_not_speak_for_the_newer_one() -> None:
 
     def older(number: int) -> None:
         beat = v.Heartbeat(node="a", agent_boot=6, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
-        bus.liveness.heard(beat, 100 + number, bus.now_us, bus.now_us)
+        bus.liveness.on_beat(beat, 100 + number, bus.now_us, bus.now_us)
 
     found: list[v.AnyEvent] = []
     for number in range(1, 6):
@@ -226,8 +226,8 @@ def late_own(bus: Bus, seconds: float, *, behind: bool = False, events: bool = F
             for name in NAMES:
                 bus.beat(name, at_us=begin_us + 1000 if behind else bus.now_us)
         if events:
-            bus.liveness.delivered(bus.now_us)
-        bus.liveness.sent(bus.now_us)
+            bus.liveness.on_message(bus.now_us)
+        bus.liveness.on_own_beat(bus.now_us)
         assert bus.liveness.verdicts(bus.nodes, bus.now_us) == []
 
 
@@ -268,11 +268,11 @@ def test_own_beats_that_others_overtake_are_missing() -> None:
 def test_own_beats_that_were_sent_late_are_late() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
-    bus.liveness.sent(bus.now_us)
+    bus.liveness.on_own_beat(bus.now_us)
     bus.now_us += 3_000_000
     for name in NAMES:
         bus.beat(name)
-    bus.liveness.sent(bus.now_us)
+    bus.liveness.on_own_beat(bus.now_us)
     late_own(bus, 1.3, behind=True)
     assert fault(bus) == (True, False)
 
@@ -303,7 +303,7 @@ class Plain:
         self.grace_us = self.own_us = now_us
         self.reconnected_us = now_us + RECONNECT_US
 
-    def heard(self, name: str, now_us: int) -> None:
+    def on_beat(self, name: str, now_us: int) -> None:
         if name == OWN_NAME:
             if not self.judges:
                 self.judges = True
@@ -364,15 +364,15 @@ def test_the_oldest_alone_tell_what_a_look_at_all_tells(seed: int) -> None:
             case "b":
                 name = drawn.choice([*names[: 1 + len(names) // 2], *names])
                 numbers[name] += 1
-                quick.heard(heartbeat(name, numbers[name]), 1, now_us, now_us)
-                plain.heard(name, now_us)
+                quick.on_beat(heartbeat(name, numbers[name]), 1, now_us, now_us)
+                plain.on_beat(name, now_us)
             case "o":
                 numbers[OWN_NAME] += 1
-                quick.heard(heartbeat(OWN_NAME, numbers[OWN_NAME]), 1, now_us, now_us)
-                plain.heard(OWN_NAME, now_us)
+                quick.on_beat(heartbeat(OWN_NAME, numbers[OWN_NAME]), 1, now_us, now_us)
+                plain.on_beat(OWN_NAME, now_us)
             case "j":
                 name = drawn.choice(names)
-                quick.joined(name, now_us)
+                quick.on_join(name, now_us)
                 plain.signs_us[name] = now_us
                 nodes = {**nodes, name: node(name)}
             case "g" if drawn.random() < 0.2:

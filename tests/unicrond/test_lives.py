@@ -14,7 +14,7 @@ from tests.unicrond.life_diagrams import DOCUMENT, document
 from tests.unicrond.test_decide import random_life, two_tasks
 from unicrond.core import incident_life, worker_life
 from unicrond.core.fold import fold
-from unicrond.core.incident_life import BRINGS, Befalls, Phase, phase
+from unicrond.core.incident_life import TRIGGERS, IncidentPhase, IncidentTrigger, phase
 from unicrond.core.state import ClusterState, WorkerStatus
 
 
@@ -22,7 +22,7 @@ def workers(state: ClusterState) -> dict[str, WorkerStatus]:
     return {name: worker.status for task in state.tasks.values() for name, worker in task.workers.items()}
 
 
-def phases(state: ClusterState) -> dict[str, Phase]:
+def phases(state: ClusterState) -> dict[str, IncidentPhase]:
     return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed]}
 
 
@@ -47,8 +47,10 @@ def require_legal(before: ClusterState, after: ClusterState, event: v.AnyEvent) 
     was_phase, now_phase = phases(before), phases(after)
     for name in was_phase | now_phase:
         start, end = was_phase.get(name), now_phase.get(name)
-        if start is not end and not (start is Phase.CLOSED and end is None):  # the oldest closed ones are forgotten
-            brought = [befalls for befalls in BRINGS.get(type(event), ()) if start in incident_life.MOVES[befalls]]
+        if start is not end and not (
+            start is IncidentPhase.CLOSED and end is None
+        ):  # the oldest closed ones are forgotten
+            brought = [befalls for befalls in TRIGGERS.get(type(event), ()) if start in incident_life.MOVES[befalls]]
             found = [befalls for befalls in brought if incident_life.MOVES[befalls][start] is end]
             assert found, f"{name}: {start} -> {end} by {type(event).__name__}"
             made.update((befalls, start, end) for befalls in found)
@@ -85,11 +87,11 @@ def test_the_tables_are_whole() -> None:
     for status in WorkerStatus:
         assert any(status in row.values() for row in worker_life.MOVES.values())
         assert any(row.get(status, status) is None for row in worker_life.MOVES.values()), status
-    opened = {phase for phase in Phase if phase is not Phase.CLOSED}
-    for befalls in Befalls:
+    opened = {phase for phase in IncidentPhase if phase is not IncidentPhase.CLOSED}
+    for befalls in IncidentTrigger:
         row = incident_life.MOVES[befalls]
         assert set(row) in ({None}, opened), befalls
-        assert any(befalls in may for may in BRINGS.values()), befalls
+        assert any(befalls in may for may in TRIGGERS.values()), befalls
 
 
 def test_the_document_is_current() -> None:

@@ -19,7 +19,7 @@ from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from tests.unicrond.test_coordinator import joined, observation
-from unicrond.core.liveness import KeptBack
+from unicrond.core.liveness import OutboxBacklog
 from unicrond.core.policy import Policy
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.log_keeper import SILENT_BUS, LogKeeper, kept_back_lines
@@ -181,10 +181,10 @@ class Nodes:
     """What nodes say: per node entries and the oldest's age in seconds; `quiet_s`: since the log has grown."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, KeptBack] = {}
+        self.kept: dict[str, OutboxBacklog] = {}
         self.quiet_s = 0.0
 
-    def kept_back(self) -> dict[str, KeptBack]:
+    def kept_back(self) -> dict[str, OutboxBacklog]:
         return self.kept
 
     def quiet_us(self) -> int:
@@ -250,10 +250,10 @@ def test_what_nodes_keep_back_is_trouble_of_the_log_where_it_does_not_grow() -> 
     nodes = Nodes()
     keeper = LogKeeper(Log(), Bus(), None, nodes=nodes)
     assert keeper.trouble == ""
-    nodes.kept = {"n1": KeptBack(1, 2_000_000)}
+    nodes.kept = {"n1": OutboxBacklog(1, 2_000_000)}
     nodes.quiet_s = 60
     assert keeper.trouble == "", "it may be under way"
-    nodes.kept = {"n1": KeptBack(5, 7_000_000), "n2": KeptBack(2, 4_000_000)}
+    nodes.kept = {"n1": OutboxBacklog(5, 7_000_000), "n2": OutboxBacklog(2, 4_000_000)}
     nodes.quiet_s = 8
     said = (
         "2 of the nodes (n1, n2) hold back 7 observations, the oldest for 7 s, and the log got no new entry meanwhile"

@@ -134,7 +134,7 @@ def test_an_ended_tasks_states_are_dropped_everywhere_they_can_be() -> None:
     join(cluster, "n3")
     keep(cluster, "n3", 3, origin="n1")
     cluster.run()
-    assert not cluster.state.tasks["solo"].copies.kept, (
+    assert not cluster.state.tasks["solo"].copies.holdings, (
         "told again by the node that has come back, and dropped there too"
     )
 

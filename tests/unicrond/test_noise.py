@@ -94,7 +94,7 @@ class Weather:
         for name, number in heard:
             self._count += 1
             beat = v.Heartbeat(node=name, agent_boot=7, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
-            self.liveness.heard(beat, self._count, max(0, self.now_us + self.step_us), self.now_us)
+            self.liveness.on_beat(beat, self._count, max(0, self.now_us + self.step_us), self.now_us)
 
     def _judge(self) -> None:
         if self.now_us < self._judge_pause_until:

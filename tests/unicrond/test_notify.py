@@ -18,11 +18,11 @@ from events.envelope import Entry, Recorded
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.stories import trained
 from unicrond.core.fold import fold
-from unicrond.core.notices import Notice, noticed, standing, taken_over
+from unicrond.core.notices import Notice, event_notices, standing, taken_over
 from unicrond.core.state import ClusterState
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.intake.notify import Destination, Notify
-from unicrond.service.couriers import Message, Undelivered, deliver
+from unicrond.service.couriers import Notification, Undelivered, deliver
 from unicrond.service.notifier import Notifier
 
 SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story i7",))
@@ -33,7 +33,7 @@ def notices(log: list[Entry]) -> list[Notice]:
     for entry in log:
         before, state = state, fold(state, entry)
         if isinstance(entry, Recorded):
-            found += noticed(before, state, entry.envelope.event)
+            found += event_notices(before, state, entry.envelope.event)
     return found
 
 
@@ -94,7 +94,7 @@ class Hands:
 
     def __init__(self) -> None:
         self.now_us = 0
-        self.got: list[Message] = []
+        self.got: list[Notification] = []
 
     def monotonic_us(self) -> int:
         return self.now_us
@@ -102,7 +102,7 @@ class Hands:
     def wall_us(self) -> int:
         return self.now_us
 
-    async def take(self, _: Destination, message: Message) -> None:
+    async def take(self, _: Destination, message: Notification) -> None:
         self.got.append(message)
 
 
@@ -123,7 +123,7 @@ def notifier(
     return Notifier(config, lambda: state, condition, lambda: True, hands, courier or hands.take, "here")  # type: ignore[arg-type]
 
 
-def sent(one: Notifier) -> list[Message]:
+def sent(one: Notifier) -> list[Notification]:
     messages = [message for queue in one._queues for message in queue]
     for queue in one._queues:
         queue.clear()
@@ -215,7 +215,7 @@ def test_only_the_coordinator_that_leads_tells_and_says_when_it_begins_to() -> N
 async def test_a_message_is_tried_again_and_its_failure_is_an_alarm() -> None:
     hands, tries = Hands(), []
 
-    async def courier(_: Destination, message: Message) -> None:
+    async def courier(_: Destination, message: Notification) -> None:
         tries.append(message)
         if len(tries) < 2:
             raise Undelivered("HTTP status 503")
@@ -255,7 +255,7 @@ async def listening() -> AsyncIterator[tuple[str, list[Any]]]:
         await runner.cleanup()
 
 
-MESSAGE = Message("here", (SEV1,))
+MESSAGE = Notification("here", (SEV1,))
 
 
 async def test_webhook_slack_and_pagerduty(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ async def test_webhook_slack_and_pagerduty(tmp_path: Path) -> None:
         await deliver(Destination(kind="slack", url_file=str(tmp_path / "url")), MESSAGE)
         pager = Destination(kind="pagerduty", url=f"{url}/pager", key_file=str(tmp_path / "key"))
         await deliver(pager, MESSAGE)
-        await deliver(pager, Message("here", (SEV1._replace(is_over=True),)))
+        await deliver(pager, Notification("here", (SEV1._replace(is_over=True),)))
         with pytest.raises(Undelivered, match="HTTP status 500"):
             await deliver(Destination(kind="webhook", url=f"{url}/broken"), MESSAGE)
     hook, slack, trigger, resolve, _ = got

@@ -14,7 +14,7 @@ from tests.unicrond.stories import random_life, states_of, trained
 from unicrond.core.decide import decide
 from unicrond.core.estimates import REPORTS_MIN
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
-from unicrond.core.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished
+from unicrond.core.planning.situation import NextEvent, NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy
@@ -43,8 +43,8 @@ def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None
     if len(gone) + len(come) + len(ended) != 1 or len(tasks) + len(ended) != len(active(before)):
         return None
     if gone:
-        return NodeLost(gone[0])
-    return NodeJoined(now[come[0]]) if come else TaskFinished(ended[0])
+        return NodeLoss(gone[0])
+    return NodeArrival(now[come[0]]) if come else TaskEnd(ended[0])
 
 
 def test_what_was_foreseen_is_what_is_asked() -> None:
@@ -72,7 +72,7 @@ def test_what_was_foreseen_is_what_is_asked() -> None:
                 answer = Planner().refresh(situation).answer(problem)
                 assert answer is not None and answer.workers == solve(problem).workers
                 seen[type(event).__name__] += 1
-    assert min(seen["NodeLost"], seen["NodeJoined"], seen["TaskFinished"]) >= 10, seen
+    assert min(seen["NodeLoss"], seen["NodeArrival"], seen["TaskEnd"]) >= 10, seen
 
 
 def test_nothing_is_foreseen_before_the_last_event_is_planned_for() -> None:
@@ -168,7 +168,7 @@ def test_between_two_measured_sizes_the_correction_lies_between() -> None:
     spec = v.TaskSpec(name="a", max_workers=8, throughput={str(w): w * 1000 for w in range(1, 9)})
     cluster = trained(1)
     task = cluster.state.tasks["big"]
-    task = replace(task, spec=spec, pace=Pace(measured={"2": 4000, "6": 6000}))  # twice as fast, then as expected
+    task = replace(task, spec=spec, pace=Pace(measurements={"2": 4000, "6": 6000}))  # twice as fast, then as expected
     known = {workers: throughput(task)(workers) for workers in range(1, 9)}
     assert known == {1: 2000, 2: 4000, 3: 5250, 4: 6000, 5: 6250, 6: 6000, 7: 7000, 8: 8000}
 

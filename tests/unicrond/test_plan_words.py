@@ -12,7 +12,9 @@ from unicrond.display.plan_words import why
 def with_flops(state: ClusterState, **measured: dict[int, int]) -> ClusterState:
     """`measured`: by task, workers -> FLOP/s."""
     tasks = {
-        name: replace(task, pace=replace(task.pace, measured={str(x): flops for x, flops in measured[name].items()}))
+        name: replace(
+            task, pace=replace(task.pace, measurements={str(x): flops for x, flops in measured[name].items()})
+        )
         for name, task in state.tasks.items()
     }
     return replace(state, tasks=tasks)

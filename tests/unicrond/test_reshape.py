@@ -10,8 +10,8 @@ from events import vocabulary as v
 from events.shape import Shape
 from events.vocabulary import LANES
 from tests.unicrond.cluster import MiniCluster, membership_of
-from unicrond.core.ordering import Refused
-from unicrond.core.reshape_order import ReshapeOrder, asked_for
+from unicrond.core.ordering import OrderRefused
+from unicrond.core.reshape_order import ReshapeOrder, reshape_request
 from unicrond.core.reshaping import is_in_place, reshaped
 from unicrond.core.state import TaskStatus
 from unicrond.display.cluster_tables import tasks_table
@@ -37,7 +37,7 @@ def cluster_of(seed: int, **spec: object) -> MiniCluster:
 
 
 def ask(cluster: MiniCluster, **order: object) -> v.ReshapeRequested:
-    asked = asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(**order))  # type: ignore[arg-type]
+    asked = reshape_request(cluster.state, cluster.state.tasks["big"], ReshapeOrder(**order))  # type: ignore[arg-type]
     cluster.append(asked, "api", cluster.state.term)
     return asked
 
@@ -186,7 +186,7 @@ def test_what_was_measured_is_forgotten_with_the_layout() -> None:
     ask(cluster, tp=2, max_workers=2)
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert task.spec.throughput == {"2": 100} and not task.pace.measured
+    assert task.spec.throughput == {"2": 100} and not task.pace.measurements
 
 
 def test_an_ended_task_is_left_alone() -> None:
@@ -218,14 +218,14 @@ def test_an_ended_task_is_left_alone() -> None:
 )
 def test_what_cannot_be_is_refused_in_one_line(order: dict[str, int], status: int, line: str) -> None:
     cluster = cluster_of(1)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(OrderRefused) as refusal:
         ask(cluster, **order)
     assert refusal.value.status == status and str(refusal.value).startswith(line)
 
 
 def test_a_micro_batch_that_leaves_lanes_empty_is_refused() -> None:
     cluster = cluster_of(1, accumulation="exact", env={LANES: "4"})
-    with pytest.raises(Refused, match="micro_batch: 2 of 4 samples do not fill the task's 4 lanes; use at most 2"):
+    with pytest.raises(OrderRefused, match="micro_batch: 2 of 4 samples do not fill the task's 4 lanes; use at most 2"):
         ask(cluster, micro_batch=4)
     ask(cluster, micro_batch=2)
     cluster.run()
@@ -248,7 +248,7 @@ def test_all_that_a_person_asks_of_a_layout_comes() -> None:
     cluster.assert_whole()
     spec = cluster.state.tasks["big"].spec
     assert (spec.cut, spec.micro_batch) == (asked.shape.cut, 2) == (Shape(2, 2, 2, 2), 2)
-    with pytest.raises(Refused, match="task big has tp 2, pp 2, vpp 2, ep 2 and these bounds already"):
+    with pytest.raises(OrderRefused, match="task big has tp 2, pp 2, vpp 2, ep 2 and these bounds already"):
         ask(cluster, max_workers=4)
 
 
@@ -277,9 +277,9 @@ def test_a_node_that_is_away_is_no_room(away: str) -> None:
     else:
         cordoned = v.NodeCordoned(node="n1", drain=away == "drained", reason="repair")
         cluster.append(cordoned, "api", cluster.state.term)
-    with pytest.raises(Refused, match=r"^min_workers: the nodes have room for 2; lower it"):
+    with pytest.raises(OrderRefused, match=r"^min_workers: the nodes have room for 2; lower it"):
         ask(cluster, tp=2, min_workers=4)
-    with pytest.raises(Refused, match=r"^pp: the nodes have room for 1 stages of tp 2, not for 2"):
+    with pytest.raises(OrderRefused, match=r"^pp: the nodes have room for 1 stages of tp 2, not for 2"):
         ask(cluster, tp=2, pp=2)
     assert ask(cluster, tp=2).min_workers == 2
 
@@ -297,7 +297,9 @@ def test_heads_that_do_not_divide() -> None:
     cluster.add_host("n0", slots=3)
     cluster.submit("big", max_workers=3)
     cluster.run()
-    with pytest.raises(Refused, match=r"^model\.heads: 4 does not divide among tp \(3\); use 3 or 6, or another tp"):
+    with pytest.raises(
+        OrderRefused, match=r"^model\.heads: 4 does not divide among tp \(3\); use 3 or 6, or another tp"
+    ):
         ask(cluster, tp=3)
 
 
@@ -328,7 +330,7 @@ def test_another_end_and_another_rate_begin_with_new_processes_in_the_same_layou
 )
 def test_what_cannot_be_set_is_refused(entry: str, order: dict[str, float], status: int, line: str) -> None:
     cluster = cluster_of(1, entry=entry, optimizer=v.OptimizerSpec(min_lr=1e-5))
-    with pytest.raises(Refused, match=re.escape(line)) as refused:
+    with pytest.raises(OrderRefused, match=re.escape(line)) as refused:
         ask(cluster, **order)
     assert refused.value.status == status
 

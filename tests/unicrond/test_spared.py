@@ -8,7 +8,7 @@ from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import members
 from tests.unicrond.test_escalation import said
-from unicrond.core.ordering import FaultOrder, ordered
+from unicrond.core.ordering import FaultOrder, injection_request
 from unicrond.core.state import TaskStatus
 
 
@@ -24,7 +24,7 @@ def cluster_of(nodes: int = 3, **spec: object) -> MiniCluster:
 def order(cluster: MiniCluster, kind: str, *, counts: bool, node: str | None = None, rank: int | None = None) -> str:
     """As `unicronctl inject` does; whom it is for."""
     asked = FaultOrder(kind=kind, task=None if rank is None else "big", node=node, rank=rank, counts=counts)  # type: ignore[arg-type]
-    event = ordered(asked, cluster.state, allowed=True)
+    event = injection_request(asked, cluster.state, allowed=True)
     cluster.append(event, "api", cluster.state.term)
     cluster.decide()
     for host in cluster.hosts.values():

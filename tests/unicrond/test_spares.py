@@ -141,7 +141,7 @@ def test_a_spare_is_of_a_type() -> None:
     assert slow.rows[0].waf == fast.rows[0].waf == 800 + 800, "all nodes of the other type are there"
     assert [row.waf for row in slow.rows] == [1600, 1400, 1200, 1000]
     assert [row.waf for row in fast.rows] == [1600, 1600, 1200, 1200, 800]
-    assert slow.counted == fast.counted == 1.0
+    assert slow.time_share == fast.time_share == 1.0
     # one slow node more: small may have no more than 10 workers, and it is there for 9 of 10
     whole = poisson(4 * 2 / 40, 4)
     assert slow.rows[0].expected_waf == round(sum(share * (1600 - 200 * away) for away, share in enumerate(whole)))
@@ -169,7 +169,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("unicrond.core.spares.healthy_problem_of", counted)
     told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=6 * DAY_S)
     assert len(asked) <= PLANS_MAX
-    assert all(one.away > 13 and len(one.rows) == 7 and 0.8 < one.counted < 1 for one in told.types)
+    assert all(one.away > 13 and len(one.rows) == 7 and 0.8 < one.time_share < 1 for one in told.types)
     asked.clear()
     spares(cluster.state, cluster.policy, DAY_S, mtbf_s=400 * DAY_S)
     assert len(asked) <= PLANS_MAX

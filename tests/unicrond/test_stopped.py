@@ -13,7 +13,7 @@ from events.memory_log import MemoryLog
 from events.vocabulary import AnyEvent
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
-from unicrond.core.own_decisions import IDLE_MAX, Breaker, Stopped
+from unicrond.core.own_decisions import IDLE_MAX, Breaker, DecidingStopped
 from unicrond.core.state import ClusterState
 from unicrond.core.survey import Survey
 from unicrond.service import coordinator as shell
@@ -95,7 +95,7 @@ async def test_decisions_without_effect_come_to_an_end(monkeypatch: pytest.Monke
 
 def test_two_decisions_in_turn_without_effect_are_seen_as_well() -> None:
     breaker, state = Breaker(4), ClusterState()
-    with pytest.raises(Stopped, match="4 batches"):
+    with pytest.raises(DecidingStopped, match="4 batches"):
         for number in range(6):
             event = v.TaskFailed(task=f"t{number % 2}", reason="")
             breaker.about_to_append([event])

@@ -18,7 +18,7 @@ from unicrond.core.survey import Survey
 
 def as_asked(staffing: Staffing) -> object:
     """What the rules ask of it: workers may be as they were at an earlier look."""
-    replicas = (staffing.kept, staffing.surplus, staffing.broken)
+    replicas = (staffing.replicas, staffing.surplus, staffing.broken)
     seats = [{n: [(w.worker, seat(w)) for w in ws] for n, ws in one.items()} for one in replicas]
     return seats, staffing.missing, staffing.fits, staffing.starting
 

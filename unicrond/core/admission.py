@@ -44,7 +44,7 @@ def from_the_future(state: ClusterState, envelope: Envelope) -> str:
 
 def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
     """Return whether the entry was folded already: per producer, (boot, number) only grows."""
-    last = state.seen.get(envelope.producer, (-1, 0))
+    last = state.last_numbers.get(envelope.producer, (-1, 0))
     if (envelope.boot, envelope.number) > last:
         return False
     # The boots of the coordinator and the API are terms: one above the present belongs to no process, and disturbs

@@ -42,14 +42,14 @@ _LOOKS_MAX = 10_000
 _LINKS_OF_64 = 64 * 63 // 2
 
 
-class Verdict(NamedTuple):
+class BlameVerdict(NamedTuple):
     """The nodes at fault, by name, and those of them whose fault is clear."""
 
     blamed: tuple[str, ...] = ()
     clear: tuple[str, ...] = ()
 
 
-def verdict(task: Task, incident: Incident) -> Verdict:
+def verdict(task: Task, incident: Incident) -> BlameVerdict:
     """Return whose fault it is that the task's group broke."""
     losses, nodes = reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()}
     broken = links(losses, nodes)
@@ -66,7 +66,7 @@ def evidence(task: Task, incident: Incident) -> dict[str, int]:
 
 def reports(task: Task, incident: Incident) -> dict[str, tuple[str, ...]]:
     """Return, per member that reported the break, the peers that it had lost; () where it does not know."""
-    losses = {name: incident.links.get(name) or ((peer,) if peer else ()) for name, peer in incident.lost.items()}
+    losses = {name: incident.links.get(name) or ((peer,) if peer else ()) for name, peer in incident.lost_peers.items()}
     members = task.membership.members if task.membership else ()
     if not any(losses.values()) and incident.kind == "connection_broken":
         placements = {member.worker: member for member in members}
@@ -91,7 +91,7 @@ def links(losses: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict
     return broken
 
 
-def judge(broken: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> Verdict:
+def judge(broken: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> BlameVerdict:
     """Return the best explanation of these links. `record`: Troubles.ends; `quality`: of the state on each of their
     ends."""
     plain, certain = _plain(broken), PLAIN in broken.values()
@@ -117,12 +117,12 @@ def judge(broken: Mapping[Link, int], record: Mapping[str, int], quality: Mappin
         sides = len(best) > 1 and len(part) == len(best) * (len(ends) - len(best))
         if certain and (sides or all(scores[best] >= _CLEARLY * scores[rival] for rival in rivals)):
             clear += best
-    return Verdict(tuple(sorted(blamed)), tuple(sorted(clear)))
+    return BlameVerdict(tuple(sorted(blamed)), tuple(sorted(clear)))
 
 
 def _quality(task: Task, node: str) -> Quality:
     live = any(worker.node == node and worker.status is WorkerStatus.MEMBER for worker in task.workers.values())
-    return int(live), max((copy.iteration for copy in task.copies.kept.values() if copy.node == node), default=0)
+    return int(live), max((copy.iteration for copy in task.copies.holdings.values() if copy.node == node), default=0)
 
 
 def _plain(broken: Mapping[Link, int]) -> frozenset[Link]:

@@ -16,7 +16,7 @@ import immutables
 from unicrond.core.ordered_map import changed, in_order, same_names
 
 
-class _Worker(Protocol):
+class _PlacedWorker(Protocol):
     @property
     def worker(self) -> str:
         """Return the worker's id."""
@@ -26,9 +26,9 @@ class _Worker(Protocol):
         """Return the node that it runs on."""
 
 
-class _Task(Protocol):
+class _PlacedTask(Protocol):
     @property
-    def workers(self) -> Mapping[str, _Worker]:
+    def workers(self) -> Mapping[str, _PlacedWorker]:
         """Return the task's workers by id."""
 
 
@@ -37,7 +37,7 @@ class ByNode:
 
     __slots__ = ("_on", "tasks")
 
-    def __init__(self, tasks: Mapping[str, _Task], before: ByNode | None = None) -> None:
+    def __init__(self, tasks: Mapping[str, _PlacedTask], before: ByNode | None = None) -> None:
         self.tasks = tasks
         self._on: immutables.Map[str, tuple[tuple[str, str], ...]] = before._on if before else immutables.Map()
         previous = before.tasks if before else {}

@@ -42,7 +42,7 @@ def with_incident(state: ClusterState, incident: Incident) -> ClusterState:
     return replace(state, incidents=state.incidents | {incident.id: incident})
 
 
-def worker_known(state: ClusterState, task: str, worker: str) -> tuple[Task, Worker] | None:
+def find_worker(state: ClusterState, task: str, worker: str) -> tuple[Task, Worker] | None:
     """Return the task and the worker, where the state has both; else None: the report about them is stale."""
     known_task = state.tasks.get(task)
     known_worker = known_task.workers.get(worker) if known_task else None

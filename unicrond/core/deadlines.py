@@ -33,7 +33,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
     standing.update(isolation.deadlines(state, survey.nodes.isolated, policy.isolation_s))
     standing.update(turns.deadlines(state))
     standing.update(departures.deadlines(state, policy, survey.nodes.dated))
-    standing.update(forgetting.deadlines(state, survey.nodes.left, policy.forget_s))
+    standing.update(forgetting.deadlines(state, survey.nodes.left_nodes, policy.forget_s))
     for task in state.tasks.values():
         if task.status is not TaskStatus.ACTIVE or survey.settled(task):
             continue

@@ -87,7 +87,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
 # --- what the fold does --------------------------------------------------------------------------
 
 
-def begun(state: ClusterState, event: v.DrainBegun) -> ClusterState:
+def drain_begun(state: ClusterState, event: v.DrainBegun) -> ClusterState:
     """Have the node's workers leave it."""
     node = state.nodes.get(event.node)
     return with_node(state, replace(node, draining=True)) if node and node.cordoned and node.empty_by_us else state
@@ -123,14 +123,14 @@ def uncordoned(node: Node) -> Node:
     )
 
 
-def planned(state: ClusterState, event: v.MaintenancePlanned) -> ClusterState:
+def maintenance_planned(state: ClusterState, event: v.MaintenancePlanned) -> ClusterState:
     """Add a window, whose id is this entry's number."""
     nodes = tuple(dict.fromkeys(event.nodes))
     window = Window(nodes=nodes, from_us=event.from_us, until_us=event.until_us, reason=event.reason)
     return replace(state, windows=state.windows | {f"w{state.seq}": window})
 
 
-def cancelled(state: ClusterState, event: v.MaintenanceCancelled) -> ClusterState:
+def maintenance_cancelled(state: ClusterState, event: v.MaintenanceCancelled) -> ClusterState:
     """End the window here, whether it has begun or not."""
     return _over(state, event.window)
 
@@ -144,11 +144,11 @@ def _window_passed(state: ClusterState, name: str, moment: str) -> ClusterState:
     state = replace(state, windows=state.windows | {name: replace(window, near=True)})
     for node_name in window.nodes:
         if node_name in state.nodes:
-            state = with_node(state, _taken(state.nodes[node_name], name, window))
+            state = with_node(state, _empty_for_window(state.nodes[node_name], name, window))
     return state
 
 
-def _taken(node: Node, name: str, window: Window) -> Node:
+def _empty_for_window(node: Node, name: str, window: Window) -> Node:
     """Return the node as the window empties it; one that a person has cordoned stays theirs."""
     if node.cordoned:
         theirs = node.draining and not node.empty_by_us
@@ -180,14 +180,14 @@ def wanted_by_windows(state: ClusterState, node: Node) -> Node:
     """Return the node as the first window that is near and names it asks for it; as it is, if none does."""
     for name, window in state.windows.items():
         if window.near and node.name in window.nodes:
-            return _taken(node, name, window)
+            return _empty_for_window(node, name, window)
     return node
 
 
 # --- what is told --------------------------------------------------------------------------------
 
 
-def told(node: Node) -> str:
+def departure_text(node: Node) -> str:
     """Say, for people, when the node is to be empty and when its workers leave; "" where no time was given."""
     if not node.empty_by_us:
         return ""

@@ -20,15 +20,15 @@ from events.vocabulary import NAME_PATTERN
 Place: TypeAlias = tuple[str | int, ...]
 
 
-class Fault(NamedTuple):
-    """`what` is one line: what is wrong there, and the fix."""
+class FieldFault(NamedTuple):
+    """`text` is one line: what is wrong there, and the fix."""
 
     place: Place
-    what: str
+    text: str
 
     def __str__(self) -> str:
         path = dotted(self.place)
-        return f"{path}: {self.what}" if path else self.what
+        return f"{path}: {self.text}" if path else self.text
 
 
 def dotted(place: Place) -> str:
@@ -36,11 +36,11 @@ def dotted(place: Place) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
-def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
+def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[FieldFault]:
     """Yield all that keeps `value` (dicts, lists, scalars) from being a `kind` (struct, dict, tuple or scalar type)."""
     while get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is not None:
         kind = get_args(kind)[0]
-    kind = _meant(value, kind)
+    kind = _closest_kind(value, kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         yield from _struct_faults(value, kind, place)
     elif get_origin(kind) is dict:
@@ -52,10 +52,10 @@ def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
         try:
             msgspec.convert(value, kind, strict=True)
         except msgspec.ValidationError as error:
-            yield Fault(place, _sentence(str(error), value, kind))
+            yield FieldFault(place, _sentence(str(error), value, kind))
 
 
-def _meant(value: Any, kind: Any) -> Any:
+def _closest_kind(value: Any, kind: Any) -> Any:
     """Return, of a union of a struct and others, the kind that the value is closest to: the struct, unless it is
     text."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
@@ -66,24 +66,24 @@ def _meant(value: Any, kind: Any) -> Any:
     return scalars[0] if isinstance(value, str) and scalars else structs[0]
 
 
-def _struct_faults(value: Any, kind: type[msgspec.Struct], place: Place) -> Iterator[Fault]:
+def _struct_faults(value: Any, kind: type[msgspec.Struct], place: Place) -> Iterator[FieldFault]:
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     if not isinstance(value, dict):
-        yield Fault(place, f"expected fields such as {', '.join(list(fields)[:3])}, got {_shown(value)}")
+        yield FieldFault(place, f"expected fields such as {', '.join(list(fields)[:3])}, got {_display(value)}")
         return
     for name in value:
         if name not in fields:
-            yield Fault((*place, str(name)), f"unknown field; {guess(str(name), list(fields))}")
+            yield FieldFault((*place, str(name)), f"unknown field; {guess(str(name), list(fields))}")
     for name, field in fields.items():
         if name in value:
             yield from faults(value[name], field.type, (*place, name))
         elif field.required:
-            yield Fault((*place, name), f"missing; add the line `{name}: ...`")
+            yield FieldFault((*place, name), f"missing; add the line `{name}: ...`")
 
 
-def _dict_faults(value: Any, kind: Any, place: Place) -> Iterator[Fault]:
+def _dict_faults(value: Any, kind: Any, place: Place) -> Iterator[FieldFault]:
     if not isinstance(value, dict):
-        yield Fault(place, f"expected a mapping (key: value), got {_shown(value)}")
+        yield FieldFault(place, f"expected a mapping (key: value), got {_display(value)}")
         return
     key_kind, item_kind = get_args(kind)
     for key, item in value.items():
@@ -109,15 +109,15 @@ def _sentence(message: str, value: Any, kind: Any) -> str:
         return f"{len(value)} characters long; at most {length[1]} are allowed"
     bound = re.match(r"Expected `(\w+)` (>=|>|<=|<) (\S+)", message)
     if bound:
-        return f"must be {_WORDS.get(bound[1], bound[1])} {bound[2]} {bound[3]}, got {_shown(value)}"
+        return f"must be {_WORDS.get(bound[1], bound[1])} {bound[2]} {bound[3]}, got {_display(value)}"
     wrong = re.match(r"Expected `(\w+)[^`]*`, got", message)
     if wrong:
         quotes = "; put it in quotes" if wrong[1] == "str" and isinstance(value, int | float) else ""
-        return f"expected {_WORDS.get(wrong[1], wrong[1])}, got {_shown(value)}{quotes}"
-    return f"{message[:1].lower()}{message[1:]}, got {_shown(value)}"
+        return f"expected {_WORDS.get(wrong[1], wrong[1])}, got {_display(value)}{quotes}"
+    return f"{message[:1].lower()}{message[1:]}, got {_display(value)}"
 
 
-def _shown(value: Any) -> str:
+def _display(value: Any) -> str:
     """Return a value as it may stand in a line: short, and recognisable as what it is."""
     if value is None:
         return "nothing"

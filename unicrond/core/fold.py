@@ -58,11 +58,11 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     event = envelope.event
     if admission.is_repetition(state, envelope):
         return replace(state, seq=seq, now_us=now_us, duplicates=state.duplicates + 1)
-    last_numbers = put(state.seen, envelope.producer, (envelope.boot, envelope.number))
-    base = replace(state, seq=seq, now_us=now_us, seen=last_numbers)
+    last_numbers = put(state.last_numbers, envelope.producer, (envelope.boot, envelope.number))
+    base = replace(state, seq=seq, now_us=now_us, last_numbers=last_numbers)
     reason = admission.from_the_future(base, envelope)
     if reason:
-        return admission.refuse(replace(base, seen=state.seen), envelope, reason)
+        return admission.refuse(replace(base, last_numbers=state.last_numbers), envelope, reason)
     if event.is_decided:
         if isinstance(event, v.CoordinatorStarted):
             return _coordinator_started(base, event) if event.term > state.term else _inert(base)

@@ -51,7 +51,8 @@ _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What incidents have cost one task. `detection`, `transition`: work; with `_us`: its time. `lost_us`: what
-    training the lost iterations again takes, and what was thrown away. `redone`, `thrown`: micro-batches."""
+    training the lost iterations again takes, and what was thrown away. `redone`, `micro_batches_lost`:
+    micro-batches."""
 
     detection: Decimal = ZERO
     transition: Decimal = ZERO
@@ -61,7 +62,7 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     iterations_lost: int = 0
     lost_us: int = 0
     redone: int = 0
-    thrown: int = 0
+    micro_batches_lost: int = msgspec.field(default=0, name="thrown")
 
     def plus(self, hit: Hit, sign: int = 1) -> Hit:
         """Return both together; with `sign` -1, this one less the other."""
@@ -86,7 +87,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     workers: int = 0
 
 
-class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GoodputTotals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sums up to `until_us`, by task, and the rates that hold from there on. `open`: by incident and task. `losses`: of
     closed incidents, by task and kind. `closed`: how many, by "kind SEVn". `signals`: see lemons.py, by node.
     `lost_slots`, `isolated_slots`: of nodes that are out now, and that no person has taken out."""
@@ -106,23 +107,23 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     isolated_slots: int = 0
 
 
-def booked(totals: Books, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Books:
+def account_event(totals: GoodputTotals, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> GoodputTotals:
     """Return the totals after `event`, which led from one state to the other."""
-    with_slots = _counted(totals, before, after) if after.nodes is not before.nodes else totals
+    with_slots = _with_slots_out(totals, before, after) if after.nodes is not before.nodes else totals
     if (
         after.ledger is not before.ledger
         or after.plan is not before.plan
         or with_slots is not totals
         or type(event) in _WORTH
     ):
-        totals = _accrued(settled(totals, after.now_us), with_slots, before, after)
+        totals = _accrued(settle_totals(totals, after.now_us), with_slots, before, after)
     if isinstance(event, v.WorkerRegrouped) and after.incidents is not before.incidents:
         totals = _lost_work(totals, before, after, event)
-    signals = lemons.noted(totals.signals, before, after, event)
+    signals = lemons.count_signals(totals.signals, before, after, event)
     return totals if signals is totals.signals else replace(totals, signals=signals)
 
 
-def settled(totals: Books, now_us: int) -> Books:
+def settle_totals(totals: GoodputTotals, now_us: int) -> GoodputTotals:
     """Return the totals with everything added up to `now_us` at the rates that held."""
     lasted_us = now_us - totals.until_us
     if lasted_us <= 0 or not totals.rates:
@@ -149,19 +150,21 @@ def settled(totals: Books, now_us: int) -> Books:
     return replace(totals, until_us=now_us, **sums)
 
 
-def kinds_of(totals: Books, state: ClusterState) -> dict[str, dict[str, Hit]]:
+def kinds_of(totals: GoodputTotals, state: ClusterState) -> dict[str, dict[str, Hit]]:
     """Return costs by task and kind of incident, open incidents among them."""
     losses = totals.losses
     for name, hits in totals.open.items():
         incident = state.incidents.get(name)
-        losses = _moved(losses, hits, incident.kind if incident else "unknown")
+        losses = _add_hits(losses, hits, incident.kind if incident else "unknown")
     return losses
 
 
 # --- the ledger's changes --------------------------------------------------------------------------
 
 
-def _accrued(totals: Books, with_slots: Books, before: ClusterState, after: ClusterState) -> Books:
+def _accrued(
+    totals: GoodputTotals, with_slots: GoodputTotals, before: ClusterState, after: ClusterState
+) -> GoodputTotals:
     slots = (with_slots.lost_slots, with_slots.isolated_slots)
     is_unchanged = after.plan is before.plan and slots == (totals.lost_slots, totals.isolated_slots)
     is_unchanged = is_unchanged and worth_stays(before, after)
@@ -169,9 +172,9 @@ def _accrued(totals: Books, with_slots: Books, before: ClusterState, after: Clus
     was, now = before.ledger.accounts, after.ledger.accounts
     for name, account in now.items():
         if account.incident:
-            totals = _stopped(totals, name, was.get(name), account, after.now_us)
+            totals = _interrupt(totals, name, was.get(name), account, after.now_us)
     if before.incidents is not after.incidents:
-        totals = _handed_over(totals, before, after)
+        totals = _hand_over(totals, before, after)
     rates = {}
     for name, account in now.items():
         task, old = after.tasks[name], totals.rates.get(name)
@@ -183,7 +186,7 @@ def _accrued(totals: Books, with_slots: Books, before: ClusterState, after: Clus
     return replace(totals, rates=rates)
 
 
-def _counted(totals: Books, before: ClusterState, after: ClusterState) -> Books:
+def _with_slots_out(totals: GoodputTotals, before: ClusterState, after: ClusterState) -> GoodputTotals:
     """Count the slots of nodes that are out, after some nodes have changed."""
     lost_slots, isolated_slots = totals.lost_slots, totals.isolated_slots
     for pair in changed(before.nodes, after.nodes).values():
@@ -200,7 +203,7 @@ def _slots(node: Node) -> int:
     return max(node.slots, node.slots_max)
 
 
-def _stopped(totals: Books, name: str, was: Account | None, account: Account, now_us: int) -> Books:
+def _interrupt(totals: GoodputTotals, name: str, was: Account | None, account: Account, now_us: int) -> GoodputTotals:
     """Charge the incident what the task had achieved since the fault occurred; and an interruption, if it is a new
     one."""
     is_new = was is None or not was.incident
@@ -218,7 +221,7 @@ def _stopped(totals: Books, name: str, was: Account | None, account: Account, no
     return replace(totals, open=_charged(totals.open, account.incident, name, hit))
 
 
-def _handed_over(totals: Books, before: ClusterState, after: ClusterState) -> Books:
+def _hand_over(totals: GoodputTotals, before: ClusterState, after: ClusterState) -> GoodputTotals:
     """Pass the costs of incidents that are no more to the one that took them over, or else to their kind."""
     old_names = [name for name in before.incidents if name not in after.incidents]
     successor = next((name for name in after.incidents if name not in before.incidents), "")
@@ -232,11 +235,13 @@ def _handed_over(totals: Books, before: ClusterState, after: ClusterState) -> Bo
         else:
             kind = f"{incident.kind} {incident.severity.name}"
             closed = totals.closed | {kind: totals.closed.get(kind, 0) + 1}
-            totals = replace(totals, open=rest, losses=_moved(totals.losses, hits, incident.kind), closed=closed)
+            totals = replace(totals, open=rest, losses=_add_hits(totals.losses, hits, incident.kind), closed=closed)
     return totals
 
 
-def _lost_work(totals: Books, before: ClusterState, after: ClusterState, event: v.WorkerRegrouped) -> Books:
+def _lost_work(
+    totals: GoodputTotals, before: ClusterState, after: ClusterState, event: v.WorkerRegrouped
+) -> GoodputTotals:
     """Charge the incident what a worker that goes on has to do once more."""
     task = before.tasks[event.task]
     for name, incident in after.incidents.items():
@@ -251,7 +256,7 @@ def _lost_work(totals: Books, before: ClusterState, after: ClusterState, event: 
             lost_us = (
                 more * task.pace.iteration_us + micro_batches_lost * task.pace.iteration_us // task.spec.micro_batches
             )
-            hit = replace(hit, iterations_lost=more, lost_us=lost_us, thrown=micro_batches_lost)
+            hit = replace(hit, iterations_lost=more, lost_us=lost_us, micro_batches_lost=micro_batches_lost)
         if hit != Hit():
             totals = replace(totals, open=_charged(totals.open, name, event.task, hit))
         break
@@ -261,7 +266,7 @@ def _lost_work(totals: Books, before: ClusterState, after: ClusterState, event: 
 # --- rates -----------------------------------------------------------------------------------------
 
 
-def _rate(totals: Books, state: ClusterState, task: Task, account: Account) -> Rate:
+def _rate(totals: GoodputTotals, state: ClusterState, task: Task, account: Account) -> Rate:
     def linear() -> int:
         """Return FLOP/s of one worker of a task without a scale of its own."""
         return linear_flops(state)
@@ -285,7 +290,7 @@ def _rate(totals: Books, state: ClusterState, task: Task, account: Account) -> R
     return Rate(delivered=account.rate, short=causes, doing=doing, is_new=is_new, workers=account.workers)
 
 
-def _by_nodes(totals: Books, flops: int) -> dict[str, int]:
+def _by_nodes(totals: GoodputTotals, flops: int) -> dict[str, int]:
     lost_slots, isolated_slots = totals.lost_slots, totals.isolated_slots
     if not lost_slots + isolated_slots:
         return {PLAN: flops}
@@ -301,7 +306,7 @@ def _charged(opened: dict[str, dict[str, Hit]], incident: str, task: str, hit: H
     return opened | {incident: hits | {task: hits[task].plus(hit) if task in hits else hit}}
 
 
-def _moved(losses: dict[str, dict[str, Hit]], hits: Mapping[str, Hit], kind: str) -> dict[str, dict[str, Hit]]:
+def _add_hits(losses: dict[str, dict[str, Hit]], hits: Mapping[str, Hit], kind: str) -> dict[str, dict[str, Hit]]:
     for task, hit in hits.items():
         by_kind = losses.get(task, {})
         losses = losses | {task: by_kind | {kind: by_kind[kind].plus(hit) if kind in by_kind else hit}}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from unicrond.core import lemons
 from unicrond.core.costs import Costs, costs_at
-from unicrond.core.goodput import PRODUCTIVE, SUB_HEALTH, TIMES, Books, Hit, kinds_of, settled
+from unicrond.core.goodput import PRODUCTIVE, SUB_HEALTH, TIMES, GoodputTotals, Hit, kinds_of, settle_totals
 from unicrond.core.state import ClusterState, Task
 from unicrond.core.work import iteration_flop
 
@@ -30,36 +30,38 @@ _SECOND_US = 1_000_000
 DETECTION, TRANSITION, SUB_HEALTHY = "detection", "transition", "sub-health"
 
 
-class Reading(NamedTuple):
+class GoodputReading(NamedTuple):
     """The sums at one entry. `kinds`: by task and kind of incident. `iterations`: committed, by task."""
 
     seq: int
     at_us: int
-    books: Books
+    books: GoodputTotals
     kinds: Mapping[str, Mapping[str, Hit]]
     costs: Costs
     iterations: Mapping[str, int]
 
 
-def reading(totals: Books, state: ClusterState) -> Reading:
+def reading(totals: GoodputTotals, state: ClusterState) -> GoodputReading:
     """Return what the totals say at the state that they go with."""
-    totals = settled(totals, state.now_us)
+    totals = settle_totals(totals, state.now_us)
     iterations = {name: task.progress.best_iteration for name, task in state.tasks.items()}
     costs = costs_at(state, state.now_us)
-    return Reading(state.seq, state.now_us, totals, kinds_of(totals, state), costs, iterations)
+    return GoodputReading(state.seq, state.now_us, totals, kinds_of(totals, state), costs, iterations)
 
 
-NOTHING = reading(Books(), ClusterState())
+EMPTY_READING = reading(GoodputTotals(), ClusterState())
 
 
-def report(now: Reading, state: ClusterState, since: Reading = NOTHING, peak_flops: float = 0.0) -> dict[str, Any]:
+def report(
+    now: GoodputReading, state: ClusterState, since: GoodputReading = EMPTY_READING, peak_flops: float = 0.0
+) -> dict[str, Any]:
     """Report on the log from `since` to `now`, where the cluster is in `state`. `peak_flops`: of one worker, for MFU;
     0: not known.
 
     Plain JSON types, but integers of any size.
     """
     tasks = [name for name in state.tasks if name in now.books.times_us or name in now.kinds or name in now.books.short]
-    kinds = {name: _less(now.kinds.get(name, {}), since.kinds.get(name, {})) for name in tasks}
+    kinds = {name: _difference(now.kinds.get(name, {}), since.kinds.get(name, {})) for name in tasks}
     free, *parts = [new - old for new, old in zip(now.costs, since.costs, strict=True)]
     closed = {kind: n - since.books.closed.get(kind, 0) for kind, n in now.books.closed.items()}
     signals = {
@@ -92,8 +94,8 @@ def report(now: Reading, state: ClusterState, since: Reading = NOTHING, peak_flo
 
 
 def _work(
-    totals: Books,
-    since: Books,
+    totals: GoodputTotals,
+    since: GoodputTotals,
     kinds: Mapping[str, Mapping[str, Hit]],
     tasks: Sequence[str],
     costs: Costs | None = None,
@@ -162,7 +164,9 @@ def _part(short: Mapping[str, Mapping[str, Any]], task: str, cause: str) -> int:
 # --- a task ----------------------------------------------------------------------------------------
 
 
-def _task(now: Reading, since: Reading, task: Task, kinds: Mapping[str, Hit], peak_flops: float) -> dict[str, Any]:
+def _task(
+    now: GoodputReading, since: GoodputReading, task: Task, kinds: Mapping[str, Hit], peak_flops: float
+) -> dict[str, Any]:
     name = task.name
     current = now.books.times_us.get(name, {})
     before = since.books.times_us.get(name, {})
@@ -192,7 +196,7 @@ def _task(now: Reading, since: Reading, task: Task, kinds: Mapping[str, Hit], pe
         "iterations_lost": sum(hit.iterations_lost for hit in kinds.values()),
         "lost_work_us": lost_us,
         "micro_batches_redone": sum(hit.redone for hit in kinds.values()),
-        "micro_batches_lost": sum(hit.thrown for hit in kinds.values()),
+        "micro_batches_lost": sum(hit.micro_batches_lost for hit in kinds.values()),
         "committed_flop": committed_flop,
         "worker_s": workers_s,
         "flops_per_worker": per_worker,
@@ -200,7 +204,7 @@ def _task(now: Reading, since: Reading, task: Task, kinds: Mapping[str, Hit], pe
     }
 
 
-def _less(now: Mapping[str, Hit], since: Mapping[str, Hit]) -> dict[str, Hit]:
+def _difference(now: Mapping[str, Hit], since: Mapping[str, Hit]) -> dict[str, Hit]:
     names: Iterable[str] = dict.fromkeys([*now, *since])
     rest = {kind: now.get(kind, Hit()).plus(since.get(kind, Hit()), -1) for kind in names}
     return {kind: hit for kind, hit in sorted(rest.items()) if hit != Hit()}

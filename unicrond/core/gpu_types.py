@@ -21,7 +21,7 @@ from unicrond.core.reshaping import layout_key
 from unicrond.core.state import ClusterState, Node, NodeStatus, Task
 
 
-def told_types(nodes: Iterable[Node]) -> tuple[str, Mapping[str, str]]:
+def node_types(nodes: Iterable[Node]) -> tuple[str, Mapping[str, str]]:
     """Return the type of all nodes, and an empty map; or "" and the type of each, where there are several."""
     present = [node for node in nodes if node.status is not NodeStatus.LEFT]
     types = {node.gpu for node in present} - {""}
@@ -54,13 +54,13 @@ def on_type(task: Task, gpu: str) -> Task:
     if not pace.gpu and not pace.on_gpus:
         return replace(task, pace=replace(pace, gpu=gpu))
     layout = layout_key(task.spec.shape)
-    by_layout = {**pace.elsewhere, layout: pace.measured} if pace.measured else pace.elsewhere
+    by_layout = {**pace.elsewhere, layout: pace.measurements} if pace.measurements else pace.elsewhere
     on_gpus = {name: table for name, table in pace.on_gpus.items() if name != gpu}
     if by_layout:
         on_gpus[pace.gpu] = by_layout
     tables = pace.on_gpus.get(gpu, {})
     flops, elsewhere = tables.get(layout, {}), {key: table for key, table in tables.items() if key != layout}
-    return replace(task, pace=replace(pace, gpu=gpu, measured=flops, elsewhere=elsewhere, on_gpus=on_gpus))
+    return replace(task, pace=replace(pace, gpu=gpu, measurements=flops, elsewhere=elsewhere, on_gpus=on_gpus))
 
 
 def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:

@@ -33,7 +33,7 @@ from unicrond.core.lateness import ALONE_LIMITS, STILL
 from unicrond.core.state import Task
 
 
-class Verdict(NamedTuple):
+class HangVerdict(NamedTuple):
     """`culprits`: one worker per replica that hangs. None, and `stuck`: the collective does not end for anybody."""
 
     culprits: tuple[HangSuspected, ...]
@@ -51,7 +51,7 @@ def is_stale(task: Task, suspicion: HangSuspected) -> bool:
     return suspicion.iteration < task.progress.iteration
 
 
-def judge(task: Task, generation: int = 0) -> Verdict | None:
+def judge(task: Task, generation: int = 0) -> HangVerdict | None:
     """Return the verdict on the task's present suspicions of `generation` (0: the newest); None: not yet, or no
     hang."""
     generation = generation or task.generation
@@ -86,7 +86,7 @@ def _is_report_pending(task: Task) -> bool:
     return False
 
 
-def judge_all(task: Task, generation: int) -> Verdict | None:
+def judge_all(task: Task, generation: int) -> HangVerdict | None:
     """Return the verdict as `judge` does, by a look at all reports."""
     living = {
         name: report
@@ -95,11 +95,11 @@ def judge_all(task: Task, generation: int) -> Verdict | None:
     }
     stopped_processes = [report for report in living.values() if report.stopped]
     if stopped_processes:
-        return Verdict(_one_per_replica(task, stopped_processes), False, "its process is stopped")
+        return HangVerdict(_one_per_replica(task, stopped_processes), False, "its process is stopped")
     overdue = [report for report in living.values() if report.busy]
     if overdue:
         reason = f"it is busy with {overdue[0].busy} for longer than it has declared (hook.busy, at_most_s)"
-        return Verdict(_one_per_replica(task, overdue), False, reason)
+        return HangVerdict(_one_per_replica(task, overdue), False, reason)
     members = _members(task, generation)
     silent = [name for name in members if name not in living]
     if not living or not members:
@@ -118,17 +118,17 @@ def judge_all(task: Task, generation: int) -> Verdict | None:
         if hung:
             waiters = f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}"
             reason = f"{waiters} in collective {top}, which it has not entered"
-            return Verdict(_one_per_replica(task, hung), False, reason)
+            return HangVerdict(_one_per_replica(task, hung), False, reason)
         return None
     if silent:
         return _left_waiting(task, silent, reports)
     if all(report.waiting for report in reports):
         where = f"collective {top}" if len(waiting) == len(reports) else "two collectives, one behind the other"
-        return Verdict((), True, f"all {len(reports)} members wait in {where}")
+        return HangVerdict((), True, f"all {len(reports)} members wait in {where}")
     alone = [report for report in reports if report.still_us >= ALONE_LIMITS * report.limit_us]
     if len(alone) < len(reports):
         return None
-    return Verdict(_one_per_replica(task, alone), False, f"it has not moved for {ALONE_LIMITS} times the limit")
+    return HangVerdict(_one_per_replica(task, alone), False, f"it has not moved for {ALONE_LIMITS} times the limit")
 
 
 def _members(task: Task, generation: int) -> list[str]:
@@ -140,12 +140,14 @@ def _members(task: Task, generation: int) -> list[str]:
     ]
 
 
-def _left_waiting(task: Task, silent: list[str], reports: list[HangSuspected]) -> Verdict | None:
+def _left_waiting(task: Task, silent: list[str], reports: list[HangSuspected]) -> HangVerdict | None:
     if any(_may_be_reported(task, name) for name in silent):
         return None
     if any(not report.waiting or report.still_us < ALONE_LIMITS * report.limit_us for report in reports):
         return None
-    return Verdict((), True, f"{' and '.join(silent)} did not come into the group, and all others wait in a collective")
+    return HangVerdict(
+        (), True, f"{' and '.join(silent)} did not come into the group, and all others wait in a collective"
+    )
 
 
 def _may_be_reported(task: Task, name: str) -> bool:

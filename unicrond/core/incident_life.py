@@ -26,7 +26,7 @@ from events import vocabulary as v
 from unicrond.core.state import Incident, Severity
 
 
-class Phase(StrEnum):
+class IncidentPhase(StrEnum):
     """See the table above."""
 
     SYMPTOM = "symptom"
@@ -36,7 +36,7 @@ class Phase(StrEnum):
     CLOSED = "closed"
 
 
-class Befalls(StrEnum):
+class IncidentTrigger(StrEnum):
     """What may befall an incident, in words."""
 
     SYMPTOM_OPENS = "a symptom opens it"
@@ -50,10 +50,10 @@ class Befalls(StrEnum):
     CLOSES = "it is healed"
 
 
-_P, _B = Phase, Befalls
+_P, _B = IncidentPhase, IncidentTrigger
 _OPEN = (_P.SYMPTOM, _P.UNEXPLAINED, _P.CAUSED, _P.OVERDUE)
 
-MOVES: Mapping[Befalls, Mapping[Phase | None, Phase | None]] = {
+MOVES: Mapping[IncidentTrigger, Mapping[IncidentPhase | None, IncidentPhase | None]] = {
     _B.SYMPTOM_OPENS: {None: _P.SYMPTOM},
     _B.CAUSE_OPENS: {None: _P.CAUSED},
     _B.FACT_JOINS: {phase: phase for phase in _OPEN},
@@ -75,16 +75,16 @@ MOVES: Mapping[Befalls, Mapping[Phase | None, Phase | None]] = {
     _B.CLOSES: dict.fromkeys(_OPEN, _P.CLOSED),
 }
 
-_TELLS = (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.FACT_JOINS, _B.CAUSE_NAMES)
+_REPORTS = (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.FACT_JOINS, _B.CAUSE_NAMES)
 #: What each event may bring upon incidents.
-BRINGS: Mapping[type[v.AnyEvent], tuple[Befalls, ...]] = {
-    v.ErrorReported: _TELLS,
-    v.HangSuspected: _TELLS,
-    v.CorruptionSuspected: _TELLS,
-    v.AcceleratorReported: _TELLS,
-    v.WorkerExited: _TELLS,
-    v.CommandFailed: _TELLS,
-    v.DeadlinePassed: (_B.TIME_IS_UP, *_TELLS),
+TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
+    v.ErrorReported: _REPORTS,
+    v.HangSuspected: _REPORTS,
+    v.CorruptionSuspected: _REPORTS,
+    v.AcceleratorReported: _REPORTS,
+    v.WorkerExited: _REPORTS,
+    v.CommandFailed: _REPORTS,
+    v.DeadlinePassed: (_B.TIME_IS_UP, *_REPORTS),
     v.NodeLost: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER),
     v.NodeJoined: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER),
     v.IncidentEscalated: (_B.WORKER_GIVEN_UP,),
@@ -93,16 +93,16 @@ BRINGS: Mapping[type[v.AnyEvent], tuple[Befalls, ...]] = {
 }
 
 
-def phase(incident: Incident) -> Phase:
+def phase(incident: Incident) -> IncidentPhase:
     """Return where the incident stands."""
     if incident.closed_us:
-        return Phase.CLOSED
+        return IncidentPhase.CLOSED
     if incident.severity is Severity.SEV3:
-        return Phase.UNEXPLAINED if incident.ripe else Phase.SYMPTOM
-    return Phase.OVERDUE if incident.ripe else Phase.CAUSED
+        return IncidentPhase.UNEXPLAINED if incident.ripe else IncidentPhase.SYMPTOM
+    return IncidentPhase.OVERDUE if incident.ripe else IncidentPhase.CAUSED
 
 
-def moved(incident: Incident, befalls: Befalls, **fields: Any) -> Incident:
+def advance(incident: Incident, befalls: IncidentTrigger, **fields: Any) -> Incident:
     """Return the incident after this trigger, with these fields besides. KeyError where the table has no such move."""
     after = MOVES[befalls][phase(incident)]
-    return replace(incident, ripe=after in (Phase.UNEXPLAINED, Phase.OVERDUE), **fields)
+    return replace(incident, ripe=after in (IncidentPhase.UNEXPLAINED, IncidentPhase.OVERDUE), **fields)

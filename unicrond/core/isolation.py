@@ -57,7 +57,7 @@ _NEEDS: tuple[v.RepairNeed, ...] = ("", "reset", "reboot", "other", "replace")
 _LIMIT_MAX_S = 86_400.0
 
 
-class Phase(StrEnum):
+class IsolationPhase(StrEnum):
     """See the table above."""
 
     IN_SERVICE = "in service"
@@ -70,24 +70,24 @@ class Phase(StrEnum):
     CLEARED = "cleared"
 
 
-def phase(state: ClusterState, node: Node) -> Phase:
+def phase(state: ClusterState, node: Node) -> IsolationPhase:
     """Return where the node's isolation stands."""
     if not node.isolated:
-        return Phase.IN_SERVICE
+        return IsolationPhase.IN_SERVICE
     stay = node.isolation or Isolation()
-    if stay.passed or stay.pardon:
-        return Phase.CLEARED
+    if stay.check_passed or stay.pardon:
+        return IsolationPhase.CLEARED
     if stay.command_id:
-        return Phase.CHECKING
+        return IsolationPhase.CHECKING
     if not node.isolation_over:
-        return Phase.RESTING
+        return IsolationPhase.RESTING
     if not stay.cause:
-        return Phase.CLEARED
+        return IsolationPhase.CLEARED
     if needs_hands(node):
-        return Phase.IN_REPAIR if state.repair_limit_us else Phase.AWAITS_PERSON
+        return IsolationPhase.IN_REPAIR if state.repair_limit_us else IsolationPhase.AWAITS_PERSON
     if not _can_be_asked(state, node):
-        return Phase.CLEARED
-    return Phase.TO_CHECK if node.status is NodeStatus.UP else Phase.AWAY
+        return IsolationPhase.CLEARED
+    return IsolationPhase.TO_CHECK if node.status is NodeStatus.UP else IsolationPhase.AWAY
 
 
 def needs_hands(node: Node) -> bool:
@@ -109,7 +109,7 @@ def limit_us(policy: dict[str, float], name: str) -> int:
     return int(length_s * 1e6) if 0.0 < length_s <= _LIMIT_MAX_S else 0
 
 
-def begun(state: ClusterState, node: Node) -> Isolation | None:
+def initial_isolation(state: ClusterState, node: Node) -> Isolation | None:
     """Return what a node waits for that is isolated now; None: only for a time."""
     if not state.check_limit_us:
         return None
@@ -123,7 +123,7 @@ def begun(state: ClusterState, node: Node) -> Isolation | None:
     return Isolation()
 
 
-def broken(node: Node, needs: v.RepairNeed) -> Node:
+def with_repair_need(node: Node, needs: v.RepairNeed) -> Node:
     """Return the node with what a driver says its hardware needs; the worst need counts. Said after a repair: it rests
     again."""
     if needs not in _NEEDS_HANDS or not node.isolation or not node.isolation.repaired:
@@ -139,21 +139,21 @@ def check_begun(state: ClusterState, event: v.CheckNode) -> ClusterState:
     return with_node(state, replace(node, isolation=replace(node.isolation, command_id=event.command_id)))
 
 
-def checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
+def node_checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
     """Fold the outcome of a health check; an answer to another question than the last changes nothing."""
     node = state.nodes.get(event.node)
-    if node is None or node.isolation is None or not _asked(node, event.command_id):
+    if node is None or node.isolation is None or not _awaits_answer(node, event.command_id):
         return state
     if not event.passed:
         return with_node(state, _rest_again(node, f"its check failed: {event.detail}", state.now_us))
-    isolation = replace(node.isolation, command_id="", passed=True, last=event.detail, last_us=state.now_us)
+    isolation = replace(node.isolation, command_id="", check_passed=True, last=event.detail, last_us=state.now_us)
     return with_node(state, replace(node, isolation=isolation))
 
 
 def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     """Let the node rest again: its agent could not run the check that was asked for."""
     node = state.nodes.get(event.node)
-    if node is None or not _asked(node, event.command_id):
+    if node is None or not _awaits_answer(node, event.command_id):
         return state
     return with_node(state, _rest_again(node, f"its agent could not check it: {event.reason}", state.now_us))
 
@@ -187,19 +187,19 @@ def repair_ended(state: ClusterState, event: v.RepairEnded) -> ClusterState:
     return with_node(state, replace(node, isolation=replace(node.isolation, repaired=True, last=last)))
 
 
-def pardoned(state: ClusterState, node: Node, reason: str) -> Node:
+def pardon(state: ClusterState, node: Node, reason: str) -> Node:
     """Return the node after a person has said that it may work again."""
     if not node.isolated or not (state.check_limit_us or node.isolation):
         return node
     return replace(node, isolation=replace(node.isolation or Isolation(), pardon=f"a person asked for it: {reason}"))
 
 
-def ended(node: Node) -> Node:
+def end(node: Node) -> Node:
     """Return the node in service again, with nothing held against its hardware."""
     return replace(node, isolated=False, isolation_over=False, reason="", isolation=None, needs="", foretold="")
 
 
-def _asked(node: Node, command_id: str) -> bool:
+def _awaits_answer(node: Node, command_id: str) -> bool:
     return node.isolation is not None and bool(command_id) and node.isolation.command_id == command_id
 
 
@@ -225,11 +225,11 @@ def deadlines(state: ClusterState, isolated: Iterable[str], isolation_s: float) 
     for name in isolated:
         node = state.nodes[name]
         now = phase(state, node)
-        if now is Phase.RESTING:
+        if now is IsolationPhase.RESTING:
             attempts = node.isolation.attempts if node.isolation else 0
             doublings = min(node.isolations - 1 + attempts, BACK_OFF_MAX)
             yield f"isolation:{_nth(node)}", int(isolation_s * 2**doublings * 1_000_000)
-        elif now is Phase.CHECKING:
+        elif now is IsolationPhase.CHECKING:
             yield f"check:{_nth(node)}", state.check_limit_us + ANSWER_US
 
 
@@ -246,7 +246,7 @@ def why_cleared(state: ClusterState, node: Node) -> str:
     stay = node.isolation or Isolation()
     if stay.pardon:
         return stay.pardon[:1024]
-    if stay.passed:
+    if stay.check_passed:
         return f"its health check passed: {stay.last}"[:1024]
     too_old = bool(stay.cause) and not _can_be_asked(state, node)
     return "its isolation is over" + ("; its agent is too old to be asked for a check" if too_old else "")
@@ -268,18 +268,18 @@ def repairs_due(state: ClusterState, isolated: Iterable[str]) -> list[Repair]:
     return [
         Repair(_nth(node), node.name, node.address, node.isolations, node.needs, node.reason)
         for node in (state.nodes[name] for name in isolated)
-        if phase(state, node) is Phase.IN_REPAIR and node.status is not NodeStatus.LEFT
+        if phase(state, node) is IsolationPhase.IN_REPAIR and node.status is not NodeStatus.LEFT
     ]
 
 
-_WAITS: dict[Phase, str] = {
-    Phase.RESTING: "rests",
-    Phase.AWAITS_PERSON: "waits for a person: unicronctl uncordon",
-    Phase.IN_REPAIR: "is being repaired",
-    Phase.AWAY: "is to be checked when it is back",
-    Phase.TO_CHECK: "is about to be checked",
-    Phase.CHECKING: "is being checked",
-    Phase.CLEARED: "is about to be readmitted",
+_WAITS: dict[IsolationPhase, str] = {
+    IsolationPhase.RESTING: "rests",
+    IsolationPhase.AWAITS_PERSON: "waits for a person: unicronctl uncordon",
+    IsolationPhase.IN_REPAIR: "is being repaired",
+    IsolationPhase.AWAY: "is to be checked when it is back",
+    IsolationPhase.TO_CHECK: "is about to be checked",
+    IsolationPhase.CHECKING: "is being checked",
+    IsolationPhase.CLEARED: "is about to be readmitted",
 }
 _HANDS: dict[str, str] = {
     "reboot": "it needs a reboot",
@@ -291,13 +291,19 @@ _HANDS: dict[str, str] = {
 def waits_for(state: ClusterState, node: Node) -> str:
     """Say, for people, what an isolated node waits for, and how its last check went."""
     now = phase(state, node)
-    if now is Phase.IN_SERVICE:
+    if now is IsolationPhase.IN_SERVICE:
         return ""
     stay = node.isolation or Isolation()
     text = _WAITS[now]
-    if now is Phase.RESTING and stay.cause:
-        then = Phase.IN_REPAIR if state.repair_limit_us else Phase.AWAITS_PERSON
-        then = then if needs_hands(node) else Phase.TO_CHECK if _can_be_asked(state, node) else Phase.CLEARED
+    if now is IsolationPhase.RESTING and stay.cause:
+        then = IsolationPhase.IN_REPAIR if state.repair_limit_us else IsolationPhase.AWAITS_PERSON
+        then = (
+            then
+            if needs_hands(node)
+            else IsolationPhase.TO_CHECK
+            if _can_be_asked(state, node)
+            else IsolationPhase.CLEARED
+        )
         text += f", then {_WAITS[then].removeprefix('is about to be ')}"
     if needs_hands(node):
         text += f" ({_HANDS[node.needs]})"

@@ -64,15 +64,15 @@ class Score(NamedTuple):
         return "; ".join(f"{SIGNALS[name].text} x{count} = {points:g}" for name, count, points in self.parts)
 
 
-def noted(signals: _Signals, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> _Signals:
+def count_signals(signals: _Signals, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> _Signals:
     """Return the counts after an event; the same object where it says nothing of any node."""
     node, name = _signal(before, after, event)
     if node and node in after.nodes:
-        signals = _more(signals, node, name)
+        signals = _add_signal(signals, node, name)
     if after.incidents is not before.incidents:
         for incident in after.incidents.values():
             if incident.id not in before.incidents and not _is_ordered(before, incident):
-                signals = _more(signals, incident.node, _of_incident(before, incident))
+                signals = _add_signal(signals, incident.node, _incident_signal(before, incident))
     return signals
 
 
@@ -134,7 +134,7 @@ def _strikes(state: ClusterState, event: v.WorkerExited | v.ErrorReported) -> in
     return task.troubles.strikes.get(event.node, 0) if task else 0
 
 
-def _of_incident(state: ClusterState, incident: Incident) -> str:
+def _incident_signal(state: ClusterState, incident: Incident) -> str:
     if incident.kind in _HARDWARE:
         return "hardware"
     nodes = {
@@ -154,6 +154,6 @@ def _is_ordered(state: ClusterState, incident: Incident) -> bool:
     return bool(worker and worker.injected) or bool(node and node.injected) or not incident.node
 
 
-def _more(signals: _Signals, node: str, name: str) -> _Signals:
+def _add_signal(signals: _Signals, node: str, name: str) -> _Signals:
     counts = signals.get(node, {})
     return signals | {node: counts | {name: counts.get(name, 0) + 1}}

@@ -16,7 +16,7 @@ Rules
 * A lost node whose beats are heard again has returned.
 * A node that is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
   within one window are one decision: a plan waits for them (`gathers`). Survivors do not wait for the plan.
-* A verdict is said once, and again only if the fold has not taken it a second later (`Said`).
+* A verdict is said once, and again only if the fold has not taken it a second later (`VerdictLimiter`).
 * A judgement looks at those who were heard longest ago, and at no others: nodes stand in the order in which they were
   heard. Mappings of nodes that are handed in never change; another one is looked through once.
 
@@ -65,14 +65,14 @@ class Beat(msgspec.Struct, frozen=True):
     beat: v.Heartbeat | None
 
 
-class KeptBack(NamedTuple):
+class OutboxBacklog(NamedTuple):
     """Observations that an agent cannot append, by its last beat; `oldest_us`: the age of the oldest."""
 
     entries: int
     oldest_us: int
 
 
-class Said:
+class VerdictLimiter:
     """Which verdicts were said when: mutable, and time is handed in."""
 
     def __init__(self) -> None:
@@ -148,14 +148,14 @@ class Liveness:
         self._keeping: set[str] = set()
         self._nodes: Mapping[str, Node] = {}
         self._up: dict[str, int] = {}
-        self._lost: list[str] = []
+        self._lost_nodes: list[str] = []
 
     @property
     def limit_us(self) -> int:
         """The time for which a node may be silent."""
         return 2 * self.heartbeat_us + GRACE_US
 
-    def heard(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
+    def on_beat(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
         """Take a beat that came through the heartbeat stream."""
         self._beat_heard_us, self._newest_at_us = now_us, at_us
         if beat.node != OWN_NAME:
@@ -183,24 +183,24 @@ class Liveness:
         last = self.beats.get(node)
         return last.beat.read_seq if last is not None and last.beat is not None else 0
 
-    def joined(self, node: str, now_us: int) -> None:
+    def on_join(self, node: str, now_us: int) -> None:
         """Note that the coordinator has seen a NodeJoined."""
         self._sign(node, now_us)
 
-    def sent(self, now_us: int) -> None:
+    def on_own_beat(self, now_us: int) -> None:
         """Note that an own beat goes out."""
         self._send_gap_us = max(self._send_gap_us, now_us - self._sent_us)
         self._sent_us = now_us
 
-    def delivered(self, now_us: int) -> None:
+    def on_message(self, now_us: int) -> None:
         """Note that something else than a beat came from the bus."""
         self._delivered_us = now_us
 
-    def kept_back(self, now_us: int) -> dict[str, KeptBack]:
+    def backlogs(self, now_us: int) -> dict[str, OutboxBacklog]:
         """Return, per node that is heard, the observations that its agent cannot append; most nodes have none."""
         keeping = ((name, self.beats[name]) for name in sorted(self._keeping))
         return {
-            name: KeptBack(last.beat.kept_back, last.beat.kept_back_us)
+            name: OutboxBacklog(last.beat.kept_back, last.beat.kept_back_us)
             for name, last in keeping
             if last.beat is not None and now_us - last.heard_us <= self.limit_us
         }
@@ -238,7 +238,7 @@ class Liveness:
         ]
         verdicts += [
             v.NodeReturned(node=name, evidence=self._evidence(name))
-            for name in self._lost
+            for name in self._lost_nodes
             if self._beats_again(nodes[name], now_us)
         ]
         return verdicts
@@ -291,7 +291,7 @@ class Liveness:
             return
         self._nodes = nodes
         self._up = {node.name: place for place, node in enumerate(nodes.values()) if node.status is NodeStatus.UP}
-        self._lost = [node.name for node in nodes.values() if node.status is NodeStatus.LOST]
+        self._lost_nodes = [node.name for node in nodes.values() if node.status is NodeStatus.LOST]
         unheard = [name for name in self._up if name not in self._signs_us]
         if unheard:
             heard_us = {name: self.beats[name].heard_us if name in self.beats else 0 for name in unheard}

@@ -37,7 +37,7 @@ def peers(state: ClusterState, task: Task, targets: Sequence[v.MemoryService]) -
     keepers = [state.nodes.get(holding.node) for holding in newest_first(task)]
     memories = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
     # All shards must be within reach, where they are to be put together anew.
-    most = max([PEERS_MAX, *(COPIES + holding.shards for holding in task.copies.kept.values())])
+    most = max([PEERS_MAX, *(COPIES + holding.shards for holding in task.copies.holdings.values())])
     return tuple(dict.fromkeys([*targets, *memories]))[:most]
 
 
@@ -49,7 +49,7 @@ def peers_are_stale(task: Task, targets: tuple[v.MemoryService, ...]) -> bool:
 
 def newest_first(task: Task) -> list[KeptState]:
     """Return what nodes keep of the task in memory, by iteration."""
-    return sorted(task.copies.kept.values(), key=lambda holding: holding.iteration, reverse=True)
+    return sorted(task.copies.holdings.values(), key=lambda holding: holding.iteration, reverse=True)
 
 
 def nearest(state: ClusterState, task: Task) -> str:
@@ -73,7 +73,7 @@ def nearest(state: ClusterState, task: Task) -> str:
 
 def to_drop(state: ClusterState, task: Task) -> list[Node]:
     """Return the nodes that still keep something of a task that has ended, and can be reached to drop it."""
-    names = dict.fromkeys(holding.node for holding in task.copies.kept.values())
+    names = dict.fromkeys(holding.node for holding in task.copies.holdings.values())
     return [node for name in names if (node := state.nodes.get(name)) and node.status is NodeStatus.UP]
 
 

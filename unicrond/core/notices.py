@@ -15,8 +15,8 @@ Rules
 -----
 * A notice has a key: what is told under one key is one matter. Those of an incident share its id, so that they are told
   together. `is_over`: the matter of that key is settled.
-* `noticed` looks at one entry, `standing` at what holds at a moment: a level, told once until it is over; `taken_over`
-  at a coordinator's beginning.
+* `event_notices` looks at one entry, `standing` at what holds at a moment: a level, told once until it is over;
+  `taken_over` at a coordinator's beginning.
 
 What does not live here: whom to tell and how often (service/notifier.py, service/couriers.py).
 """
@@ -48,9 +48,9 @@ class Notice(NamedTuple):
     is_over: bool = False
 
 
-def noticed(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> list[Notice]:
+def event_notices(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> list[Notice]:
     """Return the notices that an entry gives rise to."""
-    notices = [*_of_incidents(before, after)]
+    notices = [*_incident_notices(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
             commands = "unicronctl tasks", f"unicron-replay story task:{event.task} --nats URL"
@@ -119,7 +119,7 @@ def story(incident: Incident) -> str:
     return "\n".join(lines)
 
 
-def _of_incidents(before: ClusterState, after: ClusterState) -> list[Notice]:
+def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]:
     if before.incidents is after.incidents:
         return []
     notices = []

@@ -26,7 +26,7 @@ D = TypeVar("D")
 SMALL = 128
 #: Items of a chunk, at most.
 CHUNK = 64
-_NOTHING: dict[str, Any] = {}
+_EMPTY: dict[str, Any] = {}
 
 
 class OrderedMap(Mapping[str, V]):
@@ -250,6 +250,6 @@ def changed(before: Mapping[str, V], after: Mapping[str, V]) -> dict[str, tuple[
 
 def _unshared(before: Mapping[str, V], after: Mapping[str, V]) -> list[tuple[Mapping[str, V], Mapping[str, V]]]:
     if isinstance(before, OrderedMap) and isinstance(after, OrderedMap):
-        pairs = zip_longest(before._chunks, after._chunks, fillvalue=_NOTHING)
+        pairs = zip_longest(before._chunks, after._chunks, fillvalue=_EMPTY)
         return [(old, new) for old, new in pairs if old is not new]
     return [(before, after)]

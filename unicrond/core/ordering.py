@@ -24,7 +24,7 @@ from unicrond.core.requests import NODE_FAULTS, fault_problem
 from unicrond.core.state import ClusterState, NodeStatus, TaskStatus
 
 #: Stands for the worker before it is known which one is meant.
-WHOEVER = "a.1"
+ANY_WORKER = "a.1"
 
 
 class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     counts: bool = False
 
 
-class Refused(ValueError):
+class OrderRefused(ValueError):
     """The order cannot be carried out; the message names the field and the fix. `status` is HTTP's."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -50,16 +50,16 @@ class Refused(ValueError):
         self.status = status
 
 
-def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> InjectionRequested:
+def injection_request(order: FaultOrder, state: ClusterState, *, allowed: bool) -> InjectionRequested:
     """Return the event that orders the fault. Raise OrderRefused."""
     if not allowed:
-        raise Refused(
+        raise OrderRefused(
             409,
             "injection: this coordinator accepts no ordered faults; start it with `unicrond run --allow-injection` "
             "(configuration: injection: true)",
         )
     if not 0.0 <= order.seconds <= 86400.0:
-        raise Refused(400, f"seconds: must be a number from 0 to 86400, got {order.seconds:g}")
+        raise OrderRefused(400, f"seconds: must be a number from 0 to 86400, got {order.seconds:g}")
     _check_fields(order)
     if order.task is None:
         node, worker = order.node or "", ""
@@ -67,9 +67,9 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
         node, worker = _member(order, state)
     target = state.nodes.get(node)
     if target is None:
-        raise Refused(404, f"node: no node {node}; see `unicronctl nodes`")
+        raise OrderRefused(404, f"node: no node {node}; see `unicronctl nodes`")
     if target.status is not NodeStatus.UP:
-        raise Refused(409, f"node: {node} is {target.status.value}; only a node that is up can have a fault")
+        raise OrderRefused(409, f"node: {node} is {target.status.value}; only a node that is up can have a fault")
     fault = Fault(
         kind=order.kind,
         worker="" if order.kind == "drop_network" else worker,
@@ -85,15 +85,15 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
 def _check_fields(order: FaultOrder) -> None:
     is_of_node = order.kind in NODE_FAULTS or (order.kind == "kill" and order.task is None)
     if order.task is None and order.node is None:
-        raise Refused(400, f"{'node' if is_of_node else 'task'}: name the fault's target; give --task or --node")
+        raise OrderRefused(400, f"{'node' if is_of_node else 'task'}: name the fault's target; give --task or --node")
     if order.task is None and not is_of_node:
-        raise Refused(400, f"task: {order.kind} is a worker's fault; give --task (and --rank)")
+        raise OrderRefused(400, f"task: {order.kind} is a worker's fault; give --task (and --rank)")
     if order.rank is not None and order.task is None:
-        raise Refused(400, "rank: belongs to a task; give --task too")
+        raise OrderRefused(400, "rank: belongs to a task; give --task too")
     problem = fault_problem(
         Fault(
             kind=order.kind,
-            worker="" if order.task is None else WHOEVER,
+            worker="" if order.task is None else ANY_WORKER,
             at_iteration=order.at_iteration,
             phase=order.phase,
             seconds=order.seconds,
@@ -101,14 +101,14 @@ def _check_fields(order: FaultOrder) -> None:
         )
     )
     if problem:
-        raise Refused(400, problem)
+        raise OrderRefused(400, problem)
 
 
 def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:
     """Return the node and the id of the worker that is meant. Raise OrderRefused."""
     task = state.tasks.get(order.task or "")
     if task is None or task.status is not TaskStatus.ACTIVE:
-        raise Refused(404, f"task: {order.task} is not active; see `unicronctl tasks`")
+        raise OrderRefused(404, f"task: {order.task} is not active; see `unicronctl tasks`")
     members = task.membership.members if task.membership else ()
     matches = [
         member
@@ -118,9 +118,9 @@ def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:
     if not matches:
         place = f" of rank {order.rank}" if order.rank is not None else ""
         place += f" on {order.node}" if order.node else ""
-        raise Refused(404, f"rank: task {task.name} has no member{place}; it has {len(members)}")
+        raise OrderRefused(404, f"rank: task {task.name} has no member{place}; it has {len(members)}")
     if order.at_iteration and order.at_iteration <= task.progress.iteration:
-        raise Refused(
+        raise OrderRefused(
             409,
             f"at_iteration: {order.at_iteration} has passed, {task.name} has committed {task.progress.iteration};"
             " give a later one",

@@ -8,7 +8,7 @@ Rules
 * A batch that is read back has had an effect if one of its decisions, or a command of it, changed more than what is
   counted, and if the next batch does not ask for the same again. IDLE_MAX batches without effect, one after the
   other, and nothing more is appended: `decide` and the fold do not understand each other, and only fill the log.
-* Each check says why (`Stopped`); the coordinator decides nothing more, and training goes on.
+* Each check says why (`DecidingStopped`); the coordinator decides nothing more, and training goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDLE_MAX = 20
 _SUBSTANCE = ("nodes", "tasks", "incidents", "closed", "plan", "injections", "worker_mtbf_us", "term")
 
 
-class Stopped(Exception):
+class DecidingStopped(Exception):
     """Nothing more may be decided; why, in one line."""
 
 
@@ -41,14 +41,14 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
         after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
         description = f"{type(envelope.event).__name__} ({summary(envelope.event)})"
         if after.quarantined > state.quarantined:
-            raise Stopped(f"a decision does not fit the state: {description}: {after.refused[-1].reason}")
+            raise DecidingStopped(f"a decision does not fit the state: {description}: {after.refused[-1].reason}")
         if after.duplicates > state.duplicates or after.inert > state.inert:
-            raise Stopped(f"a decision looks like a repetition: {description}")
+            raise DecidingStopped(f"a decision looks like a repetition: {description}")
         state = after
     try:
         check(state, before)
     except InvariantError as error:
-        raise Stopped(f"decisions do not fit the state: {error}") from None
+        raise DecidingStopped(f"decisions do not fit the state: {error}") from None
 
 
 def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
@@ -108,7 +108,7 @@ class Breaker:
         decisions = [_unnumbered(event) for event in events]
         self._idle = self._idle + 1 if not self._had_effect or decisions == self._last else 0
         if self._idle >= self._idle_max:
-            raise Stopped(f"{self._idle} batches of decisions had no effect, the last: {summary(events[0])}")
+            raise DecidingStopped(f"{self._idle} batches of decisions had no effect, the last: {summary(events[0])}")
         self._last, self._had_effect = decisions, False
 
 

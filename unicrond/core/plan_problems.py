@@ -154,7 +154,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     gpu = survey.type_of(task)
     curves = survey.curves(task, gpu)
     most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
-    alternatives = _others(survey, task, shape, gpu) if chooses or survey.types else ()
+    alternatives = _alternatives(survey, task, shape, gpu) if chooses or survey.types else ()
     curve = curves.get(shape) or curves[task.spec.shape]
     fits = shape.tp <= survey.largest and not _kept_off(task, curve)
     problem = TaskProblem(
@@ -170,7 +170,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         form=shape,
         throughput=curve,
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
-        others=alternatives,
+        alternatives=alternatives,
         prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
         turn=0 if at_rest else survey.turns.get(task.name, 0),
         gpu=gpu if survey.types else "",
@@ -180,7 +180,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     return replace(problem, floor=problem.least_that_achieves or problem.floor)  # as in a pool of several
 
 
-def _others(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:
+def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:
     """Return the task's other layouts on its type of GPU, then all on each other type, unless it must have the same
     bits."""
     chooses, alternatives = _chooses(survey, task), []

@@ -16,7 +16,7 @@ from unicrond.core.planning.solver import Solution
 E = TypeVar("E", bound=AnyEvent)
 
 
-class Answered(NamedTuple):
+class PlanAnswer(NamedTuple):
     """A plan problem's answer. `took_us`: from the question to the answer. `rows_reused`: of the solver's rows."""
 
     solution: Solution
@@ -25,13 +25,13 @@ class Answered(NamedTuple):
     rows_reused: int = 0
 
 
-def stamped(event: E, answered: Answered) -> E:
+def with_provenance(event: E, answered: PlanAnswer) -> E:
     """Return the event; a plan with how it was come by."""
     if isinstance(event, PlanAdopted):
         return replace(event, way=answered.way, took_us=answered.took_us, rows_reused=answered.rows_reused)
     return event
 
 
-def bare(event: E) -> E:
+def without_provenance(event: E) -> E:
     """Return the event as `decide` gives it."""
     return replace(event, way="fresh", took_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event

@@ -19,14 +19,14 @@ Change = tuple[Worker | None, Worker | None]
 
 
 class Staffing(msgspec.Struct, frozen=True):
-    """`kept` and `surplus`: whole replicas, by replica number, workers in shard order.
+    """`replicas` (which the plan wants) and `surplus`: whole replicas, by replica number, workers in shard order.
 
     `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes. `starting`: how many
-    workers of kept replicas are not ready yet.
+    workers of `replicas` are not ready yet.
     The workers may be as they were at an earlier look: node, seat and status hold, nothing else does.
     """
 
-    kept: dict[int, tuple[Worker, ...]]
+    replicas: dict[int, tuple[Worker, ...]]
     surplus: dict[int, tuple[Worker, ...]]
     broken: dict[int, tuple[Worker, ...]]
     missing: tuple[Nodes, ...]
@@ -40,7 +40,7 @@ class Staffing(msgspec.Struct, frozen=True):
     @property
     def workers(self) -> frozenset[str]:
         """The workers of the replicas that the plan wants. Only to look up in: a set has no order."""
-        return frozenset([w.worker for workers in self.kept.values() for w in workers])
+        return frozenset([w.worker for workers in self.replicas.values() for w in workers])
 
 
 def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
@@ -75,7 +75,7 @@ def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> St
     decides nothing as long as every whole replica is wanted."""
     if before.surplus:
         return None
-    in_plan, broken, missing = dict(before.kept), dict(before.broken), Counter(before.missing)
+    in_plan, broken, missing = dict(before.replicas), dict(before.broken), Counter(before.missing)
     starting = before.starting
     touched: dict[int, list[Change]] = {}
     for old, new in changes:
@@ -119,7 +119,7 @@ def all_in(task: Task) -> bool:
     """Return whether all workers that there are stand in the group of the newest generation, and are all its
     members."""
     tally, count = task.tally, len(task.workers)
-    settled = tally.settled + (tally.settled_vouched if task.group.met else 0)
+    settled = tally.settled + (tally.settled_vouched if task.group.lead_confirmed else 0)
     return not tally.strangers and settled == count == len(task.member_names)
 
 
@@ -171,9 +171,9 @@ def capacity(state: ClusterState, slots: Mapping[str, int], cordoned: Sequence[s
     hold."""
     if not cordoned:
         return slots
-    return {**slots, **{name: min(slots[name], _held(state, name)) for name in cordoned}}
+    return {**slots, **{name: min(slots[name], _workers_on(state, name)) for name in cordoned}}
 
 
-def _held(state: ClusterState, node: str) -> int:
+def _workers_on(state: ClusterState, node: str) -> int:
     pairs = [(state.tasks[task], worker) for task, worker in state.by_node.on(node)]
     return sum(task.status is TaskStatus.ACTIVE and task.workers[worker].can_train for task, worker in pairs)

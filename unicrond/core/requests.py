@@ -44,7 +44,7 @@ def request_problem(state: ClusterState, event: v.Request) -> str:
     return ""
 
 
-def other_agent(state: ClusterState, event: v.NodeCordoned | v.NodeUncordoned | v.ForgetRequested) -> str:
+def agent_mismatch(state: ClusterState, event: v.NodeCordoned | v.NodeUncordoned | v.ForgetRequested) -> str:
     """Return why the node is not the one that is meant; "" where it is, or where any is."""
     node = state.nodes.get(event.node)
     if node is None:

@@ -16,7 +16,7 @@ import msgspec
 
 from events.shape import Shape
 from events.vocabulary import FirstIteration, LearningRate, ReshapeRequested, SomeWorkers, TaskSpec, Text
-from unicrond.core.ordering import Refused
+from unicrond.core.ordering import OrderRefused
 from unicrond.core.requests import reshape_problem
 from unicrond.core.reshaping import changes_nothing
 from unicrond.core.state import ClusterState, Task
@@ -38,7 +38,7 @@ class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reason: Text = ""
 
 
-def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRequested:
+def reshape_request(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRequested:
     """Return the event that asks for the reshape. Raise OrderRefused."""
     spec = task.spec
     near = nearest(spec, order.tp or spec.tp, order.pp or spec.pp)
@@ -55,14 +55,14 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
     )
     problem = reshape_problem(state, task, request)
     if problem:
-        raise Refused(400, problem)
+        raise OrderRefused(400, problem)
     if order.iterations is not None and order.iterations <= task.progress.iteration:
         committed = task.progress.iteration
-        raise Refused(409, f"iterations: {committed} are committed already; give more, or cancel the task")
+        raise OrderRefused(409, f"iterations: {committed} are committed already; give more, or cancel the task")
     if changes_nothing(spec, request) and task.reshaping.reshape is None:
         if order.iterations or order.lr:
-            raise Refused(409, f"iterations, lr: task {task.name} has these already; give others")
-        raise Refused(409, f"tp, pp: task {task.name} has {shape.cut} and these bounds already; give others")
+            raise OrderRefused(409, f"iterations, lr: task {task.name} has these already; give others")
+        raise OrderRefused(409, f"tp, pp: task {task.name} has {shape.cut} and these bounds already; give others")
     return request
 
 

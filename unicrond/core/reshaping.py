@@ -43,7 +43,7 @@ def most_workers(spec: TaskSpec, shape: Shape) -> int:
     return replicas * shape.workers
 
 
-def asked_by_plan(spec: TaskSpec, assignment: TaskAssignment, epoch: int) -> ReshapeRequested | None:
+def reshape_of_plan(spec: TaskSpec, assignment: TaskAssignment, epoch: int) -> ReshapeRequested | None:
     """Return what a plan asks of the task, as a person would; None where it stays in its layout, or ends."""
     shape = planned_shape(spec, assignment)
     if not assignment.workers or shape == spec.shape:

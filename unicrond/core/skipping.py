@@ -19,7 +19,7 @@ class SkipRefused(ValueError):
     """The entry cannot be skipped; why, and what to do, in one line."""
 
 
-class Needed:
+class SkipCheck:
     """Watches the entries go by, and says afterwards what is missing without those that are skipped."""
 
     def __init__(self, skips: Mapping[int, str], last_seq: int) -> None:

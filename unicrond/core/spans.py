@@ -52,7 +52,7 @@ class Span(NamedTuple):
     error: str = ""
 
 
-class _Part(NamedTuple):
+class _SpanDraft(NamedTuple):
     """A span to be, without its numbers."""
 
     name: str
@@ -62,7 +62,7 @@ class _Part(NamedTuple):
     error: str = ""
 
 
-class _Order(NamedTuple):
+class _PendingCommand(NamedTuple):
     """What was commanded and has not happened yet. `incident`: during which it was given, or ""."""
 
     name: str
@@ -77,7 +77,7 @@ class _Track:
 
     decided_us: int = 0
     stepped_us: dict[str, int] = field(default_factory=dict)
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_SpanDraft] = field(default_factory=list)
     closed: Incident | None = None
 
 
@@ -87,7 +87,7 @@ class Spans:
     def __init__(self) -> None:
         self._tracks: dict[str, _Track] = {}
         #: By command, and of starts by worker as well.
-        self._orders: dict[str, _Order] = {}
+        self._orders: dict[str, _PendingCommand] = {}
 
     def feed(self, before: ClusterState, after: ClusterState, entry: Recorded) -> list[Span]:
         """Take the entry that has led from one state to the other; return the spans that have ended with it."""
@@ -96,13 +96,13 @@ class Spans:
         if before.incidents is not after.incidents:
             self._open_and_close(before, after)
         if isinstance(event, v.Command):
-            self._given(after, event, now_us)
+            self._open_command(after, event, now_us)
         elif isinstance(event, v.CommandApplied | v.CommandFailed):
             error = event.reason if isinstance(event, v.CommandFailed) else ""
-            spans += self._done(event.command_id, now_us, error)
+            spans += self._close_command(event.command_id, now_us, error)
         elif isinstance(event, v.WorkerReady | v.WorkerExited):
             error = "the worker has ended" if isinstance(event, v.WorkerExited) else ""
-            spans += self._done(event.worker, now_us, error)
+            spans += self._close_command(event.worker, now_us, error)
         if self._tracks:
             self._happened(after, event, now_us)
             for name, track in list(self._tracks.items()):
@@ -138,11 +138,11 @@ class Spans:
             elif isinstance(event, v.StepCommitted):
                 track.stepped_us.setdefault(event.task, now_us)
             elif len(track.parts) < _CHILDREN_MAX:
-                about = _named(task=event.task, node=event.node, worker=event.worker)
+                about = _attributes(task=event.task, node=event.node, worker=event.worker)
                 about |= {"unicron.source": event.source, "unicron.micro_batches_dealt": event.dealt}
-                track.parts.append(_Part("WorkerRegrouped", now_us - event.duration_us, now_us, about))
+                track.parts.append(_SpanDraft("WorkerRegrouped", now_us - event.duration_us, now_us, about))
 
-    def _given(self, state: ClusterState, command: v.Command, now_us: int) -> None:
+    def _open_command(self, state: ClusterState, command: v.Command, now_us: int) -> None:
         task, node = _task_of(command), command.node
         during = (
             name
@@ -150,22 +150,22 @@ class Spans:
             if task in candidate.generations or candidate.node == node
         )
         incident = next(during, "")
-        about = {"unicron.command": command.command_id} | _named(task=task, node=node, worker=_worker_of(command))
-        self._await(command.command_id, _Order(type(command).__name__, about, now_us, incident))
+        about = {"unicron.command": command.command_id} | _attributes(task=task, node=node, worker=_worker_of(command))
+        self._await(command.command_id, _PendingCommand(type(command).__name__, about, now_us, incident))
         for worker in _started_by(command):
-            about = _named(task=task, node=node, worker=worker)
-            self._await(worker, _Order("worker start", about, now_us, incident))
+            about = _attributes(task=task, node=node, worker=worker)
+            self._await(worker, _PendingCommand("worker start", about, now_us, incident))
 
-    def _await(self, key: str, order: _Order) -> None:
+    def _await(self, key: str, order: _PendingCommand) -> None:
         if len(self._orders) >= _ORDERS_MAX:
             del self._orders[next(iter(self._orders))]
         self._orders[key] = order
 
-    def _done(self, key: str, now_us: int, error: str) -> Iterator[Span]:
+    def _close_command(self, key: str, now_us: int, error: str) -> Iterator[Span]:
         order = self._orders.pop(key, None)
         if order is None:
             return
-        part = _Part(order.name, order.given_us, now_us, order.about, error)
+        part = _SpanDraft(order.name, order.given_us, now_us, order.about, error)
         track = self._tracks.get(order.incident)
         if track is None:
             trace = _number(16, "command", key, str(order.given_us))
@@ -188,29 +188,29 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
     decided_us = min(max(track.decided_us, incident.detected_us), resumed_us)
     ended_us = max([resumed_us, *track.stepped_us.values()])
     trace = _number(16, "incident", incident.id, str(incident.detected_us))
-    about = _named(task=",".join(incident.tasks), node=incident.node, worker=incident.worker)
+    about = _attributes(task=",".join(incident.tasks), node=incident.node, worker=incident.worker)
     about |= {"unicron.incident": incident.id, "unicron.severity": incident.severity.name}
     about |= {"unicron.response": incident.response, "unicron.message": incident.message}
     about |= {"unicron.micro_batches_redone": incident.redone, "unicron.iterations_lost": incident.iterations_lost}
     error = f"{incident.kind}: {incident.message}"
-    root = _span(_Part(f"incident {incident.kind}", began_us, ended_us, about, error), trace, 0, "incident")
+    root = _span(_SpanDraft(f"incident {incident.kind}", began_us, ended_us, about, error), trace, 0, "incident")
     yield root
     phases = [(DETECTION, began_us, incident.detected_us)]
     if track.decided_us:
         phases += [(DECISION, incident.detected_us, decided_us), (REGROUPING, decided_us, resumed_us)]
     parent = root.span
     for name, start_us, end_us in phases:
-        span = _span(_Part(name, start_us, end_us, {}), trace, root.span, name)
+        span = _span(_SpanDraft(name, start_us, end_us, {}), trace, root.span, name)
         yield span
         parent = span.span if name == REGROUPING else parent
     for task, stepped_us in track.stepped_us.items():
-        part = _Part(FIRST_STEP, min(resumed_us, stepped_us), stepped_us, _named(task=task))
+        part = _SpanDraft(FIRST_STEP, min(resumed_us, stepped_us), stepped_us, _attributes(task=task))
         yield _span(part, trace, root.span, f"{FIRST_STEP} {task}")
     for number, part in enumerate(track.parts):
         yield _span(part, trace, parent if part.name == "WorkerRegrouped" else root.span, str(number))
 
 
-def _named(**about: str) -> dict[str, str | int]:
+def _attributes(**about: str) -> dict[str, str | int]:
     """Return the attributes by which spans of workers are found, too (agents/fork_server/telemetry.py)."""
     return {f"unicron.{name}": value for name, value in about.items() if value}
 
@@ -232,7 +232,7 @@ def _task_of(command: v.Command) -> str:
     return str(getattr(command, "task", ""))
 
 
-def _span(part: _Part, trace: int, parent: int, name: str) -> Span:
+def _span(part: _SpanDraft, trace: int, parent: int, name: str) -> Span:
     number = _number(8, f"{trace:x}", name)
     return Span(
         trace, number, parent, part.name, part.start_us, max(part.start_us, part.end_us), part.about, part.error

@@ -43,12 +43,12 @@ RARE = 1e-6
 PLANS_MAX, PLANS_MIN = 48, 12
 
 
-class KeptBack(msgspec.Struct, frozen=True, kw_only=True):
-    """`kept` nodes wait. `waf`: what the others achieve while none of them is away; `expected_waf`: on average over
+class SparesRow(msgspec.Struct, frozen=True, kw_only=True):
+    """`spare_nodes` wait. `waf`: what the others achieve while none of them is away; `expected_waf`: on average over
     failures and repairs, weighted FLOP/s. `covered`: the share of time in which no more nodes are away than wait.
     """
 
-    kept: int
+    spare_nodes: int = msgspec.field(name="kept")
     waf: int
     expected_waf: int
     covered: float
@@ -59,17 +59,17 @@ class TypeSpares(msgspec.Struct, frozen=True, kw_only=True):
 
     `pay`: the number that pays best.
     `next_node_waf`: what one more node would add to that number's `expected_waf`, training or waiting as pays best.
-    `counted`: the share of time that the averages are over, the least of all rows.
+    `time_share`: the share of time that the averages are over, the least of all rows.
     """
 
     gpu: str
     nodes: int
     node_mtbf_s: float
     away: float
-    rows: tuple[KeptBack, ...]
+    rows: tuple[SparesRow, ...]
     pay: int
     next_node_waf: int
-    counted: float
+    time_share: float = msgspec.field(name="counted")
 
 
 class Spares(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,18 +91,18 @@ def spares(state: ClusterState, policy: Policy, repair_s: float, mtbf_s: float =
         raise ValueError("there are no nodes yet")
     rates = repair_s, mtbf_s or survey.worker_mtbf_us / _SECOND_US
     if not survey.types:
-        return Spares(repair_s=repair_s, types=(_OfType(survey, present, (), rates).spares(survey.nodes.gpu),))
+        return Spares(repair_s=repair_s, types=(_SparesOfType(survey, present, (), rates).spares(survey.nodes.gpu),))
     plans = max(PLANS_MIN, PLANS_MAX // len(survey.types))
     once = cache(solve)  # the pools of the other types are the same in most of the plans
     types = []
     for gpu in survey.types:
         pool = [node for node in present if survey.gpus[node.name] == gpu]
         rest = [node for node in present if survey.gpus[node.name] != gpu]
-        types.append(_OfType(survey, pool, rest, rates, plans, once).spares(gpu))
+        types.append(_SparesOfType(survey, pool, rest, rates, plans, once).spares(gpu))
     return Spares(repair_s=repair_s, types=tuple(types))
 
 
-class _OfType:
+class _SparesOfType:
     """The question for the nodes `own`, beside `others`. `rates`: repair and MTBF of a worker, seconds."""
 
     def __init__(
@@ -115,7 +115,7 @@ class _OfType:
         solve_pool: Callable[[Problem], Solution] = solve,
     ) -> None:
         self.survey, self.like, self.solve_pool = survey, nodes[0], solve_pool
-        self.others = {node.name: _whole(node, node.name, node.slots) for node in rest}
+        self.rest = {node.name: _whole(node, node.name, node.slots) for node in rest}
         self.repair_s, self.worker_mtbf_s = rates
         #: A row asks for a plan without failures, and one for each number of nodes away; the next row mostly for the
         #: same. The likeliest numbers away are others where fewer nodes train: by half of those kept back, at most.
@@ -136,7 +136,7 @@ class _OfType:
                 f"mtbf_s: {description}, so most nodes would be away; give a longer mtbf_s or a shorter repair_s"
             )
         table = [self._row(self.total, spare_count) for spare_count in range(min(self.total, self.kept_max + 1))]
-        best = max((row for row, _ in table), key=lambda row: (row.expected_waf, row.kept))
+        best = max((row for row, _ in table), key=lambda row: (row.expected_waf, row.spare_nodes))
         more = [
             self._row(self.total + 1, spare_count)[0] for spare_count in range(min(self.total + 1, self.kept_max + 1))
         ]
@@ -146,20 +146,20 @@ class _OfType:
             node_mtbf_s=self.worker_mtbf_s / self.usual,
             away=away,
             rows=tuple(row for row, _ in table),
-            pay=best.kept,
+            pay=best.spare_nodes,
             next_node_waf=max(row.expected_waf for row in more) - best.expected_waf,
-            counted=min(coverage for _, coverage in table),
+            time_share=min(coverage for _, coverage in table),
         )
 
-    def _row(self, total: int, spare_count: int) -> tuple[KeptBack, float]:
+    def _row(self, total: int, spare_count: int) -> tuple[SparesRow, float]:
         """Return the row, and the share of time that its average is over."""
         training = total - spare_count
         away = poisson(sum(self.one_more[:training]) * self.repair_s / self.worker_mtbf_s, total)
         likely = sorted(range(total + 1), key=lambda count: (-away[count], count))[: self.away_max]
         coverage = math.fsum(away[count] for count in likely)
         outcomes = ((away[count] / coverage, min(training, total - count)) for count in sorted(likely) if away[count])
-        row = KeptBack(
-            kept=spare_count,
+        row = SparesRow(
+            spare_nodes=spare_count,
             waf=self.waf(training),
             expected_waf=round(math.fsum(share * self.waf(count) for share, count in outcomes)),
             covered=min(1.0, math.fsum(away[: spare_count + 1])),
@@ -170,7 +170,7 @@ class _OfType:
         """Return what the exact plan achieves with so many of these nodes."""
         sizes = self.one_more[:count] or [0]  # a node without slots: the type is still there
         pool = {f" {n}": _whole(self.like, f" {n}", size) for n, size in enumerate(sizes)}  # no node has such a name
-        nodes = self.others | pool
+        nodes = self.rest | pool
         survey = Survey(replace(self.survey.state, nodes=nodes), self.survey.policy, self.survey)  # the same curves
         problem = healthy_problem_of(survey)
         solution = best_of_pools(problem, self.solve_pool) if problem.pools else solve(problem)

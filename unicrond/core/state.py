@@ -31,8 +31,18 @@ from unicrond.core.by_node import ByNode
 from unicrond.core.lateness import Lateness
 from unicrond.core.ledger import Ledger
 from unicrond.core.ordered_map import in_order
-from unicrond.core.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles, Turn
-from unicrond.core.workers import NOBODY, Tally
+from unicrond.core.task_parts import (
+    Copies,
+    Ending,
+    GroupHealth,
+    Numbers,
+    Pace,
+    Reshaping,
+    StarvationState,
+    TaskProgress,
+    Troubles,
+)
+from unicrond.core.workers import NO_WORKERS, Tally
 from unicrond.core.workers import Membership as Membership
 from unicrond.core.workers import Worker as Worker
 from unicrond.core.workers import WorkerStatus as WorkerStatus
@@ -74,7 +84,7 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: str = ""
     attempts: int = 0
     command_id: str = ""
-    passed: bool = False
+    check_passed: bool = msgspec.field(default=False, name="passed")
     repaired: bool = False
     pardon: str = ""
     last: str = ""
@@ -163,34 +173,34 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     workers: Mapping[str, Worker] = always({})
     membership: Membership | None = always(None)
     numbers: Numbers = Numbers()
-    progress: Progress = Progress()
+    progress: TaskProgress = TaskProgress()
     pace: Pace = Pace()
-    group: Group = Group()
+    group: GroupHealth = GroupHealth()
     troubles: Troubles = Troubles()
     copies: Copies = Copies()
     reshaping: Reshaping = Reshaping()
     ending: Ending = Ending()
-    turn: Turn = Turn()
-    counted: Tally | None = None
-    judged: Lateness | None = None
+    turn: StarvationState = StarvationState()
+    tally_cache: Tally | None = None
+    lateness_cache: Lateness | None = None
 
     @property
     def tally(self) -> Tally:
         """Count how many of its workers are what; cached."""
-        tally = self.counted
+        tally = self.tally_cache
         if tally is None or tally.workers is not self.workers or tally.membership is not self.membership:
             tally = Tally(self.workers, self.membership, tally)
-            force_setattr(self, "counted", tally)  # a cache, not a change
+            force_setattr(self, "tally_cache", tally)  # a cache, not a change
         return tally
 
     @property
     def lateness(self) -> Lateness:
         """Add up the suspicions of its newest group; cached."""
-        lateness, suspicions = self.judged, self.group.suspicions
+        lateness, suspicions = self.lateness_cache, self.group.suspicions
         is_current = lateness is not None and lateness.suspicions is suspicions and lateness.workers is self.workers
         if lateness is None or not is_current or lateness.generation != self.generation:
             lateness = Lateness(suspicions, self.workers, self.generation, lateness)
-            force_setattr(self, "judged", lateness)  # a cache, not a change
+            force_setattr(self, "lateness_cache", lateness)  # a cache, not a change
         return lateness
 
     @property
@@ -213,11 +223,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def _joined(self) -> int:
         """The number of members that are in the newest group."""
-        return self.tally.joined + (self.tally.vouched if self.group.met else 0)
+        return self.tally.joined + (self.tally.vouched if self.group.lead_confirmed else 0)
 
     def generation_of(self, worker: Worker) -> int:
         """Return the newest generation whose group the worker has joined, by its own word or by that group's lead's."""
-        membership = self.membership if self.group.met else self.group.before
+        membership = self.membership if self.group.lead_confirmed else self.group.before
         spoken_for = membership is not None and worker.worker in membership.spoken_for
         return max(worker.generation, membership.generation) if membership and spoken_for else worker.generation
 
@@ -228,7 +238,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def awaits_lead(self) -> bool:
         """Return whether the lead of the newest group is to say that it has met, and has not yet."""
-        return self.membership is not None and self.membership.lead_tells and not self.group.met
+        return self.membership is not None and self.membership.lead_tells and not self.group.lead_confirmed
 
     @property
     def rest_joined(self) -> bool:
@@ -258,7 +268,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def member_names(self) -> frozenset[str]:
         """The workers of the newest membership. Only to look up in: a set has no order."""
-        return self.membership.names if self.membership else NOBODY
+        return self.membership.names if self.membership else NO_WORKERS
 
     @property
     def all_able(self) -> bool:
@@ -268,7 +278,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def at_rest(self) -> bool:
         """Return whether no process of the task can be running on a node that is reachable."""
-        return self.tally.lost == len(self.workers)
+        return self.tally.lost_workers == len(self.workers)
 
     def is_member(self, worker: str) -> bool:
         """Return whether the worker stands in the newest membership."""
@@ -282,7 +292,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     once a later one has formed. A worker that was no member broke none: the present one less 1.
     `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
     `place`: where in the training it happened, in words.
-    `lost`: member that reported the newest group's break -> the peer that it lost, "" where it does not know;
+    `lost_peers`: member that reported the newest group's break -> the peer that it lost, "" where it does not know;
     `links`: to whom else, as far as it tells (see events.vocabulary.ErrorReported.lost).
     `occurred_us` is by the observer's clock; the other times are by the log's.
     `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
@@ -303,7 +313,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detected_us: int
     log_tail: str = always("")
     place: str = always("")
-    lost: dict[str, str] = always({})
+    lost_peers: dict[str, str] = always({}, name="lost")
     symptoms: int = always(0)
     ripe: bool = always(False)
     response: str = always("")
@@ -385,7 +395,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
+    """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
 
     `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
     `refused`: the newest REFUSED_MAX of the quarantined that were valid events.
@@ -410,7 +420,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     injections: dict[str, Injection] = always({})
     ledger: Ledger = always(Ledger())
     worker_mtbf_us: int = always(0)
-    seen: Mapping[str, tuple[int, int]] = always({})
+    last_numbers: Mapping[str, tuple[int, int]] = always({}, name="seen")
     quarantined: int = always(0)
     duplicates: int = always(0)
     inert: int = always(0)
@@ -422,15 +432,15 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     log_taken_us: int = 0
     windows: dict[str, Window] = {}
     starvation_us: int = 0
-    placed: ByNode | None = None
+    by_node_cache: ByNode | None = None
 
     @property
     def by_node(self) -> ByNode:
         """Index the workers by their node; cached."""
-        index = self.placed
+        index = self.by_node_cache
         if index is None or index.tasks is not self.tasks:
             index = ByNode(self.tasks, index)
-            force_setattr(self, "placed", index)  # a cache, not a change
+            force_setattr(self, "by_node_cache", index)  # a cache, not a change
         return index
 
     @property
@@ -440,7 +450,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 #: Fields that follow from the others.
-DERIVED = ("counted", "judged", "placed")
+DERIVED = ("tally_cache", "lateness_cache", "by_node_cache")
 #: How many closed incidents the state remembers; the log has them all.
 CLOSED_INCIDENTS_MAX = 200
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.

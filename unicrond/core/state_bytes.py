@@ -4,6 +4,7 @@ Rules
 -----
 * There a task is flat: the fields of all its parts stand beside each other in TASK_FIELDS' order, which is the order
   in which they came to be. So how tasks are cut into parts (task_parts.py) is nothing that a digest can see.
+* A field that is renamed keeps its key (`msgspec.field(name=...)`): bytes and JSON stay what they were.
 * A new field goes to the end of TASK_FIELDS and has a default that is left out (events/fields.py): the digests of all
   states before it stay what they were.
 """
@@ -49,25 +50,25 @@ TASK_FIELDS: tuple[str, ...] = (
     "group.suspicions",
     "pace.timings",
     "pace.warm",
-    "pace.measured",
+    "pace.measurements",
     "pace.transition_us",
     "reshaping.reshape",
     "reshaping.reshaped_us",
     "copies.peers",
-    "copies.kept",
+    "copies.holdings",
     "ending.params_digest",
     "ending.reason",
     "troubles.unclear",
     "group.unread",
     "group.stragglers",
     "ending.stop",
-    "ending.left",
+    "ending.loop_exits",
     "troubles.early",
     "troubles.early_below",
     "group.meetings",
     "group.overdue",
     "group.telling",
-    "group.met",
+    "group.lead_confirmed",
     "group.before",
     "progress.unsaved",
     "pace.elsewhere",
@@ -114,20 +115,22 @@ def decode(body: bytes) -> ClusterState:
 
 
 def _field(owner: type[msgspec.Struct], path: str) -> tuple[str, Any, Any]:
-    """Return encoded name, type and default of the field at `path`, which may lead through a part."""
+    """Return name, type and default (with its key) of the field at `path`, which may lead through a part."""
     part, _, name = path.rpartition(".")
     infos = {info.name: info for info in fields(owner)}
     if part:
         return _field(infos[part].type, name)
     info = infos[name]
     if info.default_factory is not msgspec.NODEFAULT:
-        return name, info.type, msgspec.field(default_factory=info.default_factory)
-    return name, info.type, msgspec.field(default=info.default)
+        return name, info.type, msgspec.field(default_factory=info.default_factory, name=info.encode_name)
+    return name, info.type, msgspec.field(default=info.default, name=info.encode_name)
 
 
 _FlatTask = msgspec.defstruct(
     "_FlatTask", [_field(Task, path) for path in TASK_FIELDS], frozen=True, omit_defaults=True
 )
+#: The key of each of TASK_FIELDS in bytes and in JSON: its name there, or the older one that a renamed field keeps.
+TASK_KEYS = tuple(info.encode_name for info in fields(_FlatTask))
 _STATE_FIELDS = tuple(info.name for info in fields(ClusterState) if info.name not in DERIVED)
 _FlatState = msgspec.defstruct(
     "_FlatState",

@@ -37,8 +37,8 @@ class Nodes(NamedTuple):
     """What the rules ask of all nodes at once. `of`: the nodes.
 
     `slots`: of each that may carry workers; `cordoned`: those of them that are. `isolated`: those that are isolated;
-    `returned`: those that have come back from the lost, since they last were. `left`: those that have left in order;
-    `forgetting`: those that are to be forgotten. `services`: see memory_places.py.
+    `returned`: those that have come back from the lost, since they last were. `left_nodes`: those that have left in
+    order; `forgetting`: those that are to be forgotten. `services`: see memory_places.py.
     `dated`: those that are to be empty by a time; `foretold`: those that are expected to fail (departures.py).
     `gpu`, `gpus`: the one type of GPU; or of each that has not left, where there are several (gpu_types.py).
     """
@@ -48,7 +48,7 @@ class Nodes(NamedTuple):
     cordoned: Sequence[str]
     isolated: Sequence[str]
     returned: Sequence[str]
-    left: Sequence[str]
+    left_nodes: Sequence[str]
     forgetting: Sequence[str]
     services: tuple[MemoryService, ...]
     dated: Sequence[str]
@@ -63,18 +63,18 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
     if before is not None:
         if before.of is nodes:
             return before
-        if all(old and new and _asked(old) == _asked(new) for old, new in changed(before.of, nodes).values()):
+        if all(old and new and _plan_facts(old) == _plan_facts(new) for old, new in changed(before.of, nodes).values()):
             return before._replace(of=nodes)
     every = nodes.values()
     slots, cordoned = reconcile.schedulable(nodes)
-    gpu, gpus = gpu_types.told_types(every)
+    gpu, gpus = gpu_types.node_types(every)
     return Nodes(
         of=nodes,
         slots=slots,
         cordoned=cordoned,
         isolated=[node.name for node in every if node.isolated],
         returned=[node.name for node in every if node.returns_us],
-        left=[node.name for node in every if node.status is NodeStatus.LEFT],
+        left_nodes=[node.name for node in every if node.status is NodeStatus.LEFT],
         forgetting=[node.name for node in every if node.forgetting],
         services=memory_places.services(every),
         dated=[node.name for node in every if node.empty_by_us],
@@ -84,7 +84,7 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
     )
 
 
-def _asked(node: Node) -> tuple[object, ...]:
+def _plan_facts(node: Node) -> tuple[object, ...]:
     dates = bool(node.empty_by_us), bool(node.foretold), bool(node.forgetting)
     use = (
         node.schedulable,
@@ -196,13 +196,15 @@ class Survey:
     @property
     def points_to_make(self) -> int:
         """The number of points that `make_curves` would compute: all of them after a restart."""
-        unknown = [task.spec for task in self.active for gpu in self._asked(task) if self._known(task, gpu) is None]
+        unknown = [
+            task.spec for task in self.active for gpu in self._gpu_types(task) if self._cached_curves(task, gpu) is None
+        ]
         return sum(spec.max_workers // shape.workers for spec in unknown for shape in layouts_of(spec))
 
     def make_curves(self) -> None:
         """Make the curves that are not there yet: of a large cluster that takes most of a second."""
         for task in self.active:
-            for gpu in self._asked(task):
+            for gpu in self._gpu_types(task):
                 self.curves(task, gpu)
 
     def throughput(self, task: Task) -> Curve:
@@ -213,14 +215,14 @@ class Survey:
     def curves(self, task: Task, gpu: str) -> Mapping[Shape, Curve]:
         """Return the layouts that a plan may give the task, each with T on this type of GPU as far as it is known
         today."""
-        curves = self._known(task, gpu)
+        curves = self._cached_curves(task, gpu)
         if curves is None:
             on_type = gpu_types.on_type(task, gpu)
             curves = {shape: throughput(on_type, self.linear, shape) for shape in layouts_of(task.spec)}
             self._curves[task.name, gpu] = (task.spec, task.pace, 0 if has_scale(on_type) else self.linear, curves)
         return curves
 
-    def _known(self, task: Task, gpu: str) -> Mapping[Shape, Curve] | None:
+    def _cached_curves(self, task: Task, gpu: str) -> Mapping[Shape, Curve] | None:
         entry = self._curves.get((task.name, gpu))
         if entry is None or entry[0] is not task.spec or not _as_measured(entry[1], task.pace):
             return None
@@ -235,7 +237,7 @@ class Survey:
         candidates = [gpu for gpu in (planned, task.pace.gpu) if gpu in self.types]
         return candidates[0] if candidates else self.types[0]
 
-    def _asked(self, task: Task) -> tuple[str, ...]:
+    def _gpu_types(self, task: Task) -> tuple[str, ...]:
         return self.types or (self.type_of(task),)
 
     @cached_property
@@ -259,7 +261,7 @@ def _as_measured(before: Pace, after: Pace) -> bool:
     """Return whether what was measured is the very same."""
     if before is after:
         return True
-    is_same = before.measured is after.measured and before.elsewhere is after.elsewhere
+    is_same = before.measurements is after.measurements and before.elsewhere is after.elsewhere
     return is_same and before.on_gpus is after.on_gpus and before.gpu == after.gpu
 
 

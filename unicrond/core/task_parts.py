@@ -3,13 +3,13 @@
 | value | what it holds | changed by |
 |---|---|---|
 | `Numbers` | what the next worker and the next replica are called | folding/commands.py |
-| `Progress` | what has been committed and saved | folding/training.py |
+| `TaskProgress` | what has been committed and saved | folding/training.py |
 | `Pace` | how long iterations and transitions take, and what throughput follows | folding/training.py, plans.py |
-| `Group` | how the newest membership fares: meetings, suspicions, stragglers | folding/plans.py, suspicions.py |
+| `GroupHealth` | how the newest membership fares: meetings, suspicions, stragglers | folding/plans.py, suspicions.py |
 | `Troubles` | what is held against nodes and against the task itself | folding/strikes.py |
 | `Copies` | where its state lies in nodes' memory | folding/kept_states.py, commands.py |
 | `Reshaping` | the layout that it is asked to have | folding/tasks.py |
-| `Turn` | how long it has waited for workers, or has had them in its turn | turns.py |
+| `StarvationState` | how long it has waited for workers, or has had them in its turn | turns.py |
 | `Ending` | why it stopped, and with which parameters | folding/tasks.py |
 
 Each field's name is one of a kind among all of these: in bytes and in JSON a task is flat (state_bytes.py).
@@ -64,7 +64,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     next_replica: int = always(0)
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
 
     `committed_generation`: the generation that committed it. `unsaved`: why the last checkpoint was not written, by
@@ -84,7 +84,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration_us`: per iteration, by the last report. `timings`: by the last TIMINGS_MAX reports of the present
-    generation, its first WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were
+    generation, its first WARM_UP left out (`warm`: how many have come). `measurements`: workers -> FLOP/s that were
     measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
     `elsewhere`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and D_move,
     likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none told;
@@ -94,7 +94,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     iteration_us: int = always(0)
     timings: tuple[int, ...] = always(())
     warm: int = always(0)
-    measured: dict[str, int] = always({})
+    measurements: dict[str, int] = always({}, name="measured")
     transition_us: int = always(0)
     elsewhere: dict[str, dict[str, int]] = {}
     reshape_us: int = 0
@@ -103,7 +103,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     on_gpus: dict[str, dict[str, dict[str, int]]] = {}
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`formed_after`: the iteration at which the newest membership was decided.
 
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
@@ -114,7 +114,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
     `stragglers`: members that are slower than the other replicas, by worker.
     `telling`: parts of the next membership, as far as they have come (events/seats.py).
-    `met`: the newest group's lead has said for all that they are in it (events.vocabulary.ToldOnce.lead_tells).
+    `lead_confirmed`: the newest group's lead has said for all that they are in it
+    (events.vocabulary.ToldOnce.lead_tells).
     `before`: the last membership of which a lead had said so, until the newest group has met.
     """
 
@@ -126,7 +127,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stragglers: dict[str, Straggler] = {}
     overdue: int = 0
     telling: PartialMembership | None = None
-    met: bool = False
+    lead_confirmed: bool = msgspec.field(default=False, name="met")
     before: Membership | None = None
 
 
@@ -166,11 +167,11 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`peers`: the nodes that take copies, as the members were told last.
 
-    `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
+    `holdings`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     """
 
     peers: tuple[MemoryService, ...] = always(())
-    kept: Mapping[str, KeptState] = always({})
+    holdings: Mapping[str, KeptState] = always({}, name="kept")
 
 
 class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -189,17 +190,17 @@ class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`reason`: why the task has its status, in words. `params_digest`: of the parameters that it ended with.
 
-    `stop`: why its program wants it to end before its last iteration; `left`: the workers that have left the training
-    loop for that, and after which iteration.
+    `stop`: why its program wants it to end before its last iteration; `loop_exits`: the workers that have left the
+    training loop for that, and after which iteration.
     """
 
     reason: str = always("")
     params_digest: str = always("")
     stop: str = ""
-    left: dict[str, int] = {}
+    loop_exits: dict[str, int] = msgspec.field(default={}, name="left")
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StarvationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Log times, 0 = not so (turns.py). `waits_since_us`: since when no plan has given it workers. `overdue_us`: when
     that had been too long. `turn_since_us`: when the turn began that it has. `turn_over_us`: when its last one ended.
     """

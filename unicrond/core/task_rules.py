@@ -20,7 +20,7 @@ from events.schemas import BF16, CHOOSES_LAYOUTS, SCHEMA, TASK_USERS, TOLD_ONCE
 from events.shape import Shape
 from events.task_env import refusal
 from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
-from unicrond.core.field_faults import Fault, Place
+from unicrond.core.field_faults import FieldFault, Place
 from unicrond.core.reshaping import layouts_of, most_workers
 from unicrond.core.work import LINEAR_FLOPS
 
@@ -47,7 +47,7 @@ _SOURCE = re.compile(r"file:/[^\0]+|env:[A-Za-z_][A-Za-z0-9_]*")
 PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
 
 
-def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[Fault]:
+def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[FieldFault]:
     """Yield all that is wrong with a well-typed spec. `schema`: what the coordinator writes."""
     yield from _not_finite(spec)
     yield from _workers(spec, schema)
@@ -63,36 +63,44 @@ def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[Fault]:
     if schema >= TASK_USERS:
         yield from _variables(spec)
     elif spec.run_as:
-        yield Fault(("run_as",), "older parts of this cluster run all tasks as one user; upgrade them, or leave it out")
+        yield FieldFault(
+            ("run_as",), "older parts of this cluster run all tasks as one user; upgrade them, or leave it out"
+        )
     size_bytes = len(msgspec.msgpack.encode(spec))
     if size_bytes > SPEC_BYTES_MAX:
-        yield Fault((), f"the task is {size_bytes} bytes long, more than {SPEC_BYTES_MAX}; shorten args, env or tables")
+        yield FieldFault(
+            (), f"the task is {size_bytes} bytes long, more than {SPEC_BYTES_MAX}; shorten args, env or tables"
+        )
 
 
-def _not_finite(part: msgspec.Struct, place: Place = ()) -> Iterator[Fault]:
+def _not_finite(part: msgspec.Struct, place: Place = ()) -> Iterator[FieldFault]:
     for name in part.__struct_fields__:
         value = getattr(part, name)
         if isinstance(value, msgspec.Struct):
             yield from _not_finite(value, (*place, name))
         elif isinstance(value, float) and not math.isfinite(value):
-            yield Fault((*place, name), f"{value} is not finite; give a finite number")
+            yield FieldFault((*place, name), f"{value} is not finite; give a finite number")
 
 
-def _workers(spec: TaskSpec, schema: int) -> Iterator[Fault]:
+def _workers(spec: TaskSpec, schema: int) -> Iterator[FieldFault]:
     unit = spec.replica_workers
     if spec.min_workers > spec.max_workers:
-        yield Fault(("min_workers",), f"{spec.min_workers} is more than max_workers ({spec.max_workers}); lower it")
-    if schema < TOLD_ONCE and spec.max_workers > (most := members_told_at_most(spec.name)):
+        yield FieldFault(
+            ("min_workers",), f"{spec.min_workers} is more than max_workers ({spec.max_workers}); lower it"
+        )
+    if schema < TOLD_ONCE and spec.max_workers > (most := members_per_event_max(spec.name)):
         fix = "lower it, or shorten the name" if len(spec.name) > SHORT_NAME else "lower it"
-        yield Fault(("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}")
+        yield FieldFault(
+            ("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}"
+        )
     for name in ("min_workers", "max_workers"):
         value = getattr(spec, name)
         if value % unit and not spec.layouts:
             near = " or ".join(str(n) for n in (value // unit * unit, (value // unit + 1) * unit) if n)
-            yield Fault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
+            yield FieldFault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
 
 
-def members_told_at_most(name: str) -> int:
+def members_per_event_max(name: str) -> int:
     """Return how many workers of the task fit into one SetMembership, all of them joiners, on nodes with the longest
     names."""
     worker_bytes = len(name) + len(".123456789") + 2
@@ -100,9 +108,9 @@ def members_told_at_most(name: str) -> int:
     return (MAX_EVENT_BYTES - SPEC_BYTES_MAX) // (member_bytes + worker_bytes)
 
 
-def _batches(spec: TaskSpec) -> Iterator[Fault]:
+def _batches(spec: TaskSpec) -> Iterator[FieldFault]:
     if spec.global_batch % spec.micro_batch:
-        yield Fault(
+        yield FieldFault(
             ("global_batch",),
             f"{spec.global_batch} is not a multiple of micro_batch ({spec.micro_batch});"
             f" use {_multiples(spec.global_batch, spec.micro_batch)}",
@@ -110,58 +118,60 @@ def _batches(spec: TaskSpec) -> Iterator[Fault]:
         return
     replicas = spec.max_workers // spec.replica_workers
     if replicas > spec.micro_batches and not spec.layouts:
-        yield Fault(
+        yield FieldFault(
             ("max_workers",),
             f"{replicas} replicas share {spec.micro_batches} micro-batches, so some would idle;"
             f" use at most {spec.micro_batches * spec.replica_workers}, or a larger global_batch",
         )
 
 
-def _precision(spec: TaskSpec, schema: int) -> Iterator[Fault]:
+def _precision(spec: TaskSpec, schema: int) -> Iterator[FieldFault]:
     if spec.model.precision == "bf16" and spec.entry == BUILT_IN and schema < BF16:
-        yield Fault(("model", "precision"), "bf16 is not known to agents of the schema that is written; upgrade them")
+        yield FieldFault(
+            ("model", "precision"), "bf16 is not known to agents of the schema that is written; upgrade them"
+        )
 
 
-def _shape(spec: TaskSpec) -> Iterator[Fault]:
+def _shape(spec: TaskSpec) -> Iterator[FieldFault]:
     """Yield, for the built-in GPT, what Megatron-core asserts when it builds the model; for Megatron-LM, what its flags
     forbid in another layout than theirs."""
     if problem := flag_problem(spec, spec.cut):
-        yield Fault(("args",), problem)
+        yield FieldFault(("args",), problem)
     yield from _inside(spec, spec.cut)
     if spec.entry != BUILT_IN:
         return
     model = spec.model
     if model.hidden % model.heads:
-        yield Fault(
+        yield FieldFault(
             ("model", "hidden"),
             f"{model.hidden} does not divide among heads ({model.heads}); use {_multiples(model.hidden, model.heads)}",
         )
     for name in ("heads", "hidden", "vocab"):
         value = getattr(model, name)
         if value % spec.tp:
-            yield Fault(
+            yield FieldFault(
                 ("model", name),
                 f"{value} does not divide among tp ({spec.tp}); use {_multiples(value, spec.tp)}, or another tp",
             )
     if model.layers % spec.pp:
-        yield Fault(
+        yield FieldFault(
             ("model", "layers"),
             f"{model.layers} does not divide among pp ({spec.pp});"
             f" use {_multiples(model.layers, spec.pp)}, or another pp",
         )
 
 
-def _inside(spec: TaskSpec, shape: Shape) -> Iterator[Fault]:
+def _inside(spec: TaskSpec, shape: Shape) -> Iterator[FieldFault]:
     """Yield what is wrong with vpp and ep, whatever the program is and however large."""
     if spec.entry == BUILT_IN:
         for name, degree in (("vpp", shape.vpp), ("ep", shape.ep)):
             if degree > 1:
-                yield Fault((name,), f"is {degree}, but the built-in GPT has no {_MISSING[name]}; leave it out")
+                yield FieldFault((name,), f"is {degree}, but the built-in GPT has no {_MISSING[name]}; leave it out")
         return
     if shape.vpp > 1 and shape.pp == 1:
-        yield Fault(("vpp",), f"is {shape.vpp}, but chunks of a stage are interleaved from pp 2 on; use vpp 1")
+        yield FieldFault(("vpp",), f"is {shape.vpp}, but chunks of a stage are interleaved from pp 2 on; use vpp 1")
     if shape.tp % shape.ep:
-        yield Fault(
+        yield FieldFault(
             ("ep",), f"{shape.ep} does not divide tp ({shape.tp}), whose workers share the experts; use another"
         )
 
@@ -221,28 +231,28 @@ def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
     return next((shape for shape in fewer if divides(spec, shape)), Shape(tp, pp))
 
 
-def _layouts(spec: TaskSpec) -> Iterator[Fault]:
+def _layouts(spec: TaskSpec) -> Iterator[FieldFault]:
     if not spec.layouts:
         return
     if len(spec.layouts) > LAYOUTS_MAX:
-        yield Fault(("layouts",), f"are {len(spec.layouts)}, more than {LAYOUTS_MAX}; give fewer")
+        yield FieldFault(("layouts",), f"are {len(spec.layouts)}, more than {LAYOUTS_MAX}; give fewer")
     for n, layout in enumerate(spec.layouts):
         place: Place = ("layouts", n)
         if not divides(spec, layout.shape):
-            yield Fault(place, f"{layout.shape.cut} does not divide the model; leave it out")
+            yield FieldFault(place, f"{layout.shape.cut} does not divide the model; leave it out")
         yield from _table(layout.throughput, spec.max_workers, (*place, "throughput"))
         if layout.micro_batch and spec.global_batch % layout.micro_batch:
             text = f"{layout.micro_batch} does not divide global_batch ({spec.global_batch}); use a divisor of it"
-            yield Fault((*place, "micro_batch"), text)
+            yield FieldFault((*place, "micro_batch"), text)
     if len({bool(layout.micro_batch) for layout in spec.layouts}) > 1:
-        yield Fault(("layouts",), "say micro_batch in some and not in others; give it in all or in none")
+        yield FieldFault(("layouts",), "say micro_batch in some and not in others; give it in all or in none")
     fewest = min(layout.tp * layout.pp for layout in spec.layouts)
     least = max(spec.min_workers, 1)
     if -(-least // fewest) * fewest > spec.max_workers and spec.min_workers <= spec.max_workers:
         text = (
             f"no layout has replicas that come to {spec.min_workers} to {spec.max_workers} workers; raise max_workers"
         )
-        yield Fault(("max_workers",), text)
+        yield FieldFault(("max_workers",), text)
         return
     most = max(most_workers(spec, shape) for shape in layouts_of(spec))
     if spec.lanes and most < spec.min_workers <= spec.max_workers:
@@ -250,24 +260,24 @@ def _layouts(spec: TaskSpec) -> Iterator[Fault]:
             f"{spec.min_workers} is more than any layout gets ({most}): no more replicas than lanes ({spec.lanes}), no"
             " more lanes than the largest micro-batches come to; lower it, or use smaller micro-batches"
         )
-        yield Fault(("min_workers",), text)
+        yield FieldFault(("min_workers",), text)
 
 
-def _gpus(spec: TaskSpec) -> Iterator[Fault]:
+def _gpus(spec: TaskSpec) -> Iterator[FieldFault]:
     if len(spec.gpus) > GPUS_MAX:
-        yield Fault(("gpus",), f"are {len(spec.gpus)}, more than {GPUS_MAX}; give fewer")
+        yield FieldFault(("gpus",), f"are {len(spec.gpus)}, more than {GPUS_MAX}; give fewer")
     names = [entry.gpu for entry in spec.gpus]
     for n, entry in enumerate(spec.gpus):
         if not entry.gpu or entry.gpu in names[:n]:
-            yield Fault(("gpus", n, "gpu"), f"{entry.gpu!r} is empty or given twice; give each type once")
+            yield FieldFault(("gpus", n, "gpu"), f"{entry.gpu!r} is empty or given twice; give each type once")
         for k, layout in enumerate(entry.layouts):
             yield from _table(layout.throughput, spec.max_workers, ("gpus", n, "layouts", k, "throughput"))
 
 
-def _table(table: Mapping[str, int], most: int, place: Place) -> Iterator[Fault]:
+def _table(table: Mapping[str, int], most: int, place: Place) -> Iterator[FieldFault]:
     for key in table:
         if not re.fullmatch(r"[1-9][0-9]{0,8}", key) or int(key) > most:
-            yield Fault((*place, key), f"must be a number of workers, 1 to max_workers ({most})")
+            yield FieldFault((*place, key), f"must be a number of workers, 1 to max_workers ({most})")
             return
 
 
@@ -277,7 +287,7 @@ def _multiples(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-def _worth(spec: TaskSpec) -> Iterator[Fault]:
+def _worth(spec: TaskSpec) -> Iterator[FieldFault]:
     table = spec.throughput
     wrong = list(_table(table, spec.max_workers, ("throughput",)))
     if wrong:
@@ -289,27 +299,29 @@ def _worth(spec: TaskSpec) -> Iterator[Fault]:
     if not math.isfinite(spec.weight):
         return
     if not best:
-        yield Fault(("throughput",), "every entry is 0, so the task would never run; give measured FLOP/s")
+        yield FieldFault(("throughput",), "every entry is 0, so the task would never run; give measured FLOP/s")
     elif int(spec.weight * best) < 1:
-        yield Fault(("weight",), f"{spec.weight:g} is too small to count beside other tasks; raise it")
+        yield FieldFault(("weight",), f"{spec.weight:g} is too small to count beside other tasks; raise it")
     elif int(spec.weight * best) > WAF_MAX:
-        yield Fault(("weight",), f"{spec.weight:g} * {best:.3g} FLOP/s is more than the planner can add up; lower it")
+        yield FieldFault(
+            ("weight",), f"{spec.weight:g} * {best:.3g} FLOP/s is more than the planner can add up; lower it"
+        )
 
 
-def _schedule(spec: TaskSpec) -> Iterator[Fault]:
+def _schedule(spec: TaskSpec) -> Iterator[FieldFault]:
     optimizer = spec.optimizer
     if optimizer.min_lr > optimizer.lr:
-        yield Fault(("optimizer", "min_lr"), f"{optimizer.min_lr:g} is more than lr ({optimizer.lr:g}); lower it")
+        yield FieldFault(("optimizer", "min_lr"), f"{optimizer.min_lr:g} is more than lr ({optimizer.lr:g}); lower it")
     name = "iterations" if optimizer.decay_iterations is None else "decay_iterations"
     decay = optimizer.decay_iterations or spec.iterations
     if optimizer.warmup_iterations >= decay:
-        yield Fault(
+        yield FieldFault(
             ("optimizer", "warmup_iterations"),
             f"{optimizer.warmup_iterations} leaves nothing of {name} ({decay}); use less than {decay}",
         )
 
 
-def _program(spec: TaskSpec) -> Iterator[Fault]:
+def _program(spec: TaskSpec) -> Iterator[FieldFault]:
     for place in PATHS:
         value: Any = spec
         for name in place:
@@ -317,22 +329,22 @@ def _program(spec: TaskSpec) -> Iterator[Fault]:
         if value and not value.startswith("/") and not (place == ("entry",) and value in ENTRIES):
             suggestion = f"; give {', '.join(ENTRIES)} or an absolute path"
             choice = suggestion if place == ("entry",) else "; give an absolute path"
-            yield Fault(place, f"{value!r} is a relative path, and nodes have other directories{choice}")
+            yield FieldFault(place, f"{value!r} is a relative path, and nodes have other directories{choice}")
     if spec.entry == BUILT_IN and spec.args:
-        yield Fault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
+        yield FieldFault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
     if spec.entry == megatron_lm.ENTRY and not spec.cwd:
-        yield Fault(("cwd",), "is not given; give the checkout of Megatron-LM that the script in args is in")
+        yield FieldFault(("cwd",), "is not given; give the checkout of Megatron-LM that the script in args is in")
     for name, text in spec.env.items():
         if not _VARIABLE.fullmatch(name):
-            yield Fault(("env", name), "is not a variable's name; use letters, digits and _")
+            yield FieldFault(("env", name), "is not a variable's name; use letters, digits and _")
         elif "\0" in text:
-            yield Fault(("env", name), "holds a NUL character; remove it")
+            yield FieldFault(("env", name), "holds a NUL character; remove it")
     wish = spec.env.get(DETERMINISTIC, DETERMINISM[0])
     if wish not in DETERMINISM:
-        yield Fault(("env", DETERMINISTIC), f"{wish!r} is not one of {', '.join(DETERMINISM)}")
+        yield FieldFault(("env", DETERMINISTIC), f"{wish!r} is not one of {', '.join(DETERMINISM)}")
     lanes = spec.env.get(LANES, "1")
     if not (lanes.isascii() and lanes.isdecimal() and 1 <= int(lanes[:9]) <= spec.fewest_micro_batches):
-        yield Fault(
+        yield FieldFault(
             ("env", LANES), f"{lanes!r} is not a number of lanes; give 1 to {spec.fewest_micro_batches} (micro-batches)"
         )
 
@@ -348,25 +360,27 @@ def too_few_lanes(spec: TaskSpec) -> list[str]:
     ]
 
 
-def _variables(spec: TaskSpec) -> Iterator[Fault]:
+def _variables(spec: TaskSpec) -> Iterator[FieldFault]:
     for number, name in enumerate(spec.preload):
         if not _MODULE.fullmatch(name):
-            yield Fault(("preload", number), f"{name!r} is not a module's name; give one such as datasets or my.model")
+            yield FieldFault(
+                ("preload", number), f"{name!r} is not a module's name; give one such as datasets or my.model"
+            )
     for name in spec.env:
         if reason := refusal(name):
-            yield Fault(("env", name), reason)
+            yield FieldFault(("env", name), reason)
 
 
-def _secrets(spec: TaskSpec) -> Iterator[Fault]:
+def _secrets(spec: TaskSpec) -> Iterator[FieldFault]:
     for name, source in spec.secrets.items():
         place: Place = ("secrets", name)
         if not _VARIABLE.fullmatch(name):
-            yield Fault(place, "is not a variable's name; use letters, digits and _")
+            yield FieldFault(place, "is not a variable's name; use letters, digits and _")
         elif name.startswith("UNICRON_") or refusal(name):
-            yield Fault(place, "is a variable that may not be set by a task; use another name")
+            yield FieldFault(place, "is a variable that may not be set by a task; use another name")
         elif name in spec.env:
-            yield Fault(place, "stands in env too; remove it there")
+            yield FieldFault(place, "stands in env too; remove it there")
         elif not _SOURCE.fullmatch(source):
-            yield Fault(
+            yield FieldFault(
                 place, "the value itself would stand in the log; give file:/PATH or env:NAME, which the node has"
             )

@@ -26,7 +26,7 @@ from events.vocabulary import PlanAdopted
 from unicrond.core.changes import with_task
 from unicrond.core.planning.problem import TURNS_MAX
 from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.task_parts import Turn
+from unicrond.core.task_parts import StarvationState
 
 
 def ranks(state: ClusterState) -> dict[str, int]:
@@ -69,7 +69,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
     return state
 
 
-def planned(state: ClusterState, event: PlanAdopted) -> ClusterState:
+def plan_adopted(state: ClusterState, event: PlanAdopted) -> ClusterState:
     """Fold a plan that is in force: note who waits from now on, and whose turn has begun."""
     if not state.starvation_us:
         return state
@@ -93,7 +93,7 @@ def _passed_over(state: ClusterState, shares: Mapping[str, int]) -> set[str]:
     return {name for name in behind if not shares.get(name) and state.tasks[name].turn.overdue_us}
 
 
-def _after(turn: Turn, workers: int, now_us: int, *, apply_skips: bool) -> Turn:
+def _after(turn: StarvationState, workers: int, now_us: int, *, apply_skips: bool) -> StarvationState:
     if workers:
         began_us = now_us if turn.overdue_us else turn.turn_since_us
         return replace(turn, waits_since_us=0, overdue_us=0, turn_since_us=began_us)

@@ -55,7 +55,7 @@ class Model(NamedTuple):
         return self.flops[below - 1] if below else 0
 
 
-class Corrected(NamedTuple):
+class CalibratedModel(NamedTuple):
     """A model, corrected by what was measured `at` so many workers (rising)."""
 
     model: Model
@@ -80,11 +80,11 @@ class Corrected(NamedTuple):
         return self.ratio[low] + (self.ratio[high] - self.ratio[low]) * share
 
 
-class Presumed(NamedTuple):
+class ExtrapolatedModel(NamedTuple):
     """The model of a layout in which nothing was measured, corrected by what was in `near`."""
 
     model: Model
-    near: Corrected
+    near: CalibratedModel
 
     def __call__(self, workers: int) -> int:
         """Return FLOP/s on that many workers."""
@@ -128,7 +128,9 @@ def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
     return replace(spec, **layout._asdict(), throughput=table, max_workers=max(1, most_workers(spec, shape)))
 
 
-def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Model | Corrected | Presumed:
+def flops_of(
+    task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None
+) -> Model | CalibratedModel | ExtrapolatedModel:
     """Return T as far as it is known today, in its present layout or in another: call it with a number of workers."""
     shape, on_gpu = shape or task.spec.shape, spec_on(task.spec, task.pace.gpu)
     spec = in_layout(on_gpu, shape)
@@ -139,14 +141,14 @@ def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None)
         for neighbour in sorted(layouts_of(task.spec), key=lambda candidate: _doublings(candidate, shape)):
             near = _measured_in(task, neighbour)
             anchor = _corrected(model_of(in_layout(on_gpu, neighbour)), near) if near else None
-            if isinstance(anchor, Corrected):
-                return Presumed(model_of(spec), anchor)
+            if isinstance(anchor, CalibratedModel):
+                return ExtrapolatedModel(model_of(spec), anchor)
     return model_of(spec, linear)
 
 
 def _measured_in(task: Task, shape: Shape) -> dict[str, int]:
     if shape == task.spec.shape:
-        return task.pace.measured
+        return task.pace.measurements
     return task.pace.elsewhere.get(layout_key(shape), {})
 
 
@@ -156,12 +158,12 @@ def _doublings(first: Shape, second: Shape) -> float:
     return sum(abs(log2(a / b)) for a, b in pairs if a and b)
 
 
-def _corrected(model: Model, flops_at: Mapping[str, int]) -> Model | Corrected:
+def _corrected(model: Model, flops_at: Mapping[str, int]) -> Model | CalibratedModel:
     points = sorted((int(workers), flops) for workers, flops in flops_at.items())
     anchors = [(workers, flops) for workers, flops in points if model(workers)]
     if not anchors:
         return model
-    return Corrected(
+    return CalibratedModel(
         model,
         tuple([workers for workers, _ in anchors]),
         tuple([flops for _, flops in anchors]),
@@ -185,14 +187,14 @@ def throughput(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = Non
     return _curve(spec, flops_of(task, linear, shape))
 
 
-def _curve(spec: TaskSpec, flops: Model | Corrected | Presumed) -> Curve:
+def _curve(spec: TaskSpec, flops: Model | CalibratedModel | ExtrapolatedModel) -> Curve:
     unit = spec.replica_workers
     return Curve({workers: flops(workers) for workers in range(unit, spec.max_workers + 1, unit)})
 
 
 def has_scale(task: Task) -> bool:
     """Return whether its T is known in FLOP/s; of other tasks it is a line of `linear_flops`."""
-    return bool(task.pace.measured or task.pace.elsewhere or spec_on(task.spec, task.pace.gpu).throughput)
+    return bool(task.pace.measurements or task.pace.elsewhere or spec_on(task.spec, task.pace.gpu).throughput)
 
 
 def linear_flops(state: ClusterState) -> int:
@@ -225,7 +227,7 @@ def worth_stays(before: ClusterState, after: ClusterState) -> bool:
             continue
         if was is None or was.spec is not task.spec or was.status is not task.status:
             return False
-        if was.pace.measured is not task.pace.measured or was.pace.elsewhere is not task.pace.elsewhere:
+        if was.pace.measurements is not task.pace.measurements or was.pace.elsewhere is not task.pace.elsewhere:
             return False
         if was.pace.gpu != task.pace.gpu:
             return False
@@ -236,6 +238,6 @@ def _per_worker(task: Task) -> int:
     """Return FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is
     known."""
     table = spec_on(task.spec, task.pace.gpu).throughput
-    by_workers = task.pace.measured or next(iter(task.pace.elsewhere.values()), {}) or table
+    by_workers = task.pace.measurements or next(iter(task.pace.elsewhere.values()), {}) or table
     most = max(by_workers, key=int, default="")
     return by_workers[most] // int(most) if most else 0

@@ -21,9 +21,9 @@ from unicrond.core.deciding.plans import FLOPS_MAX, build_plan
 from unicrond.core.field_faults import faults
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.planning import kernel
-from unicrond.core.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished, TaskLaunched, WorkerLost
+from unicrond.core.planning.situation import NextEvent, NodeArrival, NodeLoss, TaskEnd, TaskLaunch, WorkerLoss
 from unicrond.core.planning.solver import solve
-from unicrond.core.planning.table import Planner, Table
+from unicrond.core.planning.table import Planner, PlanTable
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState, Node, NodeStatus, TaskStatus
 from unicrond.core.survey import Survey
@@ -77,15 +77,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _WORDS: dict[type, str] = {
-    WorkerLost: "slot lost",
-    NodeLost: "node lost",
-    NodeJoined: "node joins",
-    TaskFinished: "task ends",
-    TaskLaunched: "task launched",
+    WorkerLoss: "slot lost",
+    NodeLoss: "node lost",
+    NodeArrival: "node joins",
+    TaskEnd: "task ends",
+    TaskLaunch: "task launched",
 }
 
 
-def table_of(survey: Survey, planner: Planner) -> Table | None:
+def table_of(survey: Survey, planner: Planner) -> PlanTable | None:
     """Return the one-step table of a state; None while the last event has not been planned for. Raise ProblemError.
 
     May load the compiled kernel first: not for an event loop.
@@ -98,7 +98,7 @@ def table_of(survey: Survey, planner: Planner) -> Table | None:
     return planner.refresh(situation)
 
 
-def foreseen(table: Table) -> list[Row]:
+def foreseen(table: PlanTable) -> list[Row]:
     """Return one outcome per event that the table answers; nodes whose loss means the same share one. With several
     types of GPU some may not be planned for (`unforeseen`)."""
     rows: list[Row] = []
@@ -110,9 +110,9 @@ def foreseen(table: Table) -> list[Row]:
         if solution is None:
             continue
         equivalents: tuple[str, ...] = ()
-        if isinstance(event, NodeLost):
+        if isinstance(event, NodeLoss):
             group = alike[table.situation.load_of[event.node].load]
-            event, equivalents = NodeLost(group[0]), tuple(group[1:])
+            event, equivalents = NodeLoss(group[0]), tuple(group[1:])
         rows.append(
             Row(
                 event=_WORDS[type(event)],
@@ -124,9 +124,9 @@ def foreseen(table: Table) -> list[Row]:
                 layouts={
                     task.name: str(shape)
                     for (task, workers), shape in zip(solution, solution.shapes, strict=True)
-                    if task.others
+                    if task.alternatives
                     and workers
-                    and len({task.shape, *(alternative.shape for alternative in task.others)}) > 1
+                    and len({task.shape, *(alternative.shape for alternative in task.alternatives)}) > 1
                 },
                 gpus={t.name: gpu for (t, k), gpu in zip(solution, solution.gpus, strict=True) if k and gpu},
             )
@@ -134,24 +134,24 @@ def foreseen(table: Table) -> list[Row]:
     return rows
 
 
-def unforeseen(table: Table) -> int:
+def unforeseen(table: PlanTable) -> int:
     """Count the next events that have no plan in the table, or none yet; nodes whose loss means the same count once."""
     expected = table.situation.expected(distinct=True) if table.situation.gpus else ()
     return sum(table.solution(event) is None for event in expected)
 
 
-def table_json(table: Table) -> dict[str, Any]:
+def table_json(table: PlanTable) -> dict[str, Any]:
     """Return what is shown of a table."""
     return {"rows": foreseen(table), "unforeseen": unforeseen(table)}
 
 
 def _subject(event: NextEvent) -> str:
     match event:
-        case NodeLost(node):
+        case NodeLoss(node):
             return node
-        case NodeJoined(slots, gpu):
+        case NodeArrival(slots, gpu):
             return f"{slots} slot{'s' if slots != 1 else ''}{f' of {gpu}' if gpu else ''}"
-        case WorkerLost(task) | TaskFinished(task) | TaskLaunched(task):
+        case WorkerLoss(task) | TaskEnd(task) | TaskLaunch(task):
             return task
 
 

@@ -25,7 +25,7 @@ Row: TypeAlias = Mapping[WorkerStatus | None, WorkerStatus | None]
 
 #: It is lost to its task, though its process may run on.
 GIVEN_UP: Row = {_S.STARTING: _S.LOST, _S.READY: _S.LOST, _S.MEMBER: _S.LOST, _S.PARKED: _S.LOST}
-_GONE: Row = dict.fromkeys(WorkerStatus)
+_REMOVAL: Row = dict.fromkeys(WorkerStatus)
 
 MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.StartWorker: {None: _S.STARTING},
@@ -34,7 +34,7 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.WorkerRegrouped: {_S.STARTING: _S.MEMBER, _S.READY: _S.MEMBER, _S.MEMBER: _S.MEMBER},
     v.WorkerParked: {_S.STARTING: _S.PARKED, _S.READY: _S.PARKED, _S.MEMBER: _S.PARKED, _S.PARKED: _S.PARKED},
     v.StopWorker: dict.fromkeys(WorkerStatus, _S.STOPPING),
-    v.WorkerExited: _GONE,
+    v.WorkerExited: _REMOVAL,
     v.CommandApplied: {_S.STOPPING: None},
     v.CommandFailed: {_S.STARTING: None, _S.STOPPING: _S.LOST},
     v.DeadlinePassed: GIVEN_UP,
@@ -42,12 +42,12 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.CorruptionSuspected: GIVEN_UP,
     v.IncidentEscalated: GIVEN_UP,
     v.NodeLost: dict.fromkeys(WorkerStatus, _S.LOST),
-    v.NodeLeft: _GONE,
-    v.NodeForgotten: _GONE,  # a start may have been decided before the node was seen to leave
+    v.NodeLeft: _REMOVAL,
+    v.NodeForgotten: _REMOVAL,  # a start may have been decided before the node was seen to leave
     v.TaskSubmitted: {_S.LOST: None},  # the next life of a task that is at rest
     # A process without a command behind it; `decide` stops lost ones as soon as their node is up.
     v.WorkerStarted: {None: _S.LOST},
-    v.NodeJoined: {None: _S.LOST, **_GONE},
+    v.NodeJoined: {None: _S.LOST, **_REMOVAL},
 }
 
 

@@ -94,10 +94,10 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     @cached_property
     def spoken_for(self) -> frozenset[str]:
         """The workers that are in the group once its lead has said that it has met. Only to look up in."""
-        return self.names.difference(self.joiners) if self.lead_tells else NOBODY
+        return self.names.difference(self.joiners) if self.lead_tells else NO_WORKERS
 
 
-NOBODY: frozenset[str] = frozenset()
+NO_WORKERS: frozenset[str] = frozenset()
 
 
 class Kind(NamedTuple):
@@ -116,15 +116,16 @@ class Tally:
     `joined`: members that have said themselves that they are in the newest group; `vouched`: the other members that are
     once its lead says so. `settled`, `settled_vouched`: those of either that are of status MEMBER.
     `able`: members that can train. `leavers`: of status MEMBER, but not members.
-    `strangers`: workers of any status that are not members. `starting`, `parked`, `lost`: workers of that status.
+    `strangers`: workers of any status that are not members. `starting`, `parked`, `lost_workers`: workers of that
+    status.
     `busy`: with what their program has declared.
 
     `apart`: the workers of another status than MEMBER, and those that are busy. Only to look up in.
     """
 
     _COUNTS = (
-        "joined", "vouched", "able", "settled", "settled_vouched", "leavers", "strangers", "starting", "parked", "lost",
-        "busy",
+        "joined", "vouched", "able", "settled", "settled_vouched", "leavers", "strangers", "starting", "parked",
+        "lost_workers", "busy",
     )  # fmt: skip
     __slots__ = (*_COUNTS, "_kinds", "apart", "membership", "workers")
     joined: int
@@ -136,7 +137,7 @@ class Tally:
     strangers: int
     starting: int
     parked: int
-    lost: int
+    lost_workers: int
     busy: int
 
     def __init__(self, workers: Mapping[str, Worker], membership: Membership | None, before: Tally | None) -> None:
@@ -156,16 +157,16 @@ class Tally:
         else:
             counts = [0] * len(self._COUNTS)
             for kind, count in self._kinds.items():
-                counts = [total + count * is_so for total, is_so in zip(counts, _what(kind), strict=True)]
+                counts = [total + count * is_so for total, is_so in zip(counts, _count_flags(kind), strict=True)]
         for old, new in changes.values():
             if old is not None:
                 kind = _kind(old, membership)
                 self._kinds[kind] -= 1
-                counts = list(map(sub, counts, _what(kind)))
+                counts = list(map(sub, counts, _count_flags(kind)))
             if new is not None:
                 kind = _kind(new, membership)
                 self._kinds[kind] += 1
-                counts = list(map(add, counts, _what(kind)))
+                counts = list(map(add, counts, _count_flags(kind)))
         for name, count in zip(self._COUNTS, counts, strict=True):
             setattr(self, name, count)
 
@@ -177,7 +178,7 @@ class Tally:
             return self._kinds.copy()
         if was is None or membership is None or membership.generation <= was.generation:
             return _kinds(self.workers.values(), membership)
-        movers = [self.workers[name] for name in _moved(was, membership) if name in self.workers]
+        movers = [self.workers[name] for name in _differing(was, membership) if name in self.workers]
         kinds: Counter[Kind] = Counter()
         for kind, count in (self._kinds - _kinds(movers, was)).items():
             kinds[kind._replace(newest=False, spoken_for=kind.member and membership.lead_tells)] += count
@@ -194,7 +195,7 @@ class Tally:
 
 
 @cache
-def _what(kind: Kind) -> tuple[bool, ...]:
+def _count_flags(kind: Kind) -> tuple[bool, ...]:
     """Return, for each count of a tally, whether such a worker is one."""
     status, in_group, vouched = kind.status, kind.status is WorkerStatus.MEMBER, kind.spoken_for and not kind.newest
     return (
@@ -228,6 +229,6 @@ def _kind(worker: Worker, membership: Membership | None) -> Kind:
     return Kind(worker.status, newest, member, name in membership.spoken_for, bool(worker.busy_us))
 
 
-def _moved(before: Membership, after: Membership) -> set[str]:
+def _differing(before: Membership, after: Membership) -> set[str]:
     """Return the workers that only one of two memberships has, and those that join with the later one."""
     return {*(before.names ^ after.names), *after.joiners}

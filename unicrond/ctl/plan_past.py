@@ -18,51 +18,51 @@ from unicrond.core.policy import Policy
 from unicrond.core.spares import spares
 from unicrond.core.state import ClusterState
 from unicrond.core.survey import Survey
-from unicrond.core.what_if import BadChange, changes_of, table_of, table_told, what_if
-from unicrond.ctl.client import Client, Refused
-from unicrond.ctl.past import Asked, moment_at
+from unicrond.core.what_if import WhatIfError, changes_of, table_json, table_of, what_if
+from unicrond.ctl.client import Client, RequestRefused
+from unicrond.ctl.past import PointArgument, moment_at
 
 
 class PastPlans:
-    """Answers and refuses as `Client` does."""
+    """Plans of a past moment; answers and refuses as `Client` does."""
 
     def __init__(self, state: ClusterState, policy: Policy) -> None:
         self.state = state
         self._policy = policy
 
     @classmethod
-    def at(cls, client: Client, asked: Asked) -> PastPlans:
-        """Reads the log up to the point. Raises UsageError beyond its end."""
-        return cls(*moment_at(client, asked))
+    def at(cls, client: Client, at: PointArgument) -> PastPlans:
+        """Read the log up to the point. Raises UsageError beyond its end."""
+        return cls(*moment_at(client, at))
 
     def plan_table(self) -> dict[str, Any]:
-        """As Client.plan_table."""
+        """Return what Client.plan_table would have returned."""
         state = self.state
         if not state.plan.epoch:
-            raise Refused(f"table: there was no plan yet at entry {state.seq}; give a later --at", 503)
+            raise RequestRefused(f"table: there was no plan yet at entry {state.seq}; give a later --at", 503)
         try:
             table = table_of(Survey(state, self._policy), Planner())
             table = fill(table) if table is not None else None
         except ProblemError as error:
-            raise Refused(f"table: {error}", 400) from None
+            raise RequestRefused(f"table: {error}", 400) from None
         if table is None:
-            why = f"plan {state.plan.epoch} was not made for what had just happened at entry {state.seq}"
-            raise Refused(f"table: {why}; give an --at after the next plan", 503)
-        return {"epoch": state.plan.epoch, **msgspec.to_builtins(table_told(table))}
+            problem = f"plan {state.plan.epoch} was not made for what had just happened at entry {state.seq}"
+            raise RequestRefused(f"table: {problem}; give an --at after the next plan", 503)
+        return {"epoch": state.plan.epoch, **msgspec.to_builtins(table_json(table))}
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """As Client.plan_whatif."""
+        """Return what Client.plan_whatif would have returned."""
         try:
             plan = what_if(self.state, self._policy, changes_of(changes))
-        except (BadChange, ProblemError) as wrong:
-            raise Refused(str(wrong), 400) from None
-        built: dict[str, Any] = msgspec.to_builtins({"now": self.state.plan, "then": plan})
-        return built
+        except (WhatIfError, ProblemError) as error:
+            raise RequestRefused(str(error), 400) from None
+        answer: dict[str, Any] = msgspec.to_builtins({"now": self.state.plan, "then": plan})
+        return answer
 
     def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
-        """As Client.plan_spares."""
+        """Return what Client.plan_spares would have returned."""
         try:
-            told: dict[str, Any] = msgspec.to_builtins(spares(self.state, self._policy, repair_s, mtbf_s))
-        except ValueError as wrong:
-            raise Refused(str(wrong), 400) from None
-        return told
+            answer: dict[str, Any] = msgspec.to_builtins(spares(self.state, self._policy, repair_s, mtbf_s))
+        except ValueError as error:
+            raise RequestRefused(str(error), 400) from None
+        return answer

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from events.point import to_the_second
 from events.vocabulary import TaskAssignment
-from unicrond.core.departures import told as told_of
-from unicrond.core.gpu_types import of_assignment, told_types
+from unicrond.core.departures import departure_text
+from unicrond.core.gpu_types import node_types, of_assignment
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.core.isolation import waits_for
 from unicrond.core.severity import RESPONSE
@@ -65,7 +65,9 @@ def node_status(node: Node) -> str:
 def _why(state: ClusterState, node: Node) -> str:
     """Why it does not work, and what it waits for; "" where it does."""
     foretold = "" if node.isolated or not node.foretold else f"expected to fail: {node.foretold}"
-    return "; ".join(filter(None, (waits_for(state, node), node.reason or node.cordon_reason, told_of(node), foretold)))
+    return "; ".join(
+        filter(None, (waits_for(state, node), node.reason or node.cordon_reason, departure_text(node), foretold))
+    )
 
 
 def nodes_table(
@@ -130,30 +132,36 @@ def windows_of(state: ClusterState, node: str) -> list[str]:
 
 def turns(state: ClusterState) -> list[str]:
     """A line for each task that waits for workers under a bound, or has them in its turn (turns.py)."""
-    told = []
+    lines = []
     for task in state.tasks.values():
         turn, need = task.turn, f"{task.spec.min_workers} worker{'s' * (task.spec.min_workers != 1)}"
         if not state.starvation_us or task.status is not TaskStatus.ACTIVE:
             continue
         if turn.turn_since_us:
             until = to_the_second(turn.turn_since_us + state.starvation_us)
-            told.append(f"{task.name} has its turn: {need} before others until {until}")
+            lines.append(f"{task.name} has its turn: {need} before others until {until}")
         elif turn.overdue_us:
-            told.append(f"{task.name} is overdue: {need} before others as soon as they can be had")
+            lines.append(f"{task.name} is overdue: {need} before others as soon as they can be had")
         elif turn.waits_since_us:
             since, due = map(to_the_second, (turn.waits_since_us, turn.waits_since_us + state.starvation_us))
-            told.append(f"{task.name} has waited since {since}: {need} before others at {due}")
-    return told
+            lines.append(f"{task.name} has waited since {since}: {need} before others at {due}")
+    return lines
 
 
 def departures(state: ClusterState) -> list[str]:
     """A line for each departure that is planned and not over: of nodes, and of windows."""
-    told = [f"node {node.name} {when}" for node in state.nodes.values() if not node.window and (when := told_of(node))]
-    told += [f"node {node.name} is expected to fail: {node.foretold}" for node in state.nodes.values() if node.foretold]
+    lines = [
+        f"node {node.name} {when}"
+        for node in state.nodes.values()
+        if not node.window and (when := departure_text(node))
+    ]
+    lines += [
+        f"node {node.name} is expected to fail: {node.foretold}" for node in state.nodes.values() if node.foretold
+    ]
     for name, window in state.windows.items():
         when = f"{to_the_second(window.from_us)} to {to_the_second(window.until_us)}"
-        told.append(f"maintenance {name} of {', '.join(window.nodes)}: {when}")
-    return told
+        lines.append(f"maintenance {name} of {', '.join(window.nodes)}: {when}")
+    return lines
 
 
 def _keeps_back(kept_back: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
@@ -297,7 +305,7 @@ def plan_table(state: ClusterState) -> Table:
     if any(chosen):
         headers = (*headers, "layout")
         rows = [(*row, layout) for row, layout in zip(rows, chosen, strict=True)]
-    if told_types(state.nodes.values())[1]:
+    if node_types(state.nodes.values())[1]:
         headers = (*headers, "GPU")
         types = [of_assignment(state.nodes, assignment) or "-" for assignment in state.plan.assignments.values()]
         rows = [(*row, gpu) for row, gpu in zip(rows, types, strict=True)]

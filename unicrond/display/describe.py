@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
-from unicrond.core.departures import told as told_of
+from unicrond.core.departures import departure_text
 from unicrond.core.isolation import waits_for
 from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Node, Task
@@ -86,7 +86,7 @@ def _task(state: ClusterState, name: str) -> list[Section]:
                 f"newest of iteration {progress.checkpoint_iteration}" if progress.checkpoint_iteration else "none yet",
             )
         ),
-        "in memory": ", ".join(sorted({kept.node for kept in task.copies.kept.values()})) or "no copy",
+        "in memory": ", ".join(sorted({kept.node for kept in task.copies.holdings.values()})) or "no copy",
         "submitted": f"{_when(task.submitted_us)}, entry {task.submitted_seq}",
     }
     if task.reshaping.reshape:
@@ -122,7 +122,7 @@ def _node(state: ClusterState, name: str) -> list[Section]:
     }
     if node.cordoned:
         until = ", until it returns" if node.until_return else ""
-        what = told_of(node) or ("to be empty" if node.draining else "no new workers")
+        what = departure_text(node) or ("to be empty" if node.draining else "no new workers")
         facts["cordoned"] = f"{what}{until}: {node.cordon_reason}"
     if windows := windows_of(state, name):
         facts["maintenance"] = "; ".join(windows)
@@ -154,7 +154,7 @@ def _kept(state: ClusterState, node: str) -> list[str]:
     return [
         f"{task.name} shard {kept.shard} of iteration {kept.iteration}"
         for task in state.tasks.values()
-        for kept in task.copies.kept.values()
+        for kept in task.copies.holdings.values()
         if kept.node == node
     ]
 

@@ -173,7 +173,7 @@ def load(path: Path | None, environ: Mapping[str, str] = MappingProxyType({})) -
     for fault in faults(value, Config):
         name = settings.origin(fault.place, environ)
         line = f":{lines[fault.place]}" if fault.place in lines else ""
-        raise ConfigError(f"{name}: {fault.what}" if name else f"{path}{line}: {fault}")
+        raise ConfigError(f"{name}: {fault.text}" if name else f"{path}{line}: {fault}")
     config = msgspec.convert(value, Config, strict=True)
     check(config, where(path, environ))
     return config

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from events import megatron_layouts, megatron_lm
 from events.shape import Shape
 from events.vocabulary import LayoutSpec, TaskSpec
-from unicrond.core.field_faults import Fault, Place
+from unicrond.core.field_faults import FieldFault, Place
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.core.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, cut_problem, divides, flag_rules, nearest
 from unicrond.core.waf import in_layout
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 Wish = str | list[Entry]
 
 
-def take(data: Any) -> tuple[Wish, bool, list[Fault]]:
+def take(data: Any) -> tuple[Wish, bool, list[FieldFault]]:
     """Take `layouts` out of a task's data: what is wished, whether the file says so, what is wrong."""
     if not isinstance(data, dict):
         return "fixed", False, []
@@ -85,12 +85,12 @@ def take(data: Any) -> tuple[Wish, bool, list[Fault]]:
         return ("auto" if is_free else "fixed"), False, []
     given = data.pop(FIELD)
     if given == "auto" and (why := _untried(data)):
-        return "fixed", True, [Fault((FIELD,), f"auto, but {why}; give fixed or a list")]
+        return "fixed", True, [FieldFault((FIELD,), f"auto, but {why}; give fixed or a list")]
     if given in ("fixed", "auto"):
         return given, True, []
     if not isinstance(given, list | tuple) or not given:
-        return "fixed", True, [Fault((FIELD,), "give auto, fixed, or a list like [{tp: 1, pp: 1..4}]")]
-    found: list[Fault] = []
+        return "fixed", True, [FieldFault((FIELD,), "give auto, fixed, or a list like [{tp: 1, pp: 1..4}]")]
+    found: list[FieldFault] = []
     wish = [_entry(entry, (FIELD, n), found) for n, entry in enumerate(given)]
     return wish, True, found
 
@@ -100,42 +100,44 @@ def _untried(data: dict[str, Any]) -> str:
     args = data.get("args")
     if data.get("entry") != megatron_lm.ENTRY or not isinstance(args, list | tuple):
         return ""
-    rules = megatron_layouts.of_args([str(word) for word in args])
+    rules = megatron_layouts.layout_rules([str(word) for word in args])
     return rules.untried if rules is not None else ""
 
 
-def _entry(entry: Any, place: Place, found: list[Fault]) -> Entry:
+def _entry(entry: Any, place: Place, found: list[FieldFault]) -> Entry:
     if not isinstance(entry, dict) or (strange := set(entry) - {*Shape._fields, "throughput"}):
         named = f"unknown field {min(map(str, strange))}; " if isinstance(entry, dict) else ""
         text = "give tp, pp, vpp, ep, micro_batch and throughput, like {tp: 2, pp: 1}"
-        found.append(Fault(place, named + text))
+        found.append(FieldFault(place, named + text))
         return Entry([1], [1], [], [], [], {})
     sizes = {name: _numbers(entry[name], (*place, name), found) for name in Shape._fields if name in entry}
     try:
         table = msgspec.convert(entry.get("throughput", {}), dict[str, int], str_keys=True)
     except msgspec.ValidationError:
-        found.append(Fault((*place, "throughput"), "give FLOP/s by workers, like {4: 1.1e12}"))
+        found.append(FieldFault((*place, "throughput"), "give FLOP/s by workers, like {4: 1.1e12}"))
         table = {}
     if (many := prod(map(len, sizes.values()))) > _TRIED_MAX:
-        found.append(Fault(place, f"comes to {many} layouts; give narrower ranges"))
+        found.append(FieldFault(place, f"comes to {many} layouts; give narrower ranges"))
     if table and many > 1:
-        found.append(Fault((*place, "throughput"), "is of one layout; give its sizes as one number each"))
+        found.append(FieldFault((*place, "throughput"), "is of one layout; give its sizes as one number each"))
     tps, pps, vpps, eps, micro_batches = (sizes.get(name, []) for name in Shape._fields)
     return Entry(tps or [1], pps or [1], vpps, eps, micro_batches, table)
 
 
-def _numbers(given: Any, place: Place, found: list[Fault]) -> list[int]:
+def _numbers(given: Any, place: Place, found: list[FieldFault]) -> list[int]:
     if type(given) is int and 1 <= given <= _SIZE_MAX:
         return [given]
     if isinstance(given, str) and (span := _RANGE.fullmatch(given)) and int(span[1]) <= int(span[2]):
         return list(range(int(span[1]), int(span[2]) + 1))
     if isinstance(given, list) and given and all(type(n) is int and 1 <= n <= _SIZE_MAX for n in given):
         return list(dict.fromkeys(given))
-    found.append(Fault(place, f"{given!r} is not a size; give a number, a list like [1, 2, 4], or a range like 1..8"))
+    found.append(
+        FieldFault(place, f"{given!r} is not a size; give a number, a list like [1, 2, 4], or a range like 1..8")
+    )
     return [1]
 
 
-def shapes_of(spec: TaskSpec, wish: Wish, *, modelled: bool = False) -> tuple[list[Shape], list[Fault]]:
+def shapes_of(spec: TaskSpec, wish: Wish, *, modelled: bool = False) -> tuple[list[Shape], list[FieldFault]]:
     """The layouts that are wished and divide the model, the task's own first. `modelled`: each will have its table."""
     if isinstance(wish, str):
         others = _divisors(spec, modelled=modelled) if wish == "auto" else ()
@@ -149,16 +151,16 @@ def shapes_of(spec: TaskSpec, wish: Wish, *, modelled: bool = False) -> tuple[li
         if not fits:
             known = (why for shape in wished if (why := cut_problem(spec, shape)))
             none = f"none of its sizes divide the model on up to {spec.max_workers} workers; leave it out"
-            found.append(Fault((FIELD, n), next(known, none)))
+            found.append(FieldFault((FIELD, n), next(known, none)))
         for size in entry.micro_batches:
             if spec.global_batch % size:
                 text = f"{size} does not divide global_batch ({spec.global_batch}); use a divisor of it"
-                found.append(Fault((FIELD, n, "micro_batch"), text))
+                found.append(FieldFault((FIELD, n, "micro_batch"), text))
     if varied:  # then each says how large its own are
         shapes = [shape._replace(micro_batch=shape.micro_batch or spec.micro_batch) for shape in shapes]
     shapes = list(dict.fromkeys(shapes))
     if len(shapes) > LAYOUTS_MAX and not modelled:
-        found.append(Fault((FIELD,), f"are {len(shapes)}, more than {LAYOUTS_MAX}; give fewer"))
+        found.append(FieldFault((FIELD,), f"are {len(shapes)}, more than {LAYOUTS_MAX}; give fewer"))
     return shapes, found
 
 
@@ -173,7 +175,7 @@ def _divisors(spec: TaskSpec, *, modelled: bool) -> Iterator[Shape]:
                 yield shape
 
 
-def filled(spec: TaskSpec, wish: Wish) -> tuple[TaskSpec, list[Fault]]:
+def filled(spec: TaskSpec, wish: Wish) -> tuple[TaskSpec, list[FieldFault]]:
     """The task with its layouts, where no model of Megatron is given."""
     shapes, found = shapes_of(spec, wish)
     tables = {}

@@ -10,25 +10,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from events.megatron_lm import ENTRY, BadFlags, CommandLine, Understood, understood
-from unicrond.core.field_faults import Fault
+from events.megatron_lm import ENTRY, BadFlags, CommandLine, TrainingFlags, read_training_flags
+from unicrond.core.field_faults import FieldFault
 
 _FIELDS = ("tp", "pp", "vpp", "ep", "global_batch", "micro_batch", "iterations", "seed")
 _OFTEN_ONE = ("vpp", "ep")
 _SIZES = ("layers", "hidden", "heads", "seq", "vocab", "dropout")
 
 
-def take(data: dict[str, Any]) -> list[Fault]:
+def take(data: dict[str, Any]) -> list[FieldFault]:
     """Fill in what the flags say. All that is wrong; nothing for other entries, or where args are no texts."""
     args = data.get("args")
     if data.get("entry") != ENTRY or not isinstance(args, list | tuple):
-        return [] if data.get("entry") != ENTRY else [Fault(("args",), "are missing; give the script and its flags")]
+        return (
+            [] if data.get("entry") != ENTRY else [FieldFault(("args",), "are missing; give the script and its flags")]
+        )
     if not all(isinstance(word, str) for word in args):
         return []
     try:
-        told = understood(CommandLine.of(args))
+        told = read_training_flags(CommandLine.parse(args))
     except BadFlags as error:
-        return [Fault(("args",), str(error))]
+        return [FieldFault(("args",), str(error))]
     found = []
     for part, names in ((data, _FIELDS), (data.setdefault("model", {}), _SIZES)):
         if isinstance(part, dict):
@@ -39,7 +41,7 @@ def take(data: dict[str, Any]) -> list[Fault]:
                     continue  # a log of an older schema can hold the task as well
                 if part.setdefault(name, value) != value:
                     text = f"{part[name]!r}, but the flags in args say {value}; leave it out here"
-                    found.append(Fault((*place, name), text))
+                    found.append(FieldFault((*place, name), text))
     optimizer = data.setdefault("optimizer", {})
     if isinstance(optimizer, dict):
         optimizer.setdefault("distributed", told.distributed)
@@ -48,7 +50,7 @@ def take(data: dict[str, Any]) -> list[Fault]:
 
 def lines(args: tuple[str, ...]) -> list[str]:
     """What was understood of a command line that is right, for people."""
-    told: Understood = understood(CommandLine.of(args))
+    told: TrainingFlags = read_training_flags(CommandLine.parse(args))
     per_replica = told.tp * told.pp
     return [
         f"script {args[0]}, {told.iterations} iterations, seed {told.seed}",

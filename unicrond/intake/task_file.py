@@ -22,7 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
-from unicrond.core.field_faults import Fault, Place, faults
+from unicrond.core.field_faults import FieldFault, Place, faults
 from unicrond.core.task_rules import ENTRIES, PATHS, spec_faults
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
@@ -74,7 +74,7 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
     raise TaskFileError(f"{where}{line}: {first}{rest}")
 
 
-def understood(data: Any) -> tuple[TaskSpec | None, list[Fault]]:
+def understood(data: Any) -> tuple[TaskSpec | None, list[FieldFault]]:
     """The task that plain data (of YAML or JSON) describes, `throughput_model` filled in; or all that is wrong."""
     preset: Preset | None = None
     wish, is_asked, found = layouts.take(data)
@@ -128,7 +128,7 @@ def _whole_numbers(table: Any) -> None:
                 table[key] = int(value)
 
 
-def _numerics(data: dict[str, Any]) -> list[Fault]:
+def _numerics(data: dict[str, Any]) -> list[FieldFault]:
     """`numerics` is `accumulation` on the log; without either the sum is fixed. (How many lanes that means for good is
     noted in its environment.)"""
     if "numerics" not in data:
@@ -136,22 +136,22 @@ def _numerics(data: dict[str, Any]) -> list[Fault]:
         return []
     given = data.pop("numerics")
     if given not in _ON_THE_LOG:
-        return [Fault(("numerics",), f"{given!r} is not one of fixed, follow")]
+        return [FieldFault(("numerics",), f"{given!r} is not one of fixed, follow")]
     if "accumulation" in data:
-        return [Fault(("numerics",), "and accumulation are both given; keep numerics")]
+        return [FieldFault(("numerics",), "and accumulation are both given; keep numerics")]
     data["accumulation"] = _ON_THE_LOG[given]
     return []
 
 
-def _deterministic(data: dict[str, Any]) -> list[Fault]:
+def _deterministic(data: dict[str, Any]) -> list[FieldFault]:
     """`deterministic` stands in its environment as well."""
     if "deterministic" not in data:
         return []
     given, env = data.pop("deterministic"), data.setdefault("env", {})
     if given not in DETERMINISM:
-        return [Fault(("deterministic",), f"{given!r} is not one of {', '.join(DETERMINISM)}")]
+        return [FieldFault(("deterministic",), f"{given!r} is not one of {', '.join(DETERMINISM)}")]
     if isinstance(env, dict) and env.setdefault(DETERMINISTIC, given) != given:
-        return [Fault(("deterministic",), f"and env.{DETERMINISTIC} contradict each other; keep one")]
+        return [FieldFault(("deterministic",), f"and env.{DETERMINISTIC} contradict each other; keep one")]
     return []
 
 
@@ -174,7 +174,7 @@ def _line(lines: dict[Place, int], place: Place) -> str:
     return ""
 
 
-def _problems(spec: TaskSpec) -> Iterator[Fault]:
+def _problems(spec: TaskSpec) -> Iterator[FieldFault]:
     yield from spec_faults(spec)
     if spec.entry not in ENTRIES and Path(spec.entry).is_absolute() and not Path(spec.entry).is_file():
-        yield Fault(("entry",), f"{spec.entry!r} is not a file; give {', '.join(ENTRIES)} or the path of a script")
+        yield FieldFault(("entry",), f"{spec.entry!r} is not a file; give {', '.join(ENTRIES)} or the path of a script")

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from events.guess import guess
 from events.shape import Shape
 from events.vocabulary import LANES, GpuSpec, LayoutSpec, TaskSpec
-from unicrond.core.field_faults import Fault, faults
+from unicrond.core.field_faults import FieldFault, faults
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients
 from unicrond.core.task_rules import ENTRIES, SPEC_BYTES_MAX
 from unicrond.core.work import iteration_flop
@@ -47,14 +47,14 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     also: tuple[str, ...] = ()
 
 
-def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
+def take(data: dict[str, Any]) -> tuple[Preset | None, list[FieldFault]]:
     """Take the preset out of a task's `data`, and let it fill in what the task leaves out."""
     if FIELD not in data:
         return None, []
     given = data.pop(FIELD)
     found = list(faults(given, Preset, (FIELD,)))
     if "throughput" in data:
-        found.append(Fault((FIELD,), "and throughput are both given; keep one"))
+        found.append(FieldFault((FIELD,), "and throughput are both given; keep one"))
     if found:
         return None, found
     preset = msgspec.convert(given, Preset)
@@ -71,7 +71,9 @@ def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
     return preset, []
 
 
-def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool) -> tuple[TaskSpec, list[Fault]]:
+def fill(
+    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool
+) -> tuple[TaskSpec, list[FieldFault]]:
     """The task with the tables that its preset stands for, one for each of `shapes` (its own is the first) that is
     worth it; or what keeps it from having one. `is_free`: the file gives neither tp nor pp, so its own layout is the
     best for most workers."""
@@ -81,7 +83,7 @@ def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bo
     expected, told = known.flops_per_sequence(spec.model.seq) * spec.global_batch, iteration_flop(spec)
     if abs(told - expected) > _AGREE * expected:
         text = f"an iteration of this model is {told:.3g} FLOP, of {preset.model} {expected:.3g}; leave model out"
-        return spec, [Fault(("model",), text)]
+        return spec, [FieldFault(("model",), text)]
     try:
         if len(shapes) > 1:
             chosen = _chosen(spec, preset, shapes, is_free=is_free)
@@ -89,14 +91,14 @@ def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bo
                 return chosen, []
         points = _tables(spec, preset, [spec.cut])[spec.cut]
     except ValueError as error:
-        return spec, [Fault((FIELD,), str(error))]
+        return spec, [FieldFault((FIELD,), str(error))]
     if not points:
         shape = f"{spec.cut} and micro_batch {spec.micro_batch}"
         where = f"on up to {spec.max_workers} {preset.gpu}"
         text = f"{preset.model} with {shape} fits nowhere {where}; see `unicronctl throughput`"
         if spec.lanes:
             text += f" ({spec.lanes} lanes; fewer {LANES} or numerics: follow take less memory)"
-        return spec, [Fault((FIELD,), text)]
+        return spec, [FieldFault((FIELD,), text)]
     return replace(spec, throughput=points), []
 
 
@@ -177,11 +179,11 @@ def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Sha
     """T of each layout, by workers; empty where it fits nowhere. Raises ValueError for what cannot be."""
     import numpy as np
 
-    from unicrond.throughput.layouts import Job, Layout, job, pipeline_degrees, tensor_degrees
+    from unicrond.throughput.layouts import Layout, ThroughputQuery, job, pipeline_degrees, tensor_degrees
     from unicrond.throughput.model import Floats, Ints, memory_bytes, parameters, table
     from unicrond.throughput.presets import GPUS, MODELS, STACKS
 
-    def needed_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
+    def needed_bytes(job: ThroughputQuery, layout: Layout, dp: Ints) -> Floats:
         """In the place of the one gradient that Megatron has: all that a worker holds."""
         dealt = replace(spec, micro_batch=layout.micro_batch)
         held = np.array([gradients(dealt, replicas).most for replicas in dp.tolist()])
@@ -255,11 +257,11 @@ def worth(tables: _Tables) -> list[Shape]:
     return list(dict.fromkeys(found))
 
 
-def _unknown(preset: Preset) -> Iterator[Fault]:
+def _unknown(preset: Preset) -> Iterator[FieldFault]:
     from unicrond.throughput.presets import GPUS, MODELS, STACKS
 
     asked = [(name, getattr(preset, name)) for name in ("model", "gpu", "stack")]
     for name, value in (*asked, *(("also", gpu) for gpu in preset.also)):
         presets: Mapping[str, object] = {"model": MODELS, "stack": STACKS}.get(name, GPUS)
         if value not in presets and (value or name != "stack"):
-            yield Fault((FIELD, name), f"unknown {value!r}; {guess(value, list(presets))}")
+            yield FieldFault((FIELD, name), f"unknown {value!r}; {guess(value, list(presets))}")

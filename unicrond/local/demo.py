@@ -38,26 +38,26 @@ class NotHealed(RuntimeError):
     """The cluster is not as it should be; the message says what was waited for."""
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """What the demo did, and when (wall clock)."""
+class DemoFault(msgspec.Struct, frozen=True):
+    """A fault that the demo caused, and when (wall clock)."""
 
-    what: str
+    text: str
     at_us: int
 
 
-class Story:
+class DemoStory:
     """The demo's steps, over one running cluster."""
 
     def __init__(self, cluster: DevCluster, directory: Path, iterations: int) -> None:
         self.cluster = cluster
         self.cache = directory / "cache"
         self.iterations = iterations
-        self.faults: list[Fault] = []
+        self.faults: list[DemoFault] = []
         self.digest = ""
         self._random = random.Random(2401)
 
     async def run(self) -> ClusterState:
-        """All of it. Raises NotHealed."""
+        """Run all steps, and return the last state. Raises NotHealed."""
         for name, weight in TASKS.items():
             await self.cluster.submit(self.spec(name, weight))
         state = await self.until("both tasks train on all four nodes", lambda s: whole(s, 4) and _trained(s, 8))
@@ -86,8 +86,9 @@ class Story:
         state, self.digest = await self.cluster.state()
         return state
 
-    async def until(self, what: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
-        """The first state in which `holds`. Raises NotHealed after HEAL_TIMEOUT_S, or when a task failed."""
+    async def until(self, goal: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
+        """Wait, and return the first state in which `holds`. Raises NotHealed after HEAL_TIMEOUT_S, or when a task
+        failed."""
         deadline = time.monotonic() + HEAL_TIMEOUT_S
         state = ClusterState()
         while time.monotonic() < deadline:
@@ -99,29 +100,29 @@ class Story:
                 if holds(state):
                     return state
             await asyncio.sleep(0.05)
-        raise NotHealed(f"waited {HEAL_TIMEOUT_S:g} s for this: {what}; {_where_things_stand(state)}")
+        raise NotHealed(f"waited {HEAL_TIMEOUT_S:g} s for this: {goal}; {_where_things_stand(state)}")
 
     async def _healed(self, workers: int) -> ClusterState:
-        opened = sum(1 for fault in self.faults if fault.what.startswith("SIGKILL"))
+        opened = sum(1 for fault in self.faults if fault.text.startswith("SIGKILL"))
         return await self.until(
             f"incident {opened} is healed and {workers} workers train",
             lambda s: s.incidents_total >= opened and not s.incidents and whole(s, workers),
         )
 
     async def _in_mid_iteration(self, task: str) -> None:
-        """Half an iteration after a commit was seen."""
+        """Wait until half an iteration after a commit."""
         state, _ = await self.cluster.state()
-        seen = state.tasks[task].progress.iteration
-        state = await self.until("another step", lambda s: s.tasks[task].progress.iteration > seen)
+        iteration = state.tasks[task].progress.iteration
+        state = await self.until("another step", lambda s: s.tasks[task].progress.iteration > iteration)
         await asyncio.sleep(state.tasks[task].pace.iteration_us / 2e6)
 
-    def _fault(self, what: str, *, count: bool = True) -> None:
-        print(f">>> {what}", flush=True)
+    def _fault(self, text: str, *, count: bool = True) -> None:
+        print(f">>> {text}", flush=True)
         if count:
-            self.faults.append(Fault(what, time.time_ns() // 1000))
+            self.faults.append(DemoFault(text, time.time_ns() // 1000))
 
     def spec(self, name: str, weight: float) -> dict[str, object]:
-        """A small GPT on the standard library's sources, 1 to 3 workers."""
+        """Return the specification of a small GPT on the standard library's sources, 1 to 3 workers."""
         return {
             "name": name,
             "weight": weight,
@@ -139,19 +140,19 @@ class Story:
 
 
 def _where_things_stand(state: ClusterState) -> str:
-    """What is not as it should be, to find out why."""
-    told = [f"incident {i.id} ({i.kind}, {i.worker or i.node}: {i.message}) is open" for i in state.incidents.values()]
+    """Return what is not as it should be, to find out why."""
+    lines = [f"incident {i.id} ({i.kind}, {i.worker or i.node}: {i.message}) is open" for i in state.incidents.values()]
     for node in state.nodes.values():
         isolated = f", isolated ({node.reason})" if node.isolated else ""
-        told.append(f"node {node.name} is {node.status}{isolated}")
+        lines.append(f"node {node.name} is {node.status}{isolated}")
     for task in state.tasks.values():
         workers = ", ".join(f"{w.worker} {w.status} on {w.node}" for w in task.workers.values())
-        given = state.plan.assignments[task.name].workers if task.name in state.plan.assignments else 0
-        told.append(
-            f"task {task.name} at iteration {task.progress.iteration} is given {given} workers"
+        target = state.plan.assignments[task.name].workers if task.name in state.plan.assignments else 0
+        lines.append(
+            f"task {task.name} at iteration {task.progress.iteration} is given {target} workers"
             f" and has: {workers or 'none'}"
         )
-    return "; ".join(told)
+    return "; ".join(lines)
 
 
 def _trained(state: ClusterState, iterations: int) -> bool:
@@ -159,9 +160,9 @@ def _trained(state: ClusterState, iterations: int) -> bool:
 
 
 def whole(state: ClusterState, workers: int) -> bool:
-    """The plan is for `workers` workers' slots, and every task trains on exactly what it gives.
+    """Return whether the plan is for `workers` workers' slots, and every task trains on exactly what it gives.
 
-    It may leave a slot free: on a few busy cores more workers are measured to be no faster.
+    The plan may leave a slot free: on a few busy cores more workers are measured to be no faster.
     """
     survey = Survey(state, Policy())
     planned = set(state.tasks) == set(TASKS) and survey.fresh and sum(survey.capacity.values()) == workers
@@ -169,15 +170,16 @@ def whole(state: ClusterState, workers: int) -> bool:
 
 
 def _staffed(survey: Survey, task: Task) -> bool:
-    """All members are in, and are what the plan gives. (Workers of a lost node stay known until it returns.)"""
+    """Return whether all members are in, and are what the plan gives. (Workers of a lost node stay known until it
+    returns.)"""
     staff = survey.staffing(task)
-    given = survey.state.plan.assignments[task.name].workers
-    trains = task.confirmed and task.membership is not None and len(task.membership.members) == given
+    target = survey.state.plan.assignments[task.name].workers
+    trains = task.confirmed and task.membership is not None and len(task.membership.members) == target
     return trains and staff.fits and not staff.starting and not task.leavers
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit code 0 only if everything healed and the replay agrees."""
+    """Run the demo; the exit code is 0 only if everything healed and the replay agrees."""
     return start_small(arguments, _main)
 
 
@@ -192,7 +194,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
         async with small_cluster(
             directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.api_port, keys=True
         ) as cluster:
-            story = Story(cluster, directory, arguments.iterations)
+            story = DemoStory(cluster, directory, arguments.iterations)
             stop = asyncio.Event()
             view = asyncio.create_task(watch(cluster.state, stop, follow(cluster.client)))
             try:
@@ -211,7 +213,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
 
 
 async def replay(cluster: DevCluster, seq: int) -> str:
-    """The digest that `unicron-replay`, a process of its own, finds in the stored log."""
+    """Return the digest that `unicron-replay`, a process of its own, computes from the stored log."""
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).parent / "unicron-replay"),
         "digest",
@@ -226,12 +228,12 @@ async def replay(cluster: DevCluster, seq: int) -> str:
     return str(json.loads(output)["digest"]) if process.returncode == 0 else ""
 
 
-def _tell(story: Story, state: ClusterState, replayed: str, took_s: float) -> int:
+def _tell(story: DemoStory, state: ClusterState, replayed: str, took_s: float) -> int:
     incidents = [*state.closed, *state.incidents.values()]
     print()
     incident_table(state)
     for fault, incident in zip(story.faults, incidents, strict=False):
-        print(f"  {fault.what}: in the log {_since(fault, incident.detected_us)} after it,", end=" ")
+        print(f"  {fault.text}: in the log {_since(fault, incident.detected_us)} after it,", end=" ")
         print(f"training again {_since(fault, incident.resumed_us)} after it")
     print()
     for task in state.tasks.values():
@@ -243,14 +245,14 @@ def _tell(story: Story, state: ClusterState, replayed: str, took_s: float) -> in
     print(f"  total WAF: {sum(achieved_waf(task, state.now_us) for task in state.tasks.values()):.3e} FLOP/s")
     if reason := why(state):
         print(f"  why the plan is so: {reason}")
-    same = replayed == story.digest
+    is_equal = replayed == story.digest
     print(f"  digest of the daemon at sequence {state.seq}: {story.digest}")
-    print(f"  digest of a replay of the stored log:    {replayed or 'none'} ({'equal' if same else 'NOT EQUAL'})")
+    print(f"  digest of a replay of the stored log:    {replayed or 'none'} ({'equal' if is_equal else 'NOT EQUAL'})")
     learned = all((task.progress.loss or 9e9) < (task.progress.first_loss or 0.0) for task in state.tasks.values())
-    healed = not state.incidents and len(state.closed) == len(story.faults) and same and learned
+    healed = not state.incidents and len(state.closed) == len(story.faults) and is_equal and learned
     print(f"{'all healed' if healed else 'NOT all healed'}, in {took_s:.0f} s")
     return 0 if healed else 1
 
 
-def _since(fault: Fault, at_us: int) -> str:
+def _since(fault: DemoFault, at_us: int) -> str:
     return f"{max(0, at_us - fault.at_us) / 1000:.0f} ms"

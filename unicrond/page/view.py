@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unicrond.core.departures import told as told_of
-from unicrond.core.gpu_types import of_assignment, of_members, told_types
+from unicrond.core.departures import departure_text
+from unicrond.core.gpu_types import node_types, of_assignment, of_members
 from unicrond.core.isolation import waits_for
 from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
@@ -27,9 +27,9 @@ CLOSED_SHOWN = 200
 
 
 def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any]:
-    """The whole of it."""
+    """Return all that the page shows of a state."""
     places = {name: number for number, name in enumerate(state.tasks)}
-    several = bool(told_types(state.nodes.values())[1])
+    several = bool(node_types(state.nodes.values())[1])
     workers: dict[str, list[list[Any]]] = {}
     for task in state.tasks.values():
         ranks = _ranks(task)
@@ -43,7 +43,9 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
         "term": state.term,
         "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
         "tasks": [_task(state, task, hide) | _gpu(state, task, several) for task in state.tasks.values()],
-        "incidents": [_incident(one, hide) for one in (*state.closed[-CLOSED_SHOWN:], *state.incidents.values())],
+        "incidents": [
+            _incident(incident, hide) for incident in (*state.closed[-CLOSED_SHOWN:], *state.incidents.values())
+        ],
         "incidents_total": state.incidents_total,
         "linear_flops": LINEAR_FLOPS,
         "plan": _plan(state, several),
@@ -51,9 +53,9 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
 
 
 def ranks_of(task: Task, hide: Callable[[str], str] = str) -> list[dict[str, Any]]:
-    """Its members in rank order: where each is, and what it is known to do. A mark is told only of one that stands
-    still; the others train."""
-    told = []
+    """Return a task's members in rank order: where each is, and what it is known to do. Only a member that stands still
+    has its mark here; the others train."""
+    rows = []
     for rank, member in enumerate(task.membership.members if task.membership else ()):
         worker = task.workers.get(member.worker)
         row: dict[str, Any] = {
@@ -78,8 +80,8 @@ def ranks_of(task: Task, hide: Callable[[str], str] = str) -> list[dict[str, Any
             }
         if slow := task.group.stragglers.get(member.worker):
             row["factor"] = slow.factor
-        told.append(row)
-    return told
+        rows.append(row)
+    return rows
 
 
 def _ranks(task: Task) -> dict[str, int]:
@@ -88,19 +90,19 @@ def _ranks(task: Task) -> dict[str, int]:
 
 def _node(state: ClusterState, node: Node, workers: list[list[Any]], hide: Callable[[str], str]) -> dict[str, Any]:
     status = node_status(node)
-    told: dict[str, Any] = {"name": node.name, "status": status, "slots": node.slots, "workers": workers}
+    row: dict[str, Any] = {"name": node.name, "status": status, "slots": node.slots, "workers": workers}
     if status != "up" or node.needs:
         waits = waits_for(state, node) if node.isolated else ""
-        told["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon_reason, told_of(node)))))
+        row["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon_reason, departure_text(node)))))
     if node.status is NodeStatus.UP:
-        told["address"] = node.address
+        row["address"] = node.address
     if node.gpu:
-        told["gpu"] = node.gpu
-    return told
+        row["gpu"] = node.gpu
+    return row
 
 
 def _gpu(state: ClusterState, task: Task, several: bool) -> dict[str, str]:
-    """The type of GPU that its group is on, where there are several."""
+    """Return the type of GPU that the task's group is on, where there are several."""
     members = task.membership.members if task.membership and task.status is TaskStatus.ACTIVE else ()
     return {"gpu": of_members(state, members)} if several else {}
 
@@ -109,7 +111,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
     spec, pace_us = task.spec, task.pace.iteration_us
     active = task.status is TaskStatus.ACTIVE
     members = len(task.membership.members) if task.membership and active else 0
-    left = spec.iterations - task.progress.iteration
+    iterations_left = spec.iterations - task.progress.iteration
     per_s = 1e6 / pace_us if pace_us and active and task.confirmed else 0.0
     return {
         "name": task.name,
@@ -132,7 +134,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
         "tokens_per_s": per_s * spec.global_batch * spec.model.seq,
         "flops": per_s * iteration_flop(spec),
         "waf": achieved_waf(task, state.now_us),
-        "eta_us": left * pace_us if per_s else None,
+        "eta_us": iterations_left * pace_us if per_s else None,
         "checkpoint": task.progress.checkpoint_iteration,
         "stragglers": len(task.group.stragglers),
     }

@@ -62,36 +62,36 @@ from events.vocabulary import (
     TaskSubmitted,
 )
 from unicrond.core import forgetting
-from unicrond.core.ordering import FaultOrder, Refused, ordered
+from unicrond.core.ordering import FaultOrder, OrderRefused, injection_request
 from unicrond.core.planning.problem import ProblemError
-from unicrond.core.requests import enrolment_problem, maintenance_problem, other_agent, user_problem
-from unicrond.core.reshape_order import ReshapeOrder, asked_for
+from unicrond.core.requests import agent_mismatch, enrolment_problem, maintenance_problem, user_problem
+from unicrond.core.reshape_order import ReshapeOrder, reshape_request
 from unicrond.core.reshaping import reshaped
 from unicrond.core.spares import DAY_S, spares
 from unicrond.core.state import Task, TaskStatus
 from unicrond.core.state_bytes import digest, to_json
 from unicrond.core.survey import worker_mtbf_us
 from unicrond.core.task_rules import too_few_lanes, written_at
-from unicrond.core.what_if import BadChange, changes_of, table_told, what_if
+from unicrond.core.what_if import WhatIfError, changes_of, table_json, what_if
 from unicrond.display.derived import derived
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import understood
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tokens import EVERYTHING, Grant
-from unicrond.service.access import Access, NoAccess
+from unicrond.service.access import Access, AccessDenied
 from unicrond.service.bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
 from unicrond.service.coordinator import Coordinator
-from unicrond.service.discretion import discreet_state, mask_of, warnings_of
+from unicrond.service.discretion import mask_of, redact_state, warnings_of
 from unicrond.service.http_parts import answer, body_of, error, is_from_elsewhere, json_of, number_in
 from unicrond.service.log_api import LogApi
 from unicrond.service.log_reading import LogReader
-from unicrond.service.looking import Looking
+from unicrond.service.looking import PageApi
 from unicrond.service.metrics import exposition
-from unicrond.service.shown import Shown
+from unicrond.service.shown import ProcessStatus
 
-_ASKED = "requested by an operator"
-#: What tells of the whole state and of nothing less: not before the log is folded.
-_OF_THE_STATE = (
+_REASON = "requested by an operator"
+#: The paths that need the whole state: they are refused until the log is folded.
+_STATE_PATHS = (
     "/v1/state",
     "/v1/plan/",
     "/v1/logs/",
@@ -101,8 +101,8 @@ _OF_THE_STATE = (
     "/v1/view",
     "/v1/ranks/",
 )
-#: Who asks what is in hand.
-_who: ContextVar[Grant] = ContextVar("who", default=EVERYTHING)
+#: The grant of the request that is being handled.
+_caller: ContextVar[Grant] = ContextVar("who", default=EVERYTHING)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -116,29 +116,30 @@ class Api:
         event_log: EventLog,
         logs: LogReader,
         access: Access | None = None,
-        shown: Shown | None = None,
+        process: ProcessStatus | None = None,
     ) -> None:
-        """`access`: who may ask; None: everybody. `shown`: what else of this process people see."""
+        """Take the parts that the routes need. `access`: who may ask; None: everybody. `process`: the state of the
+        process around the coordinator."""
         self._config = config
         self._coordinator = coordinator
         self._log_api = LogApi(event_log, logs, lambda: coordinator.state)
         self._access = access or Access()
-        self._shown = shown = shown or Shown()
+        self._process = process = process or ProcessStatus()
         self._number = 0
-        self._looking = Looking(config, coordinator, self.condition, _who.get)
+        self._looking = PageApi(config, coordinator, self.condition, _caller.get)
         self._metrics = exposition(
             lambda: coordinator.state,
             coordinator.alarms,
             lambda: coordinator.fault,
-            shown.trouble,
+            process.trouble,
             coordinator.kept_back,
             lambda: coordinator.around.metrics(),
-            lambda: shown.leads,
+            lambda: process.leads,
             coordinator.bookkeeper,
         )
 
     def application(self) -> web.Application:
-        """The aiohttp application."""
+        """Return the aiohttp application with all routes."""
         app = web.Application(middlewares=[self._guard], client_max_size=256 * 1024)
         app.add_routes(
             [
@@ -177,117 +178,115 @@ class Api:
         acts = request.method != "GET" or request.path.startswith("/v1/stacks/")
         if acts and is_from_elsewhere(request):
             return error(403, "origin: web pages of others may not control a cluster; use unicronctl")
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         try:
-            who = self._access.grant(request.method, request.path, given, request.remote or "?", time.monotonic())
-        except NoAccess as refusal:
+            grant = self._access.grant(request.method, request.path, token, request.remote or "?", time.monotonic())
+        except AccessDenied as refusal:
             return error(refusal.status, str(refusal))
-        _who.set(who)
-        asks_the_state = request.method == "POST" or request.path.startswith(_OF_THE_STATE)
-        if asks_the_state and not self._coordinator.live.is_set():
+        _caller.set(grant)
+        needs_state = request.method == "POST" or request.path.startswith(_STATE_PATHS)
+        if needs_state and not self._coordinator.live.is_set():
             if not self._coordinator.caught_up.is_set():
                 return error(503, "coordinator: still reading its log; try again in a moment")
             if request.method == "POST":
-                return answer({"error": self._shown.referral, "standby": True}, 503)
-        if request.method == "POST" and (trouble := self._shown.trouble()):
+                return answer({"error": self._process.referral, "standby": True}, 503)
+        if request.method == "POST" and (trouble := self._process.trouble()):
             return error(503, f"log: {trouble}; try again later")
         if request.method == "POST" and self._coordinator.fault:
             return error(503, f"coordinator: has stopped deciding: {self._coordinator.fault}")
         try:
             return await handler(request)
-        except Refused as refusal:
+        except OrderRefused as refusal:
             return error(refusal.status, str(refusal))
 
     def status(self) -> str:
-        """Whether the coordinator decides ("live"), stands by, still folds its log, cannot decide because the log takes
-        nothing, or has stopped because a decision of its own was not sound."""
+        """Return whether the coordinator decides ("live"), stands by, still folds its log, cannot decide because the
+        log takes no appends, or has stopped because a decision of its own was not sound."""
         coordinator = self._coordinator
         if coordinator.fault:
             return "stopped deciding"
-        if self._shown.trouble():
+        if self._process.trouble():
             return "log takes nothing"
         if coordinator.live.is_set():
             return "live"
-        return "standby" if coordinator.caught_up.is_set() and not self._shown.leads else "catching up"
+        return "standby" if coordinator.caught_up.is_set() and not self._process.leads else "catching up"
 
     async def alive(self, _: web.Request) -> web.Response:
-        """200 as long as this process answers: no trouble of its log or its state is mended by killing it."""
+        """Answer 200 as long as this process runs: killing it would mend no trouble of its log or its state."""
         return answer({"status": self.status()})
 
     async def ready(self, _: web.Request) -> web.Response:
-        """200 where this head has folded the log and the log takes appends, so that it decides or would at once; else
-        503, and why."""
-        told = {"status": self.status(), "trouble": self._coordinator.fault or self._shown.trouble()}
-        return answer(told, 200 if told["status"] in ("live", "standby") else 503)
+        """Answer 200 where this head has folded the log and the log takes appends, so that it decides or would at once;
+        else 503 with the reason."""
+        body = {"status": self.status(), "trouble": self._coordinator.fault or self._process.trouble()}
+        return answer(body, 200 if body["status"] in ("live", "standby") else 503)
 
     async def health(self, _: web.Request) -> web.Response:
-        """The `status`, and what is behind it. `leads`: whether this head does.
-
-        Always 200: a coordinator that waits for its log is not helped by being killed.
-        """
+        """Answer with the `status` and its causes, always 200: killing a coordinator that waits for its log does not
+        help."""
         return answer(self.condition())
 
     def condition(self) -> dict[str, Any]:
-        """What /healthz says."""
+        """Return the body of /healthz."""
         coordinator = self._coordinator
-        trouble = coordinator.fault or self._shown.trouble()
+        trouble = coordinator.fault or self._process.trouble()
         alarms = coordinator.standing_alarms() + self._access.alarms()
         state = coordinator.state
-        told = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
-        told |= {"kept_back": self._kept_back(), "leads": self._shown.leads, "heads": self._shown.heads}
-        return {**told, "weaker": self._shown.weaker()}
+        body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
+        body |= {"kept_back": self._kept_back(), "leads": self._process.leads, "heads": self._process.heads}
+        return {**body, "weaker": self._process.weaker()}
 
     def _kept_back(self) -> dict[str, dict[str, float]]:
-        kept = self._coordinator.kept_back()
-        return {node: {"entries": one.entries, "oldest_s": one.oldest_us / 1e6} for node, one in kept.items()}
+        backlogs = self._coordinator.kept_back().items()
+        return {node: {"entries": backlog.entries, "oldest_s": backlog.oldest_us / 1e6} for node, backlog in backlogs}
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Prometheus text format."""
+        """Answer with the metrics in Prometheus's text format."""
         return web.Response(body=self._metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def state(self, _: web.Request) -> web.Response:
-        """The whole folded state, its digest, and what follows from it."""
+        """Answer with the whole folded state, its digest, and what follows from it."""
         state, now_us = self._coordinator.state, time.time_ns() // 1000
         mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
-        shown = discreet_state(to_json(state), mask_of(state))
-        body = {"digest": digest(state), "state": shown, **derived(state, now_us)}
+        public_state = redact_state(to_json(state), mask_of(state))
+        body = {"digest": digest(state), "state": public_state, **derived(state, now_us)}
         return answer({**body, "worker_mtbf_s": mtbf_s, "kept_back": self._kept_back()})
 
     async def plan_table(self, _: web.Request) -> web.Response:
-        """The one-step table as it stands: a row per event that may come next. 503 while there is none."""
+        """Answer with the one-step table: a row for each event that may come next. 503 while there is none."""
         foresight, epoch = self._coordinator.foresight, self._coordinator.state.plan.epoch
         table = foresight.table
         if table is None or foresight.epoch != epoch:
             return error(503, f"table: plan {epoch} has no table yet; try again in a moment")
-        return answer({"epoch": epoch, **await asyncio.to_thread(table_told, table)})
+        return answer({"epoch": epoch, **await asyncio.to_thread(table_json, table)})
 
     async def plan_whatif(self, request: web.Request) -> web.Response:
-        """The plan that would be adopted, were the cluster as the body says (`what_if.Changes`); nothing changes."""
-        asked, state, policy = await json_of(request), self._coordinator.state, self._config.policy
+        """Answer with the plan that would be adopted if the cluster were as the body says (`what_if.Changes`)."""
+        body, state, policy = await json_of(request), self._coordinator.state, self._config.policy
         try:
-            plan = await asyncio.to_thread(what_if, state, policy, changes_of(asked))
-        except (BadChange, ProblemError) as wrong:
+            plan = await asyncio.to_thread(what_if, state, policy, changes_of(body))
+        except (WhatIfError, ProblemError) as wrong:
             return error(400, str(wrong))
         return answer({"now": state.plan, "then": plan})
 
     async def plan_spares(self, request: web.Request) -> web.Response:
-        """What the cluster would achieve with some nodes kept back. A failed node is away for `repair_s` (a day); a
-        worker fails once in `mtbf_s` (as it is known)."""
+        """Answer with what the cluster would achieve with some nodes kept back. A failed node is away for `repair_s` (a
+        day); a worker fails once in `mtbf_s` (default: as measured)."""
         repair_s, mtbf_s = number_in(request, "repair_s"), number_in(request, "mtbf_s")
         state, policy = self._coordinator.state, self._config.policy
         try:
-            told = await asyncio.to_thread(spares, state, policy, repair_s or DAY_S, mtbf_s or 0)
+            report = await asyncio.to_thread(spares, state, policy, repair_s or DAY_S, mtbf_s or 0)
         except ValueError as wrong:
             return error(400, str(wrong))
-        return answer(told)
+        return answer(report)
 
     async def submit(self, request: web.Request) -> web.Response:
-        """Take a task on. 400 says which field is wrong; 409 that the name is in use."""
+        """Accept a new task. 400 says which field is wrong; 409 that the name is in use."""
         spec, wrong = await asyncio.to_thread(understood, await json_of(request))  # a throughput_model takes a while
         if spec is None:
             return error(400, str(wrong[0]))
-        known = self._coordinator.state.tasks.get(spec.name)
-        if known is not None and (known.status is TaskStatus.ACTIVE or not known.at_rest):
+        previous = self._coordinator.state.tasks.get(spec.name)
+        if previous is not None and (previous.status is TaskStatus.ACTIVE or not previous.at_rest):
             return error(409, f"name: task {spec.name} already exists; choose another name, or cancel it first")
         if problem := user_problem(self._coordinator.state, spec):
             return error(400, problem)
@@ -300,43 +299,43 @@ class Api:
         return await self._append(event, {"task": spec.name, "warnings": warnings}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """End a task; its workers stop, its checkpoints stay."""
+        """End a task: its workers stop, its checkpoints stay."""
         name = self._task(request).name
-        reason = (await body_of(request, Reason)).reason or _ASKED
+        reason = (await body_of(request, Reason)).reason or _REASON
         return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
 
     async def reshape(self, request: web.Request) -> web.Response:
-        """Another layout, or number of workers, for a running task. 400 says which field is wrong."""
+        """Submit another layout, or number of workers, for a running task. 400 says which field is wrong."""
         task = self._task(request)
-        event = asked_for(self._coordinator.state, task, await body_of(request, ReshapeOrder))
+        event = reshape_request(self._coordinator.state, task, await body_of(request, ReshapeOrder))
         about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "by"}
         return await self._append(event, {**about, "warnings": too_few_lanes(reshaped(task.spec, event))}, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:
-        """No new workers for a node; with drain, those that it has move away at an iteration boundary, `by` a time."""
+        """Keep new workers off a node; with drain, also move its workers away at an iteration boundary, `by` a time."""
         node = self._node(request)
-        asked = await body_of(request, CordonOrder)
-        if asked.by is not None and not asked.drain:
+        order = await body_of(request, CordonOrder)
+        if order.by is not None and not order.drain:
             return error(400, "by: only a drain has a time; set drain")
-        by_us = asked.by.time_us() if asked.by is not None else 0
+        by_us = order.by.time_us() if order.by is not None else 0
         event = NodeCordoned(
             node=node,
-            drain=asked.drain,
-            until_return=asked.until_return,
-            reason=asked.reason or _ASKED,
-            agent_boot=asked.boot,
-            address=asked.address,
+            drain=order.drain,
+            until_return=order.until_return,
+            reason=order.reason or _REASON,
+            agent_boot=order.boot,
+            address=order.address,
             empty_by_us=by_us,
         )
         return await self._of_node(event, {"empty_by_us": by_us} if by_us else {})
 
     async def maintain(self, request: web.Request) -> web.Response:
-        """A maintenance window: the nodes are empty while it lasts."""
-        asked = await body_of(request, MaintenanceOrder)
-        from_us = asked.begins.time_us()
-        until_us = from_us + int(asked.for_s * 1e6)
+        """Plan a maintenance window: the nodes are empty while it lasts."""
+        order = await body_of(request, MaintenanceOrder)
+        from_us = order.begins.time_us()
+        until_us = from_us + int(order.for_s * 1e6)
         event = MaintenancePlanned(
-            nodes=tuple(dict.fromkeys(asked.nodes)), from_us=from_us, until_us=until_us, reason=asked.reason or _ASKED
+            nodes=tuple(dict.fromkeys(order.nodes)), from_us=from_us, until_us=until_us, reason=order.reason or _REASON
         )
         for node in event.nodes:
             if node not in self._coordinator.state.nodes:
@@ -346,95 +345,95 @@ class Api:
         return await self._append(event, {"nodes": event.nodes, "from_us": from_us, "until_us": until_us}, 201)
 
     async def cancel_maintenance(self, request: web.Request) -> web.Response:
-        """The window ends now, or never begins."""
+        """End a maintenance window now, or before it begins."""
         window = request.match_info["window"]
         if window not in self._coordinator.state.windows:
             return error(404, f"maintenance {window} is not planned; see `unicronctl maintain`")
-        reason = (await body_of(request, Reason)).reason or _ASKED
+        reason = (await body_of(request, Reason)).reason or _REASON
         return await self._append(MaintenanceCancelled(window=window, reason=reason), {"window": window}, 202)
 
     async def uncordon(self, request: web.Request) -> web.Response:
-        """The node may have workers again."""
+        """Allow workers on a node again."""
         node = self._node(request)
-        asked = await body_of(request, OfNode)
-        event = NodeUncordoned(node=node, reason=asked.reason or _ASKED, agent_boot=asked.boot, address=asked.address)
+        order = await body_of(request, OfNode)
+        event = NodeUncordoned(node=node, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address)
         return await self._of_node(event)
 
     async def forget(self, request: web.Request) -> web.Response:
-        """A node that has gone leaves the state; with leave, one that is up is told to go first."""
+        """Remove a lost node from the state; with leave, stop the agent of a node that is up first."""
         node = self._node(request)
-        asked = await body_of(request, ForgetOrder)
+        order = await body_of(request, ForgetOrder)
         state = self._coordinator.state
-        if why := forgetting.refusal(state, state.nodes[node], leave=asked.leave):
-            return error(409, why)
+        if problem := forgetting.refusal(state, state.nodes[node], leave=order.leave):
+            return error(409, problem)
         event = ForgetRequested(
-            node=node, leave=asked.leave, reason=asked.reason or _ASKED, agent_boot=asked.boot, address=asked.address
+            node=node, leave=order.leave, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address
         )
         return await self._of_node(event)
 
     async def _of_node(
         self, event: NodeCordoned | NodeUncordoned | ForgetRequested, about: Mapping[str, Any] | None = None
     ) -> web.Response:
-        if other := other_agent(self._coordinator.state, event):
-            return error(409, other)
+        if problem := agent_mismatch(self._coordinator.state, event):
+            return error(409, problem)
         return await self._append(event, {"node": event.node, **(about or {})}, 202)
 
     async def enroll(self, request: web.Request) -> web.Response:
-        """The node's agent may log in with this key; it need not have joined before."""
+        """Allow a node's agent to log in with this key; the node need not have joined before."""
         node = request.match_info["node"]
-        asked = await body_of(request, Enrolment)
+        enrolment = await body_of(request, Enrolment)
         if not self._config.nats.has_keys:
             return error(400, "nats.auth: this coordinator uses no keys; set it to keys (docs/operate/logins.md)")
-        expires_us = time.time_ns() // 1000 + int(asked.unused_h * 3600e6) if asked.unused_h else 0
+        expires_us = time.time_ns() // 1000 + int(enrolment.unused_h * 3600e6) if enrolment.unused_h else 0
         try:
             agent_login(node)
         except BadLogin as wrong:
             return error(400, f"node: {wrong}")
-        event = NodeEnrolled(node=node, key=asked.key, expires_us=expires_us)
-        if why := enrolment_problem(self._coordinator.state, event):
-            return error(400, why)
+        event = NodeEnrolled(node=node, key=enrolment.key, expires_us=expires_us)
+        if problem := enrolment_problem(self._coordinator.state, event):
+            return error(400, problem)
         return await self._append(event, {"node": node}, 202)
 
     async def revoke(self, request: web.Request) -> web.Response:
-        """The node's agent may log in no more."""
+        """End the login of a node's agent."""
         node = request.match_info["node"]
-        reason = (await body_of(request, Reason)).reason or _ASKED
+        reason = (await body_of(request, Reason)).reason or _REASON
         if node not in self._coordinator.state.logins:
             return error(404, f"node: {node[:63]} is not enrolled")
         return await self._append(NodeRevoked(node=node, reason=reason), {"node": node}, 202)
 
     async def ask(self, event: AnyRequest) -> None:
-        """Append what a part of this process asks for, as people do."""
+        """Append a request from a part of this process, as if a person had sent it."""
         await self._append(event, {}, 202)
 
-    async def inject(self, asked: web.Request) -> web.Response:
-        """Order a fault; the answer names whom it was for."""
-        order = await body_of(asked, FaultOrder)
-        event = ordered(order, self._coordinator.state, allowed=self._config.injection)
+    async def inject(self, request: web.Request) -> web.Response:
+        """Order a fault; answer with the node and the worker that it was for."""
+        order = await body_of(request, FaultOrder)
+        event = injection_request(order, self._coordinator.state, allowed=self._config.injection)
         return await self._append(event, {"node": event.node, "worker": event.fault.worker}, 202)
 
-    def _task(self, asked: web.Request) -> Task:
-        name = asked.match_info["task"]
+    def _task(self, request: web.Request) -> Task:
+        name = request.match_info["task"]
         task = self._coordinator.state.tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
-            raise Refused(404, f"task: {name} is not active; see `unicronctl tasks`")
+            raise OrderRefused(404, f"task: {name} is not active; see `unicronctl tasks`")
         return task
 
-    def _node(self, asked: web.Request) -> str:
-        name = asked.match_info["node"]
+    def _node(self, request: web.Request) -> str:
+        name = request.match_info["node"]
         if name not in self._coordinator.state.nodes:
-            raise Refused(404, f"node: no node {name}; see `unicronctl nodes`")
+            raise OrderRefused(404, f"node: no node {name}; see `unicronctl nodes`")
         return name
 
     async def _append(self, event: AnyRequest, about: dict[str, object], status: int) -> web.Response:
         schema = self._coordinator.state.schema
         if schema >= NAMES_WHO_ASKS:
-            event = replace(event, by=_who.get().name)
+            event = replace(event, by=_caller.get().name)
         if beyond := beyond_schema(event, schema):
             return error(400, f"{beyond[0]}: this coordinator writes schema {schema}, which lacks it (write_schema)")
         term = self._coordinator.term
         if not term:
-            raise Refused(503, self._shown.referral)
+            raise OrderRefused(503, self._process.referral)
         self._number += 1
         envelope = Envelope(
             producer=API_PRODUCER,

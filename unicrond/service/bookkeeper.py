@@ -1,7 +1,7 @@
 """The coordinator's books: goodput (core/goodput.py), kept with its snapshots, and how long the phases of transitions
-took since this process began to read; and the traces of incidents (core/spans.py), told to whoever wants them.
+took since this process began to read; and the traces of incidents (core/spans.py), passed to a subscriber.
 
-Nothing is decided from them. Should they ever fail, that is said once, and everything else goes on.
+Nothing is decided from them. Should they ever fail, that is logged once, and everything else goes on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from events.envelope import Entry, Recorded
-from unicrond.core.goodput import Books, booked
-from unicrond.core.goodput_report import NOTHING, Reading, reading
+from unicrond.core.goodput import GoodputTotals, account_event
+from unicrond.core.goodput_report import EMPTY_READING, GoodputReading, reading
 from unicrond.core.spans import PHASES, Span, Spans
 from unicrond.core.state import ClusterState
 
@@ -24,45 +24,45 @@ log = logging.getLogger("unicrond")
 
 
 class Lasted(NamedTuple):
-    """How often, and how long together."""
+    """How often a phase happened, and how long all of them took together."""
 
     times: int = 0
     total_us: int = 0
 
 
-def _unwanted(_: Sequence[Span]) -> None:
+def _ignore_spans(_: Sequence[Span]) -> None:
     pass
 
 
-#: How often sums are remembered, so that the goodput of an interval can be told; and how many, a month.
+#: How often sums are remembered, so that the goodput of an interval can be computed; and how many: a month of them.
 READING_US, READINGS_MAX = 600_000_000, 30 * 24 * 6
 
 
 class Bookkeeper:
-    """`books`: up to the coordinator's state; None once they have failed. `phases`: of transitions. `ended`: told the
-    spans that have ended; must neither raise nor wait."""
+    """Keeps the books. `books`: goodput up to the coordinator's state; None once they have failed. `phases`: of
+    transitions. `ended`: called with the spans that have ended; must neither raise nor wait."""
 
     def __init__(self) -> None:
-        self.ended: Callable[[Sequence[Span]], None] = _unwanted
+        self.ended: Callable[[Sequence[Span]], None] = _ignore_spans
         self.begin()
 
     def begin(self) -> None:
-        """At the log's beginning, where nothing is known."""
-        self.books: Books | None = Books()
+        """Start again at the log's beginning, where nothing is known."""
+        self.books: GoodputTotals | None = GoodputTotals()
         self.phases = dict.fromkeys(PHASES, Lasted())
         self._spans: Spans | None = Spans()
-        self._readings: deque[Reading] = deque(maxlen=READINGS_MAX)
+        self._readings: deque[GoodputReading] = deque(maxlen=READINGS_MAX)
 
     def folded(self, before: ClusterState, after: ClusterState, entry: Entry) -> None:
-        """The entry has led from one state to the other."""
+        """Record an entry, which has led from one state to the other."""
         if not isinstance(entry, Recorded):
             return
         if self.books is not None:
             try:
-                self.books = booked(self.books, before, after, entry.envelope.event)
+                self.books = account_event(self.books, before, after, entry.envelope.event)
             except Exception:  # a bug of ours must not stop what heals
-                told = "goodput: the books end at entry %d; restart the coordinator without its snapshot"
-                log.exception(told, entry.seq)
+                message = "goodput: the books end at entry %d; restart the coordinator without its snapshot"
+                log.exception(message, entry.seq)
                 self.books = None
             else:
                 self._remember(after)
@@ -73,11 +73,11 @@ class Bookkeeper:
                 log.exception("traces: they end at entry %d; restart the coordinator", entry.seq)
                 self._spans = None
 
-    def since(self, time_us: int) -> Reading:
-        """The last sums that were remembered before this time; where there are none, the first of all. Those of before
-        a snapshot that this process began with are not there."""
-        at = bisect_right(self._readings, time_us, key=lambda one: one.at_us)
-        return self._readings[max(0, at - 1)] if self._readings else NOTHING
+    def since(self, time_us: int) -> GoodputReading:
+        """Return the last sums that were remembered before this time, else the oldest ones. Sums from before the
+        snapshot that this process began with are not kept."""
+        at = bisect_right(self._readings, time_us, key=lambda sums: sums.at_us)
+        return self._readings[max(0, at - 1)] if self._readings else EMPTY_READING
 
     def _remember(self, state: ClusterState) -> None:
         last_us = self._readings[-1].at_us if self._readings else 0
@@ -93,12 +93,12 @@ class Bookkeeper:
             self.ended(spans)
 
 
-def encoded(books: Books | None) -> bytes:
-    """For a snapshot."""
+def encoded(books: GoodputTotals | None) -> bytes:
+    """Return the books as bytes, for a snapshot."""
     return msgspec.msgpack.encode(books)
 
 
-def decoded(body: bytes) -> Books | None:
-    """What a snapshot holds. Raises msgspec.MsgspecError."""
-    books: Books | None = msgspec.msgpack.decode(body, type=Books | None)
+def decoded(body: bytes) -> GoodputTotals | None:
+    """Return the books that a snapshot holds. Raises msgspec.MsgspecError."""
+    books: GoodputTotals | None = msgspec.msgpack.decode(body, type=GoodputTotals | None)
     return books

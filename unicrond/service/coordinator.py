@@ -42,11 +42,11 @@ from events.vocabulary import (
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.isolation import Repair
-from unicrond.core.liveness import OWN_NAME, KeptBack
-from unicrond.core.own_decisions import Breaker, Stopped, batches, require_sound
+from unicrond.core.liveness import OWN_NAME, OutboxBacklog
+from unicrond.core.own_decisions import Breaker, DecidingStopped, batches, require_sound
 from unicrond.core.planning.problem import Problem
 from unicrond.core.policy import Policy, Settings
-from unicrond.core.provenance import stamped
+from unicrond.core.provenance import with_provenance
 from unicrond.core.state import ClusterState
 from unicrond.core.survey import Survey
 from unicrond.intake.readmission import Readmission
@@ -56,17 +56,17 @@ from unicrond.service.code_identity import code_version
 from unicrond.service.follower import Follower
 from unicrond.service.foresight import Foresight
 from unicrond.service.log_keeper import kept_back_lines
-from unicrond.service.repairs import Outcome, Repairs
+from unicrond.service.repairs import RepairOutcome, Repairs
 from unicrond.service.repairs import command as repair_command
 from unicrond.service.snapshots import Snapshots
 from unicrond.service.surroundings import Surroundings
 from unicrond.service.timers import Timers
-from unicrond.service.watch import Watch
+from unicrond.service.watch import NodeWatch
 
 log = logging.getLogger("unicrond")
 
 _READMISSION = Readmission()
-#: So many points of curves are made on the event loop, in some 10 ms; more in a thread.
+#: Up to so many points of curves are computed on the event loop, in some 10 ms; more of them in a thread.
 POINTS_ON_LOOP = 10_000
 
 
@@ -86,15 +86,15 @@ class Coordinator(Follower):
         schema: int = SCHEMA,
         skip: Sequence[int] = (),
         readmission: Readmission = _READMISSION,
-        repair: Callable[[Repair], Awaitable[Outcome]] | None = None,
+        repair: Callable[[Repair], Awaitable[RepairOutcome]] | None = None,
         taken_us: int = 0,
     ) -> None:
-        """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim.
-        `schema`: the newest that is written (events/schemas.py). `skip`: entries of the log to pass over from now on
-        (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`. `taken_us`: when
-        a person last took a log by name (known_log.py)."""
+        """Take the parts of a coordinator. `severity`: what the configuration sets beside severity.py's table.
+        `process`: HOST:PID, for the claim. `schema`: the newest that is written (events/schemas.py). `skip`: entries of
+        the log to pass over from now on (events/skips.py). `repair`: how nodes are repaired, where not by the command
+        of `readmission`. `taken_us`: when a person last accepted a log by name (known_log.py)."""
         super().__init__(event_log, clock, snapshots, skip)
-        self._watch = Watch(beat_log, heartbeat_s, clock, self._tell_quarantined)
+        self._watch = NodeWatch(beat_log, heartbeat_s, clock, self._tell_quarantined)
         self.liveness = self._watch.liveness
         self.live = asyncio.Event()
         self.around = Surroundings(requests=event_log)
@@ -131,7 +131,7 @@ class Coordinator(Follower):
                 await self._repairs.close()
 
     async def follow(self) -> None:
-        """Stand by: fold what comes, until cancelled."""
+        """Fold what comes as a standby, until cancelled."""
         self.fault = ""
         try:
             await self._catch_up()
@@ -149,19 +149,19 @@ class Coordinator(Follower):
 
     @property
     def is_deposed(self) -> bool:
-        """It has folded a newer term than its own."""
+        """Return whether it has folded a newer term than its own."""
         return self._fence is not None and self.state.term > self._fence.term
 
     def _stand_down(self) -> None:
-        """What a term leaves behind says nothing of the next one."""
+        """Drop what belongs to the term that ends; it says nothing about the next one."""
         self.live.clear()
         self._fence = None
         self._hold_seq = 0
         self._renews = False
-        self._forget_the_unread()
+        self._forget_unread()
         self._pending.clear()
         self._timers.arm({})
-        self._answers.forget_the_unsolved()
+        self._answers.forget_unsolved()
         self._breaker = Breaker()
         self._gathering = False
 
@@ -185,9 +185,9 @@ class Coordinator(Follower):
                 await self._require_ours(fenced.exceptions[0])
 
     async def _require_ours(self, fenced: BaseException) -> None:
-        """What fenced us was no claim that counts; else raises `fenced`."""
-        self._forget_the_unread()
-        self._answers.forget_the_unsolved()
+        """Return if the claim that fenced this coordinator does not count; else raise `fenced`."""
+        self._forget_unread()
+        self._answers.forget_unsolved()
         end = await self._event_log.last_seq()
         if end < self.state.seq:  # no claim in a log that has lost entries
             self.log_is_another(f"the event log ends at entry {end}, and this head has folded {self.state.seq}")
@@ -203,7 +203,7 @@ class Coordinator(Follower):
         log.warning("a claim that does not count fenced term %d (%s); claiming the next", self.state.term, fenced)
 
     def renew_term(self) -> None:
-        """Begin another term at once, where it leads: the claim of this one may then leave the stream (log_life.py)."""
+        """Begin another term at once if it leads: the claim of this one may then leave the stream (log_life.py)."""
         self._renews = self.live.is_set()
         if self._inbox.empty():
             self._inbox.put_nowait(None)
@@ -225,7 +225,7 @@ class Coordinator(Follower):
         log.info("term %d: took over at sequence %d", term, self._fence.seq)
 
     async def _write_skips(self) -> None:
-        """Under the new term, so that no coordinator that has folded the skipped entry still decides."""
+        """Append the skips under the new term: then no coordinator that folded a skipped entry still decides."""
         events = await self.unwritten_skips()
         if events:
             assert self._fence is not None
@@ -235,20 +235,21 @@ class Coordinator(Follower):
     def _settings(self) -> Settings:
         if self._schema < since(CheckNode):
             return Settings(self._policy, self._heartbeat_s)
-        asked = self._readmission
-        repair_timeout_s = asked.repair_timeout_s if self._repairs else 0.0
-        return Settings(self._policy, self._heartbeat_s, asked.timeout_s, repair_timeout_s)
+        readmission = self._readmission
+        repair_timeout_s = readmission.repair_timeout_s if self._repairs else 0.0
+        return Settings(self._policy, self._heartbeat_s, readmission.timeout_s, repair_timeout_s)
 
     def standing_alarms(self) -> list[str]:
-        """What a person has to look at now, a line each."""
+        """Return what a person has to look at now, a line each."""
         return self.alarms.standing(self._clock.wall_us()) + kept_back_lines(self.kept_back()) + self.around.alarms()
 
-    def kept_back(self) -> dict[str, KeptBack]:
-        """Per node that is heard, what it cannot append."""
-        return self.liveness.kept_back(self._clock.monotonic_us())
+    def kept_back(self) -> dict[str, OutboxBacklog]:
+        """Return for each node that is heard what it cannot append."""
+        return self.liveness.backlogs(self._clock.monotonic_us())
 
     def quiet_us(self) -> int:
-        """For how long nothing has come from the log, neither an entry nor an acknowledgement, though we listened."""
+        """Return for how long nothing, neither an entry nor an acknowledgement, has come from the log while we
+        listened."""
         return self.liveness.attended_us(self._read_us, self._clock.monotonic_us())
 
     def _delivered(self) -> None:
@@ -266,7 +267,7 @@ class Coordinator(Follower):
             log.log(level, "%d %s", entry.seq, summary(event))
 
     async def submit(self, envelope: Envelope) -> int:
-        """Append an observation that a person made (API); its sequence number."""
+        """Append an observation that a person made through the API; return its sequence number."""
         (seq,) = await self.around.requests.append([envelope])
         self._delivered()
         return seq
@@ -307,24 +308,24 @@ class Coordinator(Follower):
             try:
                 await self._step()
                 self._keep_snapshot()
-            except Stopped as stopped:
-                self._stop_deciding(str(stopped))
+            except DecidingStopped as stop:
+                self._stop_deciding(str(stop))
             except LogError:
                 raise
             except Exception as error:
                 self._stop_deciding(_bug(error))
 
-    def _stop_deciding(self, why: str) -> None:
-        super()._stop_deciding(why)
+    def _stop_deciding(self, reason: str) -> None:
+        super()._stop_deciding(reason)
         self._pending.clear()
         self._timers.arm({})
 
     def _keep_snapshot(self) -> None:
-        if self._snapshots is not None and self._mark is not None and self._snapshots.due(self.state.seq):
+        if self._snapshots is not None and self._mark is not None and self._snapshots.is_due(self.state.seq):
             self._group.create_task(self._snapshots.save(self.state, self._mark, self._skips, self.bookkeeper.books))
 
     async def _step(self) -> None:
-        """One look at the whole state; the state asks for nothing more when it returns without appending."""
+        """Look at the whole state once. When it returns without appending, the state calls for nothing more."""
         survey = await self._look()
         self._timers.arm(deadlines(survey))
         if self._repairs is not None:
@@ -340,13 +341,13 @@ class Coordinator(Follower):
         self._gathering = self._watch.gathers(self.state.nodes)
         decisions = decide(survey, self._answers.solutions, gathering=self._gathering)
         if decisions:
-            how = self._answers.how(needed[0]) if needed else None
-            await self._append([stamped(event, how) for event in decisions] if how else decisions)
+            answer = self._answers.answer_of(needed[0]) if needed else None
+            await self._append([with_provenance(event, answer) for event in decisions] if answer else decisions)
         elif not needed:
             self.foresight.look_from(survey)
 
     async def _look(self) -> Survey:
-        """At the newest state. Curves that a plan asks for now, and that take a while, are made in a thread."""
+        """Return a survey of the newest state. A plan's curves are computed in a thread if that takes a while."""
         self._survey = survey = Survey(self.state, self._policy, self._survey)
         if not survey.fresh and survey.points_to_make > POINTS_ON_LOOP:
             await asyncio.to_thread(survey.make_curves)
@@ -355,11 +356,11 @@ class Coordinator(Follower):
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
         events = [replace(e, argv=self._readmission.check) if isinstance(e, CheckNode) else e for e in events]
-        told = [form for event in events if (form := lowered(event, self._schema)) is not None]
-        self._breaker.about_to_append(told)
-        wrapped = [[self._wrap(event, self._fence.term) for event in batch] for batch in batches(told)]
+        forms = [form for event in events if (form := lowered(event, self._schema)) is not None]
+        self._breaker.about_to_append(forms)
+        wrapped = [[self._wrap(event, self._fence.term) for event in batch] for batch in batches(forms)]
         require_sound(self.state, [envelope for batch in wrapped for envelope in batch])
-        await self.around.prepare(told)
+        await self.around.prepare(forms)
         for batch in wrapped:
             seqs = await self._event_log.append(batch, fence=self._fence)
             self._delivered()
@@ -392,7 +393,7 @@ class Coordinator(Follower):
             self._stop_deciding(_bug(error))
 
     def _post(self, event: AnyEvent) -> None:
-        """A decision made outside `decide`; appended with the next step."""
+        """Queue an event that was made outside `decide`; the next step appends it."""
         if self.fault:
             return
         self._pending.append(event)

@@ -18,27 +18,28 @@ from contextlib import aclosing
 
 from events.envelope import Entry, Quarantined, Recorded
 from events.log import EventLog, LogDamaged
-from events.skips import passed_over
+from events.skips import apply_skips
 from events.subjects import subject
 from events.vocabulary import EntrySkipped
 from unicrond.core.fold import fold
 from unicrond.core.invariants import InvariantError, check
-from unicrond.core.skipping import Needed
+from unicrond.core.skipping import SkipCheck
 from unicrond.core.state import ClusterState
 from unicrond.service.alarms import Alarms
 from unicrond.service.bookkeeper import Bookkeeper
 from unicrond.service.clock import Clock
-from unicrond.service.snapshots import Mark, Snapshots, mark_of
+from unicrond.service.snapshots import LogMark, Snapshots, mark_of
 
 log = logging.getLogger("unicrond")
 
 _INBOX = 20_000
-#: What a person can do about a log that is not the one of before.
+#: What a person can do about a log that is not the one this head worked on before.
 CURE = "restore it, or take the log as it is: unicrond run --new-log"
 
 
 class Follower:
-    """`caught_up`: it has folded the log as it was at the start. `skip`: entries of the log to pass over."""
+    """Reads and folds a log. `caught_up`: it has folded the log as it was at the start. `skip`: entries to pass
+    over."""
 
     def __init__(self, event_log: EventLog, clock: Clock, snapshots: Snapshots | None, skip: Sequence[int]) -> None:
         self.state = ClusterState()
@@ -52,38 +53,38 @@ class Follower:
         self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=_INBOX)
         self._read_us = clock.monotonic_us()
         self._snapshots = snapshots
-        self._mark: Mark | None = None
-        #: The last state that was held against the rules.
+        self._mark: LogMark | None = None
+        #: The last state that was checked against the rules.
         self._sound: ClusterState | None = None
         self._skip = tuple(skip)
         self._skips: dict[int, str] = {}
         self._cause = ""
 
     @property
-    def mark(self) -> Mark | None:
+    def mark(self) -> LogMark | None:
         """The last entry that was folded."""
         return self._mark
 
     async def end_seq(self) -> int:
-        """The last entry of the log, folded or not. Raises LogError."""
+        """Return the number of the log's last entry, folded or not. Raises LogError."""
         return await self._event_log.last_seq()
 
-    def log_is_another(self, why: str) -> None:
-        """The log is not the one that was folded: nothing more is decided until a person has looked."""
+    def log_is_another(self, reason: str) -> None:
+        """Stop deciding until a person has looked: the log is not the one that was folded."""
         if not self.fault:
-            self._stop_deciding(f"{why}; {CURE}")
+            self._stop_deciding(f"{reason}; {CURE}")
 
     def standing_alarms(self) -> list[str]:
-        """What a person has to look at now, a line each."""
+        """Return what a person has to look at now, a line each."""
         return self.alarms.standing(self._clock.wall_us())
 
     async def unwritten_skips(self) -> list[EntrySkipped]:
-        """What tells every reader of the entries that this one was told to pass over."""
-        written = await self._event_log.skips()
-        return [EntrySkipped(seq=seq, reason=why) for seq, why in self._skips.items() if seq not in written]
+        """Return the events that tell every reader which entries this coordinator was ordered to pass over."""
+        in_log = await self._event_log.skips()
+        return [EntrySkipped(seq=seq, reason=reason) for seq, reason in self._skips.items() if seq not in in_log]
 
     def _folded(self, before: ClusterState, entry: Recorded) -> None:
-        """Called with each valid entry once it is folded."""
+        """Handle each valid entry once it is folded; for subclasses."""
 
     async def _catch_up(self) -> None:
         until_seq = await self._event_log.last_seq()
@@ -99,7 +100,7 @@ class Follower:
     async def _read_first(self, until_seq: int) -> None:
         self._skips = await self._event_log.skips()
         fresh = {seq: "ordered by --skip" for seq in self._skip if seq not in self._skips}
-        needed = Needed(fresh, until_seq)
+        needed = SkipCheck(fresh, until_seq)
         self._skips |= fresh
         if until_seq == 0:
             return
@@ -116,7 +117,7 @@ class Follower:
         self._require_sound_state()
         log.info("folded entries %d to %d in %.2f s", first_seq, until_seq, time.monotonic() - started)
 
-    async def _read_up(self, until_seq: int, needed: Needed | None = None) -> None:
+    async def _read_up(self, until_seq: int, needed: SkipCheck | None = None) -> None:
         if until_seq <= self.state.seq:
             return
         async with aclosing(self._event_log.read(self.state.seq, until_seq=until_seq)) as entries:
@@ -133,13 +134,13 @@ class Follower:
         raise RuntimeError("the event log ended, which must not happen")
 
     def _delivered(self) -> None:
-        """Something has come from the log: an entry, or an acknowledgement."""
+        """Note that something has come from the log: an entry, or an acknowledgement."""
         self._read_us = self._clock.monotonic_us()
 
     def _fold(self, entry: Entry) -> None:
         before = self.state
         self._mark = mark_of(entry)
-        entry = passed_over(entry, self._skips)
+        entry = apply_skips(entry, self._skips)
         self.state = fold(before, entry)
         self.bookkeeper.folded(before, self.state, entry)
         if isinstance(entry, Quarantined):
@@ -162,7 +163,7 @@ class Follower:
             log.error("ALARM: %s", alarm)
 
     async def _take_in(self) -> None:
-        """What has come, at least one entry."""
+        """Fold what has come; wait for at least one entry."""
         entry = await self._inbox.get()
         while True:
             if entry is not None:
@@ -172,7 +173,7 @@ class Follower:
             entry = self._inbox.get_nowait()
         self._require_sound_state()
 
-    def _forget_the_unread(self) -> None:
+    def _forget_unread(self) -> None:
         self._inbox = asyncio.Queue(maxsize=_INBOX)
 
     def _require_sound_state(self) -> None:
@@ -183,9 +184,9 @@ class Follower:
             except InvariantError as error:
                 self._stop_deciding(str(error))
 
-    def _stop_deciding(self, why: str) -> None:
-        self.fault = why
+    def _stop_deciding(self, reason: str) -> None:
+        self.fault = reason
         log.error(
             "DECIDING HAS STOPPED: %s; training continues, faults are not healed (docs/operate/recovery.md)",
-            why,
+            reason,
         )

@@ -28,8 +28,8 @@ from unicrond.core.plan_problems import healthy_problem_of
 from unicrond.core.planning.ahead import InterruptedSolve, interruptible, likeliest
 from unicrond.core.planning.problem import Problem, ProblemError
 from unicrond.core.planning.solver import Solution, solve
-from unicrond.core.planning.table import Answer, Planner, Table
-from unicrond.core.provenance import Answered
+from unicrond.core.planning.table import Answer, Planner, PlanTable
+from unicrond.core.provenance import PlanAnswer
 from unicrond.core.survey import Survey
 from unicrond.core.what_if import table_of
 
@@ -44,68 +44,75 @@ class Foresight:
     """
 
     def __init__(self, monotonic_us: Callable[[], int]) -> None:
-        self.table: Table | None = None
+        self.table: PlanTable | None = None
         self.epoch = 0
         self._monotonic_us = monotonic_us
         self._planner = Planner()
         self._healthy: Solution | None = None
         self._rows = asyncio.Lock()
         self._working: set[asyncio.Task[Any]] = set()
-        self._wanted = asyncio.Event()
+        self._request = asyncio.Event()
         self._survey: Survey | None = None
-        self._seen: object = None
+        self._basis: object = None
         self._interrupted = False
 
-    def look_up(self, problem: Problem) -> Answered | None:
-        """The answer, if it was foreseen: quick, on the event loop."""
+    def look_up(self, problem: Problem) -> PlanAnswer | None:
+        """Return the answer if it was foreseen, else None: quick, on the event loop."""
         asked_us = self._monotonic_us()
         if self._healthy is not None and self._healthy.problem == problem:
-            return Answered(self._healthy, "table", self._monotonic_us() - asked_us)
-        known = self.table.answer(problem) if self.table is not None else None
-        if self.table is None or known is None:
+            return PlanAnswer(self._healthy, "table", self._monotonic_us() - asked_us)
+        solution = self.table.answer(problem) if self.table is not None else None
+        if self.table is None or solution is None:
             return None
-        return Answered(known, "table", self._monotonic_us() - asked_us, self.table.effort.rows_reused)
+        return PlanAnswer(solution, "table", self._monotonic_us() - asked_us, self.table.effort.rows_reused)
 
-    async def solve(self, problem: Problem) -> Answered:
-        """The answer, from a thread."""
+    async def solve(self, problem: Problem) -> PlanAnswer:
+        """Return the answer, computed in a thread."""
         asked_us = self._monotonic_us()
         self._interrupted = True
         if self._rows.locked():
             solution = await asyncio.to_thread(solve, problem)
-            return Answered(solution, "fresh", self._monotonic_us() - asked_us)
+            return PlanAnswer(solution, "fresh", self._monotonic_us() - asked_us)
         answer = await self._to_its_end(self._answer(problem))
-        return Answered(answer.solution, answer.way, self._monotonic_us() - asked_us, answer.rows_reused)
+        return PlanAnswer(answer.solution, answer.way, self._monotonic_us() - asked_us, answer.rows_reused)
 
     def look_from(self, survey: Survey) -> None:
-        """The cluster is at rest in this state: foresee from here, if anything has changed."""
+        """Start from the state of a cluster at rest: ask for a new table if anything has changed."""
         state = survey.state
         if not survey.fresh or not state.plan.epoch:
             return
         paces = [(task.name, task.pace) for task in survey.active]
         learnt = tuple(
-            (name, tuple(pace.measured.items()), pace.transition_us, pace.move_us, pace.reshape_us, len(pace.elsewhere))
+            (
+                name,
+                tuple(pace.measurements.items()),
+                pace.transition_us,
+                pace.move_us,
+                pace.reshape_us,
+                len(pace.elsewhere),
+            )
             for name, pace in paces
         )
-        seen = (state.plan.epoch, survey.basis, state.worker_mtbf_us, learnt)
-        if seen != self._seen:
-            self._seen, self._survey = seen, survey
+        basis = (state.plan.epoch, survey.basis, state.worker_mtbf_us, learnt)
+        if basis != self._basis:
+            self._basis, self._survey = basis, survey
             self._interrupted = True
-            self._wanted.set()
+            self._request.set()
 
     async def run(self) -> None:
-        """Make tables as they are wanted, without end."""
+        """Make tables as they are asked for, without end."""
         while True:
-            await self._wanted.wait()
+            await self._request.wait()
             await self._to_its_end(self._make())
 
     async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. It goes on where this is cancelled."""
+        """Return what `work` returns. The work goes on where this is cancelled."""
         task = asyncio.create_task(work)
         self._working.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
         return await asyncio.shield(task)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
         self._working.discard(task)
         if not task.cancelled():
             task.exception()  # nobody may be waiting for it
@@ -115,9 +122,9 @@ class Foresight:
             return await asyncio.to_thread(self._planner.answer, problem)
 
     async def _make(self) -> None:
-        """The table of the newest state that was looked from."""
+        """Make the table of the newest state that was asked for."""
         async with self._rows:
-            self._wanted.clear()
+            self._request.clear()
             self._interrupted = False
             asked_us, survey = self._monotonic_us(), self._survey
             assert survey is not None
@@ -125,7 +132,7 @@ class Foresight:
                 self.table = await asyncio.to_thread(self._foresee, survey)
                 self.epoch = survey.state.plan.epoch
             except asyncio.CancelledError:
-                self._wanted.set()
+                self._request.set()
                 raise
             except ProblemError as error:
                 log.warning("no table of plans: %s", error)
@@ -136,8 +143,8 @@ class Foresight:
             log.debug("table of plans: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
             await self._solve_ahead(self.table)
 
-    async def _solve_ahead(self, table: Table) -> None:
-        """Of several types of GPU: while nothing else is to be solved."""
+    async def _solve_ahead(self, table: PlanTable) -> None:
+        """Solve the likeliest events one by one (with several types of GPU), while nothing else is to be solved."""
         for event in likeliest(table.situation) if table.situation.gpus else ():
             problem = table.situation.after(event)
             with suppress(InterruptedSolve, ProblemError):  # whoever asks for that plan hears why there is none
@@ -145,8 +152,8 @@ class Foresight:
             if self._interrupted:
                 return
 
-    def _foresee(self, survey: Survey) -> Table | None:
-        """In the thread."""
+    def _foresee(self, survey: Survey) -> PlanTable | None:
+        """Compute the table, and the healthy cluster's solution; runs in the thread."""
         table = table_of(survey, self._planner)
         if table is None:
             return None

@@ -42,7 +42,7 @@ _GIVE_BACK_S = 1.0
 
 
 def this_process(api: str = "") -> Holder:
-    """A holder for this life of this process."""
+    """Return the lease holder that stands for this life of this process."""
     pid = os.getpid()
     return Holder(
         head=secrets.token_hex(8),
@@ -55,13 +55,13 @@ def this_process(api: str = "") -> Holder:
 
 
 def is_gone(holder: Holder) -> bool:
-    """It was a process of this machine, and runs no more."""
+    """Return whether the holder was a process of this machine that no longer runs."""
     return same_machine.is_gone(holder.machine, holder.pid, holder.began)
 
 
 class Head:
-    """`me`: this head in the lease. `is_patient`: it was told to stand by. `gone`: whether a holder was a process of
-    this machine that has ended."""
+    """One head. `me`: this head in the lease. `is_patient`: it was told to stand by. `has_ended`: whether a holder was
+    a process of this machine that has ended."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Head:
         clock: Clock = CLOCK,
         *,
         is_patient: bool = False,
-        gone: Callable[[Holder], bool] = is_gone,
+        has_ended: Callable[[Holder], bool] = is_gone,
     ) -> None:
         self.me = me
         #: Who has the lease, as far as this head knows.
@@ -84,24 +84,25 @@ class Head:
         self._heartbeat_us = int(heartbeat_s * 1e6)
         self._clock = clock
         self._is_patient = is_patient
-        self._gone = gone
+        self._has_ended = has_ended
         self._news = asyncio.Event()
         self._candidacy: Candidacy | None = None
 
     @property
     def leads(self) -> bool:
-        """It has the lease, as far as it knows."""
+        """Return whether this head has the lease, as far as it knows."""
         return self.leader is not None and self.leader.head == self.me.head
 
     @property
     def standing_by(self) -> list[str]:
         """The heads that are known and do not lead, HOST:PID."""
         leader = self.leader.head if self.leader is not None else ""
-        return sorted(one.process for one in self.heads if one.head != leader and not one.has_left)
+        return sorted(holder.process for holder in self.heads if holder.head != leader and not holder.has_left)
 
     async def run(self) -> None:
-        """Until cancelled. Raises what ends the coordinator, but no Fenced."""
-        await self._lease.listen(self._news.set, self._heard)
+        """Run as a standby, lead, and stand by again, until cancelled. Raises what ends the coordinator, but no
+        Fenced."""
+        await self._lease.listen(self._news.set, self._on_beat)
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
             while True:
@@ -109,7 +110,7 @@ class Head:
                 await self._lead()
                 self._is_patient = True
         finally:
-            await _ended(announcing)
+            await _cancel(announcing)
             await self._take_leave()
 
     # --- standing by -----------------------------------------------------------------------------
@@ -124,42 +125,42 @@ class Head:
             await taking
         finally:
             self._candidacy = None
-            await _ended(following, taking)
+            await _cancel(following, taking)
 
     async def _take(self) -> None:
         await self._coordinator.caught_up.wait()
         candidacy = Candidacy(self.me.head, self._heartbeat_us, self._now_us(), is_patient=self._is_patient)
         self._candidacy = candidacy
-        told = ""
+        previous = ""
         while True:
             self._news.clear()
             try:
                 look = await self._lease.look()
-                held = look.held
-                holder = held.holder if held is not None else None
+                entry = look.entry
+                holder = entry.holder if entry is not None else None
                 self.leader = holder if holder is not None and not holder.has_left else None
-                gone = holder is not None and self._gone(holder)
-                why = candidacy.answered(held, self._now_us(), is_anew=look.is_anew, is_gone=gone)
-                if why and await self._lease.put(self.me, held.revision if held is not None else 0):
-                    log.info("this head leads from now on: %s", why)
+                is_ended = holder is not None and self._has_ended(holder)
+                reason = candidacy.answered(entry, self._now_us(), is_anew=look.is_anew, is_gone=is_ended)
+                if reason and await self._lease.acquire_or_renew(self.me, entry.revision if entry is not None else 0):
+                    log.info("this head leads from now on: %s", reason)
                     self.leader = self.me
                     return
-                if self.leader is not None and self.leader.process != told:
-                    told = self.leader.process
-                    log.info("standing by: the head %s leads", told)
+                if self.leader is not None and self.leader.process != previous:
+                    previous = self.leader.process
+                    log.info("standing by: the head %s leads", previous)
             except LogError as error:
                 log.debug("cannot ask who leads: %s", error)
                 candidacy.unanswered()
             await _wait(self._news, LOOK_S)
 
-    def _heard(self, term: int) -> None:
+    def _on_beat(self, term: int) -> None:
         if self._candidacy is not None and term >= self._coordinator.state.term:
             self._candidacy.beat(self._now_us())
 
     # --- leading ---------------------------------------------------------------------------------
 
     async def _lead(self) -> None:
-        """Until another head leads. Raises what else ends the coordinator."""
+        """Run the coordinator until another head leads. Raises what else ends the coordinator."""
         ruling = asyncio.create_task(self._coordinator.run(), name="coordinator")
         renewing = asyncio.create_task(self._renew(), name="lease")
         gives_back = True
@@ -175,13 +176,13 @@ class Head:
                 gives_back = False
                 log.warning("this head stands by from now on: another coordinator took over (%s)", fenced)
         finally:
-            await _ended(ruling, renewing)
+            await _cancel(ruling, renewing)
             self.leader = None
             if gives_back:
                 await self._give_back()
 
     async def _renew(self) -> str:
-        """As long as no other head has the lease; then who has it."""
+        """Renew the lease as long as no other head has it; return who has it then."""
         delay_s = RENEW_S
         free_at_seq: int | None = None
         while True:
@@ -189,7 +190,7 @@ class Head:
             delay_s = _AGAIN_S
             try:
                 # Asked each time: a server that forgets the lease counts its revisions from 1 again.
-                present = (await self._lease.look()).held
+                present = (await self._lease.look()).entry
                 holder = present.holder if present is not None else None
                 if holder is not None and holder.head != self.me.head:
                     return f"the head {holder.process} has the lease"
@@ -197,23 +198,23 @@ class Head:
                     free_at_seq = await self._coordinator.end_seq()
                 if self._coordinator.state.seq < (free_at_seq or 0) or self._coordinator.is_deposed:
                     continue  # a newer claim ends this head's term
-                if await self._lease.put(self.me, present.revision if present is not None else 0):
+                if await self._lease.acquire_or_renew(self.me, present.revision if present is not None else 0):
                     delay_s, free_at_seq = RENEW_S, None
             except LogError as error:
                 log.debug("cannot renew the lease: %s", error)
 
     async def _give_back(self) -> None:
-        """So that the next head need not wait for the lease's end."""
+        """Give the lease back, so that the next head need not wait for its end."""
         try:
             async with asyncio.timeout(_GIVE_BACK_S):
-                present = (await self._lease.look()).held
+                present = (await self._lease.look()).entry
                 if present is not None and present.holder is not None and present.holder.head == self.me.head:
-                    await self._lease.put(replace(self.me, has_left=True), present.revision)
+                    await self._lease.acquire_or_renew(replace(self.me, has_left=True), present.revision)
         except (LogError, TimeoutError) as error:
             log.debug("cannot give the lease back: %s", error)
 
     async def _announce(self) -> None:
-        """This head to the others, and the others to this head."""
+        """Announce this head to the others, and learn of them."""
         while True:
             try:
                 await self._lease.announce(self.me)
@@ -232,14 +233,14 @@ class Head:
         return self._clock.monotonic_us()
 
 
-async def others(lease: Lease, me: Holder) -> list[Holder]:
-    """The heads that run beside this one, asked now; none where the log does not answer."""
+async def other_heads(lease: Lease, me: Holder) -> list[Holder]:
+    """Return the heads that run beside this one, asked now; none where the log does not answer."""
     try:
-        held = (await lease.look()).held
-        known = [*await lease.heads(), *([held.holder] if held is not None and held.holder is not None else [])]
+        entry = (await lease.look()).entry
+        holders = [*await lease.heads(), *([entry.holder] if entry is not None and entry.holder is not None else [])]
     except LogError:
         return []
-    return [holder for holder in known if holder.head != me.head and not holder.has_left and not is_gone(holder)]
+    return [holder for holder in holders if holder.head != me.head and not holder.has_left and not is_gone(holder)]
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
@@ -250,8 +251,8 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         pass
 
 
-async def _ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancelled, and at their end."""
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

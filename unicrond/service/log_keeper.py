@@ -1,4 +1,4 @@
-"""Whether the log takes what is appended, and what can be done where it does not.
+"""Watches whether the log takes what is appended, and does what can be done where it does not.
 
 Rules
 -----
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from unicrond.core.liveness import KeptBack
+from unicrond.core.liveness import OutboxBacklog
 
 log = logging.getLogger("unicrond")
 
@@ -36,26 +36,26 @@ RESTART_AFTER_S = 10.0
 ROOM_BYTES = 64 * 1024 * 1024
 ROOM_SHARE = 0.1
 PROBE_EVERY_S = 2.0
-#: What nodes keep back for less may be under way.
+#: Observations that nodes have held back for less may be under way.
 KEPT_BACK_US = 3_000_000
 SILENT_BUS = "NATS does not return the coordinator's own heartbeats"
 
 
 class TroubledLog(Protocol):
-    """A log that says why an append waits; empty where none does."""
+    """A log that says why an append waits; `trouble` is empty where none does."""
 
     trouble: str
 
 
 class Bus(Protocol):
-    """What knows whether own heartbeats come back, and whether anything comes."""
+    """Knows whether the coordinator's own heartbeats come back, and whether anything comes."""
 
     bus_works: bool
     is_silent: bool
 
 
 class Probe(Protocol):
-    """What asks the event stream (stream_probe.py)."""
+    """Asks the event stream whether it would take an append (stream_probe.py)."""
 
     trouble: str
     is_settled: bool
@@ -65,34 +65,35 @@ class Probe(Protocol):
         ...
 
 
-class Nodes(Protocol):
-    """What knows what nodes say of the log: the coordinator."""
+class NodeReports(Protocol):
+    """The coordinator, as the source of what nodes report about the log."""
 
-    def kept_back(self) -> dict[str, KeptBack]:
-        """Per node, what it cannot append."""
+    def kept_back(self) -> dict[str, OutboxBacklog]:
+        """Return for each node what it cannot append."""
         ...
 
     def quiet_us(self) -> int:
-        """For how long nothing has come from the log, neither an entry nor an acknowledgement."""
+        """Return for how long nothing has come from the log, neither an entry nor an acknowledgement."""
         ...
 
 
-class Server(Protocol):
+class StoppableServer(Protocol):
     """An embedded server that can be ended."""
 
     directory: Path
 
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """Return whether its process lives."""
         ...
 
     async def stop(self) -> None:
-        """End it."""
+        """End the process."""
         ...
 
 
 class LogKeeper:
-    """`trouble` is for people; `run` watches, and ends an embedded server (None: not ours) that needs it.
+    """Watches whether the log takes appends. `trouble` is for people; `run` watches, and ends an embedded server (None:
+    not ours) that needs it.
 
     `room_bytes`: how much must be free for that; None: ROOM_BYTES, or a tenth of the volume where that is less.
     """
@@ -101,13 +102,13 @@ class LogKeeper:
         self,
         event_log: TroubledLog,
         bus: Bus,
-        server: Server | None,
+        server: StoppableServer | None,
         *,
         restart_after_s: float = RESTART_AFTER_S,
         look_every_s: float = LOOK_EVERY_S,
         room_bytes: int | None = None,
         probe: Probe | None = None,
-        nodes: Nodes | None = None,
+        nodes: NodeReports | None = None,
     ) -> None:
         self._event_log = event_log
         self._bus = bus
@@ -120,31 +121,33 @@ class LogKeeper:
 
     @property
     def trouble(self) -> str:
-        """Why the log takes nothing, in one line; empty where it does."""
+        """The reason why the log takes nothing, in one line; empty where it takes appends."""
         probed = self._probe.trouble if self._probe else ""
         if self._probe is not None and self._probe.is_settled:
             return probed  # the cause; waiting appends and missing heartbeats only follow
-        return self._seen_here or probed or self._told_by_nodes
+        return self._trouble_here or probed or self._trouble_of_nodes
 
     @property
-    def _seen_here(self) -> str:
+    def _trouble_here(self) -> str:
         return self._event_log.trouble or ("" if self._bus.bus_works else SILENT_BUS)
 
     @property
-    def _told_by_nodes(self) -> str:
-        kept = {n: k for n, k in self._nodes.kept_back().items() if k.oldest_us >= KEPT_BACK_US} if self._nodes else {}
-        oldest_us = max((one.oldest_us for one in kept.values()), default=0)
-        if self._nodes is None or not kept or self._nodes.quiet_us() < oldest_us - KEPT_BACK_US // 2:
+    def _trouble_of_nodes(self) -> str:
+        backlogs = (
+            {n: k for n, k in self._nodes.kept_back().items() if k.oldest_us >= KEPT_BACK_US} if self._nodes else {}
+        )
+        oldest_us = max((backlog.oldest_us for backlog in backlogs.values()), default=0)
+        if self._nodes is None or not backlogs or self._nodes.quiet_us() < oldest_us - KEPT_BACK_US // 2:
             return ""
-        entries = sum(one.entries for one in kept.values())
-        names = ", ".join([*list(kept)[:3], *(["..."] if len(kept) > 3 else [])])
+        entries = sum(backlog.entries for backlog in backlogs.values())
+        names = ", ".join([*list(backlogs)[:3], *(["..."] if len(backlogs) > 3 else [])])
         return (
-            f"{len(kept)} of the nodes ({names}) hold back {entries} observations, "
+            f"{len(backlogs)} of the nodes ({names}) hold back {entries} observations, "
             f"the oldest for {oldest_us / 1e6:.0f} s, and the log got no new entry meanwhile"
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch())
             if self._probe is not None:
@@ -157,24 +160,24 @@ class LogKeeper:
 
     async def _watch(self) -> None:
         looks = 0  # that saw trouble, one after another: what a clock says counts our own delays
-        told = ""
+        warning = ""
         restarted = False
         while True:
             await asyncio.sleep(self._look_every_s)
             trouble = self.trouble
             if not trouble:
-                if told:
+                if warning:
                     log.info("the log accepts appends again")
-                looks, told, restarted = 0, "", False
+                looks, warning, restarted = 0, "", False
                 continue
             looks += 1
-            if looks > 1 and not told:
-                told = trouble
+            if looks > 1 and not warning:
+                warning = trouble
                 log.warning("the coordinator cannot decide: %s; appends wait, nothing is lost", trouble)
             refuses = self._probe is not None and self._probe.is_settled
             if (looks - 1) * self._look_every_s < self._restart_after_s or refuses or self._takes_something:
                 continue
-            if restarted and not self._seen_here:
+            if restarted and not self._trouble_here:
                 continue
             if await self._restart_with_room():
                 looks, restarted = 1, True
@@ -183,10 +186,10 @@ class LogKeeper:
     def _takes_something(self) -> bool:
         if self._nodes is not None and self._nodes.quiet_us() < self._restart_after_s * 1e6:
             return True
-        return not (self._event_log.trouble or self._told_by_nodes or self._bus.is_silent)
+        return not (self._event_log.trouble or self._trouble_of_nodes or self._bus.is_silent)
 
     async def _restart_with_room(self) -> bool:
-        """End an embedded server that takes nothing although there is room; whether that was tried."""
+        """End an embedded server that takes nothing although there is room; return whether that was tried."""
         server = self._server
         if server is None or not server.is_running():
             return False
@@ -199,11 +202,11 @@ class LogKeeper:
         return True
 
 
-def kept_back_lines(kept: Mapping[str, KeptBack]) -> list[str]:
-    """One line for each node that keeps observations back for long."""
+def kept_back_lines(backlogs: Mapping[str, OutboxBacklog]) -> list[str]:
+    """Return a line for each node that has held back observations for long."""
     return [
-        f"node {name} holds back {one.entries} observations, the oldest for {one.oldest_us / 1e6:.0f} s: the log "
-        "does not accept its appends"
-        for name, one in kept.items()
-        if one.oldest_us >= KEPT_BACK_US
+        f"node {name} holds back {backlog.entries} observations, the oldest for {backlog.oldest_us / 1e6:.0f} s: the "
+        "log does not accept its appends"
+        for name, backlog in backlogs.items()
+        if backlog.oldest_us >= KEPT_BACK_US
     ]

@@ -1,6 +1,6 @@
 """What the web page asks for beside the log: its files, what it shows, goodput.
 
-However many look, a state is made ready for them once every VIEW_S at most, and beside the loop.
+However many people look, the view of a state is computed once every VIEW_S at most, and in a thread.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from unicrond.core.goodput_report import NOTHING, reading, report
-from unicrond.core.ordering import Refused
+from unicrond.core.goodput_report import EMPTY_READING, reading, report
+from unicrond.core.ordering import OrderRefused
 from unicrond.intake.config import Config
 from unicrond.intake.tokens import Grant
 from unicrond.page.files import page_routes
@@ -26,26 +26,27 @@ from unicrond.service.http_parts import answer, error, number_in
 VIEW_S = 0.5
 
 
-class Looking:
-    """Over one coordinator. `health`: what /healthz says. `who`: whose request is in hand."""
+class PageApi:
+    """The routes of the web page, over one coordinator. `health`: the body of /healthz. `caller`: the grant of the
+    request that is being handled."""
 
     def __init__(
         self,
         config: Config,
         coordinator: Coordinator,
         health: Callable[[], dict[str, Any]],
-        who: Callable[[], Grant],
+        caller: Callable[[], Grant],
     ) -> None:
         self._config = config
         self._coordinator = coordinator
         self._health = health
-        self._who = who
+        self._caller = caller
         self._turn = asyncio.Lock()
-        self._made_s = -VIEW_S
-        self._made = b""
+        self._view_s = -VIEW_S
+        self._view = b""
 
     def routes(self) -> list[web.RouteDef]:
-        """The page's files, and what it asks for."""
+        """Return the routes of the page's files, and of what it asks for."""
         return [
             *page_routes(),
             web.get("/v1/view", self.view),
@@ -54,37 +55,37 @@ class Looking:
         ]
 
     async def view(self, _: web.Request) -> web.Response:
-        """What the page shows, at most VIEW_S old; what the token may; how the coordinator is."""
+        """Answer with what the page shows, at most VIEW_S old; what the token may; how the coordinator is."""
         async with self._turn:
-            if time.monotonic() - self._made_s > VIEW_S:
-                self._made = await asyncio.to_thread(_encoded, self._coordinator)
-                self._made_s = time.monotonic()
-        told = {
-            "may": sorted(self._who().scopes),
+            if time.monotonic() - self._view_s > VIEW_S:
+                self._view = await asyncio.to_thread(_encoded, self._coordinator)
+                self._view_s = time.monotonic()
+        body = {
+            "may": sorted(self._caller().scopes),
             "inject": self._config.injection,
             "health": self._health(),
-            "view": msgspec.Raw(self._made),
+            "view": msgspec.Raw(self._view),
         }
-        return answer(told)
+        return answer(body)
 
     async def ranks(self, request: web.Request) -> web.Response:
-        """A task's members in rank order."""
+        """Answer with a task's members in rank order."""
         task = self._coordinator.state.tasks.get(request.match_info["task"])
         if task is None:
-            raise Refused(404, f"task: no task {request.match_info['task'][:63]}")
+            raise OrderRefused(404, f"task: no task {request.match_info['task'][:63]}")
         return answer(ranks_of(task, mask_of(self._coordinator.state).text))
 
     async def goodput(self, request: web.Request) -> web.Response:
-        """Up to the newest entry of the log; of the last `last_s` seconds, if that is given. 503 where the books have
-        failed."""
+        """Answer with the goodput up to the newest entry of the log; of the last `last_s` seconds, if that is given.
+        503 where the books have failed."""
         state, bookkeeper = self._coordinator.state, self._coordinator.bookkeeper
         books, last_s = bookkeeper.books, number_in(request, "last_s")
         if books is None:
             return error(503, "goodput: the books have failed; the coordinator's log says why")
         peak_flops = (number_in(request, "peak_tflops") or 0) * 1e12
-        since = bookkeeper.since(state.now_us - last_s * 1_000_000) if last_s else NOTHING
-        told = report(reading(books, state), state, since, peak_flops)
-        return web.json_response(told)  # the standard library's JSON: integers of any size
+        since = bookkeeper.since(state.now_us - last_s * 1_000_000) if last_s else EMPTY_READING
+        body = report(reading(books, state), state, since, peak_flops)
+        return web.json_response(body)  # the standard library's JSON: integers of any size
 
 
 def _encoded(coordinator: Coordinator) -> bytes:

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from unicrond.core.costs import costs_at
 from unicrond.core.goodput_report import reading, report
 from unicrond.core.isolation import phase
-from unicrond.core.liveness import KeptBack
+from unicrond.core.liveness import OutboxBacklog
 from unicrond.core.state import ClusterState, Task, TaskStatus, WorkerStatus
 from unicrond.core.work import achieved_waf, delivered_flop
 from unicrond.display.cluster_tables import NODE_STATUSES, node_status, stragglers
@@ -51,7 +51,7 @@ class StateCollector(Collector):
         alarms: Alarms,
         fault: Callable[[], str] = str,
         trouble: Callable[[], str] = str,
-        kept_back: Callable[[], Mapping[str, KeptBack]] = dict,
+        kept_back: Callable[[], Mapping[str, OutboxBacklog]] = dict,
         more: Callable[[], Iterable[Metric]] = list,
         leads: Callable[[], bool] = lambda: True,
         bookkeeper: Bookkeeper | None = None,
@@ -66,7 +66,7 @@ class StateCollector(Collector):
         self._more = more
 
     def collect(self) -> Iterator[Metric]:
-        """One family per question that a dashboard asks."""
+        """Yield one metric family for each question that a dashboard asks."""
         state = self._get()
         yield from self._process(state)
         yield _gauge("unicron_sequence", "Sequence number of the last folded entry", state.seq)
@@ -78,26 +78,28 @@ class StateCollector(Collector):
         yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.healthy_waf)
         yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
         yield _gauge("unicron_log_takes_appends", "1, or 0 while the log accepts nothing", float(not self._trouble()))
-        kept = self._kept_back().items()
+        backlogs = self._kept_back().items()
         text = "Observations that a node holds back"
-        yield _labelled("unicron_kept_back", text, "node", ((node, one.entries) for node, one in kept))
+        yield _labelled("unicron_kept_back", text, "node", ((node, backlog.entries) for node, backlog in backlogs))
         text = "Age of the oldest of them"
-        yield _labelled("unicron_kept_back_seconds", text, "node", ((node, one.oldest_us / 1e6) for node, one in kept))
+        yield _labelled(
+            "unicron_kept_back_seconds", text, "node", ((node, backlog.oldest_us / 1e6) for node, backlog in backlogs)
+        )
         text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
         yield from self._goodput(state)
         yield _counter("unicron_quarantined", "Messages in the log that are not valid events", state.quarantined)
         text = "Invalid messages from known producers: facts or orders are missing"
-        refused = ((producer, one.count) for producer, one in self._alarms.refused.items())
-        yield _labelled("unicron_quarantined_known", text, "producer", refused, CounterMetricFamily)
+        unreadable = ((producer, messages.count) for producer, messages in self._alarms.unreadable.items())
+        yield _labelled("unicron_quarantined_known", text, "producer", unreadable, CounterMetricFamily)
         yield _counter("unicron_duplicates", "Events delivered again and ignored", state.duplicates)
         yield _counter("unicron_inert_decisions", "Decisions of an old term, ignored", state.inert)
         yield _counter("unicron_incidents", "Incidents ever opened", state.incidents_total)
         yield _gauge("unicron_incidents_open", "Incidents not yet healed", len(state.incidents))
         nodes, tasks = state.nodes.values(), state.tasks.values()
-        shown = Counter(node_status(node) for node in nodes)
-        counts = ((status, shown[status]) for status in NODE_STATUSES)
+        by_status = Counter(node_status(node) for node in nodes)
+        counts = ((status, by_status[status]) for status in NODE_STATUSES)
         yield _labelled("unicron_nodes", "Nodes by status, as unicronctl shows it", "status", counts)
         yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [task.status for task in tasks])
         statuses = [worker.status for task in tasks for worker in task.workers.values()]
@@ -114,7 +116,8 @@ class StateCollector(Collector):
         yield _labelled("unicron_task_waf_flops", text, "task", achieved)
         text = "How many times as long as the other replicas a straggler takes per micro-batch; none: no straggler"
         slow = (
-            (one.worker.rpartition(".")[0], one.worker, rank, one.node, one.factor) for rank, one in stragglers(state)
+            (worker.worker.rpartition(".")[0], worker.worker, rank, worker.node, worker.factor)
+            for rank, worker in stragglers(state)
         )
         yield _labelled("unicron_straggler_factor", text, "task worker rank node", slow)
         if state.closed:
@@ -124,7 +127,7 @@ class StateCollector(Collector):
         yield from self._more()
 
     def _process(self, state: ClusterState) -> Iterator[Metric]:
-        """This process, and what it has seen."""
+        """Yield what concerns this process, and what it has observed."""
         about = {"version": code_version(), "schema": str(state.schema), "python": platform.python_version()}
         yield InfoMetricFamily("unicron_build", "The coordinator's code", value=about)
         text = "Transitions by phase, since this process began (docs/operate/traces.md)"
@@ -134,32 +137,32 @@ class StateCollector(Collector):
         yield phases
 
     def _goodput(self, state: ClusterState) -> Iterator[Metric]:
-        """What `unicronctl goodput` says."""
+        """Yield what `unicronctl goodput` says."""
         books = self._bookkeeper.books
         if books is None:
             return
-        told = report(reading(books, state), state)
+        goodput = report(reading(books, state), state)
         text = "Weighted FLOP: goodput and the badput by cause add up to failure_free (docs/operate/goodput.md)"
-        work = told["cluster"]
+        work = goodput["cluster"]
         rows = [("goodput", "", work["goodput_flop"])]
         rows += [(part["group"], part["cause"], part["flop"]) for part in work["badput"]]
         yield _labelled("unicron_goodput_flop", text, "group cause", rows)
-        tasks = told["tasks"]
+        tasks = goodput["tasks"]
         text = "Effective training time ratio since the task's submission"
-        yield _labelled("unicron_task_ettr", text, "task", ((one["task"], one["ettr"] or 0.0) for one in tasks))
-        times = ((one["task"], what, us / 1e6) for one in tasks for what, us in one["times_us"].items())
+        yield _labelled("unicron_task_ettr", text, "task", ((task["task"], task["ettr"] or 0.0) for task in tasks))
+        times = ((task["task"], place, us / 1e6) for task in tasks for place, us in task["times_us"].items())
         yield _labelled("unicron_task_time_seconds", "Where the task's time went", "task in", times)
         text = "Times that an incident stopped the task's training"
-        stops = ((one["task"], kind, n) for one in tasks for kind, n in one["interruptions_by_kind"].items())
+        stops = ((task["task"], kind, n) for task in tasks for kind, n in task["interruptions_by_kind"].items())
         yield _labelled("unicron_task_interruptions", text, "task kind", stops, CounterMetricFamily)
         text = "Committed iterations that were trained again"
-        lost = ((one["task"], one["iterations_lost"]) for one in tasks)
-        yield _labelled("unicron_task_iterations_lost", text, "task", lost, CounterMetricFamily)
+        iterations_lost = ((task["task"], task["iterations_lost"]) for task in tasks)
+        yield _labelled("unicron_task_iterations_lost", text, "task", iterations_lost, CounterMetricFamily)
         text = "Closed incidents by kind and severity"
-        closed = ((*kind.rsplit(" ", 1), n) for kind, n in told["incidents"].items())
+        closed = ((*kind.rsplit(" ", 1), n) for kind, n in goodput["incidents"].items())
         yield _labelled("unicron_incidents_closed", text, "kind severity", closed, CounterMetricFamily)
         text = "Points against a node (docs/operate/goodput.md#lemon-nodes)"
-        scores = ((one["node"], one["score"]) for one in told["lemons"])
+        scores = ((node["node"], node["score"]) for node in goodput["lemons"])
         yield _labelled("unicron_node_lemon_score", text, "node", scores)
 
 
@@ -168,13 +171,13 @@ def exposition(
     alarms: Alarms | None = None,
     fault: Callable[[], str] = str,
     trouble: Callable[[], str] = str,
-    kept_back: Callable[[], Mapping[str, KeptBack]] = dict,
+    kept_back: Callable[[], Mapping[str, OutboxBacklog]] = dict,
     more: Callable[[], Iterable[Metric]] = list,
     leads: Callable[[], bool] = lambda: True,
     bookkeeper: Bookkeeper | None = None,
 ) -> Callable[[], bytes]:
-    """A function that renders the text exposition format. `trouble`: why the log takes nothing, or "". `more`: of other
-    parts of this process."""
+    """Return a function that renders the text exposition format. `trouble`: why the log takes nothing, or "". `more`:
+    the metrics of other parts of this process."""
     registry = CollectorRegistry(auto_describe=False)
     collector = StateCollector(get, alarms or Alarms(), fault, trouble, kept_back, more, leads, bookkeeper)
     registry.register(collector)  # type: ignore[no-untyped-call,unused-ignore]
@@ -201,7 +204,7 @@ def _labelled(
     rows: Iterable[tuple[Any, ...]],
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
-    """A family of `labels`, named with blanks between; in each row their values come first, then the number."""
+    """Return a family of `labels`, named with blanks between; in each row their values come first, then the number."""
     family = kind(name, text, labels=labels.split())
     for *values, number in rows:
         family.add_metric([str(value) for value in values], float(number))

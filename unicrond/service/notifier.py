@@ -26,11 +26,11 @@ from typing import Any
 import aiohttp
 
 from events.envelope import Entry, Recorded
-from unicrond.core.notices import Notice, noticed, standing, taken_over
+from unicrond.core.notices import Notice, event_notices, standing, taken_over
 from unicrond.core.state import ClusterState
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.clock import CLOCK, Clock
-from unicrond.service.couriers import Message, Undelivered, deliver
+from unicrond.service.couriers import Notification, Undelivered, deliver
 
 log = logging.getLogger("unicrond")
 
@@ -41,8 +41,8 @@ LOOK_S = 1.0
 
 
 class Notifier:
-    """`condition`: what /healthz says; `leads`: it is this coordinator's turn to decide. `hide`: what becomes of a text
-    that may hold a secret."""
+    """Notifies people. `condition`: the body of /healthz; `leads`: this coordinator decides. `courier`: the transport.
+    `hide`: maps a text to its form without secrets."""
 
     def __init__(
         self,
@@ -51,41 +51,41 @@ class Notifier:
         condition: Callable[[], Mapping[str, Any]],
         leads: Callable[[], bool],
         clock: Clock = CLOCK,
-        courier: Callable[[Destination, Message], Awaitable[None]] = deliver,
+        courier: Callable[[Destination, Notification], Awaitable[None]] = deliver,
         cluster: str = "",
         hide: Callable[[str], str] = str,
     ) -> None:
         self._config, self._get, self._condition, self._leads = config, get, condition, leads
-        self._led = False
+        self._was_leading = False
         self._hide = hide
         self._clock = clock
         self._courier = courier
         self._cluster = cluster or socket.gethostname()
-        #: By key: notices that wait, and since when.
+        #: Notices that wait, by key, and since when.
         self._grouped: dict[str, tuple[int, list[Notice]]] = {}
-        #: By key: when its matter was last told.
+        #: When the matter of a key was last sent.
         self._told_us: dict[str, int] = {}
         self._standing: dict[str, Notice] = {}
-        self._queues: list[deque[Message]] = [deque(maxlen=QUEUE_MAX) for _ in config.to]
+        self._queues: list[deque[Notification]] = [deque(maxlen=QUEUE_MAX) for _ in config.to]
         self._wake = [asyncio.Event() for _ in config.to]
-        self._lost = [""] * len(config.to)
+        self._failures = [""] * len(config.to)
 
     def folded(self, before: ClusterState, after: ClusterState, entry: Entry) -> None:
-        """An entry that is new. Never raises, never waits."""
+        """Queue the notices of a new entry. Never raises, never waits."""
         if not self._config.to or not isinstance(entry, Recorded):
             return
         try:
-            for notice in noticed(before, after, entry.envelope.event):
+            for notice in event_notices(before, after, entry.envelope.event):
                 self._take(notice)
         except Exception:  # to tell people is never worth the cluster
             log.exception("notify: entry %d", entry.seq)
 
     def alarms(self) -> list[str]:
-        """Whom it cannot tell."""
-        return [line for line in self._lost if line]
+        """Return the destinations that cannot be reached, a line each."""
+        return [line for line in self._failures if line]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Deliver notices until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._look())
             for number in range(len(self._config.to)):
@@ -110,18 +110,19 @@ class Notifier:
                     log.exception("notify")
 
     def look(self) -> None:
-        """What holds now, and what has waited long enough. What holds under another coordinator it tells itself."""
-        led, self._led = self._led, self._leads()
-        if not self._led:
+        """Queue what holds now, and send what has waited long enough. Another coordinator that leads notifies by
+        itself."""
+        was_leading, self._was_leading = self._was_leading, self._leads()
+        if not self._was_leading:
             self._standing = {}
             self._grouped.clear()
             return
-        for notice in taken_over(self._get()) if not led else ():
+        for notice in taken_over(self._get()) if not was_leading else ():
             self._take(notice)
         no_progress_us = int(self._config.no_progress_s * 1e6)
-        told = self._condition()
-        lines = [line for line in (told["trouble"], *told["alarms"]) if line]
-        now = {one.key: one for one in standing(self._get(), self._clock.wall_us(), no_progress_us, lines)}
+        condition = self._condition()
+        lines = [line for line in (condition["trouble"], *condition["alarms"]) if line]
+        now = {notice.key: notice for notice in standing(self._get(), self._clock.wall_us(), no_progress_us, lines)}
         for key, notice in now.items():
             if key not in self._standing:
                 self._take(notice)
@@ -146,7 +147,7 @@ class Notifier:
             self._told_us.pop(key, None)
         else:
             self._told_us[key] = now_us
-        message = Message(self._cluster, notices)
+        message = Notification(self._cluster, notices)
         rules = {notice.rule for notice in notices}
         for number, to in enumerate(self._config.to):
             if not to.rules or rules & set(to.rules):
@@ -165,16 +166,16 @@ class Notifier:
             while queue:
                 await self._try(number, to, queue.popleft())
 
-    async def _try(self, number: int, to: Destination, message: Message) -> None:
+    async def _try(self, number: int, to: Destination, message: Notification) -> None:
         began_us, pause_s = self._clock.monotonic_us(), 1.0
         while True:
             try:
                 await self._courier(to, message)
-                self._lost[number] = ""
+                self._failures[number] = ""
                 return
             except Undelivered as error:
                 log.warning("notify: %s cannot be told (%s); trying again", to.kind, error)
-                self._lost[number] = f"notify.to[{number}]: {to.kind} cannot be told: {error}"
+                self._failures[number] = f"notify.to[{number}]: {to.kind} cannot be told: {error}"
             except Exception:
                 log.exception("notify: %s", to.kind)
                 return

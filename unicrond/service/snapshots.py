@@ -6,7 +6,7 @@ Rules
   the log is folded from its beginning: the state is the same either way.
 * A snapshot is believed only if its bytes have their checksum, its state has its digest, the code that folds
   and the state's shape are those that wrote it (`fingerprint`), and the log still holds the very entry that it
-  ends with (`Mark`): another log's snapshot is of no use.
+  ends with (`LogMark`): another log's snapshot is of no use.
 * Insertion order is part of the state (ties are decided by it), so the bytes keep it; the digest alone would not.
 * To write one never holds up a decision and never fails the coordinator.
 """
@@ -24,7 +24,7 @@ import msgspec
 from events.envelope import Entry, Quarantined
 from events.log import EventLog, LogError
 from unicrond.core import state_bytes
-from unicrond.core.goodput import Books
+from unicrond.core.goodput import GoodputTotals
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest
 from unicrond.service import bookkeeper
@@ -35,7 +35,7 @@ log = logging.getLogger("unicrond")
 SNAPSHOT_EVERY = 10_000
 
 
-class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LogMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The entry that a state ends with: enough to tell its log from another."""
 
     seq: int
@@ -45,7 +45,7 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: str
-    mark: Mark
+    mark: LogMark
     digest: str
     checksum: bytes
     state: bytes
@@ -54,40 +54,44 @@ class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BadSnapshot(ValueError):
-    """It cannot be used; why, in one line."""
+    """A snapshot cannot be used; the text says why, in one line."""
 
 
 class SnapshotStore(Protocol):
     """Where the newest snapshot is kept."""
 
     async def load(self) -> bytes | None:
-        """The newest, None if there is none. LogError where it cannot be reached."""
+        """Return the newest snapshot, None if there is none. Raises LogError where the store cannot be reached."""
         ...
 
     async def save(self, body: bytes) -> None:
-        """Put it in place of the one before. LogError where that fails."""
+        """Replace the snapshot. Raises LogError where that fails."""
         ...
 
 
-def mark_of(entry: Entry) -> Mark:
-    """The mark of a state that ends with `entry`."""
+def mark_of(entry: Entry) -> LogMark:
+    """Return the mark of a state that ends with `entry`."""
     event_id = "" if isinstance(entry, Quarantined) else entry.envelope.event_id
-    return Mark(entry.seq, entry.recorded_at_us, event_id)
+    return LogMark(entry.seq, entry.recorded_at_us, event_id)
 
 
-def encode_snapshot(state: ClusterState, mark: Mark, skips: Collection[int] = (), books: Books | None = None) -> bytes:
-    """The bytes of a snapshot. `skips`: the entries that were passed over. `books`: of goodput, up to the state."""
-    body, kept = state_bytes.encode(state), bookkeeper.encoded(books)
-    skipped, checksum = _up_to(mark.seq, skips), _checksum(body + kept)
-    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), checksum, body, skipped, kept))
+def encode_snapshot(
+    state: ClusterState, mark: LogMark, skips: Collection[int] = (), books: GoodputTotals | None = None
+) -> bytes:
+    """Return the bytes of a snapshot. `skips`: the entries that were passed over. `books`: of goodput, up to the
+    state."""
+    body, books_body = state_bytes.encode(state), bookkeeper.encoded(books)
+    skipped, checksum = _up_to(mark.seq, skips), _checksum(body + books_body)
+    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), checksum, body, skipped, books_body))
 
 
 def _up_to(seq: int, skips: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(skip for skip in skips if skip <= seq))
 
 
-def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterState, Mark, Books | None]:
-    """The state, the entry that it ends with, and the books. `skips`: the entries to pass over. BadSnapshot."""
+def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterState, LogMark, GoodputTotals | None]:
+    """Return the state, the entry that it ends with, and the books. `skips`: the entries to pass over. Raises
+    BadSnapshot."""
     try:
         snapshot = msgspec.msgpack.decode(body, type=_Snapshot)
     except msgspec.MsgspecError as error:
@@ -122,8 +126,8 @@ class Snapshots:
 
     async def restore(
         self, event_log: EventLog, skips: Collection[int] | None = None
-    ) -> tuple[ClusterState, Mark, Books | None] | None:
-        """The newest snapshot of this very log; None, with one line in the log, if there is none that fits."""
+    ) -> tuple[ClusterState, LogMark, GoodputTotals | None] | None:
+        """Return the newest snapshot of this very log; None, with one line in the log, if none fits."""
         try:
             body = await self._store.load()
             if body is None:
@@ -137,14 +141,14 @@ class Snapshots:
         log.info("snapshot of entry %d", state.seq)
         return state, mark, books
 
-    def due(self, seq: int) -> bool:
-        """Whether it is time for the next; then call `save`."""
+    def is_due(self, seq: int) -> bool:
+        """Return whether it is time for the next snapshot; then call `save`."""
         return not self._saving and seq - self._saved_seq >= self._every
 
     async def save(
-        self, state: ClusterState, mark: Mark, skips: Collection[int] = (), books: Books | None = None
+        self, state: ClusterState, mark: LogMark, skips: Collection[int] = (), books: GoodputTotals | None = None
     ) -> None:
-        """Write one. Never raises because the store is away; the next is tried after as many entries again."""
+        """Write a snapshot. Never raises because the store is away; the next is tried after as many entries again."""
         self._saving = True
         try:
             await self._store.save(encode_snapshot(state, mark, skips, books))
@@ -156,7 +160,7 @@ class Snapshots:
             self._saving = False
 
 
-async def _require_same_log(event_log: EventLog, mark: Mark) -> None:
+async def _require_same_log(event_log: EventLog, mark: LogMark) -> None:
     if await event_log.last_seq() < mark.seq:
         raise BadSnapshot(f"the log ends before its entry {mark.seq}")
     async with aclosing(event_log.read(mark.seq - 1, until_seq=mark.seq)) as entries:

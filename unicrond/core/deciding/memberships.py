@@ -69,7 +69,7 @@ def regroup(batch: DecisionBatch, task: Task, fresh: bool) -> None:
         untried = target_names != names or _grace_expired(batch.state, task)
         if target_names and untried and not staff.missing and not task.leavers:
             reason = f"no member has state: start from {memory_places.nearest(batch.state, task)}"
-            set_membership(batch, task, reconcile.members_of(staff.kept), urgent=True, reason=reason)
+            set_membership(batch, task, reconcile.members_of(staff.replicas), urgent=True, reason=reason)
         return
     if target_names == names:
         return
@@ -77,7 +77,7 @@ def regroup(batch: DecisionBatch, task: Task, fresh: bool) -> None:
         return  # members that left the broken group meet no boundary with those still in it: first all meet again
     stay = tuple([member for member in current if member.worker in target_names])
     replicas = {task.workers[name].replica for name in target_names.difference(names)}
-    seats = reconcile.members_of({number: staff.kept[number] for number in replicas})
+    seats = reconcile.members_of({number: staff.replicas[number] for number in replicas})
     newcomers = tuple([member for member in seats if member.worker not in names])
     if len(stay) == len(current) and staff.missing:
         return  # others are still to come: one change for all of them

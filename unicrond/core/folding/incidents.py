@@ -25,7 +25,7 @@ from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """A failure that was observed. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was. `lost_peers`: Incident.lost. `links`: see Incident."""
+    clock. `place`: where in its work the worker was. `lost_peers`: see Incident. `links`: see Incident."""
 
     kind: str
     node: str
@@ -85,7 +85,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 incident,
                 severity=min(severity, incident.severity),
                 generations=incident.generations | fact.generations,
-                lost=fact.lost_peers if _is_newer(fact, incident) else incident.lost | fact.lost_peers,
+                lost_peers=fact.lost_peers if _is_newer(fact, incident) else incident.lost_peers | fact.lost_peers,
                 links=fact.links if _is_newer(fact, incident) else _merge_links(incident.links, fact.links),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
@@ -131,7 +131,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         detected_us=state.now_us,
         log_tail=fact.log_tail,
         place=fact.place,
-        lost=fact.lost_peers,
+        lost_peers=fact.lost_peers,
         links=fact.links,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)

@@ -27,8 +27,8 @@ def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterS
         size_bytes=event.size_bytes,
         shards=event.shards,
     )
-    all_kept = put(task.copies.kept, f"{event.node}/{event.shard}", copy)
-    return with_task(state, replace(task, copies=replace(task.copies, kept=all_kept)))
+    all_kept = put(task.copies.holdings, f"{event.node}/{event.shard}", copy)
+    return with_task(state, replace(task, copies=replace(task.copies, holdings=all_kept)))
 
 
 def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope) -> ClusterState:
@@ -47,8 +47,8 @@ def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterS
 def forget_kept(state: ClusterState, node: str, tasks: tuple[str, ...] | None = None) -> ClusterState:
     """Forget what the node holds of these tasks, or of all tasks if `tasks` is None."""
     for task in state.tasks.values():
-        if (tasks is None or task.name in tasks) and any(copy.node == node for copy in task.copies.kept.values()):
-            places = [place for place, copy in task.copies.kept.items() if copy.node == node]
-            copies = without(task.copies.kept, places)
-            state = with_task(state, replace(task, copies=replace(task.copies, kept=copies)))
+        if (tasks is None or task.name in tasks) and any(copy.node == node for copy in task.copies.holdings.values()):
+            places = [place for place, copy in task.copies.holdings.items() if copy.node == node]
+            copies = without(task.copies.holdings, places)
+            state = with_task(state, replace(task, copies=replace(task.copies, holdings=copies)))
     return state

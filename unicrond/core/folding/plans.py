@@ -109,8 +109,8 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         formed_after=task.progress.iteration,
         reattempts=task.group.reattempts + 1 if again else 0,
         suspicions={},
-        met=False,
-        before=task.membership if task.group.met else task.group.before,
+        lead_confirmed=False,
+        before=task.membership if task.group.lead_confirmed else task.group.before,
     )
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm=0)
@@ -137,8 +137,8 @@ def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: E
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    throughputs = task.pace.measured | {str(event.workers): event.flops}
-    return with_task(state, replace(task, pace=replace(task.pace, measured=throughputs)))
+    throughputs = task.pace.measurements | {str(event.workers): event.flops}
+    return with_task(state, replace(task, pace=replace(task.pace, measurements=throughputs)))
 
 
 def failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:

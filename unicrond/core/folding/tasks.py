@@ -8,9 +8,9 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from events.vocabulary import TaskSpec
 from unicrond.core.changes import with_task
-from unicrond.core.reshaping import reshape_of_plan, changes_nothing, layout_key, reshaped
+from unicrond.core.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.task_parts import Numbers, Pace, TaskProgress, Reshaping
+from unicrond.core.task_parts import Numbers, Pace, Reshaping, TaskProgress
 
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
@@ -68,12 +68,12 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
 def _pace_in_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
     """Return the pace for replicas of another form, with the throughputs that were measured in it before."""
     pace, by_layout = replace(pace, timings=(), warm=0), dict(pace.elsewhere)
-    if pace.measured and after.layouts:
-        by_layout[layout_key(before.shape)] = pace.measured
+    if pace.measurements and after.layouts:
+        by_layout[layout_key(before.shape)] = pace.measurements
     throughputs = by_layout.pop(layout_key(after.shape), {})
     if not after.layouts:
-        return replace(pace, measured=throughputs, elsewhere={}, on_gpus={})
-    return replace(pace, measured=throughputs, elsewhere=by_layout)
+        return replace(pace, measurements=throughputs, elsewhere={}, on_gpus={})
+    return replace(pace, measurements=throughputs, elsewhere=by_layout)
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
@@ -107,9 +107,9 @@ def stop_asked(state: ClusterState, event: v.StopAsked, _: Envelope) -> ClusterS
         return state
     ending = replace(ending, stop=ending.stop or event.reason or "no reason given")
     if event.left:
-        ending = replace(ending, left=ending.left | {event.worker: event.iteration})
+        ending = replace(ending, loop_exits=ending.loop_exits | {event.worker: event.iteration})
         members = task.member_names
-        if members and all(ending.left.get(name) == event.iteration for name in members):
+        if members and all(ending.loop_exits.get(name) == event.iteration for name in members):
             ending = replace(ending, reason=_stop_reason(task, event.iteration, ending.stop))
             progress = _with_iteration(task.progress, event.iteration)
             task = replace(task, status=TaskStatus.COMPLETED, progress=progress)

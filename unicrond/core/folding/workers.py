@@ -55,7 +55,7 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
     leads = task.membership is not None and task.membership.lead == worker.worker
     if leads and task.awaits_lead and event.generation == task.generation:
         task = _mark_met(task)
-    if task.group.before and (task.group.met or task.confirmed):
+    if task.group.before and (task.group.lead_confirmed or task.confirmed):
         task = _forget_previous_group(task, task.group.before)
     if task.spec.layouts and task.confirmed and not pair[0].confirmed:
         task = _measure_pause(task, state.now_us)
@@ -115,7 +115,7 @@ def _mark_met(task: Task) -> Task:
     for worker in task.apart:
         if worker.worker in spoken_for and worker.busy_us:
             task = with_worker(task, replace(worker, busy="", busy_us=0))
-    return replace(task, group=replace(task.group, met=True))
+    return replace(task, group=replace(task.group, lead_confirmed=True))
 
 
 def _forget_previous_group(task: Task, before: Membership) -> Task:
