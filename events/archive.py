@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from events.archived_log import archived_batches, newest_archived, require_same
-from events.beat_evidence import Verdict, Verdicts, evidence, heartbeat_us_of, spans
+from events.beat_evidence import NodeVerdict, NodeVerdicts, evidence, heartbeat_us_of, spans
 from events.envelope import Entry, Recorded
 from events.file_log import SegmentWriter
 from events.log import LogDamaged, LogError
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
 from events.nats_reader import read_stream
-from events.nats_streams import NANOS, NO_MESSAGE_FOUND, TRIMMING, ApiError, api, end_trim
+from events.nats_streams import NANOS, NO_MESSAGE_FOUND, TRIMMING, JetStreamError, api, end_trim
 from events.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT
 from events.subjects import entry as message
 from events.vocabulary import CoordinatorStarted
@@ -44,8 +44,9 @@ KEEP_LEAST_S = 3600.0
 _WAIT_S = 30.0
 
 
-class Archived(NamedTuple):
-    """What the archive holds now: entries 1 to `last_seq`, of which `copied` are new; `beats`: kept with those."""
+class ArchiveResult(NamedTuple):
+    """The archive's contents after a run: entries 1 to `last_seq`, of which `copied` are new. `beats`: the heartbeats
+    that were kept with those."""
 
     last_seq: int
     copied: int
@@ -60,8 +61,8 @@ class TermTooOld(CannotTrim):
     """The newest term began before what is to stay: a coordinator must begin another one first."""
 
 
-async def archive(connection: Connection, directory: Path) -> Archived:
-    """Copy what is new in the event stream into `directory` and read it back. LogError, OSError."""
+async def archive(connection: Connection, directory: Path) -> ArchiveResult:
+    """Copy what is new in the event stream into `directory`, and read it back. Raises LogError, OSError."""
     log = NatsEventLog(connection)
     writer = SegmentWriter(directory)
     try:
@@ -71,28 +72,29 @@ async def archive(connection: Connection, directory: Path) -> Archived:
             await require_same(log, newest, directory)
         begin = newest.seq if newest is not None else 0
         last = await log.last_seq()
-        kept = 0
-        verdicts = Verdicts(await _heartbeat_us(log))
-        waiting: list[Entry] = []
+        beat_count = 0
+        verdicts = NodeVerdicts(await _heartbeat_us(log))
+        batch: list[Entry] = []
         async with aclosing(log.read(begin, until_seq=last)) as entries:
             async for entry in entries:
-                waiting.append(entry)
-                if len(waiting) == BATCH or entry.seq == last:
-                    beats = await _evidence(connection, verdicts.among(waiting))
-                    writer.write(waiting, sync=False, beats=beats)
-                    kept += len(beats)
-                    waiting = []
+                batch.append(entry)
+                if len(batch) == BATCH or entry.seq == last:
+                    beats = await _evidence(connection, verdicts.among(batch))
+                    writer.write(batch, sync=False, beats=beats)
+                    beat_count += len(beats)
+                    batch = []
     finally:
         writer.close()
     _read_back(directory, begin, last)
-    return Archived(last, last - begin, kept)
+    return ArchiveResult(last, last - begin, beat_count)
 
 
 async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_least_s: float = KEEP_LEAST_S) -> int:
-    """Remove what is older than `keep_s` and stands in the archive; how many entries went. CannotTrim, LogError."""
+    """Remove the entries that are older than `keep_s` and stand in the archive; return how many were removed. Raises
+    CannotTrim, LogError."""
     if keep_s < keep_least_s:
         raise CannotTrim(f"keep: {keep_s:g} s is too short; keep {keep_least_s:g} s or more")
-    info = await take_limit_away(connection)
+    info = await clear_age_limit(connection)
     before = int(info["state"]["first_seq"])
     newest = newest_archived(directory)
     if newest is None or newest.seq < before:
@@ -117,12 +119,12 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
     except TimeoutError:
         raise CannotTrim(f"the server did not remove the older entries within {_WAIT_S:g} s") from None
     finally:
-        info = await take_limit_away(connection)
+        info = await clear_age_limit(connection)
     return int(info["state"]["first_seq"]) - before
 
 
-async def take_limit_away(connection: Connection) -> dict[str, Any]:
-    """End a trim, our own or one that a crash left behind; the stream's information."""
+async def clear_age_limit(connection: Connection) -> dict[str, Any]:
+    """End a trim, our own or one that a crash left behind; return the stream's information."""
     info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
     if TRIMMING in (info["config"].get("metadata") or {}):
         await end_trim(connection, EVENT_STREAM, info["config"])
@@ -131,22 +133,22 @@ async def take_limit_away(connection: Connection) -> dict[str, Any]:
 
 
 async def _heartbeat_us(log: NatsEventLog) -> int:
-    """Of the newest term; one in between, where reading begins before it, says its own."""
+    """Return the heartbeat interval of the newest term. An older term inside the part that is read states its own."""
     newest = await log.newest_term()
     started = newest.envelope.event if isinstance(newest, Recorded) else None
     return heartbeat_us_of(started) if isinstance(started, CoordinatorStarted) else 1_000_000
 
 
-async def _evidence(connection: Connection, verdicts: list[Verdict]) -> list[Recorded]:
-    """The heartbeats to keep for these verdicts, as far as the stream still has them."""
-    said: list[Recorded] = []
+async def _evidence(connection: Connection, verdicts: list[NodeVerdict]) -> list[Recorded]:
+    """Return the heartbeats to keep for these verdicts, as far as the stream still has them."""
+    beats: list[Recorded] = []
     for from_us, to_us in spans(verdicts):
-        said += [beat async for beat in _beats(connection, from_us, to_us)]
-    return evidence(verdicts, said)
+        beats += [beat async for beat in _beats(connection, from_us, to_us)]
+    return evidence(verdicts, beats)
 
 
 async def _beats(connection: Connection, from_us: int, to_us: int) -> AsyncGenerator[Recorded, None]:
-    """What stands in the heartbeat stream of that time."""
+    """Yield the heartbeats that the heartbeat stream holds of that time, both ends included."""
     state = (await api(connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
     if not state["messages"] or datetime.fromisoformat(state["last_ts"]).timestamp() * 1e6 < from_us:
         return
@@ -164,18 +166,20 @@ async def _beats(connection: Connection, from_us: int, to_us: int) -> AsyncGener
 
 
 async def _set_limit(connection: Connection, info: dict[str, Any], age_ns: int) -> None:
+    """Set the age limit of the event stream, marked as one of a trim."""
     config = info["config"]
     metadata = {**(config.get("metadata") or {}), TRIMMING: "true"}
     await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {**config, "max_age": age_ns, "metadata": metadata})
 
 
 async def _newest_older_than(connection: Connection, info: dict[str, Any], limit_s: float) -> int:
-    """The newest entry that was recorded before `limit_s` (server's clock), by halving; first_seq - 1 for none."""
+    """Search by halving for the newest entry recorded before `limit_s` (server's clock); return first_seq - 1 for
+    none."""
     low, high = int(info["state"]["first_seq"]) - 1, int(info["state"]["last_seq"])
     while low < high:
         middle = (low + high + 1) // 2
-        got = await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": middle})
-        if datetime.fromisoformat(got["message"]["time"]).timestamp() < limit_s:
+        reply = await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": middle})
+        if datetime.fromisoformat(reply["message"]["time"]).timestamp() < limit_s:
             low = middle
         else:
             high = middle - 1
@@ -183,16 +187,18 @@ async def _newest_older_than(connection: Connection, info: dict[str, Any], limit
 
 
 async def _term_seq(connection: Connection) -> int:
+    """Return the sequence number under which the newest term was claimed, 0 for none."""
     try:
-        got = await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"last_by_subj": TERM_SUBJECT})
-    except ApiError as error:
+        reply = await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"last_by_subj": TERM_SUBJECT})
+    except JetStreamError as error:
         if error.code != NO_MESSAGE_FOUND:
             raise
         return 0
-    return int(got["message"]["seq"])
+    return int(reply["message"]["seq"])
 
 
 def _read_back(directory: Path, begin: int, last: int) -> None:
+    """Read what was just written; raise LogDamaged where it does not end with entry `last`."""
     seq = begin
     for batch in archived_batches(directory, begin):
         for entry in batch:

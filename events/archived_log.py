@@ -21,7 +21,7 @@ from events.skips import skips_in_files
 
 
 class ArchivedLog:
-    """An EventLog: `log`, and before it what `directory` holds (nothing, if it is not there)."""
+    """An EventLog: first what `directory` holds (nothing, where it does not exist), then `log`."""
 
     def __init__(self, log: EventLog, directory: Path) -> None:
         self._log = log
@@ -29,15 +29,16 @@ class ArchivedLog:
         self._archive_is_ours = False
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
-        """See EventLog. The stream alone takes new entries."""
+        """Append to the stream, which alone takes new entries (EventLog.append)."""
         return await self._log.append(envelopes, fence=fence)
 
     async def claim_term(self, envelope: Envelope) -> Fence:
-        """See EventLog."""
+        """Claim a term in the stream (EventLog.claim_term)."""
         return await self._log.claim_term(envelope)
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
-        """See EventLog. First the archive, then the stream. Raises LogDamaged where they do not belong together."""
+        """Yield the entries of the archive, then those of the stream (EventLog.read). Raises LogDamaged where the two
+        do not belong together."""
         seq = after_seq
         if not self._archive_is_ours:
             await self._compare_with_stream()
@@ -54,19 +55,20 @@ class ArchivedLog:
                 yield entry
 
     async def skips(self) -> dict[int, str]:
-        """See EventLog: of the archive and of the stream."""
+        """Return the skips of the archive and of the stream (EventLog.skips)."""
         archived = segment_paths(self._directory) if self._directory.is_dir() else []
         return skips_in_files(archived) | await self._log.skips()
 
     async def last_seq(self) -> int:
-        """See EventLog."""
+        """Return the stream's last sequence number (EventLog.last_seq)."""
         return await self._log.last_seq()
 
     async def close(self) -> None:
-        """See EventLog."""
+        """Close the stream's log (EventLog.close)."""
         await self._log.close()
 
     async def _compare_with_stream(self) -> None:
+        """Raise LogDamaged where the archive belongs to another log."""
         newest = newest_archived(self._directory)
         if newest is not None:
             await require_same(self._log, newest, self._directory)
@@ -74,7 +76,7 @@ class ArchivedLog:
 
 
 def archived_batches(directory: Path, after_seq: int = 0) -> Iterator[list[Entry]]:
-    """The archive's entries, in batches; it may begin before `after_seq` + 1. LogDamaged."""
+    """Yield the archive's entries in batches; the first may begin before `after_seq` + 1. Raises LogDamaged."""
     segments = segment_paths(directory) if directory.is_dir() else []
     seq = 0
     for number, segment in enumerate(segments):
@@ -94,7 +96,7 @@ def archived_batches(directory: Path, after_seq: int = 0) -> Iterator[list[Entry
 
 
 def archived_beats(directory: Path) -> Iterator[list[Recorded]]:
-    """The heartbeats that the archive keeps as evidence (`beat_evidence.py`), in pieces. LogDamaged."""
+    """Yield, in pieces, the heartbeats that the archive keeps as evidence (`beat_evidence.py`). Raises LogDamaged."""
     segments = segment_paths(directory) if directory.is_dir() else []
     for number, segment in enumerate(segments):
         try:
@@ -107,7 +109,7 @@ def archived_beats(directory: Path) -> Iterator[list[Recorded]]:
 
 
 def newest_archived(directory: Path) -> Entry | None:
-    """The last entry in the archive, None for an empty one. LogDamaged."""
+    """Return the last entry in the archive, None for an empty one. Raises LogDamaged."""
     newest: Entry | None = None
     for batch in archived_batches(directory, 2**62):
         newest = batch[-1]
@@ -119,7 +121,7 @@ def newest_archived(directory: Path) -> Entry | None:
 
 
 async def require_same(log: EventLog, archived: Entry, directory: Path) -> None:
-    """LogDamaged if `log` has another entry under that number."""
+    """Raise LogDamaged if `log` has another entry under the number of `archived`."""
     if await log.last_seq() < archived.seq:
         raise LogDamaged(
             f"{directory}: ends with entry {archived.seq}, beyond the log's end: this is another log's archive"

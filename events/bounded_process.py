@@ -1,9 +1,9 @@
-"""Run a command of the operator's with a time limit, and keep the end of what it says.
+"""Run a command of the operator's with a time limit, and keep the end of its output.
 
 Rules
 -----
 * The command runs in a process group of its own. When it ends, or at its limit, SIGKILL ends the whole group.
-* It reads nothing. Its output is kept to its last 16 KiB, and told as one line.
+* It reads nothing. The last 16 KiB of its output are kept, and reported as one line.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import NamedTuple
 #: The text for a command without output.
 SILENT = "no output"
 _OUTPUT_BYTES = 16 * 1024
-_SAID_CHARS = 600
+_OUTPUT_CHARS = 600
 
 
-class Ended(NamedTuple):
-    """`code`: the exit code, negative for a signal; None: it did not end in time. `said`: the end of its output."""
+class ProcessResult(NamedTuple):
+    """`code`: the exit code, negative for a signal; None: the process did not end in time. `output`: the end of its
+    output."""
 
     code: int | None
-    said: str
+    output: str
 
 
-async def run(argv: Sequence[str], limit_s: float, environment: Mapping[str, str]) -> Ended:
-    """Run `argv` until its end, at most `limit_s` seconds.
+async def run(argv: Sequence[str], limit_s: float, environment: Mapping[str, str]) -> ProcessResult:
+    """Run `argv` until its end, for at most `limit_s` seconds.
 
     Raises OSError or ValueError where the command cannot be started. Ends the command when cancelled.
     """
@@ -54,15 +55,17 @@ async def run(argv: Sequence[str], limit_s: float, environment: Mapping[str, str
             os.killpg(process.pid, signal.SIGKILL)
         reading.cancel()
         await process.wait()
-    return Ended(code, _last_words(output))
+    return ProcessResult(code, _last_words(output))
 
 
-async def _keep_last(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
+async def _keep_last(stream: asyncio.StreamReader | None, buffer: bytearray) -> None:
+    """Read the stream to its end, and keep its last bytes in `buffer`."""
     while stream is not None and (piece := await stream.read(_OUTPUT_BYTES)):
-        kept += piece
-        del kept[:-_OUTPUT_BYTES]
+        buffer += piece
+        del buffer[:-_OUTPUT_BYTES]
 
 
 def _last_words(output: bytearray) -> str:
+    """Return the end of the output as one printable line."""
     text = "".join(char if char.isprintable() else " " for char in output.decode(errors="replace"))
-    return " ".join(text.split())[-_SAID_CHARS:] or SILENT
+    return " ".join(text.split())[-_OUTPUT_CHARS:] or SILENT

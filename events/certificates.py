@@ -41,21 +41,21 @@ class Authority(NamedTuple):
 
     @property
     def certificate_pem(self) -> bytes:
-        """For everybody."""
+        """The certificate in PEM, which everybody may read."""
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def key_pem(self) -> bytes:
-        """For its owner alone."""
-        return _private(self.key)
+        """The private key in PEM, which only the CA's owner may read."""
+        return _private_pem(self.key)
 
 
 def make_authority(now: datetime, days: float) -> Authority:
-    """A CA with a new key."""
+    """Make a CA with a new key, valid for `days`."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _named(f"unicrond CA {x509.random_serial_number():x}"[:28])
+    name = _distinguished_name(f"unicrond CA {x509.random_serial_number():x}"[:28])
     builder = (
-        _begun(name, name, key, now, now + timedelta(days=days))
+        _start_builder(name, name, key, now, now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
@@ -64,8 +64,8 @@ def make_authority(now: datetime, days: float) -> Authority:
 
 
 def read_authority(certificate_pem: bytes, key_pem: bytes) -> Authority:
-    """Raises BadCertificate."""
-    certificate = first_in(certificate_pem)
+    """Read a CA from PEM. Raises BadCertificate."""
+    certificate = first_certificate(certificate_pem)
     try:
         key = serialization.load_pem_private_key(key_pem, None)
     except (ValueError, TypeError):
@@ -76,20 +76,21 @@ def read_authority(certificate_pem: bytes, key_pem: bytes) -> Authority:
 
 
 def server_certificate(authority: Authority, names: Iterable[str], now: datetime, days: float) -> bytes:
-    """Chain and private key, in PEM, of the head, with these names and addresses. Never longer than the CA's time."""
+    """Make the head's certificate for these names and addresses; return chain and private key in PEM. It expires no
+    later than the CA."""
     names = tuple(names)
-    who = [*map(_host, names), x509.UniformResourceIdentifier(HEAD_URI)]
-    return _issued(authority, names[0], x509.SubjectAlternativeName(who), now, days)
+    identities = [*map(_host, names), x509.UniformResourceIdentifier(HEAD_URI)]
+    return _issue(authority, names[0], x509.SubjectAlternativeName(identities), now, days)
 
 
 def node_certificate(authority: Authority, node: str, now: datetime, days: float) -> bytes:
-    """Chain and private key, in PEM, of a node."""
-    who = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{NODE_URI}{node}")])
-    return _issued(authority, node, who, now, days)
+    """Make a node's certificate; return chain and private key in PEM."""
+    identity = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{NODE_URI}{node}")])
+    return _issue(authority, node, identity, now, days)
 
 
-def first_in(pem: bytes) -> x509.Certificate:
-    """The first certificate in PEM; other text around it is skipped. Raises BadCertificate."""
+def first_certificate(pem: bytes) -> x509.Certificate:
+    """Return the first certificate in PEM; other text around it is skipped. Raises BadCertificate."""
     try:
         return x509.load_pem_x509_certificates(pem)[0]
     except ValueError:
@@ -97,35 +98,36 @@ def first_in(pem: bytes) -> x509.Certificate:
 
 
 def names_of(certificate: x509.Certificate) -> tuple[str, ...]:
-    """Names and addresses of the host, as they stand there."""
+    """Return the host's names and addresses that the certificate states."""
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        alternative_names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return ()
-    addresses = [str(address) for address in found.get_values_for_type(x509.IPAddress)]
-    return (*found.get_values_for_type(x509.DNSName), *addresses)
+    addresses = [str(address) for address in alternative_names.get_values_for_type(x509.IPAddress)]
+    return (*alternative_names.get_values_for_type(x509.DNSName), *addresses)
 
 
 def node_of(certificate: x509.Certificate) -> str:
-    """The node whose certificate it is; "" where it is no node's."""
+    """Return the node that the certificate was issued for; "" where it is not a node's."""
     return next((uri.removeprefix(NODE_URI) for uri in _uris(certificate) if uri.startswith(NODE_URI)), "")
 
 
-def is_heads(certificate: x509.Certificate) -> bool:
-    """Whether it is the head's."""
+def is_head_certificate(certificate: x509.Certificate) -> bool:
+    """Say whether the certificate is the head's."""
     return HEAD_URI in _uris(certificate)
 
 
 def _uris(certificate: x509.Certificate) -> list[str]:
+    """Return the URIs in the certificate."""
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        alternative_names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):
         return []
-    return found.get_values_for_type(x509.UniformResourceIdentifier)
+    return alternative_names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
-def is_of(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    """Whether the CA has signed it."""
+def is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Say whether the CA has signed the certificate."""
     try:
         certificate.verify_directly_issued_by(authority)
     except Exception:  # ValueError, TypeError, InvalidSignature: no
@@ -133,15 +135,16 @@ def is_of(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     return True
 
 
-def _issued(
+def _issue(
     authority: Authority, name: str, alternative: x509.SubjectAlternativeName, now: datetime, days: float
 ) -> bytes:
+    """Sign a certificate with a new key; return both in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     ends = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
     issuer = authority.certificate.subject
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = (
-        _begun(_named(name[:_COMMON_NAME_MAX]), issuer, key, now, ends)
+        _start_builder(_distinguished_name(name[:_COMMON_NAME_MAX]), issuer, key, now, ends)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
@@ -152,12 +155,13 @@ def _issued(
         )
     )
     certificate = builder.sign(authority.key, hashes.SHA256())
-    return certificate.public_bytes(serialization.Encoding.PEM) + _private(key)
+    return certificate.public_bytes(serialization.Encoding.PEM) + _private_pem(key)
 
 
-def _begun(
+def _start_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, ends: datetime
 ) -> x509.CertificateBuilder:
+    """Start a certificate with the fields that all of ours have."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -170,7 +174,8 @@ def _begun(
     )
 
 
-def _named(name: str) -> x509.Name:
+def _distinguished_name(name: str) -> x509.Name:
+    """Build the subject name of a certificate."""
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, _ORGANISATION),
@@ -180,6 +185,7 @@ def _named(name: str) -> x509.Name:
 
 
 def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """Build the key usage of a CA, or of a certificate that signs none."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
@@ -194,13 +200,15 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _host(name: str) -> x509.GeneralName:
+    """Return the name as an IP address where it is one, else as a DNS name."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
 
 
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return the private key in PEM, without a password."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

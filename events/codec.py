@@ -72,9 +72,9 @@ class BadEvent(ValueError):
 
 
 def encode(envelope: Envelope) -> bytes:
-    """Canonical msgpack of a valid envelope, at most MAX_EVENT_BYTES long; raises BadEvent."""
+    """Encode a valid envelope as canonical msgpack of at most MAX_EVENT_BYTES. Raises BadEvent."""
     try:
-        body = _encoder.encode(_numbered(envelope))
+        body = _encoder.encode(_with_schema(envelope))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadEvent(f"cannot be encoded: {_one_line(error)}") from None
     decode(body)
@@ -82,12 +82,13 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(body: bytes) -> Envelope:
-    """The envelope in `body`; raises BadEvent and nothing else."""
+    """Decode the envelope in `body`. Raises BadEvent and nothing else."""
     return read(body)[0]
 
 
 def read(body: bytes) -> tuple[Envelope, tuple[str, ...]]:
-    """The envelope in `body`, and what else an observation says in fields unknown here; raises BadEvent."""
+    """Decode the envelope in `body`; return it, and the fields of an observation that this version does not know.
+    Raises BadEvent."""
     unknown: tuple[str, ...] = ()
     if len(body) > MAX_EVENT_BYTES:
         raise BadEvent(f"{len(body)} bytes long, more than the {MAX_EVENT_BYTES} allowed")
@@ -99,28 +100,29 @@ def read(body: bytes) -> tuple[Envelope, tuple[str, ...]]:
     return (envelope if envelope.schema == FIRST else msgspec.structs.replace(envelope, schema=FIRST)), unknown
 
 
-def _numbered(envelope: Envelope) -> Envelope:
-    """With the lowest schema whose readers can read it."""
+def _with_schema(envelope: Envelope) -> Envelope:
+    """Return the envelope with the lowest schema whose readers can read it."""
     schema = schema_of(envelope.event)
     return envelope if schema == envelope.schema else msgspec.structs.replace(envelope, schema=schema)
 
 
 def _decode_other(body: bytes, error: Exception) -> tuple[Envelope, tuple[str, ...]]:
-    """What `read` gives for a body of an older or a newer schema; BadEvent with `error` where it is none."""
-    for form in (_raised, set_aside):
+    """Decode a body of an older or newer schema for `read`. Raises BadEvent with `error` where it is neither."""
+    for form in (_upcast_body, set_aside):
         try:
-            found = form(body)
-            if found is not None:
-                body, unknown = found
+            rewritten = form(body)
+            if rewritten is not None:
+                body, unknown = rewritten
                 return _decoder.decode(body), unknown
         except NoStep as too_old:
             raise BadEvent(_one_line(too_old)) from None
-        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as worse:
-            error = worse
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as next_error:
+            error = next_error
     raise BadEvent(_NATS_SAYS if body.startswith(b"{") else _one_line(error)) from None
 
 
-def _raised(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
+def _upcast_body(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
+    """Return the body raised to today's schema; None where it is not of an older one."""
     raised = upcast(body)
     return None if raised is None else (raised, ())
 
@@ -134,37 +136,37 @@ def check(envelope: Envelope) -> None:
 
 @functools.cache
 def _rules(kind: type[AnyEvent]) -> tuple[_Rule, ...]:
-    """What events of this type must obey, and their envelopes."""
-    first = _decided if kind.is_decided else _asked if kind.is_request else _observed
-    return (first, *(rule for kinds, rule in _RULES if issubclass(kind, kinds)))
+    """Return the rules for events of this type and their envelopes."""
+    producer_rule = _check_decision if kind.is_decided else _check_request if kind.is_request else _check_observation
+    return (producer_rule, *(rule for kinds, rule in _RULES if issubclass(kind, kinds)))
 
 
-def _decided(envelope: Envelope, _event: Any) -> None:
+def _check_decision(envelope: Envelope, _event: Any) -> None:
     if envelope.term < 1:
         raise BadEvent("$.term: a decision or command needs the coordinator's term, got 0")
     if envelope.producer != COORDINATOR:
         raise BadEvent(f"$.producer: only {COORDINATOR!r} decides, got {envelope.producer!r}")
 
 
-def _started(envelope: Envelope, event: CoordinatorStarted) -> None:
+def _check_term(envelope: Envelope, event: CoordinatorStarted) -> None:
     if event.term != envelope.term:
         raise BadEvent(f"$.event.term: {event.term} differs from the envelope's term {envelope.term}")
 
 
-def _commanded(envelope: Envelope, event: AnyCommand) -> None:
+def _check_command(envelope: Envelope, event: AnyCommand) -> None:
     start = f"{envelope.term}.{event.epoch}.{event.node}."
     number = event.command_id.removeprefix(start)
     if number == event.command_id or not (number.isascii() and number.isdigit()):
         raise BadEvent(f"$.event.command_id: expected {start}<number>, got {event.command_id!r}")
 
 
-def _asked(envelope: Envelope, _event: Any) -> None:
+def _check_request(envelope: Envelope, _event: Any) -> None:
     _require_no_term(envelope)
     if envelope.producer != API_PRODUCER:
         raise BadEvent(f"$.producer: expected {API_PRODUCER!r}, got {envelope.producer!r}")
 
 
-def _observed(envelope: Envelope, event: Any) -> None:
+def _check_observation(envelope: Envelope, event: Any) -> None:
     _require_no_term(envelope)
     if event.node != envelope.producer:
         raise BadEvent(f"$.event.node: {event.node!r} differs from the producer {envelope.producer!r}")
@@ -177,32 +179,33 @@ def _require_no_term(envelope: Envelope) -> None:
         raise BadEvent(f"$.term: an observation has term 0, got {envelope.term}")
 
 
-def _exited(_: Envelope, event: WorkerExited) -> None:
+def _check_exit(_: Envelope, event: WorkerExited) -> None:
     if (event.exit_code is None) == (event.signal is None):
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
 
 
-def _in_runs(_: Envelope, event: PlanAdopted | MembershipDecided | MembershipPart) -> None:
+def _check_workers(_: Envelope, event: PlanAdopted | MembershipDecided | MembershipPart) -> None:
     if workers_in(_runs(event)) > WORKERS_MAX:  # a few bytes stand for many
         raise BadEvent(f"$.event: more than {WORKERS_MAX} workers")
 
 
-def _with_spec(_: Envelope, event: TaskSubmitted | StartWorker | StartWorkers) -> None:
+def _check_spec(_: Envelope, event: TaskSubmitted | StartWorker | StartWorkers) -> None:
     _check_finite(event.spec)
 
 
 def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[SeatRun | NodeRun]:
+    """Return the runs of workers that the event names."""
     match event:
         case PlanAdopted(assignments=assignments):
             return [run for assignment in assignments for run in assignment.nodes]
-        case MembershipDecided(told=told):
-            return told.seats if told else ()
+        case MembershipDecided(told=broadcast):
+            return broadcast.seats if broadcast else ()
         case MembershipPart(seats=seats):
             return seats
 
 
 def _check_finite(spec: TaskSpec) -> None:
-    """A loss may be NaN (that is news); a setting may not."""
+    """Raise BadEvent where a setting is NaN or infinite. (A loss may be NaN: that is an observation.)"""
     for path, part in (("", spec), ("model.", spec.model), ("optimizer.", spec.optimizer)):
         for field in part.__struct_fields__:
             value = getattr(part, field)
@@ -212,18 +215,19 @@ def _check_finite(spec: TaskSpec) -> None:
 
 #: Types of events, and what else is to be obeyed.
 _RULES: tuple[tuple[tuple[type, ...], _Rule], ...] = (
-    ((CoordinatorStarted,), _started),
-    ((Command,), _commanded),
-    ((WorkerExited,), _exited),
-    ((PlanAdopted, MembershipDecided, MembershipPart), _in_runs),
-    ((TaskSubmitted, StartWorker, StartWorkers), _with_spec),
+    ((CoordinatorStarted,), _check_term),
+    ((Command,), _check_command),
+    ((WorkerExited,), _check_exit),
+    ((PlanAdopted, MembershipDecided, MembershipPart), _check_workers),
+    ((TaskSubmitted, StartWorker, StartWorkers), _check_spec),
 )
 
 
 def _one_line(error: BaseException) -> str:
+    """Return the error's text on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def body_of(entry: Recorded) -> bytes:
-    """The entry's envelope as it stands in the log."""
+    """Return the entry's envelope as bytes, as it stands in the log."""
     return entry.body or encode(entry.envelope)

@@ -10,9 +10,9 @@ from events.vocabulary import Count, Text
 class Collective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of a flight recorder: what torch remembers of the collectives of a process.
 
-    `library`: gloo or nccl. `group`: its number in the process. `number`: of the collective in its group; of what one
-    member gives another where `is_p2p`. `state`: scheduled, started or completed; gloo tells of no more than the first.
-    `is_over`: it has ended. `sizes`: of what goes in, with their types. `since_us`: for how long it has been there.
+    `library`: gloo or nccl. `group`: its number in the process. `number`: the collective's number in its group; for
+    point-to-point transfers (`is_p2p`) the transfer's. `state`: scheduled, started or completed; gloo reports only the
+    first. `is_over`: it has ended. `sizes`: of the inputs, with their types. `since_us`: how long ago it was recorded.
     """
 
     library: Text

@@ -49,14 +49,16 @@ class Parser(argparse.ArgumentParser):
     #: Flags may come from the environment (SettableParser).
     variables = False
 
-    def __init__(self, *, version: str = "", **more: Any) -> None:
-        """`version`: only for the root of a program."""
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **more)
+    def __init__(self, *, version: str = "", **arguments: Any) -> None:
+        """Create a parser. `version`: only for the root of a program."""
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments)
         if version:
             self.man_short_description = self.description  # for argparse-manpage
             self.add_argument("--version", action="version", version=version)
-            what = "print a script that completes this command, and stop"
-            self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=what)
+            help_text = "print a script that completes this command, and stop"
+            self.add_argument(
+                "--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help_text
+            )
 
     _epilog: Epilog = None
 
@@ -70,11 +72,12 @@ class Parser(argparse.ArgumentParser):
         self._epilog = text
 
     def commands(self, dest: str = "command") -> Commands:
-        """The commands of this one, to which `add_command` adds."""
+        """Add subcommands to this parser; `add_command` fills them."""
         return self.add_subparsers(dest=dest, required=True, metavar="COMMAND", parser_class=type(self))
 
     def error(self, message: str) -> NoReturn:
-        """argparse calls this for everything that it does not accept."""
+        """Print one line for bad usage and exit with code 2; argparse calls this for everything that it does not
+        accept."""
         fail(self.prog.partition(" ")[0], f"{_plainer(message)}; see {self.prog} --help")
         raise SystemExit(2)
 
@@ -86,12 +89,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class SettableParser(Parser):
-    """Of a program whose flags may come from the environment (variables.py), and of its commands."""
+    """The parser of a program whose flags may come from the environment (variables.py), and of its commands."""
 
     variables = True
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse calls this for the root, then for the command that is given."""
+        """Take variables from the environment, then parse. argparse calls this for the root, then for the command."""
         if self.variables:
             try:
                 variables.take(self, os.environ)
@@ -115,50 +118,51 @@ class _PrintCompletion(argparse.Action):
 
 
 class Flag(NamedTuple):
-    """What argparse's add_argument is given; made by `switch`, `option` and `repeated`."""
+    """The arguments of argparse's add_argument; made by `switch`, `option` and `repeated`."""
 
     names: tuple[str, ...]
-    given: dict[str, Any]
+    settings: dict[str, Any]
 
 
 def switch(*words: str) -> Flag:
-    """A flag without a value: its names, then what it does."""
+    """Make a flag without a value: its names, then its help text."""
     return Flag(words[:-1], {"action": "store_true", "help": words[-1]})
 
 
-def option(name: str, metavar: str | None, what: str | None, **more: Any) -> Flag:
-    """A flag with a value, or without dashes in its name a value alone. `more`: type, default, choices, required."""
-    return Flag((name,), {"metavar": metavar, "help": what, **more})
+def option(name: str, metavar: str | None, help_text: str | None, **settings: Any) -> Flag:
+    """Make a flag with a value; a name without dashes makes a positional argument. `settings`: type, default, choices,
+    required."""
+    return Flag((name,), {"metavar": metavar, "help": help_text, **settings})
 
 
-def repeated(name: str, metavar: str, what: str, **more: Any) -> Flag:
-    """A flag that may stand there several times; a list."""
-    return option(name, metavar, f"{what}; repeatable", action="append", default=[], **more)
+def repeated(name: str, metavar: str, help_text: str, **settings: Any) -> Flag:
+    """Make a flag that may be given several times; its value is a list."""
+    return option(name, metavar, f"{help_text}; repeatable", action="append", default=[], **settings)
 
 
-def point(name: str, what: str) -> Flag:
-    """A point of the log."""
-    return option(name, "SEQ|TIME", what, type=point_argument)
+def point(name: str, help_text: str) -> Flag:
+    """Make a flag whose value is a point of the log."""
+    return option(name, "SEQ|TIME", help_text, type=point_argument)
 
 
 def add(place: Place, *flags: Flag) -> None:
-    """Give the flags to a parser, or to a group of one; shells complete the name of a file."""
-    for names, given in flags:
-        action = place.add_argument(*names, **given)
-        if given.get("type") in (Path, existing_file):
+    """Add the flags to a parser, or to a group of one; shells complete the names of files."""
+    for names, settings in flags:
+        action = place.add_argument(*names, **settings)
+        if settings.get("type") in (Path, existing_file):
             action.complete = _FILES  # type: ignore[attr-defined]  # for shtab
 
 
-def add_command(commands: Commands, name: str, what: str, epilog: Epilog, *flags: Flag, **more: Any) -> Parser:
-    """A command. `what` it does: a sentence without its capital letter and its full stop."""
-    made = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", **more)
-    made.epilog = epilog
-    add(made, *flags)
-    return made
+def add_command(commands: Commands, name: str, summary: str, epilog: Epilog, *flags: Flag, **settings: Any) -> Parser:
+    """Add a command. `summary`: what it does, a sentence without its capital letter and full stop."""
+    command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **settings)
+    command.epilog = epilog
+    add(command, *flags)
+    return command
 
 
 def add_login(parser: Parser) -> None:
-    """How to log in to NATS; `login_of` reads it."""
+    """Add the flags of a login to NATS; `login_of` reads them."""
     add(
         parser.add_argument_group("user name for NATS"),
         option("--key", "FILE", "a key made by `unicrond enroll` or `unicrond nats-config`", type=existing_file),
@@ -173,7 +177,7 @@ def add_login(parser: Parser) -> None:
 
 
 def login_of(options: argparse.Namespace) -> Login:
-    """The login that the flags ask for. Raises UsageError."""
+    """Build the login that the flags describe. Raises UsageError."""
     from events.keys import BadKey, read_key
     from events.nats_connection import Login
 
@@ -204,12 +208,12 @@ def login_of(options: argparse.Namespace) -> Login:
 
 
 def examples(*lines: str) -> str:
-    """An epilog of examples."""
+    """Format examples as an epilog."""
     return "\n  ".join(("examples:" if len(lines) > 1 else "example:", *lines))
 
 
 def run(program: str, work: Callable[[], int | None], *failures: type[Exception]) -> int:
-    """Do the work of a program; its exit code. `failures` end it with exit code 1 and their one line."""
+    """Run the work of a program; return its exit code. `failures` end it with exit code 1 and their one line."""
     try:
         code = work() or 0
         sys.stdout.flush()
@@ -222,13 +226,13 @@ def run(program: str, work: Callable[[], int | None], *failures: type[Exception]
         return 0
     except KeyboardInterrupt:
         return 130
-    except SystemExit as ended:  # --help and bad usage
-        return int(ended.code or 0)
+    except SystemExit as request:  # --help and bad usage
+        return int(request.code or 0)
     return code
 
 
 def fail(program: str, error: object, code: int = 1) -> int:
-    """Say in one line what is wrong; the exit code."""
+    """Print in one line what is wrong; return the exit code."""
     print(f"{program}: {error}", file=sys.stderr)
     return code
 
@@ -236,20 +240,20 @@ def fail(program: str, error: object, code: int = 1) -> int:
 # --- types of arguments --------------------------------------------------------------------------
 
 
-def with_spans_marked(arguments: Sequence[str]) -> list[str]:
-    """`-10m` as `@-10m`, which argparse would take for a flag."""
+def mark_spans(arguments: Sequence[str]) -> list[str]:
+    """Mark spans such as `-10m` as `@-10m`: argparse would take them for flags."""
     return [_NO_FLAG + argument if _SPAN.fullmatch(argument) else argument for argument in arguments]
 
 
 def point_argument(text: str) -> Point | BeforeEnd:
-    """See point.HOW."""
+    """Parse a point of the log (see point.POINT_SYNTAX)."""
     from events.point import parse_point
 
     return parse_point(text.removeprefix(_NO_FLAG))
 
 
 def event_type(text: str) -> str:
-    """An event type."""
+    """Parse the name of an event type. Raises ValueError."""
     from events.selection import TYPE_NAMES
 
     if text not in TYPE_NAMES:
@@ -258,10 +262,11 @@ def event_type(text: str) -> str:
 
 
 def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
-    """A whole number within bounds, both included."""
+    """Return a type for whole numbers within bounds, both included."""
     bounds = f"{least} or more" if most == MOST else f"{least} to {most}"
 
     def read(text: str) -> int:
+        """Parse the number. Raises ValueError."""
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
             raise ValueError(f"{text[:40]!r} is not a whole number of {bounds}")
         return int(text)
@@ -270,9 +275,10 @@ def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(least: float, most: float, unit: str) -> Callable[[str], float]:
-    """A number within bounds, both included; `unit` is for the message alone."""
+    """Return a type for numbers within bounds, both included; `unit` is for the message alone."""
 
     def read(text: str) -> float:
+        """Parse the number. Raises ValueError."""
         try:
             value = float(text)
         except ValueError:
@@ -285,17 +291,17 @@ def number(least: float, most: float, unit: str) -> Callable[[str], float]:
 
 
 def existing_file(text: str) -> Path:
-    """A file that is there."""
+    """Parse the path of a file that exists. Raises ValueError."""
     if not Path(text).is_file():
         raise ValueError(f"{text!r} is not a file; create it or fix the path")
     return Path(text)
 
 
 def _plainer(message: str) -> str:
-    """argparse's words, with a guess where a name was misspelt."""
+    """Format argparse's message more plainly, with a suggestion where a name was misspelt."""
     choice = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)$", message)
     if choice is None:
         return message.removeprefix("argument ")
-    what = "no command" if choice[1] == "COMMAND" else f"{choice[1]}: unknown"
-    known = re.findall(r"[\w-]+", choice[3])
-    return f"{what} {choice[2]!r}; {guess(choice[2], known)}"
+    problem = "no command" if choice[1] == "COMMAND" else f"{choice[1]}: unknown"
+    choices = re.findall(r"[\w-]+", choice[3])
+    return f"{problem} {choice[2]!r}; {guess(choice[2], choices)}"

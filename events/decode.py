@@ -24,7 +24,7 @@ HELP = "usage: python -m events.decode [--json] < BODY     e.g. --translate 'pyt
 
 
 def line(body: bytes, *, as_json: bool = False) -> str:
-    """What `body` says, on one line; an empty body gives an empty line, bytes that are no event the reason."""
+    """Describe `body` on one line: "" for an empty body; for bytes that are no event the reason why."""
     if not body:
         return ""
     if as_json:
@@ -33,7 +33,7 @@ def line(body: bytes, *, as_json: bool = False) -> str:
         envelope, unknown = read(body)
     except BadEvent as error:
         return _plain(f"not a valid event: {error.reason}")
-    return _plain(" ".join([_sentence(envelope), *(f"[unknown to this version: {what}]" for what in unknown)]))
+    return _plain(" ".join([_sentence(envelope), *(f"[unknown to this version: {field}]" for field in unknown)]))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,18 +52,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sentence(envelope: Envelope) -> str:
+    """Format the event as a sentence with its time, id, term and cause."""
     kind = type(envelope.event).__name__
     try:
-        seen = datetime.fromtimestamp(envelope.observed_at_us / 1e6, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+        timestamp = (
+            datetime.fromtimestamp(envelope.observed_at_us / 1e6, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+        )
     except (ValueError, OverflowError, OSError):
-        seen = f"{envelope.observed_at_us}us"
+        timestamp = f"{envelope.observed_at_us}us"
     term = f" term {envelope.term}" if envelope.term else ""
     cause = f" (because of {envelope.caused_by})" if envelope.caused_by else ""
-    return f"{seen} {envelope.event_id}{term} {kind}: {summary(envelope.event)}{cause}"
+    return f"{timestamp} {envelope.event_id}{term} {kind}: {summary(envelope.event)}{cause}"
 
 
 def _json(body: bytes) -> str:
-    """The msgpack as it is, valid or not: JSON shows every field."""
+    """Convert msgpack to JSON as it is, valid event or not: JSON shows every field."""
     try:
         value = msgpack.unpackb(body, strict_map_key=False)
         return json.dumps(value, default=str, ensure_ascii=True)
@@ -72,6 +75,7 @@ def _json(body: bytes) -> str:
 
 
 def _plain(text: str) -> str:
+    """Replace unprintable characters, and join the lines."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 

@@ -37,15 +37,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def event_id(self) -> str:
-        """ "producer-boot-number"; also the NATS message id."""
+        """The event's id, "producer-boot-number"; also the NATS message id."""
         return f"{self.producer}-{self.boot}-{self.number}"
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """An envelope as the log holds it. `recorded_at_us`: the log's receive time.
+    """An envelope as the log holds it. `recorded_at_us`: when the log received it.
 
-    `body`: its bytes, where they say more than this version knows (`tolerance.py`); else b"". `warrant`: what stands
-    beside a membership for the nodes that read it (`warrants.py`).
+    `body`: its bytes, where they hold more than this version knows (`tolerance.py`); else b"". `warrant`: the
+    certificate that accompanies a membership, for the nodes that read it (`warrants.py`).
     """
 
     seq: int

@@ -1,4 +1,4 @@
-"""What is installed only where it is needed (the extras of pyproject.toml), and what is said where it is missing."""
+"""The optional dependencies (extras of pyproject.toml), and the messages where one is missing."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class MissingExtra(Exception):
 
 
 def require(command: str, extra: str) -> None:
-    """Raises MissingExtra unless everything of `extra` can be imported. Imports nothing."""
-    wanted = [module for part in (*_WITH.get(extra, ()), extra) for module in MODULES[part]]
-    missing = next((module for module in wanted if not _is_there(module)), None)
+    """Raise MissingExtra unless everything of `extra` can be imported. Imports nothing."""
+    modules = [module for part in (*_WITH.get(extra, ()), extra) for module in MODULES[part]]
+    missing = next((module for module in modules if not _is_there(module)), None)
     if missing is not None:
         raise MissingExtra(_line(command, missing, extra))
 
 
 def explain(command: str, error: ModuleNotFoundError) -> MissingExtra | None:
-    """What to say of a failed import, None where no extra brings that module."""
+    """Return the error that explains a failed import; None where no extra provides that module."""
     root = (error.name or "").partition(".")[0]
     for extra, modules in MODULES.items():
         if root in (module.partition(".")[0] for module in modules):
@@ -39,16 +39,18 @@ def explain(command: str, error: ModuleNotFoundError) -> MissingExtra | None:
     return None
 
 
-def how_to_install(extra: str) -> str:
-    """The command; with the package there already, pip fetches what the extra adds."""
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra; pip fetches only what the extra adds to the package."""
     return f"pip install 'unicrond[{extra}]'"
 
 
 def _line(command: str, module: str, extra: str) -> str:
-    return f"{command} needs the extra `{extra}` ({module} is not installed): {how_to_install(extra)}"
+    """Format the message of MissingExtra."""
+    return f"{command} needs the extra `{extra}` ({module} is not installed): {install_command(extra)}"
 
 
 def _is_there(module: str) -> bool:
+    """Say whether the module is installed."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # the package around it

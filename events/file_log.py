@@ -61,7 +61,7 @@ class SegmentWriter:
         self.segments = segment_paths(directory)
 
     def repair(self) -> None:
-        """Cut the torn tail of the last segment, and go on there."""
+        """Cut the torn tail of the last segment, and continue there."""
         if not self.segments:
             return
         newest = self.segments[-1]
@@ -74,9 +74,9 @@ class SegmentWriter:
             self._open(self.segments[-1])
 
     def write(self, entries: Sequence[Entry], *, sync: bool = True, beats: Sequence[Recorded] = ()) -> None:
-        """One batch, atomically; durable if `sync`. LogUnavailable: nothing was written.
+        """Write one batch atomically; durable if `sync`. LogUnavailable: nothing was written.
 
-        `beats`: heartbeats that go with it, before it.
+        `beats`: heartbeats that go with the batch, before it.
         """
         frame = (beats_frame(beats) if beats else b"") + batch_frame(entries)
         if self._file is None or self._size_bytes + len(frame) > self._segment_bytes:
@@ -92,7 +92,7 @@ class SegmentWriter:
         self._size_bytes += len(frame)
 
     def close(self) -> None:
-        """Make everything durable and let go of the directory."""
+        """Make everything durable, and release the directory."""
         if self._file is not None:
             os.fsync(self._file)
             os.close(self._file)
@@ -102,6 +102,7 @@ class SegmentWriter:
             self._lock = -1
 
     def _begin(self, first_seq: int) -> None:
+        """Begin a segment whose first entry is `first_seq`."""
         path = self._directory / segment_name(first_seq)
         start = segment_start(first_seq)
         try:
@@ -126,12 +127,14 @@ class SegmentWriter:
             self.segments.append(path)
 
     def _open(self, path: Path) -> None:
+        """Open a segment to append to it."""
         if self._file is not None:
             os.close(self._file)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._size_bytes = os.fstat(self._file).st_size
 
     def _take_back(self) -> None:
+        """Remove a half-done write. LogDamaged: even that failed."""
         assert self._file is not None, "a write was tried"
         try:
             os.ftruncate(self._file, self._size_bytes)
@@ -143,7 +146,7 @@ class SegmentWriter:
 
 
 class FileLog(LocalLog):
-    """An EventLog in a directory. Opening it reads it through once (ids, terms, wholeness)."""
+    """An EventLog in a directory. Opening it reads all of it once (ids, terms, completeness)."""
 
     def __init__(
         self, directory: Path, *, clock: Callable[[], int] = wall_clock_us, segment_bytes: int = SEGMENT_BYTES
@@ -162,12 +165,12 @@ class FileLog(LocalLog):
             raise
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
-        """See EventLog. Raises LogDamaged where a segment is broken."""
+        """Yield entries (EventLog.read). Raises LogDamaged where a segment is broken."""
         seq = after_seq
         segment, at_bytes = self._segment_of(seq + 1), 0
         while until_seq is None or seq < until_seq:
             while seq >= self._last_seq:
-                await self._grown.wait()
+                await self._new_entries.wait()
             had_bytes = at_bytes
             for batch in read_segment(self._writer.segments[segment], at_bytes):
                 at_bytes = batch.end_bytes
@@ -183,11 +186,11 @@ class FileLog(LocalLog):
                     raise LogDamaged(f"{self._directory}: entries after {seq} are missing from the files")
 
     async def skips(self) -> dict[int, str]:
-        """See EventLog. Reads the files anew."""
+        """Read the skips from the files, each time anew (EventLog.skips)."""
         return skips_in_files(self._writer.segments)
 
     async def close(self) -> None:
-        """See EventLog."""
+        """Close the files (EventLog.close)."""
         self._writer.close()
 
     def _store(self, entries: Sequence[Entry]) -> None:
@@ -200,7 +203,7 @@ class FileLog(LocalLog):
             raise LogDamaged(f"{self._directory}: {error}") from None
 
     def _segment_of(self, seq: int) -> int:
-        """Which segment holds `seq`, or will hold it."""
+        """Return the index of the segment that holds `seq`, or will hold it."""
         return max((number for number, path in enumerate(self._writer.segments) if int(path.stem) <= seq), default=0)
 
 

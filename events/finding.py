@@ -1,4 +1,4 @@
-"""What is likely to go wrong, and what to do about it: the words of `unicronctl doctor` and `unicron-agent --check`."""
+"""Findings: likely problems and their fixes, as `unicronctl doctor` and `unicron-agent --check` report them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """`about`: a node, or a part of one."""
+    """A likely problem. `about`: a node, or a part of one. `what`: the problem. `fix`: what to do."""
 
     about: str
     what: str
@@ -16,14 +16,17 @@ class Finding(NamedTuple):
         return f"{self.about}: {self.what}; {self.fix}"
 
 
-#: So far apart two clocks may be.
+#: Two clocks may differ by this much.
 CLOCK_MAX_S = 0.5
 
 
-def clock_finding(about: str, off_s: float, took_s: float, whose: str) -> list[Finding]:
-    """`off_s`: how far its clock is ahead of that of `whose`, by a question whose answer took `took_s`: that much is
-    not known."""
-    if abs(off_s) - took_s <= CLOCK_MAX_S:
+def clock_finding(about: str, off_s: float, round_trip_s: float, reference: str) -> list[Finding]:
+    """Report a clock that differs too much from the clock of `reference`.
+
+    `off_s`: how far it is ahead, measured by a request that took `round_trip_s`; the measurement is uncertain by that
+    much.
+    """
+    if abs(off_s) - round_trip_s <= CLOCK_MAX_S:
         return []
     way = "ahead of" if off_s > 0 else "behind"
-    return [Finding(about, f"its clock is {abs(off_s):.1f} s {way} {whose}", "run a time service there (chrony)")]
+    return [Finding(about, f"its clock is {abs(off_s):.1f} s {way} {reference}", "run a time service there (chrony)")]

@@ -15,7 +15,7 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def interface_addresses() -> Iterator[tuple[str, str]]:
-    """Interface and address: the first IPv4 address of each interface, and all IPv6 addresses."""
+    """Yield interface and address: the first IPv4 address of each interface, and all IPv6 addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
@@ -28,11 +28,11 @@ def interface_addresses() -> Iterator[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address, "" where that cannot be told; loopback's for all addresses of loopback."""
+    """Return the interface that has this address, "" where it is unknown; loopback's for all addresses of loopback."""
     try:
-        wanted = ipaddress.ip_address(address.partition("%")[0])
+        target = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return ""
-    if wanted.is_loopback:
+    if target.is_loopback:
         return "lo"
-    return next((name for name, found in interface_addresses() if ipaddress.ip_address(found) == wanted), "")
+    return next((name for name, candidate in interface_addresses() if ipaddress.ip_address(candidate) == target), "")

@@ -37,9 +37,12 @@ class BadKey(ValueError):
 
 
 class Key(NamedTuple):
-    """A login with its secret. `has_jwt`: NATS wants the whole file that it was read from. `ends_s`: when its JWT
-    expires, in seconds since 1970; None: never. `pem`: certificates, as they stand in the file. `is_for_states`: these
-    are for the exchange of states alone."""
+    """A login with its secret.
+
+    `has_jwt`: NATS needs the whole file from which it was read. `ends_s`: when its JWT expires, in seconds since 1970;
+    None: never. `pem`: certificates, as they stand in the file. `is_for_states`: these serve the exchange of states
+    alone.
+    """
 
     login: str
     seed: str
@@ -50,7 +53,7 @@ class Key(NamedTuple):
 
     @property
     def nats_ca(self) -> str:
-        """The CA of NATS servers, in PEM; "" where the key carries none."""
+        """The CA of the NATS servers, in PEM; "" where the key carries none."""
         return "" if self.is_for_states else self.ca
 
     @property
@@ -60,23 +63,23 @@ class Key(NamedTuple):
 
     @property
     def has_certificate(self) -> bool:
-        """It carries a certificate of the login, with its private key."""
+        """Say whether it carries a certificate of the login, with its private key."""
         return "PRIVATE KEY-" in self.pem
 
     @property
     def user(self) -> User:
-        """What the server is told of it."""
+        """The login with its public key, for the server's configuration."""
         return User(self.login, public_key(self.seed))
 
 
 def make_key(login: str) -> Key:
-    """A new one. Raises BadLogin."""
+    """Make a new key for `login`. Raises BadLogin."""
     role_of(login)
     return Key(login, nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER).decode())
 
 
 def public_key(seed: str) -> str:
-    """The public part of a seed. Raises ValueError."""
+    """Return the public part of a seed. Raises ValueError."""
     try:
         pair = nkeys.from_seed(bytearray(seed.encode()))
         return bytes(pair.public_key).decode()
@@ -85,14 +88,14 @@ def public_key(seed: str) -> str:
 
 
 def write_key(path: Path, key: Key) -> None:
-    """Into a new file that its owner alone can read. Raises FileExistsError, OSError."""
+    """Write the key into a new file that its owner alone can read. Raises FileExistsError, OSError."""
     about = f"# unicrond key of {key.login}, public {key.user.key}. Keep it secret."
     states = f"{_STATES}\n" if key.is_for_states else ""
     write_private(path, f"{about}\n{key.login}\n{key.seed}\n{states}{key.pem}")
 
 
 def rewrite_key(path: Path, key: Key) -> None:
-    """In the place of the one that is there, whole or not at all. Raises OSError."""
+    """Replace the key in an existing file, all or nothing. Raises OSError."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     write_key(new, key)
@@ -100,7 +103,7 @@ def rewrite_key(path: Path, key: Key) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Into a new file that its owner alone can read. Raises FileExistsError, OSError."""
+    """Write the text into a new file that its owner alone can read. Raises FileExistsError, OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
@@ -109,31 +112,32 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_key(path: Path) -> Key:
-    """The key in a file. Raises BadKey."""
+    """Read the key in a file. Raises BadKey."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        why = {errno.ELOOP: "is a link; give the file itself", errno.ENOENT: "is not there"}.get(
+        problem = {errno.ELOOP: "is a link; give the file itself", errno.ENOENT: "is not there"}.get(
             error.errno or 0, f"cannot be read ({error.strerror}); it must belong to the user who runs this"
         )
-        raise BadKey(f"{path}: {why}") from None
+        raise BadKey(f"{path}: {problem}") from None
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise BadKey(f"{path}: is not a file; give the file of a key")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             raise BadKey(f"{path}: others can read this key; chmod 600 {path}, and enroll the node again")
         text = file.read(_MOST_BYTES).decode("ascii", "replace")
     try:
         parts = _CREDENTIALS.search(text)
-        return _of_credentials(*parts.groups()) if parts else _of_lines(text)
+        return _parse_credentials(*parts.groups()) if parts else _parse_lines(text)
     except BadLogin as error:
         raise BadKey(f"{path}: is not a key of unicrond: {error}") from None
     except ValueError as error:
         raise BadKey(f"{path}: is not a key of unicrond; {error}") from None
 
 
-def _of_lines(text: str) -> Key:
+def _parse_lines(text: str) -> Key:
+    """Parse a key of ours: login, seed, certificates."""
     text, begin, pem = text.partition(_CERTIFICATE)
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     is_for_states = lines[2:] == [_STATES]
@@ -145,8 +149,8 @@ def _of_lines(text: str) -> Key:
     return Key(login, seed, pem=f"{begin}{pem}", is_for_states=is_for_states)
 
 
-def _of_credentials(jwt: str, seed: str) -> Key:
-    """What the JWT says is believed here alone: the server checks it."""
+def _parse_credentials(jwt: str, seed: str) -> Key:
+    """Parse NATS credentials. Only here the JWT is believed: the server verifies it."""
     try:
         payload = jwt.split(".")[1]
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
@@ -159,8 +163,8 @@ def _of_credentials(jwt: str, seed: str) -> Key:
     return Key(login, seed, has_jwt=True, ends_s=ends_s)
 
 
-def kept_key(directory: Path, login: str) -> Key:
-    """The key of `login` in a directory, made there where there is none. Raises BadKey, BadLogin, OSError."""
+def load_or_create_key(directory: Path, login: str) -> Key:
+    """Load the key of `login` from a directory; create it where there is none. Raises BadKey, BadLogin, OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / f"{login}.key"
     with contextlib.suppress(FileExistsError):

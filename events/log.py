@@ -1,4 +1,4 @@
-"""What every log promises, wherever it is kept (memory, files, NATS).
+"""The contract of every event log, wherever it is stored (memory, files, NATS).
 
 Rules
 -----
@@ -10,7 +10,7 @@ Rules
   raises `Fenced` as soon as a newer term was claimed, and then nothing of it is written.
 * Claims that stand in the log where the claimer has read it (`based_on`) do not count against a new one: its fold has
   judged them, and a forged one belongs to no coordinator.
-* A claim is recognised by all that it says, not by its event id: of two that claim one term, both as its
+* A claim is recognised by all of its fields, not by its event id: of two that claim one term, both as its
   first event, one gets it.
 * Reading never raises on what a message holds: an invalid message comes as `Quarantined`.
 """
@@ -36,8 +36,8 @@ from events.vocabulary import (
 
 #: The largest batch that can be written atomically (the limit of NATS).
 MAX_BATCH = 1000
-#: Decisions that the nodes of a task read themselves.
-TOLD = (MembershipPart, MembershipDecided, PeersDecided)
+#: Decisions that are broadcast: the nodes of a task read them themselves.
+BROADCAST_TYPES = (MembershipPart, MembershipDecided, PeersDecided)
 
 
 class LogError(Exception):
@@ -67,36 +67,38 @@ class EventLog(Protocol):
     """The event stream: observations, decisions and commands in one total order."""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
-        """Write a batch of at most MAX_BATCH envelopes atomically; their sequence numbers, in order.
+        """Write a batch of at most MAX_BATCH envelopes atomically; return their sequence numbers, in order.
 
-        Envelopes whose event id is in the log already keep their first number and are not written again;
-        the others are still written as one atomic batch.
-        Raises BadEvent (nothing written), Fenced, LogUnavailable, ValueError (batch too long).
+        Envelopes whose event id is in the log already keep their first number and are not written again; the others are
+        still written as one atomic batch. Raises BadEvent (nothing written), Fenced, LogUnavailable, ValueError (batch
+        too long).
         """
         ...
 
     async def claim_term(self, envelope: Envelope) -> Fence:
-        """Write a CoordinatorStarted, or raise Fenced where its term, or a higher one, was claimed after `based_on`."""
+        """Write a CoordinatorStarted; raise Fenced where its term, or a higher one, was claimed after `based_on`."""
         ...
 
     def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
-        """Entries after_seq+1, after_seq+2, ...: history, then live, without end, or up to and with `until_seq`.
+        """Yield entries after_seq+1, after_seq+2, ...: history, then live, without end, or up to and including
+        `until_seq`.
 
-        `read(0, until_seq=await log.last_seq())` is the history as it stands. Close the generator
-        (contextlib.aclosing) where it is left early.
+        `read(0, until_seq=await log.last_seq())` is the history as it stands. Close the generator (contextlib.aclosing)
+        where it is left early.
         """
         ...
 
     async def skips(self) -> dict[int, str]:
-        """Which entries every fold of the log skips, and why (events/skips.py); `read` gives them as they are."""
+        """Return the entries that every fold of the log skips, and why (events/skips.py); `read` gives them as they
+        are."""
         ...
 
     async def last_seq(self) -> int:
-        """The newest entry's sequence number, 0 for an empty log."""
+        """Return the newest entry's sequence number, 0 for an empty log."""
         ...
 
     async def close(self) -> None:
-        """Release what the log holds. Reads that still run are to be cancelled by their owners."""
+        """Release what the log holds. Owners cancel the reads that still run."""
         ...
 
 
@@ -104,63 +106,63 @@ class BeatLog(Protocol):
     """The heartbeat stream: its entries expire within minutes, and their numbers are its own."""
 
     async def publish(self, envelope: Envelope) -> None:
-        """Send a Heartbeat and forget it: never waits for the log, never raises because it is away."""
+        """Send a Heartbeat without waiting for the log; never raises because the log is away."""
         ...
 
     def subscribe(self) -> AsyncGenerator[Entry, None]:
-        """Beats from now on; an outage leaves a gap.
+        """Yield beats from now on; an outage leaves a gap.
 
-        What was said before is not told again: a beat heard now is a sign of life now.
+        Earlier beats are not repeated: a beat received now is a sign of life now.
         """
         ...
 
 
 class CommandFeed(Protocol):
-    """One node's commands and, of the tasks that it follows, what is told once (TOLD): at least once each, in
-    the order of the log."""
+    """One node's commands and, for the tasks that it follows, the broadcast decisions (BROADCAST_TYPES): at least once
+    each, in the order of the log."""
 
     async def follow(self, tasks: Collection[str]) -> None:
-        """From the entry at hand on, also what is told once of these tasks, and of no others.
+        """Include the broadcast decisions of these tasks, and of no others, from the current entry on.
 
-        To be called before the first entry is asked for, and while one is handled. What stands behind the entry at hand
-        has not been looked at then, so nothing of it is missed.
+        Call it before the first entry is requested, or while one is handled. What follows the current entry has not
+        been looked at by then, so nothing of it is missed.
         """
         ...
 
     def read(self) -> AsyncGenerator[Recorded, None]:
-        """Entries not yet acknowledged, then live, without end.
+        """Yield entries not yet acknowledged, then live, without end.
 
-        To ask for the next entry acknowledges the one before; leaving the loop (break, exception,
-        cancellation) does not, so the entry comes again, even to another process.
+        To request the next entry acknowledges the previous one; leaving the loop (break, exception, cancellation) does
+        not, so the entry comes again, even to another process.
         """
         ...
 
 
-def is_told_to(event: AnyEvent, node: str, tasks: Collection[str]) -> bool:
-    """Whether the feed of `node`, which follows `tasks`, has the event."""
+def is_in_feed(event: AnyEvent, node: str, tasks: Collection[str]) -> bool:
+    """Say whether the feed of `node`, which follows `tasks`, contains the event."""
     if isinstance(event, Command):
         return event.node == node
-    return isinstance(event, TOLD) and event.task in tasks
+    return isinstance(event, BROADCAST_TYPES) and event.task in tasks
 
 
 def encode_batch(envelopes: Sequence[Envelope]) -> list[bytes]:
-    """Bodies for `append`; raises what `append` must raise on bad input (BadEvent, ValueError)."""
+    """Encode the bodies for `append`. Raises what `append` must raise on bad input (BadEvent, ValueError)."""
     if len(envelopes) > MAX_BATCH:
         raise ValueError(f"envelopes: at most {MAX_BATCH} in one batch, got {len(envelopes)}; split them")
-    seen: set[str] = set()
+    event_ids: set[str] = set()
     for envelope in envelopes:
         if isinstance(envelope.event, Heartbeat):
             raise BadEvent("$.event: a Heartbeat belongs on the heartbeat stream (BeatLog.publish)")
         if isinstance(envelope.event, CoordinatorStarted):
             raise BadEvent("$.event: only claim_term writes a CoordinatorStarted")
-        if envelope.event_id in seen:
+        if envelope.event_id in event_ids:
             raise BadEvent(f"$.number: {envelope.event_id} occurs twice in one batch")
-        seen.add(envelope.event_id)
+        event_ids.add(envelope.event_id)
     return [encode(envelope) for envelope in envelopes]
 
 
 def claimed_term(envelope: Envelope) -> int:
-    """The term that a CoordinatorStarted envelope claims; BadEvent on any other."""
+    """Return the term that a CoordinatorStarted envelope claims. Raises BadEvent on any other."""
     if not isinstance(envelope.event, CoordinatorStarted):
         raise BadEvent(f"$.event: claim_term needs a CoordinatorStarted, got {type(envelope.event).__name__}")
     encode(envelope)
@@ -168,31 +170,33 @@ def claimed_term(envelope: Envelope) -> int:
 
 
 class LocalLog(ABC):
-    """What every EventLog without a server does: it numbers what it takes, and knows the ids and the newest claim."""
+    """The base of every EventLog without a server: it numbers the entries, and knows the ids and the newest claim."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        """`clock`: the receive time in microseconds since the epoch."""
+        """Create an empty log. `clock`: the receive time in microseconds since the epoch."""
         self._clock = clock
         self._last_seq = 0
         self._seq_by_id: dict[str, int] = {}
         self._fence = Fence(0, 0)
         self._claim: Envelope | None = None
-        self._grown = asyncio.Event()
+        self._new_entries = asyncio.Event()
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
-        """See EventLog."""
+        """Append a batch (EventLog.append)."""
         bodies = encode_batch(envelopes)
         # Decoded anew, so that readers see exactly what a log on the wire would give them.
-        known = self._seq_by_id
-        fresh = [decode(body) for one, body in zip(envelopes, bodies, strict=True) if one.event_id not in known]
+        seq_by_id = self._seq_by_id
+        fresh = [
+            decode(body) for envelope, body in zip(envelopes, bodies, strict=True) if envelope.event_id not in seq_by_id
+        ]
         if fresh and fence is not None and fence != self._fence:
             raise Fenced(f"term {fence.term} was replaced by term {self._fence.term}")
         if fresh:
             self._write(fresh)
-        return [known[envelope.event_id] for envelope in envelopes]
+        return [seq_by_id[envelope.event_id] for envelope in envelopes]
 
     async def claim_term(self, envelope: Envelope) -> Fence:
-        """See EventLog."""
+        """Claim a term (EventLog.claim_term)."""
         term = claimed_term(envelope)
         if envelope != self._claim:
             if term <= self._fence.term and self._fence.seq > envelope.based_on:
@@ -201,12 +205,12 @@ class LocalLog(ABC):
         return self._fence
 
     async def last_seq(self) -> int:
-        """See EventLog."""
+        """Return the newest entry's sequence number (EventLog.last_seq)."""
         return self._last_seq
 
     @abstractmethod
     def _store(self, entries: Sequence[Entry]) -> None:
-        """Keep the entries, all or none."""
+        """Store the entries, all or none."""
 
     def _write(self, envelopes: Sequence[Envelope]) -> None:
         now_us = self._clock()
@@ -216,11 +220,11 @@ class LocalLog(ABC):
         self._store(entries)
         for entry in entries:
             self._take_in(entry)
-        self._grown.set()  # wakes all readers at the end; later ones wait on a fresh event
-        self._grown = asyncio.Event()
+        self._new_entries.set()  # wakes all readers at the end; later ones wait on a fresh event
+        self._new_entries = asyncio.Event()
 
     def _take_in(self, entry: Entry) -> None:
-        """An entry that is kept. LogDamaged where it is not the next one."""
+        """Register a stored entry. Raises LogDamaged where it is not the next one."""
         if entry.seq != self._last_seq + 1:
             raise LogDamaged(f"entry {entry.seq} follows entry {self._last_seq}")
         self._last_seq = entry.seq

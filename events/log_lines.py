@@ -14,9 +14,11 @@ from typing import TextIO
 
 
 def set_up(level: int, line: str, stream: TextIO | None = None) -> None:
-    """As logging.basicConfig, with lines that cannot be forged. `line`: the format; `stream`: default stderr.
+    """Set logging up as logging.basicConfig does, with lines that cannot be forged. `line`: the format; `stream`:
+    default stderr.
 
-    With `json` in UNICRON_LOG each record is a JSON object on a line."""
+    With `json` in UNICRON_LOG each record is a JSON object on a line.
+    """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines() if os.environ.get("UNICRON_LOG") == "json" else PlainLines(line))
     handler.addFilter(is_news)
@@ -24,12 +26,12 @@ def set_up(level: int, line: str, stream: TextIO | None = None) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether the record says anything. asyncio complains of nats-py at every end of a TLS connection."""
+    """Say whether the record is worth logging. (asyncio complains of nats-py at every end of a TLS connection.)"""
     return not (record.name == "asyncio" and str(record.msg).startswith("returning true from eof_received()"))
 
 
-def escaped(text: str) -> str:
-    """`text` on one line: what cannot be printed as in a Python string, an escape byte as \\\\x1b."""
+def escape(text: str) -> str:
+    """Return `text` on one line: unprintable characters as in a Python string, an escape byte as \\\\x1b."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -39,28 +41,28 @@ class PlainLines(logging.Formatter):
     """Messages on one line; the lines of a traceback are indented, so that none looks like a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
-        """The record's message with its control characters escaped."""
-        record.message = escaped(record.message)
+        """Return the record's message with its control characters escaped."""
+        record.message = escape(record.message)
         return super().formatMessage(record)
 
     def formatException(  # noqa: N802  # logging's name
         self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
     ) -> str:
-        """The traceback, indented by four spaces, with its control characters escaped."""
-        return "\n".join(f"    {escaped(line)}" for line in super().formatException(ei).split("\n"))
+        """Return the traceback, indented by four spaces, with its control characters escaped."""
+        return "\n".join(f"    {escape(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonLines(logging.Formatter):
     """A JSON object per record: time, level, logger, message, and the traceback where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; whatever the message holds, JSON escapes it."""
-        told = {
+        """Format the record on one line; JSON escapes everything in the message."""
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)

@@ -1,9 +1,9 @@
-"""Logins: who may publish and hear what on NATS, as data. Pure.
+"""Logins: which role may publish and subscribe to which subjects on NATS, as data. Pure.
 
 Rules
 -----
 * One login for each agent and one for each other role; a login has one nkey (`keys.py`), and its inbox is its own, so
-  that no answer to one is heard by another.
+  that no login receives the answers to another.
 * A subject says who wrote on it: the observations and beats of a node stand under its name, decisions and commands
   under the coordinator's, requests under the API's. Each login may publish on its own subjects alone, so what stands on
   a subject was written by that login; the body must name the same producer (`subjects.py`), or it is quarantined.
@@ -42,7 +42,7 @@ from events.subjects import (
 from events.vocabulary import NAME_PATTERN
 
 API = "$JS.API"
-#: Here a server tells a login which rights it has.
+#: A server answers here with the rights of the login that asks.
 USER_INFO = "$SYS.REQ.USER.INFO"
 #: How many consumers one reader may have at a time.
 READER_CONSUMERS = 16
@@ -86,14 +86,14 @@ class User(NamedTuple):
 
 
 def agent_login(node: str) -> str:
-    """The login of the node's agent. Raises BadLogin where this can be no node's name."""
+    """Return the login of the node's agent. Raises BadLogin where this cannot be a node's name."""
     if not re.fullmatch(NAME_PATTERN, node) or node in RESERVED_NAMES:
         raise BadLogin(f"{node!r} is not a valid name of a node; use letters, digits, - and _, at most 63, no dots")
     return agent_consumer(node)
 
 
 def role_of(login: str) -> tuple[Role, str]:
-    """The role, and the node of an agent ("" of others). Raises BadLogin."""
+    """Return the role, and the node of an agent ("" for others). Raises BadLogin."""
     kind, dash, node = login.partition("-")
     if dash and kind == Role.AGENT:
         agent_login(node)
@@ -104,19 +104,19 @@ def role_of(login: str) -> tuple[Role, str]:
 
 
 def inbox_prefix(login: str) -> str:
-    """Under which the login hears its answers."""
+    """Return the prefix of the subjects on which the login receives its answers."""
     return f"_INBOX_{login}"
 
 
 def consumer_names(login: str) -> tuple[str, ...]:
-    """The names that the login's readers may give their consumers; empty: any."""
+    """Return the names that the login's readers may give their consumers; empty: any."""
     if login != Role.READER:
         return ()
     return tuple(f"{login}-{number}" for number in range(READER_CONSUMERS))
 
 
 def rights(login: str) -> Rights:
-    """What the login may publish and subscribe to. Raises BadLogin."""
+    """Return what the login may publish and subscribe to. Raises BadLogin."""
     role, node = role_of(login)
     inbox = f"{inbox_prefix(login)}.>"
     match role:
@@ -138,6 +138,7 @@ def rights(login: str) -> Rights:
 
 
 def _agent(node: str, inbox: str) -> Rights:
+    """Return the rights of a node's agent."""
     consumer = f"{EVENT_STREAM}.{agent_consumer(node)}"
     return Rights(
         (
@@ -163,6 +164,7 @@ def _agent(node: str, inbox: str) -> Rights:
 
 
 def _coordinator(inbox: str) -> Rights:
+    """Return the rights of the coordinator."""
     streams = (EVENT_STREAM, BEAT_STREAM)
     return Rights(
         (
@@ -189,6 +191,7 @@ def _coordinator(inbox: str) -> Rights:
 
 
 def _reader(login: str) -> tuple[str, ...]:
+    """Return the subjects on which a reader may publish."""
     streams = (EVENT_STREAM, BEAT_STREAM)
     return (
         *(f"{API}.STREAM.{verb}.{name}" for verb in ("INFO", "MSG.GET") for name in streams),
@@ -204,6 +207,7 @@ def _reader(login: str) -> tuple[str, ...]:
 
 
 def _reading_the_cache() -> tuple[str, ...]:
+    """Return the subjects that reading the snapshots needs."""
     return (
         *(f"{API}.STREAM.{verb}.{_CACHE}" for verb in ("INFO", "MSG.GET")),
         f"{API}.DIRECT.GET.{_CACHE}.>",
@@ -218,7 +222,7 @@ def _reading_the_cache() -> tuple[str, ...]:
 
 
 def authorization(users: Iterable[User], shared: tuple[str, str] | None = None) -> list[str]:
-    """Lines of a nats-server's configuration that let these users in, and nobody else. Raises BadLogin.
+    """Return lines of a nats-server's configuration that admit these users, and nobody else. Raises BadLogin.
 
     `shared`: user and password of a login with every right, while a cluster is moved to keys.
     """
@@ -230,38 +234,45 @@ def authorization(users: Iterable[User], shared: tuple[str, str] | None = None) 
 
 
 def whole_configuration(users: Sequence[User]) -> list[str]:
-    """`authorization`, and the servers' own account where `users` has one for it. A running server takes a change of
-    the users (SIGHUP); the account it wants from the start. Raises BadLogin."""
+    """Return `authorization`, and the servers' own account where `users` has one for it.
+
+    A running server applies a change of the users (SIGHUP); the account it needs from the start. Raises BadLogin.
+    """
     system = [{"nkey": user.key} for user in _checked(users) if user.login == Role.SYSTEM]
     account = [f"accounts {{ SYS {{ users: {json.dumps(system)} }} }}", "system_account: SYS"] if system else []
     return [*authorization(users), *account]
 
 
 def nsc_commands(logins: Iterable[str]) -> list[str]:
-    """For servers in operator mode: a command of NATS's tool nsc for each login, which makes its user. The system
-    account has users of its own there. Raises BadLogin."""
-    may = {login: rights(login) for login in logins if role_of(login)[0] is not Role.SYSTEM}
+    """Return, for servers in operator mode, a command of NATS's tool nsc for each login, which makes its user.
+
+    The system account has its own users there. Raises BadLogin.
+    """
+    rights_by_login = {login: rights(login) for login in logins if role_of(login)[0] is not Role.SYSTEM}
     return [
-        shlex.join([*f"nsc add user --name {login} --allow-pub".split(), ",".join(it.publish)])
-        + f" --allow-sub {shlex.quote(','.join(it.subscribe))}"
-        for login, it in may.items()
+        shlex.join([*f"nsc add user --name {login} --allow-pub".split(), ",".join(user_rights.publish)])
+        + f" --allow-sub {shlex.quote(','.join(user_rights.subscribe))}"
+        for login, user_rights in rights_by_login.items()
     ]
 
 
 def _line(user: User) -> str:
-    may = rights(user.login)
-    permissions = {"publish": {"allow": may.publish}, "subscribe": {"allow": may.subscribe}}
+    """Format a user with its rights."""
+    user_rights = rights(user.login)
+    permissions = {"publish": {"allow": user_rights.publish}, "subscribe": {"allow": user_rights.subscribe}}
     return json.dumps({"nkey": user.key, "permissions": permissions})
 
 
 def _checked(users: Iterable[User]) -> list[User]:
-    """By login; two of one login or of one key are a mistake."""
-    found = sorted(users)
-    for user in found:
+    """Sort the users by login. Raises BadLogin where two have one login or one key."""
+    by_login = sorted(users)
+    for user in by_login:
         if not re.fullmatch(KEY_PATTERN, user.key):
             raise BadLogin(f"{user.login}: {user.key!r} is not the public nkey of a user")
-    for what in ("login", "key"):
-        value, count = max(Counter(getattr(user, what) for user in found).items(), key=itemgetter(1), default=("", 0))
+    for field in ("login", "key"):
+        value, count = max(
+            Counter(getattr(user, field) for user in by_login).items(), key=itemgetter(1), default=("", 0)
+        )
         if count > 1:
-            raise BadLogin(f"{what} {value} occurs twice")
-    return found
+            raise BadLogin(f"{field} {value} occurs twice")
+    return by_login

@@ -76,12 +76,12 @@ class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def encode_flight(collectives: Sequence[Collective]) -> bytes:
-    """For LogsReply.data."""
+    """Encode collectives for LogsReply.data."""
     return msgspec.msgpack.encode(collectives)
 
 
 def decode_flight(data: bytes) -> list[Collective]:
-    """Raises BadLogsMessage."""
+    """Decode collectives from LogsReply.data. Raises BadLogsMessage."""
     try:
         return msgspec.msgpack.decode(data, type=list[Collective], strict=True)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -89,12 +89,12 @@ def decode_flight(data: bytes) -> list[Collective]:
 
 
 def encode_marks(marks: Sequence[WorkerMark]) -> bytes:
-    """For LogsReply.data."""
+    """Encode marks for LogsReply.data."""
     return msgspec.msgpack.encode(marks)
 
 
 def decode_marks(data: bytes) -> list[WorkerMark]:
-    """Raises BadLogsMessage."""
+    """Decode marks from LogsReply.data. Raises BadLogsMessage."""
     try:
         return msgspec.msgpack.decode(data, type=list[WorkerMark], strict=True)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -102,7 +102,7 @@ def decode_marks(data: bytes) -> list[WorkerMark]:
 
 
 def logs_subject(node: Name) -> str:
-    """Where the node's agent serves its logs."""
+    """Return the subject on which the node's agent serves its logs."""
     return f"{PREFIX}.logs.{node}"
 
 
@@ -111,17 +111,17 @@ ANSWERS = f"{PREFIX}.logged.*.*"
 
 
 def answer_subject(node: Name, token: str) -> str:
-    """Where the node's agent is to answer a request."""
+    """Return the subject on which the node's agent is to answer a request."""
     return f"{PREFIX}.logged.{node}.{token}"
 
 
 def encode(message: LogsRequest | LogsReply) -> bytes:
-    """The body of a request or reply."""
+    """Encode a request or a reply."""
     return msgspec.msgpack.encode(message)
 
 
 def decode_request(body: bytes) -> LogsRequest:
-    """Raises BadLogsMessage, also where worker and task do not belong together."""
+    """Decode a request. Raises BadLogsMessage, also where worker and task do not belong together."""
     request = _decode(body, LogsRequest)
     if request.worker is not None and request.worker.rpartition(".")[0] != request.task:
         raise BadLogsMessage(f"$.worker: {request.worker} is not a worker of task {request.task}")
@@ -129,7 +129,7 @@ def decode_request(body: bytes) -> LogsRequest:
 
 
 def decode_reply(body: bytes) -> LogsReply:
-    """Raises BadLogsMessage."""
+    """Decode a reply. Raises BadLogsMessage."""
     return _decode(body, LogsReply)
 
 

@@ -1,4 +1,4 @@
-"""What is not to be shown: values of secrets, and what looks like one. Pure.
+"""Masking of secrets: known values, and text that looks like a secret. Pure.
 
 Rules
 -----
@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-HIDDEN = "(hidden)"
+PLACEHOLDER = "(hidden)"
 VALUE_LEAST = 4
 #: Of a value of several lines, such a line is a secret by itself.
 LINE_LEAST = 8
@@ -54,43 +54,45 @@ class Mask:
     """Hides `values` and what looks like a secret."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
-        known = sorted(needles(values), key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, known))) if known else None
-        self._known_bytes = re.compile(b"|".join(re.escape(one.encode()) for one in known)) if known else None
+        strings = sorted(needles(values), key=len, reverse=True)
+        self._values = re.compile("|".join(map(re.escape, strings))) if strings else None
+        self._values_bytes = (
+            re.compile(b"|".join(re.escape(string.encode()) for string in strings)) if strings else None
+        )
 
     def text(self, text: str) -> str:
-        """The text, with HIDDEN in place of secrets."""
-        if self._known is not None:
-            text = self._known.sub(HIDDEN, text)
-        return _LOOKS.sub(_hidden, text)
+        """Replace secrets in the text by PLACEHOLDER."""
+        if self._values is not None:
+            text = self._values.sub(PLACEHOLDER, text)
+        return _SECRET_FORMS.sub(_redact, text)
 
-    def blotted(self, data: bytes) -> bytes:
-        """As many bytes, secrets overwritten with `*`; lines stay lines."""
-        if self._known_bytes is not None:
-            data = self._known_bytes.sub(lambda found: _stars(found[0]), data)
-        return _LOOKS_BYTES.sub(_blotted, data)
+    def overwrite(self, data: bytes) -> bytes:
+        """Replace each byte of a secret by `*`; the length and the lines stay."""
+        if self._values_bytes is not None:
+            data = self._values_bytes.sub(lambda match: _stars(match[0]), data)
+        return _SECRET_FORMS_BYTES.sub(_overwrite, data)
 
 
 def needles(values: Iterable[str]) -> set[str]:
-    """What to look for, so that none of these values shows."""
-    found: set[str] = set()
+    """Return the strings to look for, so that none of these values shows."""
+    strings: set[str] = set()
     for value in values:
         bare = value.strip()
         if len(bare) >= VALUE_LEAST:
-            found.add(bare)
+            strings.add(bare)
         lines = bare.splitlines()
         if len(lines) > 1:
-            found |= {line.strip() for line in lines if len(line.strip()) >= LINE_LEAST}
-    return found
+            strings |= {line.strip() for line in lines if len(line.strip()) >= LINE_LEAST}
+    return strings
 
 
 def values_in(env: Mapping[str, Any]) -> list[str]:
-    """The values of those variables, as far as they can be told from words and numbers that any log holds."""
+    """Return the values of the variables that look like secrets; words and numbers that any log holds are left out."""
     return [value for name in secrets_in(env) if len(value := env[name]) >= LINE_LEAST and not _NUMBER.fullmatch(value)]
 
 
 def secrets_in(env: Mapping[str, Any]) -> list[str]:
-    """The variables among these that look like secrets, by name or by value."""
+    """Return the variables among these that look like secrets, by name or by value."""
     return [
         name
         for name, value in env.items()
@@ -98,24 +100,24 @@ def secrets_in(env: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _hidden(found: re.Match[str]) -> str:
-    """The secret part hidden; the name before it stays."""
-    name = _NAME_FIRST.match(found[0])
-    return (name[0] if name else "") + HIDDEN
+def _redact(match: re.Match[str]) -> str:
+    """Replace the secret part; the name before it stays."""
+    name = _NAME_FIRST.match(match[0])
+    return (name[0] if name else "") + PLACEHOLDER
 
 
-def _blotted(found: re.Match[bytes]) -> bytes:
-    name = _NAME_FIRST_BYTES.match(found[0])
+def _overwrite(match: re.Match[bytes]) -> bytes:
+    name = _NAME_FIRST_BYTES.match(match[0])
     begin = name.end() if name else 0
-    return found[0][:begin] + _stars(found[0][begin:])
+    return match[0][:begin] + _stars(match[0][begin:])
 
 
 def _stars(data: bytes) -> bytes:
     return re.sub(rb"[^\n]", b"*", data)
 
 
-_LOOKS = re.compile("|".join(f"(?:{form})" for form in _FORMS))
-_LOOKS_BYTES = re.compile(_LOOKS.pattern.encode())
+_SECRET_FORMS = re.compile("|".join(f"(?:{form})" for form in _FORMS))
+_SECRET_FORMS_BYTES = re.compile(_SECRET_FORMS.pattern.encode())
 _NAME_FIRST_BYTES = re.compile(_NAME_FIRST.pattern.encode())
 #: What looks like a secret, where no value is known.
-LOOKS = Mask()
+PATTERN_MASK = Mask()

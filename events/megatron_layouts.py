@@ -67,13 +67,16 @@ _UNTRIED = (
 
 @dataclass(frozen=True, slots=True)
 class LayoutRules:
-    """What one command line says. `own`: the layout that its flags give. `divided_by_tp`: sizes, by the words that name
-    them; `experts_divided`: those that tp / ep must divide. `layers`, `experts`: how many; 1 expert where a layer has
-    none. `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out vpp, ep above 1.
-    `binding_tp`, `binding_pp`: flags with which tp, or pp and vpp, stay as they are. `rigid`: why all of
-    it does. `untried`: why `auto` chooses no other, "" where it may."""
+    """The layouts that one command line allows.
 
-    own: Shape
+    `flags_layout`: the layout that its flags give. `divided_by_tp`: sizes, by the words that name them;
+    `experts_divided`: those that tp / ep must divide. `layers`, `experts`: how many; 1 expert where a layer has none.
+    `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out vpp, ep above 1.
+    `binding_tp`, `binding_pp`: flags with which tp, or pp and vpp, stay as they are. `rigid`: why the whole layout
+    stays. `untried`: why `auto` chooses no other, "" where it may.
+    """
+
+    flags_layout: Shape
     divided_by_tp: tuple[tuple[str, int], ...]
     experts_divided: tuple[tuple[str, int], ...]
     layers: int
@@ -88,20 +91,21 @@ class LayoutRules:
     experts: int
 
     def problem(self, shape: Shape) -> str:
-        """Why it cannot be restarted so, as one line that names the flag; "" where nothing is known against it."""
+        """Say in one line why the task cannot be restarted in this layout, with the flag; "" where no reason is
+        known."""
         return next(self._problems(shape), "")
 
     def _problems(self, shape: Shape) -> Iterator[str]:
         tp, pp, vpp, ep, _ = shape
-        own = self.own
-        if shape == own:
+        flags_layout = self.flags_layout
+        if shape == flags_layout:
             return
         if self.rigid:
-            yield f"{self.rigid}; keep {own}"
-        bound = (("tp", tp, own.tp, self.binding_tp), ("pp", pp, own.pp, self.binding_pp))
-        for name, now, kept, binding in (*bound, ("vpp", vpp, own.vpp, self.binding_pp)):
-            if now != kept and binding:
-                yield f"{binding[0]}: binds {name} to {kept}; keep that"
+            yield f"{self.rigid}; keep {flags_layout}"
+        bound = (("tp", tp, flags_layout.tp, self.binding_tp), ("pp", pp, flags_layout.pp, self.binding_pp))
+        for name, degree, flags_degree, binding in (*bound, ("vpp", vpp, flags_layout.vpp, self.binding_pp)):
+            if degree != flags_degree and binding:
+                yield f"{binding[0]}: binds {name} to {flags_degree}; keep that"
         if tp > 1 and self.needs_sequence_parallel:
             yield "--num-experts: with tp above 1 they need --sequence-parallel; add it, or use tp 1"
         for flag, size in self.divided_by_tp:
@@ -133,33 +137,36 @@ class LayoutRules:
                 yield f"{flag}: {size} does not divide among tp / ep ({tp // ep}); use another tp or ep"
 
 
-def of_args(args: Sequence[str]) -> LayoutRules | None:
-    """The rules of the script and flags; None where they cannot be read (which others refuse)."""
-    return _of_args(tuple(args))
+def layout_rules(args: Sequence[str]) -> LayoutRules | None:
+    """Return the rules of the script and flags; None where they cannot be read (other code refuses those)."""
+    return _cached_rules(tuple(args))
 
 
 @lru_cache(maxsize=256)
-def _of_args(args: tuple[str, ...]) -> LayoutRules | None:
+def _cached_rules(args: tuple[str, ...]) -> LayoutRules | None:
     try:
-        return _read(CommandLine.of(args))
+        return _read(CommandLine.parse(args))
     except BadFlags:
         return None
 
 
 def _read(line: CommandLine) -> LayoutRules:
-    told = degrees(line)
+    layout = degrees(line)
     experts = line.number("--num-experts", default=1)
     rigid = ""
-    if "--load" in line.flags and (form := line.text("--ckpt-format", default=_ANY_LAYOUT)) in _RIGID_FORMATS:
-        rigid = f"--ckpt-format: checkpoints of {form} are read in the layout that wrote them alone"
+    if (
+        "--load" in line.flags
+        and (checkpoint_format := line.text("--ckpt-format", default=_ANY_LAYOUT)) in _RIGID_FORMATS
+    ):
+        rigid = f"--ckpt-format: checkpoints of {checkpoint_format} are read in the layout that wrote them alone"
     return LayoutRules(
-        own=told,
-        divided_by_tp=tuple(_divided_by_tp(line, told.tp)),
+        flags_layout=layout,
+        divided_by_tp=tuple(_divided_by_tp(line, layout.tp)),
         experts_divided=tuple(_sizes(line, ("--moe-ffn-hidden-size",))) if experts > 1 else (),
         layers=line.number("--num-layers", "--encoder-num-layers"),
         fewest_stages=3 if "--no-overlap-p2p-communication" in line.flags else 2,
         bars_vpp=next((flag for flag in _NOT_INTERLEAVED if flag in line.flags), ""),
-        bars_ep=_why_together(line),
+        bars_ep=_ep_bar(line),
         binding_tp=tuple(flag for flag in _BIND_TP if flag in line.flags),
         binding_pp=tuple(flag for flag in _BIND_PP if flag in line.flags),
         needs_sequence_parallel="--num-experts" in line.flags and "--sequence-parallel" not in line.flags,
@@ -170,11 +177,12 @@ def _read(line: CommandLine) -> LayoutRules:
 
 
 def _divided_by_tp(line: CommandLine, tp: int) -> Iterator[tuple[str, int]]:
-    hidden = line.number("--hidden-size")
+    """Yield the sizes that tp must divide, by flag."""
+    hidden_size = line.number("--hidden-size")
     yield "--num-attention-heads", line.number("--num-attention-heads")
     if "--group-query-attention" in line.flags:
         yield "--num-query-groups", line.number("--num-query-groups", default=1)
-    yield "--hidden-size", hidden
+    yield "--hidden-size", hidden_size
     yield from _sizes(line, ("--ffn-hidden-size", "--moe-shared-expert-intermediate-size"))
     yield "--make-vocab-size-divisible-by", line.number("--make-vocab-size-divisible-by", default=128) * tp
     if "--sequence-parallel" in line.flags:
@@ -182,11 +190,12 @@ def _divided_by_tp(line: CommandLine, tp: int) -> Iterator[tuple[str, int]]:
 
 
 def _sizes(line: CommandLine, flags: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield the sizes of the flags that are given."""
     yield from ((flag, line.number(flag)) for flag in flags if flag in line.flags)
 
 
-def _why_together(line: CommandLine) -> str:
-    """Why no experts can be on workers of their own."""
+def _ep_bar(line: CommandLine) -> str:
+    """Say why no experts can be on workers of their own; "" where they can."""
     if "--num-experts" not in line.flags:
         return "--num-experts: is not given"
     if "--use-distributed-optimizer" in line.flags:
@@ -195,6 +204,7 @@ def _why_together(line: CommandLine) -> str:
 
 
 def _untried(line: CommandLine) -> str:
+    """Say why nobody has tried another layout of this command line; "" where somebody has."""
     if line.script.rpartition("/")[2] != _TRIED_SCRIPT:
         return f"args: of {line.script} nobody has tried another layout"
     if "--load" in line.flags and line.text("--ckpt-format") != _ANY_LAYOUT:

@@ -31,20 +31,20 @@ class BadFlags(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """A flag whose value is not one of `harmless`, or false or not given, is refused: `why`, in one line."""
+class RefusedFlag:
+    """A flag that is refused, for `reason` (one line), unless its value is one of `harmless`, false or not given."""
 
     flag: str
-    why: str
+    reason: str
     harmless: tuple[object, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of the parsed argument."""
+        """The name of the parsed argument."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     def refuses(self, value: object) -> bool:
-        """Of a parsed argument, or of a flag's words."""
+        """Say whether the value of a parsed argument, or a flag's words, is refused."""
         if isinstance(value, Sequence) and not isinstance(value, str):
             value = value[0] if len(value) == 1 else tuple(value)
         if isinstance(value, str) and value.isdecimal():
@@ -52,52 +52,52 @@ class Refusal:
         return value not in (None, False, (), 0, "", *self.harmless)
 
 
-_OWN = "unicrond does this itself"
+_BUILT_IN = "unicrond does this itself"
 _UNDONE = "not supported yet"
 _OTHER_SIZES = "iterations of different sizes are not supported yet; use a constant --global-batch-size"
 #: Read from the top: the first that holds is told.
-REFUSED: tuple[Refusal, ...] = (
-    Refusal("--yaml-cfg", "give the flags themselves: the task is read from them"),
-    Refusal("--use-torch-fsdp2", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
-    Refusal("--use-megatron-fsdp", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
-    Refusal("--context-parallel-size", f"context parallelism is {_UNDONE}; use --tensor-model-parallel-size", (1,)),
-    Refusal("--hybrid-context-parallel", f"context parallelism is {_UNDONE}"),
-    Refusal("--rampup-batch-size", _OTHER_SIZES),
-    Refusal("--decrease-batch-size-if-needed", _OTHER_SIZES),
-    Refusal("--iterations-to-skip", f"skipped iterations are {_UNDONE}; leave it out"),
-    Refusal("--phase-transition-iterations", f"phases are {_UNDONE}; submit one task for each"),
-    Refusal("--moe-use-upcycling", "convert the checkpoint first, outside of a task"),
-    Refusal("--ckpt-convert-format", "convert the checkpoint first, outside of a task"),
-    Refusal("--skip-train", "a task trains; evaluate outside of one"),
-    Refusal("--perform-rl-step", f"reinforcement learning is {_UNDONE}"),
-    Refusal("--qk-clip", "its largest logits would be those of one replica's micro-batches"),
-    Refusal("--cuda-graph-impl", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes", ("none",)),
-    Refusal("--enable-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
-    Refusal("--external-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
-    Refusal("--overlap-moe-expert-parallel-comm", f"its schedule is {_UNDONE}"),
-    Refusal("--delay-wgrad-compute", f"weight gradients outside of the backward are {_UNDONE}"),
-    Refusal("--use-nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
-    Refusal("--nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
-    Refusal("--num-distributed-optimizer-instances", "unicrond shards the optimizer over all replicas", (1,)),
-    Refusal("--overlap-param-gather-with-optimizer-step", f"its schedule is {_UNDONE}"),
-    Refusal("--reuse-grad-buf-for-mxfp8-param-ag", f"{_UNDONE}: gradients and parameters must not share memory"),
-    Refusal("--fp8-param-gather", f"fp8 parameters are {_UNDONE}"),
-    Refusal("--save-wgrads-interval", f"{_UNDONE}; leave it out"),
-    Refusal("--save-dgrads-interval", f"{_UNDONE}; leave it out"),
-    Refusal("--enable-ft-package", f"{_OWN}: faults are found and healed"),
-    Refusal("--inprocess-restart", f"{_OWN}: faults are found and healed"),
-    Refusal("--adlr-autoresume", f"{_OWN}: faults are found and healed"),
-    Refusal("--dataloader-type", "unicrond deals micro-batches by Megatron's own samplers: single or cyclic",
+REFUSED_FLAGS: tuple[RefusedFlag, ...] = (
+    RefusedFlag("--yaml-cfg", "give the flags themselves: the task is read from them"),
+    RefusedFlag("--use-torch-fsdp2", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
+    RefusedFlag("--use-megatron-fsdp", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
+    RefusedFlag("--context-parallel-size", f"context parallelism is {_UNDONE}; use --tensor-model-parallel-size", (1,)),
+    RefusedFlag("--hybrid-context-parallel", f"context parallelism is {_UNDONE}"),
+    RefusedFlag("--rampup-batch-size", _OTHER_SIZES),
+    RefusedFlag("--decrease-batch-size-if-needed", _OTHER_SIZES),
+    RefusedFlag("--iterations-to-skip", f"skipped iterations are {_UNDONE}; leave it out"),
+    RefusedFlag("--phase-transition-iterations", f"phases are {_UNDONE}; submit one task for each"),
+    RefusedFlag("--moe-use-upcycling", "convert the checkpoint first, outside of a task"),
+    RefusedFlag("--ckpt-convert-format", "convert the checkpoint first, outside of a task"),
+    RefusedFlag("--skip-train", "a task trains; evaluate outside of one"),
+    RefusedFlag("--perform-rl-step", f"reinforcement learning is {_UNDONE}"),
+    RefusedFlag("--qk-clip", "its largest logits would be those of one replica's micro-batches"),
+    RefusedFlag("--cuda-graph-impl", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes", ("none",)),
+    RefusedFlag("--enable-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
+    RefusedFlag("--external-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
+    RefusedFlag("--overlap-moe-expert-parallel-comm", f"its schedule is {_UNDONE}"),
+    RefusedFlag("--delay-wgrad-compute", f"weight gradients outside of the backward are {_UNDONE}"),
+    RefusedFlag("--use-nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
+    RefusedFlag("--nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
+    RefusedFlag("--num-distributed-optimizer-instances", "unicrond shards the optimizer over all replicas", (1,)),
+    RefusedFlag("--overlap-param-gather-with-optimizer-step", f"its schedule is {_UNDONE}"),
+    RefusedFlag("--reuse-grad-buf-for-mxfp8-param-ag", f"{_UNDONE}: gradients and parameters must not share memory"),
+    RefusedFlag("--fp8-param-gather", f"fp8 parameters are {_UNDONE}"),
+    RefusedFlag("--save-wgrads-interval", f"{_UNDONE}; leave it out"),
+    RefusedFlag("--save-dgrads-interval", f"{_UNDONE}; leave it out"),
+    RefusedFlag("--enable-ft-package", f"{_BUILT_IN}: faults are found and healed"),
+    RefusedFlag("--inprocess-restart", f"{_BUILT_IN}: faults are found and healed"),
+    RefusedFlag("--adlr-autoresume", f"{_BUILT_IN}: faults are found and healed"),
+    RefusedFlag("--dataloader-type", "unicrond deals micro-batches by Megatron's own samplers: single or cyclic",
             ("single", "cyclic")),
-    Refusal("--non-persistent-ckpt-type", f"{_OWN}: nodes keep states in memory", ("global",)),
-    Refusal("--vision-pretraining", f"vision models are {_UNDONE}"),
-    Refusal("--optimizer", "adam or sgd; others gather gradients themselves", ("adam", "sgd")),
+    RefusedFlag("--non-persistent-ckpt-type", f"{_BUILT_IN}: nodes keep states in memory", ("global",)),
+    RefusedFlag("--vision-pretraining", f"vision models are {_UNDONE}"),
+    RefusedFlag("--optimizer", "adam or sgd; others gather gradients themselves", ("adam", "sgd")),
 )  # fmt: skip
-_GLOBAL_AUX_LOSS = Refusal(
+_GLOBAL_AUX_LOSS = RefusedFlag(
     "--moe-router-load-balancing-type", "global_aux_loss depends on the order of micro-batches; use aux_loss"
 )
 #: What `refusals` asks for beside the flags of the table.
-ASKED = (
+CHECKED_FLAGS = (
     _GLOBAL_AUX_LOSS.flag,
     "--tensor-model-parallel-size",
     "--expert-model-parallel-size",
@@ -107,12 +107,12 @@ ASKED = (
 
 
 def refusals(values: Mapping[str, object]) -> Iterator[str]:
-    """What is refused, one line each. `values`: by flag name (`--x-y`), words or parsed."""
-    for refusal in REFUSED:
+    """Yield what is refused, one line each. `values`: by flag name (`--x-y`), words or parsed."""
+    for refusal in REFUSED_FLAGS:
         if refusal.refuses(values.get(refusal.flag)):
-            yield f"{refusal.flag}: {refusal.why}"
+            yield f"{refusal.flag}: {refusal.reason}"
     if "global_aux_loss" in str(values.get(_GLOBAL_AUX_LOSS.flag, "")):
-        yield f"{_GLOBAL_AUX_LOSS.flag}: {_GLOBAL_AUX_LOSS.why}"
+        yield f"{_GLOBAL_AUX_LOSS.flag}: {_GLOBAL_AUX_LOSS.reason}"
     tp, experts = _size(values, "--tensor-model-parallel-size"), _size(values, "--expert-model-parallel-size")
     tensor = _size(values, "--expert-tensor-parallel-size", tp)
     if experts > 1 and experts * tensor != tp:
@@ -125,7 +125,7 @@ def refusals(values: Mapping[str, object]) -> Iterator[str]:
 
 
 def _size(values: Mapping[str, object], flag: str, default: int = 1) -> int:
-    """Of a kind of parallelism, parsed or in words; what is no number is told elsewhere."""
+    """Return the size of a kind of parallelism, parsed or in words; other code reports what is no number."""
     value = values.get(flag)
     if isinstance(value, tuple):
         value = value[0] if value else None
@@ -140,8 +140,8 @@ class CommandLine:
     flags: Mapping[str, tuple[str, ...]]
 
     @staticmethod
-    def of(args: Sequence[str]) -> CommandLine:
-        """Raises BadFlags without a script, or where a word belongs to no flag."""
+    def parse(args: Sequence[str]) -> CommandLine:
+        """Parse the words. Raises BadFlags without a script, or where a word belongs to no flag."""
         if not args or args[0].startswith("-"):
             raise BadFlags("the first of args must be the script, for example pretrain_gpt.py")
         flags: dict[str, list[str]] = {}
@@ -157,11 +157,12 @@ class CommandLine:
         return CommandLine(args[0], {name: tuple(words) for name, words in flags.items()})
 
     def text(self, *names: str, default: str = "") -> str:
-        """The first of these flags that is given."""
+        """Return the words of the first of these flags that is given."""
         return next((" ".join(self.flags[name]) for name in names if name in self.flags), default)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Raises BadFlags where it is not given and has no default, or is not a whole number above 0."""
+        """Return a flag's number. Raises BadFlags where it is not given and has no default, or is not a whole number
+        above 0."""
         text = self.text(*names)
         if not text and default is not None:
             return default
@@ -183,20 +184,20 @@ _COUNT_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-
 _OVERRIDE, _NOT_OVERRIDE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 
 
-def with_flags(args: Sequence[str], wanted: Mapping[str, str]) -> tuple[str, ...]:
-    """The command line with other values for these flags, for training that goes on with them."""
-    kept: list[str] = []
+def with_flags(args: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the command line with other values for these flags, for training that continues with them."""
+    remaining: list[str] = []
     skips = False
     for word in args:
         if word.startswith("--"):
-            skips = word.partition("=")[0] in (*wanted, _OVERRIDE, _NOT_OVERRIDE)
+            skips = word.partition("=")[0] in (*values, _OVERRIDE, _NOT_OVERRIDE)
         if not skips:
-            kept.append(word)
-    return (*kept, *(word for flag in wanted.items() for word in flag), _OVERRIDE)
+            remaining.append(word)
+    return (*remaining, *(word for flag in values.items() for word in flag), _OVERRIDE)
 
 
 @dataclass(frozen=True, slots=True)
-class Understood:
+class TrainingFlags:
     """A task, as its command line describes it. `dropout`: of hidden states. `notes`: what a person should know."""
 
     tp: int
@@ -217,13 +218,13 @@ class Understood:
     notes: tuple[str, ...]
 
 
-def understood(line: CommandLine) -> Understood:
-    """Raises BadFlags for what is refused, missing or no number."""
+def read_training_flags(line: CommandLine) -> TrainingFlags:
+    """Read the task that the command line describes. Raises BadFlags for what is refused, missing or no number."""
     for reason in refusals({name: words or True for name, words in line.flags.items()}):
         raise BadFlags(reason)
     cut = degrees(line)
     global_batch = _global_batch(line)
-    return Understood(
+    return TrainingFlags(
         tp=cut.tp,
         pp=cut.pp,
         vpp=cut.vpp,
@@ -244,16 +245,18 @@ def understood(line: CommandLine) -> Understood:
 
 
 def degrees(line: CommandLine) -> Shape:
-    """The layout that the flags give. Raises BadFlags."""
+    """Return the layout that the flags give. Raises BadFlags."""
     tp = line.number("--tensor-model-parallel-size", default=1)
     pp = line.number("--pipeline-model-parallel-size", default=1)
     vpp = line.number(*CHUNKS_FLAGS[1:], default=1)
-    if (each := line.number(CHUNKS_FLAGS[0], default=0)) > 0:
-        whole = line.number("--num-layers", "--encoder-num-layers")
-        whole += sum(flag in line.flags for flag in _COUNT_AS_LAYERS)
-        if whole % (pp * each):
-            raise BadFlags(f"{CHUNKS_FLAGS[0]}: {whole} layers do not divide among pp {pp} in chunks of {each}")
-        vpp = whole // pp // each
+    if (layers_per_chunk := line.number(CHUNKS_FLAGS[0], default=0)) > 0:
+        layers = line.number("--num-layers", "--encoder-num-layers")
+        layers += sum(flag in line.flags for flag in _COUNT_AS_LAYERS)
+        if layers % (pp * layers_per_chunk):
+            raise BadFlags(
+                f"{CHUNKS_FLAGS[0]}: {layers} layers do not divide among pp {pp} in chunks of {layers_per_chunk}"
+            )
+        vpp = layers // pp // layers_per_chunk
     return Shape(tp, pp, vpp, line.number("--expert-model-parallel-size", default=1))
 
 
@@ -273,7 +276,7 @@ def _iterations(line: CommandLine, global_batch: int) -> int:
 
 
 def _vocabulary(line: CommandLine, tp: int) -> int:
-    """As Megatron pads it; GPT-2's where only the tokenizer's files on the nodes know."""
+    """Return the vocabulary's size as Megatron pads it; GPT-2's where only the tokenizer's files on the nodes know."""
     size = line.number("--vocab-size", default=50257)
     if line.text("--tokenizer-type") == "NullTokenizer":
         size += 1
@@ -293,6 +296,7 @@ def _dropout(line: CommandLine) -> float:
 
 
 def _notes(line: CommandLine) -> Iterator[str]:
+    """Yield what a person should know about the task."""
     if "--use-distributed-optimizer" in line.flags:
         yield "the optimizer's state is shared over the replicas by unicrond, not by Megatron's DistributedOptimizer"
     if "--vocab-size" not in line.flags:

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.log import LocalLog, is_told_to
+from events.log import LocalLog, is_in_feed
 from events.skips import skips_in
 from events.vocabulary import Heartbeat
 
 
 def wall_clock_us() -> int:
-    """Microseconds since the epoch."""
+    """Return microseconds since the epoch."""
     return time.time_ns() // 1000
 
 
@@ -26,21 +26,21 @@ class MemoryLog(LocalLog):
         self._entries: list[Entry] = []
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
-        """See EventLog."""
+        """Yield entries (EventLog.read)."""
         seq = after_seq
         while until_seq is None or seq < until_seq:
             if seq < len(self._entries):
                 seq += 1
                 yield self._entries[seq - 1]
             else:
-                await self._grown.wait()
+                await self._new_entries.wait()
 
     async def skips(self) -> dict[int, str]:
-        """See EventLog."""
+        """Return the skips among the entries (EventLog.skips)."""
         return skips_in(self._entries)
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: a log in memory holds nothing to release."""
 
     def _store(self, entries: Sequence[Entry]) -> None:
         self._entries += entries
@@ -55,7 +55,8 @@ class MemoryBeatLog:
         self._subscribers: set[asyncio.Queue[Recorded]] = set()
 
     async def publish(self, envelope: Envelope) -> None:
-        """See BeatLog. Raises TypeError on anything but a Heartbeat, BadEvent on an invalid one."""
+        """Publish a beat (BeatLog.publish). Raises TypeError on anything but a Heartbeat, BadEvent on an invalid
+        one."""
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         encode(envelope)
@@ -65,7 +66,7 @@ class MemoryBeatLog:
             queue.put_nowait(beat)
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
-        """See BeatLog."""
+        """Yield beats from now on (BeatLog.subscribe)."""
         queue: asyncio.Queue[Recorded] = asyncio.Queue()
         self._subscribers.add(queue)
         try:
@@ -76,7 +77,8 @@ class MemoryBeatLog:
 
 
 class MemoryCommandFeed:
-    """A CommandFeed over a MemoryLog; the object remembers what was acknowledged and what is followed."""
+    """A CommandFeed over a MemoryLog; the object remembers which entries were acknowledged and which tasks are
+    followed."""
 
     def __init__(self, log: MemoryLog, node: str) -> None:
         self._log = log
@@ -85,12 +87,12 @@ class MemoryCommandFeed:
         self._acked_seq = 0
 
     async def follow(self, tasks: Collection[str]) -> None:
-        """See CommandFeed."""
+        """Set the tasks to follow (CommandFeed.follow)."""
         self._tasks = frozenset(tasks)
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
-        """See CommandFeed."""
+        """Yield commands and broadcasts (CommandFeed.read)."""
         async for entry in self._log.read(self._acked_seq):
-            if isinstance(entry, Recorded) and is_told_to(entry.envelope.event, self._node, self._tasks):
+            if isinstance(entry, Recorded) and is_in_feed(entry.envelope.event, self._node, self._tasks):
                 yield entry
             self._acked_seq = entry.seq

@@ -7,9 +7,9 @@ Rules
   forgotten all consumers; each is made again behind what its agent has handled (`Heartbeat.read_seq`), or where that is
   not known, for all that the log holds: handlers know what they have done.
 * One command at a time (`max_ack_pending` 1): order holds even when one is delivered again.
-* What is told once of the tasks that the node follows comes by the same consumer: `follow` changes its filter. While an
-  entry is not acknowledged the server looks at nothing behind it, so what matches the new filter there still comes. An
-  idle consumer has passed over what did not match; that is never asked for again.
+* Broadcast decisions of the tasks that the node follows come by the same consumer: `follow` changes its filter. While
+  an entry is not acknowledged the server looks at nothing behind it, so what matches the new filter there still comes.
+  An idle consumer has passed over what did not match; that is never requested again.
 * The filter is the server's: it outlives the agent. With each connection it is compared with what is followed.
 * Where an agent has a key, it may neither make its consumer nor change it: a consumer can read everything. The
   coordinator does both, before the node needs it (`unicrond/service/consumers.py`); the agent compares, and waits.
@@ -39,11 +39,11 @@ from nats.aio.msg import Msg
 
 from events.envelope import Quarantined, Recorded
 from events.log import LogError
-from events.nats_connection import Connection, Denied, Patience, Session, Unanswered
-from events.nats_inquiry import listened
+from events.nats_connection import Backoff, Connection, NoReply, PublishDenied, Session
+from events.nats_inquiry import wait_for_event
 from events.nats_reader import SILENCE_S, stored_message
-from events.nats_streams import NANOS, ApiError, api
-from events.subjects import EVENT_STREAM, WARRANT_HEADER, agent_consumer, entry, told_subjects
+from events.nats_streams import NANOS, JetStreamError, api
+from events.subjects import EVENT_STREAM, WARRANT_HEADER, agent_consumer, entry, feed_subjects
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,13 @@ CONSUMER_NOT_FOUND = 10014
 
 
 def command_consumer_config(node: str, tasks: Collection[str] = (), after_seq: int = 0) -> dict[str, Any]:
-    """The durable consumer of one agent that follows `tasks`, for what stands behind `after_seq`."""
+    """Return the configuration of the durable consumer of an agent that follows `tasks`, for entries after
+    `after_seq`."""
     start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
     return {
         "durable_name": agent_consumer(node),
         "description": f"the agent of {node}: its commands, and what is told once of the tasks there",
-        "filter_subjects": told_subjects(node, tasks),
+        "filter_subjects": feed_subjects(node, tasks),
         **(start if after_seq else {"deliver_policy": "all"}),
         "ack_policy": "explicit",
         "ack_wait": ACK_WAIT_S * NANOS,
@@ -70,106 +71,114 @@ def command_consumer_config(node: str, tasks: Collection[str] = (), after_seq: i
     }
 
 
-def fitted(config: dict[str, Any], node: str, tasks: Collection[str]) -> dict[str, Any]:
-    """A consumer's configuration, as the server tells it, with the filter for `tasks`. Where it begins cannot be
-    changed."""
+def with_filter(config: dict[str, Any], node: str, tasks: Collection[str]) -> dict[str, Any]:
+    """Return a consumer's configuration, as the server reports it, with the filter for `tasks`.
+
+    Where a consumer begins cannot be changed.
+    """
     ours = {name: value for name, value in config.items() if name != "filter_subject"}
-    return ours | {"filter_subjects": told_subjects(node, tasks)}
+    return ours | {"filter_subjects": feed_subjects(node, tasks)}
 
 
-class UnreadOrder(NamedTuple):
-    """A command that this version cannot read, as far as it can be identified. `reason`: why it cannot."""
+class UnreadCommand(NamedTuple):
+    """A command that this version cannot read, as far as it can be identified. `reason`: why it cannot be read."""
 
     command_id: str
     event_id: str
     reason: str
 
 
-def unread_order(body: bytes, node: str, reason: str) -> UnreadOrder | None:
-    """What there is to answer of a command to `node` that cannot be read; None where that cannot be told."""
+def unread_command(body: bytes, node: str, reason: str) -> UnreadCommand | None:
+    """Identify a command to `node` that cannot be read, so that it can be answered; None where that is impossible."""
     try:
-        found = _named.decode(body)
+        identity = _identity_decoder.decode(body)
     except msgspec.MsgspecError:
         return None
-    start = f"{found.term}.{found.event.epoch}.{node}."
-    if not re.fullmatch(re.escape(start) + "[0-9]{1,19}", found.event.command_id):
+    prefix = f"{identity.term}.{identity.event.epoch}.{node}."
+    if not re.fullmatch(re.escape(prefix) + "[0-9]{1,19}", identity.event.command_id):
         return None
-    return UnreadOrder(found.event.command_id, f"{found.producer}-{found.boot}-{found.number}", reason)
+    return UnreadCommand(identity.event.command_id, f"{identity.producer}-{identity.boot}-{identity.number}", reason)
 
 
-class _Order(msgspec.Struct):
+class _CommandFields(msgspec.Struct):
     command_id: str
     epoch: int
 
 
-class _Named(msgspec.Struct):
-    """Of any command, of whatever schema, what names it."""
+class _CommandIdentity(msgspec.Struct):
+    """The fields that identify any command, of whatever schema."""
 
     producer: str
     boot: int
     number: int
     term: int
-    event: _Order
+    event: _CommandFields
 
 
-_named = msgspec.msgpack.Decoder(_Named)
+_identity_decoder = msgspec.msgpack.Decoder(_CommandIdentity)
 
 
-async def fit_command_consumer(
+async def ensure_command_consumer(
     connection: Connection, node: str, tasks: Collection[str] | None, after_seq: int = 0
 ) -> None:
-    """Make sure that the node's consumer exists and has the filter for `tasks`; None: leave the one that it has. Asks
-    before it writes: an agent may have no right to. `after_seq`: where one begins that is not there."""
+    """Make sure that the node's consumer exists and has the filter for `tasks`; None: keep the filter that it has.
+
+    Reads before it writes: an agent may not be allowed to write. `after_seq`: where a new consumer begins.
+    """
     name = agent_consumer(node)
     try:
         info = await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{name}", {})
-    except ApiError as error:
+    except JetStreamError as error:
         if error.code != CONSUMER_NOT_FOUND:
             raise
         config = command_consumer_config(node, tasks or (), after_seq)
     else:
-        found = info["config"]
-        if not found.get("mem_storage"):  # an older version made it; where it is kept cannot be changed
+        existing = info["config"]
+        if not existing.get("mem_storage"):  # an older version made it; where it is kept cannot be changed
             await api(connection, f"CONSUMER.DELETE.{EVENT_STREAM}.{name}", {})
             config = command_consumer_config(node, tasks or (), max(after_seq, int(info["ack_floor"]["stream_seq"])))
-        elif tasks is None or sorted(filters(found)) == sorted(told_subjects(node, tasks)):
+        elif tasks is None or sorted(filters(existing)) == sorted(feed_subjects(node, tasks)):
             return
         else:
-            config = fitted(found, node, tasks)
+            config = with_filter(existing, node, tasks)
     await api(connection, f"CONSUMER.CREATE.{EVENT_STREAM}.{name}", {"stream_name": EVENT_STREAM, "config": config})
 
 
-async def is_fitted(connection: Connection, node: str, tasks: Collection[str]) -> bool:
-    """Whether the node's consumer is there and gives at least what is told of `tasks`. ApiError, Denied."""
+async def has_filter(connection: Connection, node: str, tasks: Collection[str]) -> bool:
+    """Say whether the node's consumer exists and delivers at least the broadcasts of `tasks`. Raises JetStreamError,
+    PublishDenied."""
     try:
         info = await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{agent_consumer(node)}", {})
-    except ApiError as error:
+    except JetStreamError as error:
         if error.code != CONSUMER_NOT_FOUND:
             raise
         return False
-    return set(told_subjects(node, tasks)) <= set(filters(info["config"]))
+    return set(feed_subjects(node, tasks)) <= set(filters(info["config"]))
 
 
 def filters(config: dict[str, Any]) -> list[str]:
-    """The subjects that a consumer gives."""
+    """Return the subjects that a consumer delivers."""
     return list(config.get("filter_subjects") or [config.get("filter_subject", "")])
 
 
 class NatsCommandFeed:
-    """A CommandFeed: the commands to `node`, over every outage."""
+    """A CommandFeed: the commands to `node`, across every outage."""
 
     def __init__(
         self,
         connection: Connection,
         node: str,
-        on_unread: Callable[[UnreadOrder], None] | None = None,
+        on_unread: Callable[[UnreadCommand], None] | None = None,
         *,
         makes_consumer: bool = True,
         on_interrupted: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_unread`: told of each command that this version cannot read, before it is acknowledged.
-        `makes_consumer`: this login may, and does; else the coordinator. `on_interrupted`: called when the consumer is
-        gone or does not answer."""
+        """Create a feed.
+
+        `on_unread`: called with each command that this version cannot read, before it is acknowledged.
+        `makes_consumer`: this login may make the consumer, and does; else the coordinator makes it. `on_interrupted`:
+        called when the consumer is gone or does not answer.
+        """
         self._on_interrupted = on_interrupted
         self._makes_consumer = makes_consumer
         self._connection = connection
@@ -180,136 +189,142 @@ class NatsCommandFeed:
         self._tasks: frozenset[str] | None = None
 
     async def follow(self, tasks: Collection[str]) -> None:
-        """See CommandFeed. Makes the consumer where there is none yet, or waits until the coordinator has; waits
-        through outages.
+        """Set the tasks to follow (CommandFeed.follow).
 
+        Makes the consumer where there is none yet, or waits until the coordinator has made it; waits through outages.
         Logs an error each time that NATS refuses the consumer.
         """
         self._tasks = frozenset(tasks)
         if not self._makes_consumer:
-            return await self._until_fitted()
-        patience = Patience(f"what {self._node} follows")
+            return await self._wait_for_consumer()
+        backoff = Backoff(f"what {self._node} follows")
         while True:
             try:
-                return await fit_command_consumer(self._connection, self._node, self._tasks, self.handled_seq)
-            except ApiError as error:
+                return await ensure_command_consumer(self._connection, self._node, self._tasks, self.handled_seq)
+            except JetStreamError as error:
                 logger.error(
                     "NODE %s CANNOT BE COMMANDED: NATS refuses its consumer (%s); trying again. "
                     "If a limit of consumers is reached, raise max_consumers of the stream and of the account",
                     self._node,
                     error,
                 )
-                await patience.lose(error)
+                await backoff.wait_after(error)
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
-        """See CommandFeed. Waits through outages."""
-        patience = Patience(f"commands for {self._node}")
+        """Yield commands and broadcasts (CommandFeed.read). Waits through outages."""
+        backoff = Backoff(f"commands for {self._node}")
         while True:
             try:
                 if self._makes_consumer:
-                    await fit_command_consumer(self._connection, self._node, self._tasks, self.handled_seq)
+                    await ensure_command_consumer(self._connection, self._node, self._tasks, self.handled_seq)
                 else:
-                    await self._until_fitted()
+                    await self._wait_for_consumer()
                 session = await self._connection.session()
-                async with aclosing(_pull(session, agent_consumer(self._node), patience.succeed)) as messages:
+                async with aclosing(_pull(session, agent_consumer(self._node), backoff.reset)) as messages:
                     async for message in messages:
-                        patience.succeed()
+                        backoff.reset()
                         stored = stored_message(message)
-                        found = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
-                        if isinstance(found, Quarantined):
-                            self._say_unread(found, stored.body)
-                        elif found.seq > self.handled_seq:  # else its acknowledgement was lost
+                        delivery = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+                        if isinstance(delivery, Quarantined):
+                            self._say_unread(delivery, stored.body)
+                        elif delivery.seq > self.handled_seq:  # else its acknowledgement was lost
                             warrant = (message.headers or {}).get(WARRANT_HEADER, "")
                             try:
-                                yield replace(found, warrant=warrant) if warrant else found
+                                yield replace(delivery, warrant=warrant) if warrant else delivery
                             except BaseException:
                                 await session.publish(message.reply, b"-NAK")  # again at once, not after ACK_WAIT_S
                                 raise
-                        self.handled_seq = max(self.handled_seq, found.seq)
+                        self.handled_seq = max(self.handled_seq, delivery.seq)
                         await session.publish(message.reply, b"+ACK")
-            except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:
+            except (_ConsumerSilent, NoReply, JetStreamError, nats.errors.Error) as error:
                 logger.info("reading commands for %s was interrupted (%s); continuing", self._node, error)
                 self._on_interrupted()
-                await patience.lose(error)
+                await backoff.wait_after(error)
 
-    async def _until_fitted(self) -> None:
-        patience = Patience(f"what {self._node} follows")
-        told = False
+    async def _wait_for_consumer(self) -> None:
+        """Wait until the coordinator has made the consumer with the filter that this node needs."""
+        backoff = Backoff(f"what {self._node} follows")
+        has_warned = False
         while True:
-            why: Exception
+            problem: Exception
             try:
-                if await is_fitted(self._connection, self._node, self._tasks or ()):
+                if await has_filter(self._connection, self._node, self._tasks or ()):
                     return
-                why = LogError(f"consumer {agent_consumer(self._node)} is not there, or lacks a task")
-            except (ApiError, Denied) as error:
-                why = error
-            if not told:
-                told = True
+                problem = LogError(f"consumer {agent_consumer(self._node)} is not there, or lacks a task")
+            except (JetStreamError, PublishDenied) as error:
+                problem = error
+            if not has_warned:
+                has_warned = True
                 logger.warning(
                     "waiting for the coordinator to prepare the commands of %s (%s); is it running, and is the node "
                     "enrolled?",
                     self._node,
-                    why,
+                    problem,
                 )
-            await patience.lose(why)
+            await backoff.wait_after(problem)
 
-    def _say_unread(self, found: Quarantined, body: bytes) -> None:
-        order = unread_order(body, self._node, found.reason)
-        logger.error("command %d cannot be read%s: %s", found.seq, "" if order else " nor answered", found.reason)
-        if order is not None and self._on_unread is not None and found.seq > self.handled_seq:
+    def _say_unread(self, message: Quarantined, body: bytes) -> None:
+        """Log a command that cannot be read, and report it to `on_unread` where it can be identified."""
+        order = unread_command(body, self._node, message.reason)
+        logger.error("command %d cannot be read%s: %s", message.seq, "" if order else " nor answered", message.reason)
+        if order is not None and self._on_unread is not None and message.seq > self.handled_seq:
             self._on_unread(order)
 
 
-class _Silent(Exception):
-    """The consumer or its server is gone; why."""
+class _ConsumerSilent(Exception):
+    """The consumer or its server is gone; the text says why."""
 
 
 class _Arrivals:
-    """Messages in the order in which they came; None: the connection is lost."""
+    """A queue of messages in the order in which they came; None: the connection is lost."""
 
     def __init__(self) -> None:
         self._messages: deque[Msg | None] = deque()
         self._arrived = asyncio.Event()
 
-    def put(self, message: Msg | None) -> None:
+    def add(self, message: Msg | None) -> None:
+        """Add a message, and wake the reader."""
         self._messages.append(message)
         self._arrived.set()
 
     async def next(self) -> Msg:
-        """The oldest one; _Silent where none comes."""
-        if not await listened(self._arrived, SILENCE_S):
-            raise _Silent(f"no heartbeat for {SILENCE_S:g} s")
+        """Return the oldest message. Raises _ConsumerSilent where none comes."""
+        if not await wait_for_event(self._arrived, SILENCE_S):
+            raise _ConsumerSilent(f"no heartbeat for {SILENCE_S:g} s")
         message = self._messages.popleft()
         if not self._messages:
             self._arrived.clear()
         if message is None:
-            raise _Silent("connection lost")
+            raise _ConsumerSilent("connection lost")
         return message
 
 
 async def _pull(session: Session, consumer: str, is_alive: Callable[[], None]) -> AsyncGenerator[Msg, None]:
-    """Messages of a pull consumer until the session or the consumer is gone (_Silent). `is_alive`: called where the
-    server says that there is nothing new."""
+    """Yield messages of a pull consumer until the session or the consumer is gone (_ConsumerSilent).
+
+    `is_alive`: called where the server reports that there is nothing new.
+    """
     inbox = session.client.new_inbox()
     arrivals = _Arrivals()
 
     async def on_message(message: Msg) -> None:
-        arrivals.put(message)
+        """Queue a message."""
+        arrivals.add(message)
 
     subscription = await session.client.subscribe(inbox, cb=on_message)
-    lost = asyncio.create_task(session.lost.wait())
-    lost.add_done_callback(lambda _: arrivals.put(None))
-    ask = {"batch": PULL_BATCH, "expires": PULL_EXPIRES_S * NANOS, "idle_heartbeat": NANOS}
+    loss_watch = asyncio.create_task(session.disconnected.wait())
+    loss_watch.add_done_callback(lambda _: arrivals.add(None))
+    pull_request = {"batch": PULL_BATCH, "expires": PULL_EXPIRES_S * NANOS, "idle_heartbeat": NANOS}
     try:
         while True:
             await session.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{EVENT_STREAM}.{consumer}", json.dumps(ask).encode(), reply=inbox
+                f"$JS.API.CONSUMER.MSG.NEXT.{EVENT_STREAM}.{consumer}", json.dumps(pull_request).encode(), reply=inbox
             )
-            left = PULL_BATCH
-            while left:
+            remaining = PULL_BATCH
+            while remaining:
                 message = await arrivals.next()
                 if message.reply.startswith("$JS.ACK."):
-                    left -= 1
+                    remaining -= 1
                     yield message
                     continue
                 headers = message.headers or {}
@@ -317,11 +332,11 @@ async def _pull(session: Session, consumer: str, is_alive: Callable[[], None]) -
                 if status == "408":  # this request has expired
                     break
                 if status != "100":  # not a heartbeat
-                    raise _Silent(f"the server says {status} {headers.get('Description', '')}")
+                    raise _ConsumerSilent(f"the server says {status} {headers.get('Description', '')}")
                 is_alive()
     finally:
-        lost.cancel()
-        if not session.lost.is_set():
+        loss_watch.cancel()
+        if not session.disconnected.is_set():
             try:
                 await subscription.unsubscribe()
             except nats.errors.Error:

@@ -5,12 +5,12 @@ Rules
 * A `Session` is one TCP connection. It never reconnects: nats-py's own reconnection buffers, replays
   half-sent batches and can lose its reader without noticing. Whatever kills a session (server gone,
   missed pongs, an unknown -ERR, an exception in the reader) ends its reading task, and that end is the
-  one signal, `lost`, that everybody waits for.
+  one signal, `disconnected`, that everybody waits for.
 * A `Connection` replaces a lost session by a new one, without end, with a back-off of at most a second.
 * Users of a session repeat their work on the next one: readers go on from the last sequence, a
   publisher repeats its message ids.
-* `NATS errors never raise here`: a request that got no answer raises `Unanswered`, which means "unknown,
-  try again", never "no". Only `Denied` says no: this login may not ask; its rights may still change.
+* `NATS errors never raise here`: a request that got no answer raises `NoReply`, which means "unknown,
+  try again", never "no". Only `PublishDenied` says no: this login may not ask; its rights may still change.
 * Waits between attempts are drawn at random: thousands of clients that lost one server do not come back as one.
 """
 
@@ -32,14 +32,14 @@ from nats.aio.subscription import Subscription
 
 from events.keys import BadKey
 from events.log import LogError, LogUnavailable
-from events.nats_inquiry import Denied as Denied
 from events.nats_inquiry import Inquiry
-from events.nats_inquiry import NoAnswer as NoAnswer
-from events.nats_inquiry import Unanswered as Unanswered
+from events.nats_inquiry import NoReply as NoReply
+from events.nats_inquiry import PublishDenied as PublishDenied
+from events.nats_inquiry import ReplyTimeout as ReplyTimeout
 from events.nats_login import Login as Login
 from events.nats_login import refusal, tls_trouble
 from events.patience import RETRY_DELAY_S
-from events.patience import Patience as Patience
+from events.patience import Backoff as Backoff
 from events.tls import BadCa
 
 logger = logging.getLogger(__name__)
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 3.0
 PING_INTERVAL_S = 5
 CLOSE_S = 1.0
-#: How a server says that a login may not publish there.
+#: The message of a server that refuses to publish on a subject.
 _DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
 
 
-class Refused(LogUnavailable):
-    """The server does not let this login in; the text says why, and the fix."""
+class LoginRefused(LogUnavailable):
+    """The server refuses this login; the text says why, and the fix."""
 
 
 class NoTls(nats.errors.Error):  # type: ignore[misc]
@@ -91,43 +91,46 @@ class _Client(Client):  # type: ignore[misc]
             sink(subject, reply, data, headers or b"")
 
     async def give_up(self) -> None:
-        """Close the socket. What nats-py raises while it closes is of no use to anybody; and where a TLS handshake has
-        failed, it waits without end for a transport that is gone."""
+        """Close the socket, and ignore what nats-py raises meanwhile.
+
+        Where a TLS handshake has failed, nats-py waits without end for a transport that is gone.
+        """
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self.close()
         except Exception as error:
-            logger.debug("closing a NATS connection: %s", _said(error))
+            logger.debug("closing a NATS connection: %s", _describe(error))
         finally:
             if self._transport is not None:  # nats-py leaves it open where its own closing is interrupted
                 self._transport.close()
 
     @staticmethod
     def _parse_header_lines(raw: bytes) -> dict[str, str]:
-        parsed = {}
+        headers = {}
         for line in bytes(raw).decode("utf-8", "replace").split("\r\n"):
             name, colon, value = line.partition(":")
             if colon:
-                parsed[name.strip()] = value.strip()
-        return parsed
+                headers[name.strip()] = value.strip()
+        return headers
 
 
 class Session:
     """One TCP connection and the requests that wait on it. Made by `Connection` only."""
 
     def __init__(self, client: _Client, consumers: Sequence[str] = ()) -> None:
-        """`consumers`: the names that the login may give its consumers; empty: any."""
+        """Create a session over a connected client. `consumers`: the names that the login may give its consumers;
+        empty: any."""
         self.client = client
         self.consumers = tuple(consumers)
-        #: What the server calls it, in the words of whoever connected.
+        #: The client's name in the server's reports, as the caller of `connect` chose it.
         self.client_name = str(client.options.get("name") or "a client")
-        self.lost = asyncio.Event()
+        self.disconnected = asyncio.Event()
         self._waiting: dict[str, Inquiry] = {}
         self._numbers = itertools.count(1)
         self._inbox = client.new_inbox()
 
     async def start(self) -> None:
-        """Watch the reading task and open the inbox for answers."""
+        """Watch the reading task, and open the inbox for answers."""
         reading = self.client._reading_task
         assert reading is not None, "a connected client reads"
         reading.add_done_callback(self._on_lost)
@@ -136,15 +139,16 @@ class Session:
     async def request(
         self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, timeout_s: float = REQUEST_TIMEOUT_S
     ) -> Msg:
-        """The answer to one request; Unanswered after `timeout_s`, without responders, or if the session is lost."""
-        if self.lost.is_set():
-            raise Unanswered(f"{subject}: connection lost")
+        """Send a request and return its answer; raise NoReply after `timeout_s`, without responders, or if the session
+        is lost."""
+        if self.disconnected.is_set():
+            raise NoReply(f"{subject}: connection lost")
         with self.inquiry() as inquiry:
             return await inquiry.ask(subject, body, headers, timeout_s)
 
     @contextlib.contextmanager
     def inquiry(self) -> Iterator[Inquiry]:
-        """A request that may be repeated."""
+        """Open a request that may be repeated."""
         token = str(next(self._numbers))
         inquiry = Inquiry(self.publish, f"{self._inbox}.{token}")
         self._waiting[token] = inquiry
@@ -156,13 +160,13 @@ class Session:
     async def publish(
         self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, reply: str = ""
     ) -> None:
-        """Hand a message to the socket; Unanswered if the session is lost."""
+        """Write a message to the socket. Raises NoReply if the session is lost."""
         try:
             await self.client.publish(subject, body, reply=reply, headers=dict(headers) if headers else None)
         except nats.errors.MaxPayloadError:
             raise LogError(f"{subject}: {len(body)} bytes exceed the server's max_payload; raise that limit") from None
         except (nats.errors.Error, OSError) as error:
-            raise Unanswered(f"{subject}: {_said(error)}") from None
+            raise NoReply(f"{subject}: {_describe(error)}") from None
 
     async def subscribe_raw(self, subject: str, sink: Sink) -> Subscription:
         """Give each message on `subject` to `sink`, in order, at once."""
@@ -171,7 +175,7 @@ class Session:
         return subscription
 
     async def unsubscribe_raw(self, subscription: Subscription) -> None:
-        """End `subscribe_raw`; nats.errors.Error where the session is lost."""
+        """End `subscribe_raw`. Raises nats.errors.Error where the session is lost."""
         await subscription.unsubscribe()
         self.client.sinks.pop(subscription._id, None)
 
@@ -183,20 +187,22 @@ class Session:
     async def _on_answer(self, message: Msg) -> None:
         inquiry = self._waiting.get(message.subject.rpartition(".")[2])
         if inquiry is not None:
-            inquiry.answered(message)
+            inquiry.resolve(message)
 
-    def denied(self, subject: str) -> bool:
-        """The server refused what was published on `subject`; nats-py tells it in small letters. Whether somebody waits
-        for an answer there, and now learns of it."""
-        asking = [inquiry for inquiry in self._waiting.values() if inquiry.subject.lower() == subject]
-        for inquiry in asking:
-            inquiry.denied()
-        return bool(asking)
+    def deny(self, subject: str) -> bool:
+        """Fail the requests on `subject`, on which the server refused to publish; return whether there were any.
+
+        nats-py gives the subject in small letters.
+        """
+        inquiries = [inquiry for inquiry in self._waiting.values() if inquiry.subject.lower() == subject]
+        for inquiry in inquiries:
+            inquiry.deny()
+        return bool(inquiries)
 
     def _on_lost(self, _: object) -> None:
-        self.lost.set()
+        self.disconnected.set()
         for inquiry in self._waiting.values():
-            inquiry.lost()
+            inquiry.fail()
 
 
 async def _never(_: Msg) -> None:
@@ -204,7 +210,10 @@ async def _never(_: Msg) -> None:
 
 
 def parse_headers(raw: bytes) -> tuple[str, dict[str, str]]:
-    """Status ("" for none) and headers of a message as a sink gets them. The description is under "Description"."""
+    """Parse the headers of a message as a sink gets them; return status ("" for none) and headers.
+
+    The description is under "Description".
+    """
     first, _, rest = raw.partition(b"\r\n")
     status, _, description = first.decode("utf-8", "replace").removeprefix("NATS/1.0").strip().partition(" ")
     parsed = _Client._parse_header_lines(rest)
@@ -228,17 +237,17 @@ class Connection:
         self._reason = "no answer yet"
         self._has_reason = False
         self._refusal = ""
-        self._told_reason = ""
+        self._logged_reason = ""
         self._keeper: asyncio.Task[None] | None = None
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a session now, as far as we know."""
+        """Say whether there is a session now, as far as is known."""
         return self._session is not None
 
     @property
     def trouble(self) -> str:
-        """Why there is no session, in one line; "" where there is one."""
+        """The reason why there is no session, in one line; "" where there is one."""
         return "" if self.is_up else f"no NATS at {self.urls}: {self._refusal or self._reason}"
 
     @property
@@ -253,13 +262,13 @@ class Connection:
 
     @property
     def login(self) -> Login:
-        """How it logs in."""
+        """The login of this connection."""
         return self._login
 
     async def session(self) -> Session:
-        """A live session; waits for one, as long as it takes. LogUnavailable after `close`."""
+        """Return a live session; wait for one as long as it takes. Raises LogUnavailable after `close`."""
         while not self._closed:
-            if self._session is not None and not self._session.lost.is_set():
+            if self._session is not None and not self._session.disconnected.is_set():
                 return self._session
             await self._changed.wait()
         raise LogUnavailable("the connection to NATS was closed")
@@ -267,28 +276,29 @@ class Connection:
     async def request(
         self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, timeout_s: float = REQUEST_TIMEOUT_S
     ) -> Msg:
-        """`Session.request` on the session of the moment; waits at most `timeout_s` for one."""
+        """Send a request on the current session (`Session.request`); wait at most `timeout_s` for a session."""
         try:
             session = await self.session_within(timeout_s)
-        except Unanswered as error:
-            raise Unanswered(f"{subject}: {error}") from None
+        except NoReply as error:
+            raise NoReply(f"{subject}: {error}") from None
         return await session.request(subject, body, headers, timeout_s)
 
     async def session_within(self, timeout_s: float) -> Session:
-        """A live session; Unanswered where there is none for so long."""
+        """Return a live session. Raises NoReply where there is none within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.session()
         except TimeoutError:
-            raise Unanswered(f"no connection to {self.urls} ({self._reason})") from None
+            raise NoReply(f"no connection to {self.urls} ({self._reason})") from None
 
     async def publish_now(self, subject: str, body: bytes, headers: Mapping[str, str] | None = None) -> bool:
-        """Send if there is a connection at this moment; whether it was sent. For what is stale soon."""
+        """Send if there is a connection at this moment; return whether it was sent.
+        For messages that are stale soon."""
         if self._session is None:
             return False
         try:
             await self._session.publish(subject, body, headers)
-        except Unanswered:
+        except NoReply:
             return False
         return True
 
@@ -300,7 +310,7 @@ class Connection:
                 await self._session.client.subscribe(subject, cb=handler)
 
     async def close(self) -> None:
-        """Close for good; what waits for a session gets LogUnavailable."""
+        """Close for good; callers that wait for a session get LogUnavailable."""
         self._closed = True
         if self._keeper is not None:
             while not self._keeper.done():  # nats-py swallows a cancellation now and then
@@ -312,7 +322,10 @@ class Connection:
         self._announce()
 
     async def start(self, timeout_s: float | None) -> None:
-        """Begin to keep a session; LogUnavailable (Refused) if there is none within `timeout_s` (None: no limit)."""
+        """Begin to keep a session.
+
+        Raises LogUnavailable (LoginRefused) if there is none within `timeout_s` (None: no limit).
+        """
         self._keeper = asyncio.create_task(self._keep(), name="nats-connection")
         try:
             async with asyncio.timeout(timeout_s):
@@ -321,7 +334,7 @@ class Connection:
             await self.close()
             if isinstance(error, TimeoutError):
                 if self._refusal:  # whatever an attempt after it said: a server may just hang up
-                    raise Refused(f"{self._refusal} ({self.urls})") from None
+                    raise LoginRefused(f"{self._refusal} ({self.urls})") from None
                 raise LogUnavailable(
                     f"cannot reach NATS at {self.urls}: {self._reason}; is the server running?"
                 ) from None
@@ -329,16 +342,16 @@ class Connection:
 
     async def _keep(self) -> None:
         while True:
-            patience = Patience(f"connecting to NATS at {self.urls}")
+            backoff = Backoff(f"connecting to NATS at {self.urls}")
             begin = time.monotonic()
             while (session := await self._open_session()) is None:
-                await patience.lose(LogError(self._reason))
+                await backoff.wait_after(LogError(self._reason))
             self._session = session
-            self._told_reason = self._refusal = ""
+            self._logged_reason = self._refusal = ""
             self._announce()
             logger.info("connected to NATS at %s after %.2f s", self.urls, time.monotonic() - begin)
             try:
-                await session.lost.wait()
+                await session.disconnected.wait()
             finally:
                 self._session = None
                 await session.close()
@@ -377,26 +390,26 @@ class Connection:
         return session
 
     async def _on_error(self, error: Exception) -> None:
-        """Whatever nats-py reports. Must not raise: that would kill the reader."""
-        said = _said(error)
+        """Record whatever nats-py reports. Must not raise: that would kill the reader."""
+        text = _describe(error)
         if isinstance(error, BadKey | BadCa | NoTls):
-            refused = str(error)
+            explanation = str(error)
         else:
-            refused = refusal(said, self._login) or tls_trouble(error, self._login)
-        denied = _DENIED.search(said)
-        is_known = denied is not None and self._session is not None and self._session.denied(denied[1].lower())
+            explanation = refusal(text, self._login) or tls_trouble(error, self._login)
+        denial = _DENIED.search(text)
+        is_handled = denial is not None and self._session is not None and self._session.deny(denial[1].lower())
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
         if not self._has_reason:
-            self._reason, self._has_reason = refused or said, True
-        self._refusal = refused or self._refusal
+            self._reason, self._has_reason = explanation or text, True
+        self._refusal = explanation or self._refusal
         # _keep reports an outage. The rest (permissions!) is reported here, but not the same every second.
-        if refused or not isinstance(
+        if explanation or not isinstance(
             error, OSError | nats.errors.UnexpectedEOF | TimeoutError | nats.errors.NoServersError
         ):
-            line = refused or f"NATS says: {said}"
-            # Who asks learns that it may not, and goes on.
-            logger.log(logging.DEBUG if is_known or line == self._told_reason else logging.WARNING, "%s", line)
-            self._told_reason = line
+            line = explanation or f"NATS says: {text}"
+            # The sender of a denied request handles the refusal itself.
+            logger.log(logging.DEBUG if is_handled or line == self._logged_reason else logging.WARNING, "%s", line)
+            self._logged_reason = line
 
     def _announce(self) -> None:
         self._changed.set()
@@ -406,7 +419,7 @@ class Connection:
 async def connect(
     urls: str | Sequence[str], *, name: str, login: Login | None = None, timeout_s: float | None = None
 ) -> Connection:
-    """A lasting connection to a NATS server or cluster. `name` is what `nats server report connections` shows.
+    """Open a lasting connection to a NATS server or cluster. `name`: what `nats server report connections` shows.
 
     Waits for the first session: without end, or at most `timeout_s` (then LogUnavailable says why).
     """
@@ -416,5 +429,6 @@ async def connect(
     return connection
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
+    """Return the error's type and text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

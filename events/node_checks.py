@@ -1,7 +1,7 @@
-"""What `unicronctl doctor` has the agents look at: their nodes, the links between them, and their tasks' storage.
+"""The checks that `unicronctl doctor` asks of agents: their nodes, the links between them, and their tasks' storage.
 
-A check is a request on the subjects of logs_request.py, told from one for a log by its field `check`; the answer is a
-LogsReply whose data is the check's own. An agent that is too old for it answers with an error.
+A check is a request on the subjects of logs_request.py; its field `check` distinguishes it from one for a log; the
+answer is a LogsReply whose data is the check's own. An agent that is too old for it answers with an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FactsCheck(Check, frozen=True, kw_only=True, tag="facts"):
-    """What the node's preflight finds, and what has to be alike on all nodes. Answer: NodeFacts."""
+    """Collect what the node's preflight finds, and what has to be alike on all nodes. Answer: NodeFacts."""
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,8 +68,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     now_us: Count
 
 
-class Unreached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A port of a peer that this node cannot connect to. `what`: for what it listens there."""
+class UnreachablePort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A port of a peer that this node cannot connect to. `what`: the service that listens there. `why`: the error."""
 
     peer: Name
     what: Text
@@ -78,25 +78,28 @@ class Unreached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PairSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What came of a sum with a peer. `trouble` "": it was right."""
+    """The outcome of a sum with a peer. `trouble` "": it was right."""
 
     peer: Name
     trouble: Text
     took_us: Count = 0
 
 
-class LinksSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`no_sums`: why none was tried, "" where they were."""
+class LinksReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to LinksCheck. `no_sums`: why none was tried, "" where they were."""
 
-    unreached: tuple[Unreached, ...]
+    unreached: tuple[UnreachablePort, ...]
     sums: tuple[PairSum, ...]
     no_sums: Text = ""
 
 
-class StorageSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`result`: the mark is there (`seen`), is not (`missing`), or could not be written: for want of rights
-    (`refused`), or else (`failed`). `directory`: where; the nearest that exists. `writable`: by this agent's user.
-    `runs_as_others`: tasks run as users of their own here, so this agent's rights say nothing."""
+class StorageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to StorageCheck.
+
+    `result`: the mark is there (`seen`), is not (`missing`), or could not be written: for want of rights (`refused`),
+    or for another reason (`failed`). `directory`: where; the nearest that exists. `writable`: by this agent's user.
+    `runs_as_others`: tasks run as users of their own here, so this agent's rights prove nothing.
+    """
 
     result: Literal["seen", "missing", "refused", "failed"]
     directory: Text
@@ -105,7 +108,7 @@ class StorageSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     runs_as_others: bool = False
 
 
-T = TypeVar("T", NodeFacts, LinksSeen, StorageSeen)
+T = TypeVar("T", NodeFacts, LinksReport, StorageReport)
 
 
 class _Kind(msgspec.Struct):
@@ -113,7 +116,7 @@ class _Kind(msgspec.Struct):
 
 
 def decode_check(body: bytes) -> AnyCheck | None:
-    """None for another request. Raises BadLogsMessage."""
+    """Decode a check; return None for another request. Raises BadLogsMessage."""
     try:
         if not msgspec.msgpack.decode(body, type=_Kind).check:
             return None
@@ -126,13 +129,13 @@ def decode_check(body: bytes) -> AnyCheck | None:
         raise BadLogsMessage(" ".join(str(error).split())) from None
 
 
-def encode(message: AnyCheck | NodeFacts | LinksSeen | StorageSeen) -> bytes:
-    """The body of a check, or LogsReply.data of its answer."""
+def encode(message: AnyCheck | NodeFacts | LinksReport | StorageReport) -> bytes:
+    """Encode a check, or the LogsReply.data of its answer."""
     return msgspec.msgpack.encode(message)
 
 
-def decode_seen(data: bytes, kind: type[T]) -> T:
-    """Raises BadLogsMessage."""
+def decode_report(data: bytes, kind: type[T]) -> T:
+    """Decode the report in LogsReply.data. Raises BadLogsMessage."""
     try:
         return msgspec.msgpack.decode(data, type=kind, strict=True)
     except (msgspec.MsgspecError, ValueError) as error:

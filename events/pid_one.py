@@ -31,14 +31,14 @@ _ENDS = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON = (*_ENDS, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Keeper:
+class InitProcess:
     """Keeps one child; `run` it once, in the main thread."""
 
     def __init__(
         self, start: Callable[[], int], *, restarts: int = 0, within_s: float = 600.0, last: Collection[int] = (0,)
     ) -> None:
-        """`start`: starts the child; its pid. `restarts`: as many within `within_s` at most. `last`: codes after which
-        it is not started again."""
+        """Create it. `start`: starts the child and returns its pid. `restarts`: as many within `within_s` at most.
+        `last`: exit codes after which it is not started again."""
         self._start = start
         self._restarts = restarts
         self._within_s = within_s
@@ -47,23 +47,23 @@ class Keeper:
         self._is_to_end = 0
 
     def run(self) -> int:
-        """The exit code of the last child."""
+        """Run the child, restart it where that is allowed, and return the exit code of the last one."""
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
         restarts: deque[float] = deque(maxlen=self._restarts or 1)
         delay_s = _DELAY_S
         while True:
-            begun_s = time.monotonic()
+            start_s = time.monotonic()
             self._child = self._start()
             if self._is_to_end:  # it came before there was a child
                 os.kill(self._child, self._is_to_end)
             code = self._reap()
             now_s = time.monotonic()
-            if now_s - begun_s > 10 * _DELAY_MAX_S:
+            if now_s - start_s > 10 * _DELAY_MAX_S:
                 delay_s = _DELAY_S
-            too_often = len(restarts) == self._restarts and (not restarts or now_s - restarts[0] < self._within_s)
-            if self._is_to_end or code in self._last or too_often:
+            is_exhausted = len(restarts) == self._restarts and (not restarts or now_s - restarts[0] < self._within_s)
+            if self._is_to_end or code in self._last or is_exhausted:
                 return code
             restarts.append(now_s)
             print(f"ended with {code} and is started again in {delay_s:g} s", file=sys.stderr, flush=True)
@@ -71,7 +71,7 @@ class Keeper:
             delay_s = min(2 * delay_s, _DELAY_MAX_S)
 
     def _reap(self) -> int:
-        """Until the child has ended; its exit code."""
+        """Reap processes until the child has ended; return its exit code."""
         while True:
             pid, status = os.wait()
             if pid == self._child:
@@ -88,20 +88,22 @@ class Keeper:
 
 
 def step_aside() -> None:
-    """As the first process of a container, become its keeper and go on in a child; elsewhere nothing. The process must
-    have one thread."""
+    """Fork if this is the first process of a container: become its init process, and continue in the child.
+
+    Elsewhere does nothing. The process must have one thread.
+    """
     if os.getpid() != 1:
         return
     pid = os.fork()
     if pid:
-        code = Keeper(lambda: pid).run()
+        code = InitProcess(lambda: pid).run()
         sys.stdout.flush()
         os._exit(code)
 
 
 def ends_all() -> bool:
-    """Whether all other processes of this container end with this one: it is the first process, or kept by it."""
+    """Say whether all other processes of this container end with this one: it is the first process, or its child."""
     if os.getpid() == 1:
         return True
-    first, own = (Path("/proc", name, "cmdline") for name in ("1", "self"))
-    return os.getppid() == 1 and first.read_bytes() == own.read_bytes()  # the keeper is what forked it
+    init_cmdline, own_cmdline = (Path("/proc", name, "cmdline") for name in ("1", "self"))
+    return os.getppid() == 1 and init_cmdline.read_bytes() == own_cmdline.read_bytes()  # the keeper is what forked it

@@ -21,7 +21,9 @@ SECOND_US = 1_000_000
 _UNITS_US = {"ms": 1000, "s": SECOND_US, "m": 60 * SECOND_US, "h": 3600 * SECOND_US, "d": 86400 * SECOND_US}
 _SPAN = re.compile(r"-?(?P<number>[0-9]{1,12}(?:\.[0-9]{1,6})?)(?P<unit>ms|s|m|h|d)", re.ASCII)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-HOW = "a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span before the log's end (-10m)"
+POINT_SYNTAX = (
+    "a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span before the log's end (-10m)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class AtSeq:
     seq: int
 
     def covers(self, entry: Entry) -> bool:
-        """Whether the entry is in the prefix, given that all before it are."""
+        """Say whether the entry is in the prefix, given that all before it are."""
         return entry.seq <= self.seq
 
 
@@ -42,7 +44,7 @@ class AtTime:
     time_us: int
 
     def covers(self, entry: Entry) -> bool:
-        """Whether the entry is in the prefix, given that all before it are."""
+        """Say whether the entry is in the prefix, given that all before it are."""
         return entry.recorded_at_us <= self.time_us
 
 
@@ -53,7 +55,7 @@ class BeforeEnd:
     span_us: int
 
     def resolve(self, end_us: int) -> AtTime:
-        """The point, in a log whose newest entry was recorded at `end_us`."""
+        """Resolve the point, in a log whose newest entry was recorded at `end_us`."""
         return AtTime(end_us - self.span_us)
 
 
@@ -61,7 +63,7 @@ Point: TypeAlias = AtSeq | AtTime
 
 
 def parse_point(text: str) -> Point | BeforeEnd:
-    """The point that a person wrote (see HOW); ValueError in one line."""
+    """Parse the point that a person wrote (see POINT_SYNTAX). Raises ValueError in one line."""
     if text.isascii() and text.isdigit() and len(text) <= 18:
         return AtSeq(int(text))
     span = _SPAN.fullmatch(text)
@@ -70,14 +72,14 @@ def parse_point(text: str) -> Point | BeforeEnd:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a point of a log; give {HOW}") from None
+        raise ValueError(f"{text!r} is not a point of a log; give {POINT_SYNTAX}") from None
     if time.tzinfo is None:
         raise ValueError(f"{text!r} has no time zone; append Z or an offset like +02:00")
     return AtTime((time - EPOCH) // timedelta(microseconds=1))
 
 
 def format_time(time_us: int) -> str:
-    """Microseconds since the epoch as RFC 3339 in UTC; the bare number where no calendar reaches."""
+    """Format microseconds since the epoch as RFC 3339 in UTC; as the bare number where no calendar reaches."""
     try:
         time = EPOCH + timedelta(microseconds=time_us)
     except OverflowError:
@@ -86,6 +88,6 @@ def format_time(time_us: int) -> str:
 
 
 def to_the_second(time_us: int) -> str:
-    """The same without the fraction: for times that people have given."""
-    told = format_time(time_us)
-    return f"{told.partition('.')[0]}Z" if told.endswith("Z") else told
+    """Format the time without the fraction: for times that people have given."""
+    text = format_time(time_us)
+    return f"{text.partition('.')[0]}Z" if text.endswith("Z") else text

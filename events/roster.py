@@ -26,31 +26,31 @@ _places = msgspec.msgpack.Decoder(_Place)
 
 
 def root(nodes: Iterable[str]) -> bytes:
-    """The digest of these nodes, 32 bytes. One that is named twice counts once."""
+    """Return the digest of these nodes, 32 bytes. A node that is named twice counts once."""
     return _root(b"".join(map(_digest, _groups(nodes))))
 
 
 def place_of(node: str, nodes: Iterable[str]) -> str:
-    """The proof that the node is one of them; "" where it is not."""
+    """Return the proof that the node is one of `nodes`; "" where it is not."""
     groups = _groups(nodes)
-    mine = next((number for number, group in enumerate(groups) if node in group), None)
-    if mine is None:
+    index = next((number for number, group in enumerate(groups) if node in group), None)
+    if index is None:
         return ""
     digests = [_digest(group) for group in groups]
-    place = _Place(groups[mine], b"".join(digests[:mine]), b"".join(digests[mine + 1 :]))
+    place = _Place(groups[index], b"".join(digests[:index]), b"".join(digests[index + 1 :]))
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(place)).decode()
 
 
 def root_by(place: str, node: str) -> bytes:
-    """The digest of the nodes among which the node has this place. Raises ValueError where it is no place of the
+    """Return the digest of the nodes among which the node has this place. Raises ValueError where the place is not the
     node's."""
     try:
-        found = _places.decode(base64.urlsafe_b64decode(place))
+        proof = _places.decode(base64.urlsafe_b64decode(place))
     except (ValueError, msgspec.MsgspecError):
         raise ValueError("it is not a place") from None
-    if node not in found.names:
+    if node not in proof.names:
         raise ValueError(f"it is not the place of node {node}")
-    return _root(found.before + _digest(found.names) + found.after)
+    return _root(proof.before + _digest(proof.names) + proof.after)
 
 
 def _groups(nodes: Iterable[str]) -> list[tuple[str, ...]]:

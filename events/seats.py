@@ -5,15 +5,15 @@ Rules
 * A seat is `replica * size + shard`, where `size` = tp * pp: its place among all shards of all replicas. Workers of one
   node with consecutive numbers at consecutive seats are one run, so a membership takes some 20 bytes a node, whatever
   the node's slots.
-* A membership that is too large for one event is told in parts: MembershipPart 1, 2, ..., and MembershipDecided last.
+* A membership that is too large for one event is sent in parts: MembershipPart 1, 2, ..., and MembershipDecided last.
   Only that one commits: before it the parts mean nothing.
 * Parts count if they come in order, without a gap, in one term and for one generation. Part 1 begins anew, whatever was
   there; so does another term. Anything else that does not fit ends what was begun.
 * A MembershipDecided that counts in other parts than are there is *torn*, and inert: for the fold as for the nodes,
-  which follow the same rule (`Telling`). A coordinator that dies between parts leaves nothing behind; the next one
-  decides anew.
+  which follow the same rule (`PartialMembership`). A coordinator that dies between parts leaves nothing behind; the
+  next one decides anew.
 
-What does not live here: when a membership is decided (unicrond/core/deciding/), how nodes hear of it (log.py).
+What does not live here: when a membership is decided (unicrond/core/deciding/), how nodes receive it (log.py).
 """
 
 from __future__ import annotations
@@ -45,29 +45,33 @@ RUN_MAX = 1024
 
 
 def runs_of(members: Sequence[Member], joiners: Collection[str], size: int) -> tuple[SeatRun, ...]:
-    """The members of one task, in their order, as runs. `size`: tp * pp, >= 1."""
+    """Return the members of one task, in their order, as runs. `size`: tp * pp, >= 1."""
     runs: list[SeatRun] = []
     serial = members[0].worker.rindex(".") + 1 if members else 0
     node, number, seat, joins, count = "", 0, 0, False, 0
     for member in members:
         worker = member.worker
-        its_number, its_seat, it_joins = int(worker[serial:]), member.replica * size + member.shard, worker in joiners
+        worker_number, worker_seat, worker_joins = (
+            int(worker[serial:]),
+            member.replica * size + member.shard,
+            worker in joiners,
+        )
         if (
-            its_number == number + count and its_seat == seat + count
-            and member.node == node and it_joins == joins and 0 < count < RUN_MAX
+            worker_number == number + count and worker_seat == seat + count
+            and member.node == node and worker_joins == joins and 0 < count < RUN_MAX
         ):  # fmt: skip
             count += 1
             continue
         if count:
             runs.append(SeatRun(node=node, number=number, seat=seat, count=count, joins=joins))
-        node, number, seat, joins, count = member.node, its_number, its_seat, it_joins, 1
+        node, number, seat, joins, count = member.node, worker_number, worker_seat, worker_joins, 1
     if count:
         runs.append(SeatRun(node=node, number=number, seat=seat, count=count, joins=joins))
     return tuple(runs)
 
 
 def members_of(task: str, runs: Iterable[SeatRun], size: int) -> tuple[Member, ...]:
-    """The members that `runs_of` was given. `size`: tp * pp, >= 1."""
+    """Expand runs into members: the inverse of `runs_of`. `size`: tp * pp, >= 1."""
     members: list[Member] = []
     for run in runs:
         members += _seated(task, run.node, run.number, run.seat, run.count, size)
@@ -85,17 +89,17 @@ def _seated(task: str, node: str, number: int, seat: int, count: int, size: int)
 
 
 def joiners_of(task: str, runs: Iterable[SeatRun]) -> tuple[str, ...]:
-    """The joiners that `runs_of` was given, in the members' order."""
+    """Return the joiners that `runs_of` was given, in the members' order."""
     return tuple([f"{task}.{run.number + i}" for run in runs if run.joins for i in range(run.count)])
 
 
 def workers_in(runs: Iterable[SeatRun | NodeRun]) -> int:
-    """How many workers the runs hold."""
+    """Count the workers in the runs."""
     return sum([run.count for run in runs])
 
 
 def cut(runs: Sequence[SeatRun], part_bytes: int) -> list[tuple[SeatRun, ...]]:
-    """The runs cut into parts of at most `part_bytes` (or of one run); at least one part."""
+    """Split the runs into parts of at most `part_bytes` (or of one run); at least one part."""
     parts: list[tuple[SeatRun, ...]] = []
     part: list[SeatRun] = []
     size_bytes = 0
@@ -109,7 +113,7 @@ def cut(runs: Sequence[SeatRun], part_bytes: int) -> list[tuple[SeatRun, ...]]:
     return [*parts, tuple(part)]
 
 
-class Telling(msgspec.Struct, frozen=True, kw_only=True):
+class PartialMembership(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a membership that have come so far."""
 
     term: int
@@ -118,27 +122,31 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     seats: tuple[SeatRun, ...]
 
 
-def told_so_far(telling: Telling | None, part: MembershipPart, term: int) -> Telling | None:
-    """What is told with `part`, of `term`, after `telling`; None where it does not follow."""
+def add_part(telling: PartialMembership | None, part: MembershipPart, term: int) -> PartialMembership | None:
+    """Add `part`, of `term`, to the parts so far; return None where it does not follow them."""
     if part.part == 1:
-        begun = Telling(term=term, generation=part.generation, parts=0, seats=())
+        base = PartialMembership(term=term, generation=part.generation, parts=0, seats=())
     elif telling is None or (telling.term, telling.generation, telling.parts + 1) != (term, part.generation, part.part):
         return None
     else:
-        begun = telling
-    seats = begun.seats + part.seats
+        base = telling
+    seats = base.seats + part.seats
     if workers_in(seats) > WORKERS_MAX:
         return None
-    return Telling(term=term, generation=part.generation, parts=part.part, seats=seats)
+    return PartialMembership(term=term, generation=part.generation, parts=part.part, seats=seats)
 
 
-def told_by(telling: Telling | None, told: ToldOnce, generation: int, term: int) -> tuple[SeatRun, ...] | None:
-    """All seats of the membership of `generation` that is `told` in `term` after `telling`; None: it is torn, or says
-    what cannot be."""
-    seats, size = told.seats, told.size
-    if told.parts:
-        there = (telling.term, telling.generation, telling.parts) if telling else None
-        if telling is None or there != (term, generation, told.parts):
+def broadcast_seats(
+    telling: PartialMembership | None, broadcast: ToldOnce, generation: int, term: int
+) -> tuple[SeatRun, ...] | None:
+    """Return all seats of the membership of `generation` that `broadcast`, of `term`, completes after the parts so far.
+
+    None: it is torn, or holds impossible numbers.
+    """
+    seats, size = broadcast.seats, broadcast.size
+    if broadcast.parts:
+        received = (telling.term, telling.generation, telling.parts) if telling else None
+        if telling is None or received != (term, generation, broadcast.parts):
             return None
         seats = telling.seats + seats
     fits = workers_in(seats) <= WORKERS_MAX and all(
@@ -151,7 +159,7 @@ def told_by(telling: Telling | None, told: ToldOnce, generation: int, term: int)
 
 
 def compact(assignment: TaskAssignment, size: int) -> TaskAssignment:
-    """The assignment with runs of nodes instead of `replicas`. `size`: tp * pp, >= 1."""
+    """Convert the assignment to runs of nodes instead of `replicas`. `size`: tp * pp, >= 1."""
     runs: list[NodeRun] = []
     node, count = "", 0
     for name in (name for replica in assignment.replicas for name in replica):
@@ -166,8 +174,8 @@ def compact(assignment: TaskAssignment, size: int) -> TaskAssignment:
     return msgspec.structs.replace(assignment, replicas=(), nodes=tuple(runs), replica_workers=size)
 
 
-def expanded(assignment: TaskAssignment) -> TaskAssignment:
-    """The assignment with the nodes of each replica; as it is where it has them."""
+def expand(assignment: TaskAssignment) -> TaskAssignment:
+    """Return the assignment with the nodes of each replica; unchanged where it has them."""
     size = assignment.replica_workers
     if not size:
         return assignment
@@ -182,8 +190,10 @@ def expanded(assignment: TaskAssignment) -> TaskAssignment:
 
 
 def starts(command: StartWorkers) -> Iterator[StartWorker]:
-    """The commands to start one worker each that `command` stands for. They are answered one by one, under its id and
-    their place: "1.2.node.3/0", "1.2.node.3/1", ..."""
+    """Yield the commands to start one worker each that `command` stands for.
+
+    They are answered one by one, under its id and their index: "1.2.node.3/0", "1.2.node.3/1", ...
+    """
     for place, start in enumerate(command.starts):
         yield StartWorker(
             command_id=f"{command.command_id}/{place}",
@@ -199,5 +209,5 @@ def starts(command: StartWorkers) -> Iterator[StartWorker]:
 
 
 def starts_of(command_id: str, worker_command_id: str) -> bool:
-    """Whether the worker was started by the command, alone or among others."""
+    """Say whether the worker was started by the command, alone or among others."""
     return worker_command_id == command_id or worker_command_id.rpartition("/")[0] == command_id

@@ -96,7 +96,7 @@ class TornTail(LogDamaged):
         self.whole_bytes = whole_bytes
 
 
-class Batch(NamedTuple):
+class SegmentBatch(NamedTuple):
     """One frame's entries, where the frame ends in its file, and its heartbeats."""
 
     entries: list[Entry]
@@ -105,51 +105,52 @@ class Batch(NamedTuple):
 
 
 def segment_name(first_seq: int) -> str:
-    """The file name of the segment that begins with `first_seq`."""
+    """Return the file name of the segment that begins with `first_seq`."""
     return f"{first_seq:020d}.log"
 
 
 def segment_paths(path: Path) -> list[Path]:
-    """The segments of a directory in order, or a single segment file itself."""
+    """Return the segments of a directory in order, or a single segment file itself."""
     if path.is_dir():
         return sorted(path.glob("[0-9]" * 20 + ".log"))
     return [path]
 
 
 def segment_start(first_seq: int) -> bytes:
-    """The bytes with which a segment begins."""
+    """Return the bytes with which a segment begins."""
     return MAGIC + _frame(_encoder.encode(_Header(FORMAT, FIRST, first_seq)))
 
 
 def export_start() -> bytes:
-    """The bytes with which an export in one file begins; `end_frame` ends it."""
+    """Return the bytes with which an export in one file begins; `end_frame` ends it."""
     return MAGIC + _frame(_encoder.encode(_Header(EXPORT_FORMAT, FIRST, 1)))
 
 
 def end_frame(entries: int, beats: int) -> bytes:
-    """An export's end mark: how many entries and heartbeats stand before it."""
+    """Return an export's end mark: how many entries and heartbeats stand before it."""
     return _frame(_encoder.encode([_EndRecord(entries, beats)]))
 
 
 def batch_frame(entries: Sequence[Entry]) -> bytes:
-    """One append as a frame."""
+    """Encode one append as a frame."""
     return _frame(_encoder.encode([_record(entry) for entry in entries]))
 
 
 def beats_frame(beats: Sequence[Recorded]) -> bytes:
-    """Heartbeats as a frame; they stand beside the log, not in its order."""
+    """Encode heartbeats as a frame; they stand beside the log, not in its order."""
     return _frame(_encoder.encode([_BeatRecord(b.seq, b.recorded_at_us, encode(b.envelope)) for b in beats]))
 
 
-def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
-    """The batches of one segment, streaming; `from_bytes`: the end of a batch read before. TornTail, LogDamaged.
+def read_segment(path: Path, from_bytes: int = 0) -> Iterator[SegmentBatch]:
+    """Yield the batches of one segment, streaming; `from_bytes`: the end of a batch read before. Raises TornTail,
+    LogDamaged.
 
-    Ends at the end of the file. A header frame gives no batch. Of an export that was cut nothing is read (LogDamaged).
+    Ends at the end of the file. A header frame gives no batch. An export that was cut yields nothing (LogDamaged).
     """
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         end_bytes = from_bytes
-        held_entries = held_beats = 0
+        entry_count = beat_count = 0
         if from_bytes == 0:
             end_bytes, file_format = _read_header(path, file, size_bytes)
             if file_format >= EXPORT_FORMAT:
@@ -162,29 +163,29 @@ def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
             except msgspec.MsgspecError as error:
                 raise LogDamaged(f"{path}: the frame that ends at byte {end_bytes} is not a batch: {error}") from None
             entries: list[Entry] = []
-            told: list[_BeatRecord] = []
-            ends: list[_EndRecord] = []
+            beat_records: list[_BeatRecord] = []
+            end_records: list[_EndRecord] = []
             for record in records:
                 if isinstance(record, _EventRecord):  # nearly all
                     entries.append(_entry(record))
                 elif isinstance(record, _QuarantineRecord):
                     entries.append(_quarantined(record))
                 elif isinstance(record, _BeatRecord):
-                    told.append(record)
+                    beat_records.append(record)
                 else:
-                    ends.append(record)
-            held_entries, held_beats = held_entries + len(entries), held_beats + len(told)
-            for end in ends:
+                    end_records.append(record)
+            entry_count, beat_count = entry_count + len(entries), beat_count + len(beat_records)
+            for end in end_records:
                 if from_bytes == 0:
-                    _require_all(path, end, held_entries, held_beats)
-            if entries or told:
-                yield Batch(entries, end_bytes, [beat for record in told if (beat := _beat(record))])
+                    _require_all(path, end, entry_count, beat_count)
+            if entries or beat_records:
+                yield SegmentBatch(entries, end_bytes, [beat for record in beat_records if (beat := _beat(record))])
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
-    """Every entry of an exported log (a directory of segments or one segment file), streaming.
+    """Yield every entry of an exported log (a directory of segments or one segment file), streaming.
 
-    LogDamaged where it is not whole: a gap between numbers, a broken or unfinished frame, nothing at all.
+    Raises LogDamaged where it is not whole: a gap between numbers, a broken or unfinished frame, nothing at all.
     """
     segments = segment_paths(path)
     if not segments:
@@ -200,7 +201,7 @@ def read_entries(path: Path) -> Iterator[Entry]:
 
 
 def cut_torn_tail(path: Path) -> int:
-    """Shorten a segment to its whole frames and make that durable; the number of bytes cut."""
+    """Shorten a segment to its whole frames and make that durable; return the number of bytes cut."""
     try:
         for _ in read_segment(path):
             pass
@@ -221,13 +222,16 @@ def _frame(body: bytes) -> bytes:
 
 
 def has_end_mark(path: Path) -> bool:
-    """Whether the file is of the kind that says where it ends; of others a part looks whole. TornTail, LogDamaged."""
+    """Say whether the file is of the kind that states where it ends; a part of any other looks whole.
+
+    Raises TornTail, LogDamaged.
+    """
     with path.open("rb") as file:
         return _read_header(path, file, os.fstat(file.fileno()).st_size)[1] >= EXPORT_FORMAT
 
 
 def _require_end(path: Path, file: BinaryIO, at_bytes: int, size_bytes: int) -> None:
-    """LogDamaged where no end mark follows `at_bytes`. The reader of the frames finds other damage."""
+    """Raise LogDamaged where no end mark follows `at_bytes`. The reader of the frames finds other damage."""
     while at_bytes < size_bytes:
         file.seek(at_bytes)
         head = file.read(FRAME_HEAD_BYTES)
@@ -252,13 +256,14 @@ def _is_end(head: bytes, body: bytes) -> bool:
 
 
 def _require_all(path: Path, end: _EndRecord, entries: int, beats: int) -> None:
+    """Raise LogDamaged where the counts differ from those in the end mark."""
     if (entries, beats) != (end.entries, end.beats):
-        said, held = f"{end.entries} entries and {end.beats} heartbeats", f"{entries} and {beats}"
-        raise LogDamaged(f"{path}: its end mark says {said}, it holds {held}; export the log again")
+        expected, actual = f"{end.entries} entries and {end.beats} heartbeats", f"{entries} and {beats}"
+        raise LogDamaged(f"{path}: its end mark says {expected}, it holds {actual}; export the log again")
 
 
 def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> tuple[int, int]:
-    """Check magic and header; where the header ends, and the format."""
+    """Check magic and header; return where the header ends, and the format."""
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
         if MAGIC.startswith(magic) or not magic.strip(b"\0"):
@@ -283,7 +288,8 @@ def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> tuple[int, int]
 
 
 def _read_frame(path: Path, file: BinaryIO, at_bytes: int, size_bytes: int) -> bytes | None:
-    """The body of the frame at `at_bytes`; None at `size_bytes`, where the file ended when it was opened."""
+    """Read the body of the frame at `at_bytes`; return None at `size_bytes`, where the file ended when it was
+    opened."""
     if at_bytes >= size_bytes:
         return None
     head = file.read(FRAME_HEAD_BYTES)
@@ -333,7 +339,7 @@ def _quarantined(record: _QuarantineRecord) -> Quarantined:
 
 
 def _beat(record: _BeatRecord) -> Recorded | None:
-    """The heartbeat; None for anything else, which proves nothing."""
+    """Decode the heartbeat; return None for anything else, which proves nothing."""
     try:
         envelope = decode(record.body)
     except BadEvent:

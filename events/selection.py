@@ -1,4 +1,4 @@
-"""Which entries a person asked for: by type, by node, by task."""
+"""Selection of entries by type, node and task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Selection:
     task: str = ""
 
     def takes(self, entry: Entry) -> bool:
-        """Whether the entry was asked for. Of a quarantined message nothing but its type is believed."""
+        """Say whether the entry is selected. Of a quarantined message nothing but its type is believed."""
         if isinstance(entry, Quarantined):
             return not (self.node or self.task) and (not self.types or QUARANTINED in self.types)
         event = entry.envelope.event
@@ -35,19 +35,19 @@ class Selection:
 
 
 def nodes_of(event: v.AnyEvent) -> Iterator[str]:
-    """The nodes that an event names."""
+    """Yield the nodes that an event names."""
     if isinstance(event, v.PlanAdopted):
         for assignment in event.assignments:
             for replica in assignment.replicas:
                 yield from replica
-            for stretch in assignment.nodes:
-                yield stretch.node
+            for node_run in assignment.nodes:
+                yield node_run.node
         return
     if isinstance(event, v.MembershipDecided | v.SetMembership):
         for member in event.members:
             yield member.node
-    told = event if isinstance(event, v.MembershipPart) else getattr(event, "told", None)
-    for run in told.seats if isinstance(told, v.MembershipPart | v.ToldOnce) else ():
+    broadcast = event if isinstance(event, v.MembershipPart) else getattr(event, "told", None)
+    for run in broadcast.seats if isinstance(broadcast, v.MembershipPart | v.ToldOnce) else ():
         yield run.node
     node = getattr(event, "node", None)
     if node is not None:
@@ -55,13 +55,13 @@ def nodes_of(event: v.AnyEvent) -> Iterator[str]:
 
 
 def tasks_of(event: v.AnyEvent) -> Iterator[str]:
-    """The tasks that an event names."""
+    """Yield the tasks that an event names."""
     if isinstance(event, v.PlanAdopted):
         for assignment in event.assignments:
             yield assignment.task
     elif isinstance(event, v.NodeJoined):
-        for running in event.workers:
-            yield running.task
+        for running_worker in event.workers:
+            yield running_worker.task
     elif isinstance(event, v.TaskSubmitted | v.StartWorker | v.StartWorkers):
         yield event.spec.name
     else:

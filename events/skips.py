@@ -1,4 +1,4 @@
-"""Entries that are to be passed over: what `unicrond run --skip` has written, read before anything is folded.
+"""Skipped entries: `unicrond run --skip` writes them, and they are read before anything is folded.
 
 Rules
 -----
@@ -23,36 +23,36 @@ _TAG = EntrySkipped.__name__.encode()
 
 
 def skips_in(entries: Iterable[Entry]) -> dict[int, str]:
-    """Sequence number -> why it is skipped, of all the skips among `entries`."""
-    found: dict[int, str] = {}
+    """Return all skips among `entries`: sequence number -> reason."""
+    skips: dict[int, str] = {}
     for entry in entries:
         event = entry.envelope.event if isinstance(entry, Recorded) else None
         if isinstance(event, EntrySkipped) and event.seq < entry.seq:
-            found.setdefault(event.seq, event.reason)
-    return found
+            skips.setdefault(event.seq, event.reason)
+    return skips
 
 
 def skips_in_files(segments: Sequence[Path]) -> dict[int, str]:
-    """The same, of segment files; those that name no skip are looked through, not decoded."""
-    found: dict[int, str] = {}
+    """Return all skips in segment files; files that name no skip are searched, not decoded."""
+    skips: dict[int, str] = {}
     for segment in segments:
         if _TAG not in segment.read_bytes():
             continue
         try:
             for batch in read_segment(segment):
-                found = skips_in(batch.entries) | found
+                skips = skips_in(batch.entries) | skips
         except TornTail:
             break  # reading the entries says so
-    return found
+    return skips
 
 
 def can_be_skipped(entry: Entry) -> bool:
-    """It is neither a claim nor a skip."""
+    """Say whether the entry is neither a claim nor a skip."""
     return isinstance(entry, Quarantined) or not isinstance(entry.envelope.event, CoordinatorStarted | EntrySkipped)
 
 
-def passed_over(entry: Entry, skips: Mapping[int, str]) -> Entry:
-    """The entry as it is to be folded."""
+def apply_skips(entry: Entry, skips: Mapping[int, str]) -> Entry:
+    """Return the entry as it is to be folded: as a quarantined message where it is skipped."""
     if entry.seq not in skips or isinstance(entry, Quarantined) or not can_be_skipped(entry):
         return entry
     return Quarantined(

@@ -48,8 +48,9 @@ _RELEASE_S = 2.0
 LOCK_FD, PID_FD = 3, 4
 
 
-class Taken(NamedTuple):
-    """The right to run a server: `at_s`: when it was taken (`now_s`). `lock_fd`: to be given to the keeper."""
+class StoreClaim(NamedTuple):
+    """The right to run a server. `at_s`: when it was acquired (`now_s`). `lock_fd`: the lock's descriptor, for the
+    keeper."""
 
     number: int
     token: str
@@ -58,7 +59,7 @@ class Taken(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds; see the constants."""
+    """Durations in seconds; see the constants."""
 
     renew_s: float = RENEW_S
     stop_after_s: float = STOP_AFTER_S
@@ -66,12 +67,12 @@ class Times(NamedTuple):
 
 
 def now_s() -> float:
-    """Seconds since the boot, suspended ones too."""
+    """Return seconds since the boot, suspended ones included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> str:
-    """This boot of this machine; "" where the kernel does not say."""
+    """Return the id of this boot of this machine; "" where the kernel does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -79,45 +80,47 @@ def boot_id() -> str:
 
 
 class StoreLease:
-    """The lease of one directory, which is made."""
+    """The lease of one directory, which is created where it is missing."""
 
     def __init__(self, directory: Path, times: Times | None = None) -> None:
         self.directory = directory
         self.times = times or Times()
 
-    async def take(self, waits: Callable[[str], object]) -> Taken:
-        """The lease, however long that takes. `waits(why)` is called while another holds it. Raises OSError where the
-        directory cannot be used at all."""
+    async def take(self, waits: Callable[[str], object]) -> StoreClaim:
+        """Acquire the lease, however long that takes.
+
+        `waits(why)` is called while another holds it. Raises OSError where the directory cannot be used at all.
+        """
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock_fd = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            seen, since_s = await asyncio.to_thread(self._newest), now_s()
-            began_s = since_s
+            last_record, since_s = await asyncio.to_thread(self._newest), now_s()
+            start_s = since_s
             while True:
                 is_stale = now_s() - since_s >= self.times.take_after_s
                 with contextlib.suppress(OSError):  # storage that comes and goes: it is asked again
-                    if taken := await asyncio.to_thread(self._attempt, lock_fd, is_stale):
-                        return taken
-                    if (found := await asyncio.to_thread(self._newest)) != seen:
-                        seen, since_s = found, now_s()
-                if now_s() - began_s > _RELEASE_S:  # a server that has just ended gives it back soon
+                    if claim := await asyncio.to_thread(self._attempt, lock_fd, is_stale):
+                        return claim
+                    if (newest_record := await asyncio.to_thread(self._newest)) != last_record:
+                        last_record, since_s = newest_record, now_s()
+                if now_s() - start_s > _RELEASE_S:  # a server that has just ended gives it back soon
                     waits(
-                        f"{self.directory} is in use by {_who(seen[1])}; this head takes it once its lease "
-                        f"has not been renewed for {self.times.take_after_s:g} s"
+                        f"{self.directory} is in use by {_describe_holder(last_record[1])}; this head takes it once "
+                        f"its lease has not been renewed for {self.times.take_after_s:g} s"
                     )
                 await asyncio.sleep(_LOOK_S)
         except BaseException:
             os.close(lock_fd)
             raise
 
-    def _attempt(self, lock_fd: int, is_stale: bool) -> Taken | None:
+    def _attempt(self, lock_fd: int, is_stale: bool) -> StoreClaim | None:
         is_alone, locks = _flock(lock_fd)
         if not is_alone:
             return None
         number, body = self._newest()
         record = _read(body)
-        is_gone = locks and bool(boot_id()) and record.get("boot") == boot_id()
-        if not (number == 0 or record.get("released") or is_gone or is_stale):
+        has_died = locks and bool(boot_id()) and record.get("boot") == boot_id()
+        if not (number == 0 or record.get("released") or has_died or is_stale):
             fcntl.flock(lock_fd, fcntl.LOCK_UN)
             return None
         token, at_s = secrets.token_hex(8), now_s()
@@ -134,16 +137,16 @@ class StoreLease:
         for old in _numbers(self.directory):
             if old <= number:
                 (self.directory / f"lease.{old}").unlink(missing_ok=True)
-        return Taken(number + 1, token, at_s, lock_fd)
+        return StoreClaim(number + 1, token, at_s, lock_fd)
 
     def _newest(self) -> tuple[int, bytes]:
         number = max(_numbers(self.directory), default=0)
         return number, (self.directory / f"lease.{number}").read_bytes() if number else b""
 
 
-def keeper_words(directory: Path, taken: Taken, times: Times) -> list[str]:
-    """The command line of the keeper, to be followed by the server's program and its words."""
-    numbers = (taken.number, taken.token, taken.at_s, times.renew_s, times.stop_after_s)
+def keeper_words(directory: Path, claim: StoreClaim, times: Times) -> list[str]:
+    """Return the command line of the keeper, to be followed by the server's program and arguments."""
+    numbers = (claim.number, claim.token, claim.at_s, times.renew_s, times.stop_after_s)
     return [sys.executable, "-IS", __file__, str(directory), *map(str, numbers)]
 
 
@@ -153,7 +156,8 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _flock(fd: int) -> tuple[bool, bool]:
-    """Whether no other process has the lock, as far as can be told; whether this file system has locks at all."""
+    """Lock the file; return whether no other process has the lock, as far as is known, and whether locks work here at
+    all."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -165,19 +169,20 @@ def _flock(fd: int) -> tuple[bool, bool]:
 
 def _record(token: str, count: int, *, released: bool = False) -> bytes:
     # In a pod the host's name is the pod's.
-    told: dict[str, Any] = {"token": token, "host": socket.gethostname()[:64], "boot": boot_id()}
-    return json.dumps(told | {"pid": os.getpid(), "count": count, "released": released}).encode().ljust(_RECORD_BYTES)
+    fields: dict[str, Any] = {"token": token, "host": socket.gethostname()[:64], "boot": boot_id()}
+    return json.dumps(fields | {"pid": os.getpid(), "count": count, "released": released}).encode().ljust(_RECORD_BYTES)
 
 
 def _read(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        fields = json.loads(body)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
-def _who(body: bytes) -> str:
+def _describe_holder(body: bytes) -> str:
+    """Describe the holder in a record, for people."""
     record = _read(body)
     return f"another head, on {record['host']} (pid {record.get('pid')})" if record.get("host") else "another head"
 
@@ -185,7 +190,7 @@ def _who(body: bytes) -> str:
 # --- the keeper ----------------------------------------------------------------------------------
 
 
-class Keeper:
+class LeaseKeeper:
     """Renews the lease while the server runs."""
 
     def __init__(self, directory: Path, number: int, token: str, at_s: float, times: Times) -> None:
@@ -195,49 +200,49 @@ class Keeper:
         self._times = times
         self._count = 0
         self.renewed_s = at_s
-        self.lost = ""
+        self.loss_reason = ""
 
     def renew(self, *, released: bool = False) -> None:
-        """Once. Raises OSError."""
-        began_s = now_s()
+        """Renew the lease once. Raises OSError."""
+        start_s = now_s()
         self._count += 1
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if _read(os.pread(fd, _RECORD_BYTES, 0)).get("token") != self._token:
-                self.lost = "the lease holds another token"
+                self.loss_reason = "the lease holds another token"
                 return
             os.pwrite(fd, _record(self._token, self._count, released=released), 0)
             os.fsync(fd)
         finally:
             os.close(fd)
         if self._next.exists():
-            self.lost = "another head has taken the store"
+            self.loss_reason = "another head has taken the store"
             return
-        self.renewed_s = began_s
+        self.renewed_s = start_s
 
     def run(self) -> None:
-        """In a thread of its own: storage may stand still."""
-        while not self.lost:
+        """Renew the lease until it is lost, in a thread of its own: storage may stand still."""
+        while not self.loss_reason:
             try:
                 self.renew()
             except FileNotFoundError:
-                self.lost = "the lease is gone: another head has taken the store"
+                self.loss_reason = "the lease is gone: another head has taken the store"
             except OSError as error:
                 print(f"store lease: cannot renew: {error}", file=sys.stderr, flush=True)
             time.sleep(self._times.renew_s)
 
     def trouble(self) -> str:
-        """Why the server must end now; "" while it may run."""
-        if self.lost:
-            return self.lost
+        """Say why the server must end now; "" while it may run."""
+        if self.loss_reason:
+            return self.loss_reason
         silent_s = now_s() - self.renewed_s
         return f"the lease could not be renewed for {silent_s:.0f} s" if silent_s > self._times.stop_after_s else ""
 
 
 def main(argv: list[str]) -> int:
-    """The keeper: `argv` as `keeper_words` makes it, then the server's program and words."""
+    """Run the keeper. `argv`: as `keeper_words` makes it, then the server's program and arguments."""
     directory, number, token, at_s, renew_s, stop_after_s, program, *words = argv
-    keeper = Keeper(Path(directory), int(number), token, float(at_s), Times(float(renew_s), float(stop_after_s)))
+    keeper = LeaseKeeper(Path(directory), int(number), token, float(at_s), Times(float(renew_s), float(stop_after_s)))
     os.set_inheritable(LOCK_FD, True)
     server = _start(program, words)
     for number_of_signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -247,9 +252,9 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=keeper.run, daemon=True).start()
     pidfd = os.pidfd_open(server)
     while not select.select([pidfd], [], [], _LOOK_S)[0]:
-        if why := keeper.trouble():
+        if reason := keeper.trouble():
             os.kill(server, signal.SIGKILL)
-            _bounded(lambda: print(f"store lease: {why}; nats-server is killed", file=sys.stderr, flush=True))
+            _bounded(lambda: print(f"store lease: {reason}; nats-server is killed", file=sys.stderr, flush=True))
             os.waitpid(server, 0)
             os._exit(1)
     os.waitpid(server, 0)
@@ -258,7 +263,7 @@ def main(argv: list[str]) -> int:
 
 
 def _start(program: str, words: list[str]) -> int:
-    """The pid of the server, which dies with this process (PR_SET_PDEATHSIG)."""
+    """Start the server, which dies with this process (PR_SET_PDEATHSIG); return its pid."""
     import ctypes
 
     libc, parent = ctypes.CDLL(None), os.getpid()
@@ -272,16 +277,17 @@ def _start(program: str, words: list[str]) -> int:
     os._exit(127)
 
 
-def _bounded(what: Callable[[], object]) -> None:
-    """Do it, or give up after _RELEASE_S: the lease and the server's log lie on storage that may stand still."""
-    doing = threading.Thread(target=what, daemon=True)
-    doing.start()
-    doing.join(_RELEASE_S)
+def _bounded(action: Callable[[], object]) -> None:
+    """Run the action, or give up after _RELEASE_S: the lease and the server's log lie on storage that may stand
+    still."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(_RELEASE_S)
 
 
-def _give_back(keeper: Keeper) -> None:
+def _give_back(keeper: LeaseKeeper) -> None:
     with contextlib.suppress(OSError):
-        if not keeper.lost:
+        if not keeper.loss_reason:
             keeper.renew(released=True)
 
 

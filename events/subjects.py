@@ -21,7 +21,7 @@ from collections.abc import Collection
 
 from events.codec import COORDINATOR, BadEvent, read
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.log import TOLD
+from events.log import BROADCAST_TYPES
 from events.prose import summary
 from events.vocabulary import (
     Command,
@@ -49,33 +49,33 @@ WARRANT_HEADER = "Unicron-Warrant"
 
 
 def command_subjects(node: str) -> str:
-    """The filter that matches every command to `node`."""
+    """Return the filter that matches every command to `node`."""
     return f"{PREFIX}.command.{node}.*"
 
 
-def told_subjects(node: str, tasks: Collection[str]) -> list[str]:
-    """The filters that match every command to `node`, and what is told once of each of `tasks`."""
-    told = [f"{PREFIX}.decision.{task}.{kind.__name__}" for task in sorted(tasks) for kind in TOLD]
-    return [command_subjects(node), *told]
+def feed_subjects(node: str, tasks: Collection[str]) -> list[str]:
+    """Return the filters that match every command to `node`, and the broadcast decisions of each of `tasks`."""
+    filters = [f"{PREFIX}.decision.{task}.{kind.__name__}" for task in sorted(tasks) for kind in BROADCAST_TYPES]
+    return [command_subjects(node), *filters]
 
 
 def joins_subject(node: str) -> str:
-    """Where the agents of this name say that they join."""
+    """Return the subject on which the agents of this name report that they join."""
     return f"{PREFIX}.obs.{node}.{NodeJoined.__name__}"
 
 
 def standing_subjects(node: str) -> tuple[str, ...]:
-    """Where the coordinator says that the node is isolated, and that it is not any more."""
+    """Return the subjects on which the coordinator isolates and readmits the node."""
     return tuple(f"{PREFIX}.decision.{node}.{kind.__name__}" for kind in (NodeIsolated, NodeReadmitted, NodeForgotten))
 
 
 def agent_consumer(node: str) -> str:
-    """The name of the durable consumer through which `node`'s agent takes its commands."""
+    """Return the name of the durable consumer through which `node`'s agent receives its commands."""
     return f"agent-{node}"
 
 
 def subject(envelope: Envelope) -> str:
-    """The one subject on which this envelope may stand."""
+    """Return the one subject on which this envelope may stand."""
     event = envelope.event
     kind = type(event).__name__
     if not event.is_decided:
@@ -93,25 +93,25 @@ def subject(envelope: Envelope) -> str:
 class MessageIds:
     """How the server recognises messages of one process: the event id, and a part that no other process can guess.
 
-    Else somebody could write a message under an id that is yet to come, and the event itself would be taken for its
-    repetition. The part follows from a secret of this process and the event id, so that readers of one id of a
-    boot do not know the next.
+    Otherwise somebody could write a message under a future id, and the event itself would be taken for its repetition.
+    The part follows from a secret of this process and the event id, so that readers of one id of a boot do not know the
+    next.
     """
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
     def of(self, envelope: Envelope) -> str:
-        """The message id, the same each time."""
+        """Return the message id, the same each time."""
         event_id = envelope.event_id
         return f"{event_id}.{hashlib.blake2b(event_id.encode(), key=self._secret, digest_size=12).hexdigest()}"
 
 
 def headers(envelope: Envelope, message_id: str = "") -> dict[str, str]:
-    """Plain ASCII headers: the message id, and what a person looks for with the `nats` CLI."""
+    """Return plain ASCII headers: the message id, and what a person looks for with the `nats` CLI."""
     event = envelope.event
     spec = getattr(event, "spec", None)
-    named = {
+    fields = {
         "Nats-Msg-Id": message_id or envelope.event_id,
         "Unicron-Type": type(event).__name__,
         "Unicron-Node": getattr(event, "node", ""),
@@ -119,13 +119,13 @@ def headers(envelope: Envelope, message_id: str = "") -> dict[str, str]:
         "Unicron-Worker": getattr(event, "worker", ""),
         "Unicron-Summary": _plain(summary(event)),
     }
-    return {header: value for header, value in named.items() if value}
+    return {header: value for header, value in fields.items() if value}
 
 
 def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_id: str = "") -> Entry:
-    """What a stored message means: an event, or a quarantined message with the reason why it is none.
+    """Decode a stored message: an event, or a quarantined message with the reason why it is none.
 
-    `message_id`: the one that it was written under, "" where that was none: it begins with the event's own id.
+    `message_id`: the id under which it was written, "" where it had none: it begins with the event's own id.
     """
     try:
         envelope, unknown = read(body)
@@ -140,7 +140,7 @@ def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_i
 
 
 def _plain(text: str) -> str:
-    """One short line of printable ASCII."""
+    """Return one short line of printable ASCII."""
     line = " ".join(text.split())
     plain = "".join(char if " " <= char <= "~" else "?" for char in line)
     return plain if len(plain) <= MAX_SUMMARY_CHARS else plain[: MAX_SUMMARY_CHARS - 3] + "..."

@@ -24,7 +24,7 @@ SETTINGS = frozenset(
 _LOADS_CODE = "would load other code into every process of the task; set it in the program that needs it"
 _OF_THE_AGENT = "is the agent's to set; remove it"
 #: Name, or the beginning of names, and what is wrong with it.
-_REFUSED = {
+_RESERVED = {
     "LD_": _LOADS_CODE,
     "DYLD_": _LOADS_CODE,
     "GCONV_PATH": _LOADS_CODE,
@@ -46,10 +46,10 @@ _REFUSED = {
 
 
 def refusal(name: str) -> str:
-    """Why a task may not set the variable; "" where it may."""
+    """Say why a task may not set the variable; "" where it may."""
     if name in SETTINGS:
         return ""
-    for refused, why in _REFUSED.items():
-        if name == refused or (refused.endswith("_") and name.startswith(refused)):
-            return why
+    for prefix, reason in _RESERVED.items():
+        if name == prefix or (prefix.endswith("_") and name.startswith(prefix)):
+            return reason
     return ""

@@ -1,4 +1,4 @@
-"""What TLS's refusals mean for the person who has to mend them, and contexts of our clients. Standard library alone.
+"""Explanations of TLS failures, with the fix for each, and the TLS contexts of our clients. Standard library alone.
 
 nats-py speaks in clear with a server that does not ask for TLS, whatever its client was given: `Client` of
 nats_connection.py refuses that.
@@ -18,8 +18,10 @@ HEAD_URI = "unicrond://head"
 _EXPIRED, _NOT_YET = 10, 9
 _UNKNOWN = (18, 19, 20, 21)
 _NAMES = (62, 64)
-#: The server's words where it wants a certificate of its client, and where it does not take the one that it got.
-_WANTED = re.compile(r"CERTIFICATE_REQUIRED|certificate required|HANDSHAKE_FAILURE|handshake failure", re.IGNORECASE)
+#: Messages of a server that requires a client certificate, and of one that does not accept the client's.
+_CERTIFICATE_REQUIRED = re.compile(
+    r"CERTIFICATE_REQUIRED|certificate required|HANDSHAKE_FAILURE|handshake failure", re.IGNORECASE
+)
 _NOT_TAKEN = re.compile(
     r"ALERT_(UNKNOWN_CA|BAD_CERTIFICATE|CERTIFICATE_\w+)|alert (unknown ca|bad certificate|certificate)", re.IGNORECASE
 )
@@ -33,8 +35,10 @@ class BadCa(ValueError):
 def client_context(
     ca: Path | None = None, *, ca_pem: str = "", certificate: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """For a client that trusts this CA alone, or without one those of the machine. `certificate`: the client's own,
-    with `key`, or with the key in the same file. Raises BadCa."""
+    """Make the context of a client that trusts this CA alone, or without one those of the machine.
+
+    `certificate`: the client's own, with `key`, or with the key in the same file. Raises BadCa.
+    """
     try:
         context = ssl.create_default_context(cafile=str(ca) if ca else None, cadata=ca_pem or None)
     except (ssl.SSLError, OSError, ValueError) as error:
@@ -47,38 +51,43 @@ def client_context(
     return context
 
 
-def trouble(error: BaseException, who: str, *, trusts: str, remedy: str) -> str:
-    """One line with the fix; "" where the error is not of TLS. `who`: the server, in words. `trusts`: the CA that was
-    asked for, in words, "" for the machine's own. `remedy`: how to name the right CA."""
+def trouble(error: BaseException, server: str, *, trusts: str, remedy: str) -> str:
+    """Explain a TLS error in one line, with the fix; return "" where the error is not of TLS.
+
+    `server`: its name for people. `trusts`: the CA that was expected, in words, "" for the machine's own. `remedy`: how
+    to name the right CA.
+    """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _of_certificate(error, who, trusts, remedy)
+        return _explain_certificate(error, server, trusts, remedy)
     if not isinstance(error, ssl.SSLError):
         return ""
-    said = str(error)
-    if _WANTED.search(said):
-        return f"{who} wants a certificate of its clients; use a key of `unicrond enroll`, or --tls-cert and --tls-key"
-    if _NOT_TAKEN.search(said):
-        return f"{who} does not accept this client's certificate: its CA is another, or it has expired; enroll again"
-    if _NO_TLS.search(said):
-        return f"{who} does not speak TLS there; check the address, or connect in clear (http://, no CA)"
-    return f"{who}: TLS failed ({_plain(error)}); check that both ends have certificates of the same CA"
-
-
-def _of_certificate(error: ssl.SSLCertVerificationError, who: str, trusts: str, remedy: str) -> str:
-    if error.verify_code == _EXPIRED:
-        return f"the certificate of {who} has expired; on the head: unicrond tls-init --renew"
-    if error.verify_code == _NOT_YET:
-        return f"the certificate of {who} is not valid yet; compare the clocks of this machine and of the head"
-    if error.verify_code in _NAMES:
-        named = re.search(r"not valid for '([^']*)'", error.verify_message)
-        host = named[1] if named else "HOST"
+    text = str(error)
+    if _CERTIFICATE_REQUIRED.search(text):
         return (
-            f"the certificate of {who} does not name {host}; use a name that it has, or on the head: "
+            f"{server} wants a certificate of its clients; use a key of `unicrond enroll`, or --tls-cert and --tls-key"
+        )
+    if _NOT_TAKEN.search(text):
+        return f"{server} does not accept this client's certificate: its CA is another, or it has expired; enroll again"
+    if _NO_TLS.search(text):
+        return f"{server} does not speak TLS there; check the address, or connect in clear (http://, no CA)"
+    return f"{server}: TLS failed ({_plain(error)}); check that both ends have certificates of the same CA"
+
+
+def _explain_certificate(error: ssl.SSLCertVerificationError, server: str, trusts: str, remedy: str) -> str:
+    if error.verify_code == _EXPIRED:
+        return f"the certificate of {server} has expired; on the head: unicrond tls-init --renew"
+    if error.verify_code == _NOT_YET:
+        return f"the certificate of {server} is not valid yet; compare the clocks of this machine and of the head"
+    if error.verify_code in _NAMES:
+        match = re.search(r"not valid for '([^']*)'", error.verify_message)
+        host = match[1] if match else "HOST"
+        return (
+            f"the certificate of {server} does not name {host}; use a name that it has, or on the head: "
             f"unicrond tls-init --renew --name {host}"
         )
     if error.verify_code in _UNKNOWN:
-        return f"the certificate of {who} is not of {trusts or 'a CA that this machine knows'}; {remedy}"
-    return f"the certificate of {who} is not accepted: {error.verify_message}"
+        return f"the certificate of {server} is not of {trusts or 'a CA that this machine knows'}; {remedy}"
+    return f"the certificate of {server} is not accepted: {error.verify_message}"
 
 
 def _plain(error: BaseException) -> str:

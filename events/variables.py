@@ -31,21 +31,21 @@ class BadVariable(ValueError):
 
 
 def prefix(program: str) -> str:
-    """How the variables of `program` begin."""
+    """Return the prefix of the variables of `program`."""
     return _spelt(program) + "_"
 
 
-def of_flag(parser: argparse.ArgumentParser, flag: str) -> tuple[str, ...]:
-    """The names of the variable of a parser's flag, the longest first."""
+def variable_names(parser: argparse.ArgumentParser, flag: str) -> tuple[str, ...]:
+    """Return the names of the variable of a parser's flag, the longest first."""
     program, _, command = parser.prog.partition(" ")
     names = (f"{program} {command} {flag[2:]}", f"{program} {flag[2:]}") if command else (f"{program} {flag[2:]}",)
     return tuple(map(_spelt, names))
 
 
 def take(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Variables that are set become the defaults of the parser's flags. Raises BadVariable."""
+    """Make the variables that are set the defaults of the parser's flags. Raises BadVariable."""
     for action, flag in _flags(parser):
-        name = next((name for name in of_flag(parser, flag) if environ.get(name)), None)
+        name = next((name for name in variable_names(parser, flag) if environ.get(name)), None)
         if name is None:
             continue
         try:
@@ -56,17 +56,17 @@ def take(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
         action.required = False
 
 
-def known(parser: argparse.ArgumentParser) -> set[str]:
-    """The variables of a program: of all flags of all its commands."""
-    found = {name for _, flag in _flags(parser) for name in of_flag(parser, flag)}
+def program_variables(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the variables of a program: of all flags of all its commands."""
+    names = {name for _, flag in _flags(parser) for name in variable_names(parser, flag)}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found.update(*(known(one) for one in action.choices.values() if one.variables))
-    return found
+            names.update(*(program_variables(command) for command in action.choices.values() if command.variables))
+    return names
 
 
 def check(program: str, names: Collection[str], environ: Mapping[str, str]) -> None:
-    """No variable begins like those of `program` and is none of them. Raises BadVariable."""
+    """Raise BadVariable where a variable begins like those of `program` and is none of them."""
     begin = prefix(program)
     for name in sorted(environ):
         if name.startswith(begin) and name not in names and not _OF_A_SERVICE.fullmatch(name[len(begin) - 1 :]):
@@ -74,13 +74,13 @@ def check(program: str, names: Collection[str], environ: Mapping[str, str]) -> N
 
 
 def without(environ: Mapping[str, str], *programs: str) -> dict[str, str]:
-    """The environment of a child whose settings must be those that its parent gives to it."""
+    """Return the environment of a child whose settings must be those that its parent gives it."""
     begins = tuple(map(prefix, programs))
     return {name: value for name, value in environ.items() if not name.startswith(begins)}
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Action, str]]:
-    """Those that have a value, and switches."""
+    """Yield the flags that have a value, and switches."""
     for action in parser._actions:
         flag = next((name for name in action.option_strings if name.startswith("--")), "")
         is_setting = action.nargs != 0 or isinstance(action, argparse._StoreTrueAction)

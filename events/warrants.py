@@ -18,15 +18,15 @@ import msgspec
 from cryptography import x509
 
 from events import roster
-from events.certificates import CLOCKS, is_heads
-from events.signing import BadSignature, Signer, opened
+from events.certificates import CLOCKS, is_head_certificate
+from events.signing import BadSignature, Signer, verify_signed
 from events.vocabulary import Count, Name
 
-_WHAT = "warrant"
+_PURPOSE = "warrant"
 
 
 class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`root`: of the nodes of the membership. `made_s`: since 1970."""
+    """`root`: the digest of the membership's nodes. `made_s`: seconds since 1970."""
 
     task: Name
     generation: Count
@@ -38,25 +38,27 @@ _warrants = msgspec.msgpack.Decoder(Warrant)
 
 
 def make_warrant(head: Signer, task: str, generation: int, root: bytes, now: datetime) -> str:
-    """The text of a warrant. `head`: the head's certificate with its key."""
+    """Make the text of a warrant. `head`: the head's certificate with its key."""
     claims = msgspec.msgpack.encode(Warrant(task, generation, root, int(now.timestamp())))
-    return head.signed(_WHAT, claims)
+    return head.sign(_PURPOSE, claims)
 
 
-def warranted(text: str, node: str, task: str, authority: x509.Certificate) -> int:
-    """The generation of the task of which the node is a member. `text`: the warrant, a dot, the node's place. Raises
-    BadSignature."""
+def verify_warrant(text: str, node: str, task: str, authority: x509.Certificate) -> int:
+    """Verify a warrant; return the generation of the task of which the node is a member.
+
+    `text`: the warrant, a dot, the node's place. Raises BadSignature.
+    """
     signed, _, place = text.partition(".")
-    claims, certificate = opened(_WHAT, signed, authority)
+    claims, certificate = verify_signed(_PURPOSE, signed, authority)
     try:
         warrant = _warrants.decode(claims)
-        made = datetime.fromtimestamp(warrant.made_s, UTC)
+        made_at = datetime.fromtimestamp(warrant.made_s, UTC)
         root = roster.root_by(place, node)
     except (ValueError, OverflowError, OSError, msgspec.MsgspecError) as error:
         raise BadSignature(f"it is not a warrant: {error}") from None
-    if not is_heads(certificate):
+    if not is_head_certificate(certificate):
         raise BadSignature("the warrant is not signed by the head")
-    if not certificate.not_valid_before_utc <= made <= certificate.not_valid_after_utc + CLOCKS:
+    if not certificate.not_valid_before_utc <= made_at <= certificate.not_valid_after_utc + CLOCKS:
         raise BadSignature("the certificate of the head was not valid when it made the warrant")
     if warrant.task != task:
         raise BadSignature(f"the warrant is for task {warrant.task}")

@@ -1,4 +1,4 @@
-"""What all commands of `unicronctl` share: the client that the flags ask for, and answers as JSON."""
+"""Shared by all commands of `unicronctl`: the client that the flags ask for, and answers as JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 
 def client_of(options: argparse.Namespace) -> Client:
-    """The client that the flags ask for; one for each command, which finds out once which head leads. Raises
-    UsageError."""
-    if (known := getattr(options, "client", None)) is not None:
-        return cast(Client, known)
+    """Return the client that the flags describe.
+
+    There is one for each command, which finds out once which head leads. Raises UsageError.
+    """
+    if (existing := getattr(options, "client", None)) is not None:
+        return cast(Client, existing)
     url, source = options.url, "--url"
     if url is None:
         url, source = os.environ.get("UNICRON_URL") or DEFAULT_URL, "UNICRON_URL"
@@ -35,7 +37,7 @@ def client_of(options: argparse.Namespace) -> Client:
 
 
 def snapshot_of(options: argparse.Namespace) -> Snapshot:
-    """The state as it is; with --at as it was, without digest. Raises UsageError."""
+    """Return the present state; with --at the state at that point, without digest. Raises UsageError."""
     client = client_of(options)
     if options.at is None:
         return client.snapshot()
@@ -48,23 +50,23 @@ def snapshot_of(options: argparse.Namespace) -> Snapshot:
 
 
 def health_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The coordinator's health; of the past nothing is known."""
+    """Return the coordinator's health; for the past it is unknown."""
     return client_of(options).health() if options.at is None else {"status": "as it was"}
 
 
 def now_us(options: argparse.Namespace, state: ClusterState) -> int:
-    """Until when what is open has lasted: the wall clock's now, or the log's at the point."""
+    """Return the time up to which open intervals are counted: the wall clock's now, or the log's at the point."""
     return time.time_ns() // 1000 if options.at is None else state.now_us
 
 
 def token_in(path: Path | None) -> str:
-    """The token in the file, else in that of UNICRON_TOKEN_FILE; "" without either. Raises UsageError."""
+    """Read the token from the file, else from that of UNICRON_TOKEN_FILE; "" without either. Raises UsageError."""
     source = "--token-file"
     if path is None:
-        named = os.environ.get("UNICRON_TOKEN_FILE")
-        if not named:
+        variable = os.environ.get("UNICRON_TOKEN_FILE")
+        if not variable:
             return ""
-        path, source = Path(named), "UNICRON_TOKEN_FILE"
+        path, source = Path(variable), "UNICRON_TOKEN_FILE"
     try:
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
@@ -77,13 +79,13 @@ def token_in(path: Path | None) -> str:
 
 
 def ca_in(path: Path | None) -> Path | None:
-    """The file of the API's CA, else that of UNICRON_TLS_CA; None without either. Raises UsageError."""
+    """Return the file of the API's CA, else that of UNICRON_TLS_CA; None without either. Raises UsageError."""
     source = "--tls-ca"
     if path is None:
-        named = os.environ.get("UNICRON_TLS_CA")
-        if not named:
+        variable = os.environ.get("UNICRON_TLS_CA")
+        if not variable:
             return None
-        path, source = Path(named), "UNICRON_TLS_CA"
+        path, source = Path(variable), "UNICRON_TLS_CA"
     if not path.is_file():
         raise UsageError(
             f"{source}: {path} is not a file; give the CA's certificate (STATE_DIR/tls/ca.pem on the head)"
@@ -92,12 +94,12 @@ def ca_in(path: Path | None) -> Path | None:
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """One JSON value on stdout."""
+    """Print one JSON value on stdout."""
     print(json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN, which a loss may be: null in its place."""
+    """Replace NaN, which a loss may be and JSON does not know, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -41,26 +41,26 @@ RETRY_S = 0.5
 
 
 class ApiError(Exception):
-    """One line for people."""
+    """A failed call of the API; the text is one line for people."""
 
 
 class Unreachable(ApiError, ConnectionError):
-    """No answer, or not a coordinator's; it may pass."""
+    """No answer, or one that is not a coordinator's; it may pass."""
 
 
-class NotReached(Unreachable):
-    """No connection: what was asked for was not carried out."""
+class ConnectionFailed(Unreachable):
+    """No connection: the request was not carried out."""
 
 
-class Refused(ApiError):
-    """The coordinator says no; `status` is HTTP's."""
+class RequestRefused(ApiError):
+    """The coordinator refuses the request; `status` is HTTP's."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
         self.status = status
 
 
-class StandsBy(Refused):
+class NotLeader(RequestRefused):
     """The head that was asked does not lead."""
 
 
@@ -87,6 +87,7 @@ class _Https(http.client.HTTPConnection):
         self._server_name = server_name or host
 
     def connect(self) -> None:
+        """Connect, and begin TLS under the server's name."""
         super().connect()
         self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name)
 
@@ -104,11 +105,12 @@ class Client:
         ca: Path | None = None,
         server_name: str = "",
     ) -> None:
-        """`ca`: who signs the coordinator's certificate; None: a CA that this machine knows. `server_name`: whom it is
-        for; "": the host of `url`. Raises ValueError where `url` holds something else than http or https addresses."""
-        self.urls = [one.strip() for one in url.split(",")]
-        for each in reversed(self.urls):
-            self._point_at(each)
+        """Create a client. `ca`: who signs the coordinator's certificate; None: a CA that this machine knows.
+        `server_name`: the name in the certificate; "": the host of `url`. Raises ValueError where `url` holds anything
+        but http or https addresses."""
+        self.urls = [address.strip() for address in url.split(",")]
+        for server_url in reversed(self.urls):
+            self._point_at(server_url)
         self._knows_leader = False
         self._pointing = threading.Lock()
         self._ca = ca
@@ -129,11 +131,12 @@ class Client:
         self._tls = parts.scheme == "https"
 
     def health(self) -> dict[str, Any]:
-        """{"status": "live", "standby", "catching up", "log takes nothing" or "stopped deciding", "trouble", ...}."""
+        """Return {"status": "live", "standby", "catching up", "log takes nothing" or "stopped deciding", "trouble",
+        ...}."""
         return self._object("GET", "/healthz")
 
     def snapshot(self) -> Snapshot:
-        """The folded state."""
+        """Return the folded state."""
         body = self._object("GET", "/v1/state")
         try:
             return Snapshot(body, from_json(body.get("state")))
@@ -143,100 +146,99 @@ class Client:
             ) from None
 
     def state(self) -> tuple[ClusterState, str]:
-        """The folded state and its digest."""
+        """Return the folded state and its digest."""
         snapshot = self.snapshot()
         return snapshot.state, str(snapshot.body.get("digest"))
 
     def submit(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Submit a task; {"task", "seq"}."""
+        """Submit a task; return {"task", "seq"}."""
         return self._object("POST", "/v1/tasks", body=spec)
 
     def goodput(self, peak_tflops: int = 0) -> dict[str, Any]:
-        """What became of the cluster's work and time (core/goodput_report.py)."""
+        """Return where the cluster's work and time went (core/goodput_report.py)."""
         return self._object("GET", f"/v1/goodput?peak_tflops={peak_tflops}")
 
     def plan_table(self) -> dict[str, Any]:
-        """What each next event would lead to: {"epoch", "rows": [what_if.Row], "unforeseen"}."""
+        """Return the plan for each possible next event: {"epoch", "rows": [what_if.Row], "unforeseen"}."""
         return self._object("GET", "/v1/plan/table")
 
     def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
-        """How many nodes to keep back: core/spares.py. `mtbf_s`: of one worker; 0: as it is known."""
+        """Return how many nodes to keep back: core/spares.py. `mtbf_s`: of one worker; 0: as it is known."""
         with self._patient(_PLANS_S):
             return self._object("GET", f"/v1/plan/spares?repair_s={repair_s}&mtbf_s={mtbf_s}")
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """The plan now, and the one that would be adopted were it so: {"now": Plan, "then": PlanAdopted}."""
+        """Return the plan now, and the one that the changes would bring: {"now": Plan, "then": PlanAdopted}."""
         return self._object("POST", "/v1/plan/whatif", body=changes)
 
     def cancel(self, task: str, reason: str) -> dict[str, Any]:
-        """Cancel a task; {"task", "seq"}."""
+        """Cancel a task; return {"task", "seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
 
     def reshape(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
-        """Ask for another layout (unicrond.core.reshape_order.ReshapeOrder); the request in full, and {"seq"}."""
+        """Request another layout (unicrond.core.reshape_order.ReshapeOrder); return all of it, and {"seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/reshape", body=order)
 
-    def cordon(self, node: str, *, drain: bool, reason: str, **meant: Any) -> dict[str, Any]:
-        """No new workers for the node (drain: nor those that it has); {"node", "seq"}. `meant`: `boot` or `address`
-        that the node must have, `until_return`, `by`."""
-        body = {"drain": drain, "reason": reason, **meant}
+    def cordon(self, node: str, *, drain: bool, reason: str, **conditions: Any) -> dict[str, Any]:
+        """Stop new workers for the node (drain: move those that it has, too); return {"node", "seq"}. `conditions`:
+        `boot` or `address` that the node must have, `until_return`, `by`."""
+        body = {"drain": drain, "reason": reason, **conditions}
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/cordon", body=body)
 
-    def forget(self, node: str, reason: str, *, leave: bool, **meant: Any) -> dict[str, Any]:
-        """A node that has gone is forgotten (leave: one that is up leaves first); {"node", "seq"}. `meant`: see
+    def forget(self, node: str, reason: str, *, leave: bool, **conditions: Any) -> dict[str, Any]:
+        """Remove a node that has left (leave: one that is up leaves first); return {"node", "seq"}. `conditions`: see
         `cordon`."""
-        body = {"reason": reason, "leave": leave, **meant}
+        body = {"reason": reason, "leave": leave, **conditions}
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/forget", body=body)
 
-    def uncordon(self, node: str, reason: str, **meant: Any) -> dict[str, Any]:
-        """The node may have workers again; {"node", "seq"}. `meant`: see `cordon`."""
-        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/uncordon", body={"reason": reason, **meant})
+    def uncordon(self, node: str, reason: str, **conditions: Any) -> dict[str, Any]:
+        """Allow workers on the node again; return {"node", "seq"}. `conditions`: see `cordon`."""
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/uncordon", body={"reason": reason, **conditions})
 
     def maintain(self, nodes: Sequence[str], begins: dict[str, Any], for_s: float, reason: str) -> dict[str, Any]:
-        """A maintenance window `w<seq>`; {"nodes", "from_us", "until_us", "seq"}."""
+        """Plan a maintenance window `w<seq>`; return {"nodes", "from_us", "until_us", "seq"}."""
         body = {"nodes": list(nodes), "begins": begins, "for_s": for_s, "reason": reason}
         return self._object("POST", "/v1/maintenance", body=body)
 
     def cancel_maintenance(self, window: str, reason: str) -> dict[str, Any]:
-        """The window is no longer wanted; {"window", "seq"}."""
+        """Cancel the window; return {"window", "seq"}."""
         return self._object("POST", f"/v1/maintenance/{quote(window, safe='')}/cancel", body={"reason": reason})
 
     def enroll(self, node: str, key: str, unused_h: float) -> dict[str, Any]:
-        """The node's agent may log in with this public key; {"node", "seq"}."""
+        """Allow the node's agent to log in with this public key; return {"node", "seq"}."""
         body = {"key": key, "unused_h": unused_h}
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/enroll", body=body)
 
     def revoke(self, node: str, reason: str) -> dict[str, Any]:
-        """The node's agent may log in no more; {"node", "seq"}."""
+        """Revoke the login of the node's agent; return {"node", "seq"}."""
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/revoke", body={"reason": reason})
 
     def inject(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Order a fault (unicrond.core.ordering.FaultOrder); {"node", "worker", "seq"}."""
+        """Order a fault (unicrond.core.ordering.FaultOrder); return {"node", "worker", "seq"}."""
         return self._object("POST", "/v1/faults", body=order)
 
-    def logs(self, task: str, **which: int | str | None) -> dict[str, Any]:
-        """A piece of a worker's log: {"worker", "node", "offset", "text"}; `offset` is where the next piece begins.
-
-        `which`: `rank` or `worker`, and `tail_bytes` or `offset`; None is as left out."""
-        return self._object("GET", f"/v1/logs/{quote(task, safe='')}{_query(which)}")
+    def logs(self, task: str, **selection: int | str | None) -> dict[str, Any]:
+        """Return a piece of a worker's log: {"worker", "node", "offset", "text"}; `offset` is where the next piece
+        begins. `selection`: `rank` or `worker`, and `tail_bytes` or `offset`; None counts as left out."""
+        return self._object("GET", f"/v1/logs/{quote(task, safe='')}{_query(selection)}")
 
     def stacks(self, task: str, rank: int) -> dict[str, Any]:
-        """What a worker is doing: {"worker", "node", "pid", "text", "no_stacks", "collectives", "no_flight"}."""
+        """Return what a worker is doing: {"worker", "node", "pid", "text", "no_stacks", "collectives", "no_flight"}."""
         return self._object("GET", f"/v1/stacks/{quote(task, safe='')}{_query({'rank': rank})}")
 
     def marks(self, task: str) -> dict[str, Any]:
-        """Where each worker of the task is: {"marks": {worker: mark}, "silent": {node: why}}."""
+        """Return where each worker of the task is: {"marks": {worker: mark}, "silent": {node: why}}."""
         return self._object("GET", f"/v1/marks/{quote(task, safe='')}")
 
     def checks(self, library: str, limit_s: float | None = None) -> dict[str, Any]:
-        """What the agents see of nodes, links and storage (display/doctor_nodes.py); takes a little longer than the
-        sums between nodes, which may take `limit_s` (the coordinator's)."""
+        """Return what the agents find about nodes, links and storage (display/doctor_nodes.py). Takes a little longer
+        than the sums between nodes, which may take `limit_s` (default: the coordinator's)."""
         body = {"library": library, **({"limit_s": limit_s} if limit_s else {})}  # older coordinators know none
         with self._patient((limit_s or 0.0) + _CHECKS_S):
             return self._object("POST", "/v1/checks", body=body)
 
     def metrics(self) -> str:
-        """Prometheus' text."""
+        """Return the metrics as Prometheus' text."""
         connection, response = self._open("GET", "/metrics")
         try:
             return response.read().decode(errors="replace")
@@ -246,31 +248,33 @@ class Client:
             connection.close()
 
     def skips(self) -> dict[int, str]:
-        """The entries that every reader passes over, and why (events/skips.py)."""
-        return {int(seq): str(why) for seq, why in self._object("GET", "/v1/skips").items()}
+        """Return the entries that every reader skips, and why (events/skips.py)."""
+        return {int(seq): str(reason) for seq, reason in self._object("GET", "/v1/skips").items()}
 
     def entries(self, after: int, until: int) -> Iterator[Entry]:
-        """Entries `after` + 1 to `until`, as they are folded (`entry_of`). Unreachable where one is missing."""
-        from events.skips import passed_over  # brings 60 ms with it
+        """Yield entries `after` + 1 to `until`, as they are folded (`entry_of`). Raises Unreachable where one is
+        missing."""
+        from events.skips import apply_skips  # brings 60 ms with it
 
         seq, skips = after, self.skips()
         for line in self.events(after, until=until) if until > after else ():
             if line.seq != seq + 1:
                 break
             seq = line.seq
-            yield passed_over(self.entry_of(line), skips)
+            yield apply_skips(self.entry_of(line), skips)
         if seq < until:
             raise Unreachable(f"{self.url} sent entries up to {seq}, not up to {until}; try again")
 
     def entry_of(self, line: EventLine) -> Entry:
-        """The entry that a line of `events` tells. Unreachable where another version wrote it."""
+        """Return the entry that a line of `events` holds. Raises Unreachable where another version wrote it."""
         try:
             return entry_of(line)
         except BadEventStream as error:
             raise Unreachable(f"{self.url}: {error}; is it a coordinator of this version?") from None
 
     def events(self, after: int = 0, *, follow: bool = False, until: int | None = None) -> Iterator[EventLine]:
-        """Entries after sequence number `after`; with `follow` without end, otherwise to `until`, or the log's end."""
+        """Yield entries after sequence number `after`; with `follow` without end, otherwise to `until`, or the log's
+        end."""
         end = "" if until is None else f"&until={until}"
         connection, response = self._open("GET", f"/v1/events?after={after}&follow={int(follow)}{end}")
         try:
@@ -314,24 +318,24 @@ class Client:
             self._find_leader()
         try:
             return self._open_here(method, path, body)
-        except (Unreachable, StandsBy) as error:
-            is_done_once = method == "GET" or isinstance(error, NotReached | StandsBy)
-            if not is_done_once:
+        except (Unreachable, NotLeader) as error:
+            may_repeat = method == "GET" or isinstance(error, ConnectionFailed | NotLeader)
+            if not may_repeat:
                 raise
         self._find_leader()
         return self._open_here(method, path, body)
 
     @contextlib.contextmanager
     def _patient(self, timeout_s: float) -> Iterator[None]:
-        """Meanwhile an answer may take so long."""
-        usual_s, self._timeout_s = self._timeout_s, timeout_s
+        """Allow answers to take `timeout_s` within this context."""
+        previous_s, self._timeout_s = self._timeout_s, timeout_s
         try:
             yield
         finally:
-            self._timeout_s = usual_s
+            self._timeout_s = previous_s
 
     def _find_leader(self) -> None:
-        """Point at the head that says that it leads; else at the first that answers."""
+        """Set `url` to the head that reports that it leads; else to the first that answers."""
         answering, troubles = "", []
         with self._patient(min(self._timeout_s, _WHO_LEADS_S)):
             for url in self.urls:
@@ -339,17 +343,17 @@ class Client:
                 try:
                     connection, response = self._open_here("GET", "/healthz")
                     with contextlib.closing(connection):
-                        told = json.loads(response.read())
+                        health = json.loads(response.read())
                 except (ApiError, OSError, http.client.HTTPException, ValueError) as error:
                     troubles.append(f"{url}: {getattr(error, 'strerror', None) or error}")
                     continue
                 answering = answering or url
-                if isinstance(told, dict) and told.get("leads"):
+                if isinstance(health, dict) and health.get("leads"):
                     self._knows_leader = True
                     return
         self._knows_leader = False
         if not answering:
-            raise NotReached(f"no coordinator at any of {', '.join(self.urls)}; {clean('; '.join(troubles))}")
+            raise ConnectionFailed(f"no coordinator at any of {', '.join(self.urls)}; {clean('; '.join(troubles))}")
         self._point_at(answering)
 
     def _open_here(self, method: str, path: str, body: Any = None) -> _Answer:
@@ -359,7 +363,7 @@ class Client:
             connection.connect()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise NotReached(str(self._unreachable(error))) from None
+            raise ConnectionFailed(str(self._unreachable(error))) from None
         try:
             connection.request(method, self._base + path, body=data, headers=self._headers)
             response = connection.getresponse()
@@ -373,7 +377,7 @@ class Client:
             connection.close()
             raise
         connection.close()
-        raise (StandsBy if _stands_by(text) else Refused)(_error_text(text, status), status)
+        raise (NotLeader if _stands_by(text) else RequestRefused)(_error_text(text, status), status)
 
     def _connection(self) -> http.client.HTTPConnection:
         if not self._tls:
@@ -390,18 +394,18 @@ class Client:
         remedy = "give the head's STATE_DIR/tls/ca.pem as --tls-ca or UNICRON_TLS_CA"
         if line := trouble(error, f"the coordinator at {self.url}", trusts=trusts, remedy=remedy):
             return Unreachable(line)
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
         check = "check that `unicrond run` is up there, or give --url or UNICRON_URL"
         if not self._tls and isinstance(error, ConnectionResetError):
             check = f"if it speaks TLS, give https://; {check}"
-        return Unreachable(f"no coordinator at {self.url} ({clean(why)}); {check}")
+        return Unreachable(f"no coordinator at {self.url} ({clean(cause)}); {check}")
 
 
 async def follow(client: Client, after: int = 0) -> AsyncIterator[EventLine]:
-    """Every event after sequence number `after`, then each as it comes, across restarts of the coordinator."""
+    """Yield every event after sequence number `after`, then each as it comes, across restarts of the coordinator."""
     import asyncio  # `unicronctl` alone pays for it where it waits for something
 
-    loop, came = asyncio.get_running_loop(), asyncio.Queue[EventLine]()
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[EventLine]()
 
     def read() -> None:
         last = after
@@ -409,7 +413,7 @@ async def follow(client: Client, after: int = 0) -> AsyncIterator[EventLine]:
             while True:
                 with contextlib.suppress(ApiError):  # ask again, from after the last event that came well
                     for event in client.events(last, follow=True):
-                        loop.call_soon_threadsafe(came.put_nowait, event)
+                        loop.call_soon_threadsafe(queue.put_nowait, event)
                         last = event.seq
                 if loop.is_closed():
                     return
@@ -417,12 +421,12 @@ async def follow(client: Client, after: int = 0) -> AsyncIterator[EventLine]:
 
     threading.Thread(target=read, name="events", daemon=True).start()
     while True:
-        yield await came.get()
+        yield await queue.get()
 
 
-def _query(which: dict[str, Any]) -> str:
-    given = urlencode({name: value for name, value in which.items() if value is not None})
-    return f"?{given}" if given else ""
+def _query(parameters: dict[str, Any]) -> str:
+    query = urlencode({name: value for name, value in parameters.items() if value is not None})
+    return f"?{query}" if query else ""
 
 
 def _stands_by(body: bytes) -> bool:

@@ -1,6 +1,6 @@
 """The commands of `unicronctl` that talk to a coordinator, one function each.
 
-What was asked for goes to stdout, what went wrong to stderr, in one line.
+Results go to stdout, errors to stderr, in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.core.work import achieved_waf
 from unicrond.ctl import history
 from unicrond.ctl.asking import client_of, health_of, now_us, print_json, snapshot_of
-from unicrond.ctl.client import Refused
+from unicrond.ctl.client import RequestRefused
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.reading import events, last_events_about, logs, stacks, top, watch
@@ -52,7 +52,7 @@ EVENTS_JUDGED = 2000
 
 
 def status(options: argparse.Namespace) -> None:
-    """The cluster at a glance."""
+    """Show the cluster at a glance."""
     health, snapshot = health_of(options), snapshot_of(options)
     state = snapshot.state
     if options.json:
@@ -89,13 +89,13 @@ def status(options: argparse.Namespace) -> None:
 
 
 def _heads(health: dict[str, Any]) -> dict[str, str]:
-    """Where there is more to say than that one head leads."""
-    told = health.get("heads") or {}
-    others, leader = told.get("standing_by") or [], told.get("leader")
-    if not others and health.get("leads", True):
+    """Describe the heads, where there is more to say than that one head leads."""
+    heads = health.get("heads") or {}
+    standbys, leader = heads.get("standing_by") or [], heads.get("leader")
+    if not standbys and health.get("leads", True):
         return {}
     leads = f"{leader['process']} (API {leader['api']}) leads" if leader else "none leads"
-    return {"heads": ", ".join([leads, *(f"{other} stands by" for other in others)])}
+    return {"heads": ", ".join([leads, *(f"{standby} stands by" for standby in standbys)])}
 
 
 def _active(state: ClusterState) -> list[Any]:
@@ -103,7 +103,7 @@ def _active(state: ClusterState) -> list[Any]:
 
 
 def costs_line(costs: dict[str, float] | None) -> str:
-    """What the failure-free work has become."""
+    """Say in one line what share of the failure-free work was delivered, and what was lost to which cause."""
     if not costs or not costs["failure_free_flop"]:
         return "no plan yet"
     free = costs["failure_free_flop"]
@@ -119,14 +119,14 @@ def _tally(words: list[str]) -> str:
 
 
 def nodes(options: argparse.Namespace) -> None:
-    """The nodes, and what runs on them."""
+    """Show the nodes, and what runs on them."""
     snapshot = snapshot_of(options)
     table = nodes_table(snapshot.state, kept_back=snapshot.body.get("kept_back"))
     show_or_json(options, snapshot.body["state"]["nodes"], table)
 
 
 def tasks(options: argparse.Namespace) -> None:
-    """The tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
+    """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
     derived = snapshot.body.get("derived", {})
     data = {
@@ -137,21 +137,21 @@ def tasks(options: argparse.Namespace) -> None:
 
 
 def workers(options: argparse.Namespace) -> None:
-    """The workers: rank, node, process."""
+    """Show the workers: rank, node, process."""
     snapshot = snapshot_of(options)
     if options.task and options.task not in snapshot.state.tasks:
-        raise Refused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
+        raise RequestRefused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
     data = [
-        {"task": name, "rank": ranks_of(snapshot.state.tasks[name]).get(worker), **its}
+        {"task": name, "rank": ranks_of(snapshot.state.tasks[name]).get(worker), **record}
         for name, task in snapshot.body["state"]["tasks"].items()
-        for worker, its in task["workers"].items()
+        for worker, record in task["workers"].items()
         if options.task in (None, name)
     ]
     show_or_json(options, data, workers_table(snapshot.state, options.task or ""))
 
 
 def describe(options: argparse.Namespace) -> None:
-    """Everything about one task, node or incident, and its last events."""
+    """Show everything about one task, node or incident, and its last events."""
     snapshot = snapshot_of(options)
     try:
         if options.json:
@@ -160,7 +160,7 @@ def describe(options: argparse.Namespace) -> None:
         events = last_events_about(options, snapshot.state, options.kind, options.name)
         sections = described(snapshot.state, options.kind, options.name, events)
     except Unknown as error:
-        raise Refused(str(error), 404) from None
+        raise RequestRefused(str(error), 404) from None
     for number, section in enumerate(sections):
         print("\n" * bool(number) + section.title)
         if isinstance(section.body, dict):
@@ -173,58 +173,58 @@ def describe(options: argparse.Namespace) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """What is likely to go wrong; 1 where there is something."""
+    """Show what is likely to go wrong; return 1 where there is something."""
     client = client_of(options)
     health, state = client.health(), client.snapshot().state
     events = list(client.events(max(0, state.seq - EVENTS_JUDGED), until=state.seq))
-    found, notes = findings(state, health, events), []
+    problems, notes = findings(state, health, events), []
     if options.quick:
         notes = ["nodes, links and storage (--quick)"]
     else:
         try:
-            seen = client.checks(options.library, options.limit_s)
-            look = of_nodes(seen)
-            found, notes = [*without_clocks(found, seen["facts"]), *look.findings], look.notes
-        except Refused as error:
+            checks = client.checks(options.library, options.limit_s)
+            node_report = of_nodes(checks)
+            problems, notes = [*without_clocks(problems, checks["facts"]), *node_report.findings], node_report.notes
+        except RequestRefused as error:
             notes = [f"nodes, links and storage: {error}"]
     if options.json:
-        print_json([one._asdict() for one in found])
-    elif found:
-        show(Table(("about", "what", "fix"), tuple(found)))
+        print_json([problem._asdict() for problem in problems])
+    elif problems:
+        show(Table(("about", "what", "fix"), tuple(problems)))
     else:
         print(f"nothing found: coordinator {health['status']}, {len(state.nodes)} nodes")
     for note in notes:
         print(f"not looked at: {note}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 def goodput(options: argparse.Namespace) -> int | None:
-    """Where the work and the time went, up to the newest entry of the log; an interval is counted from the log here."""
+    """Show where the work and the time went, up to the log's newest entry; an interval is counted from the log here."""
     from unicrond.display.goodput_tables import goodput_tables, hints
 
     if options.after is not None or options.at is not None:
         return history.run(options)
-    told = client_of(options).goodput(options.peak_tflops)
+    report = client_of(options).goodput(options.peak_tflops)
     if options.json:
-        print_json(told)
+        print_json(report)
         return None
-    for number, (title, table) in enumerate(goodput_tables(told)):
+    for number, (title, table) in enumerate(goodput_tables(report)):
         print(f"{chr(10) * bool(number)}{title}")
         show(table)
-    for hint in hints(told):
+    for hint in hints(report):
         print(f"\n{hint}")
     return None
 
 
 def plan(options: argparse.Namespace) -> None:
-    """The adopted plan, the foreseen ones, and those of other clusters: see plan.py."""
+    """Show the adopted plan, those foreseen, and those of other clusters: see plan.py."""
     from unicrond.ctl import plan as ctl_plan
 
     ctl_plan.COMMANDS[options.plan_command](options)
 
 
 def show_or_json(options: argparse.Namespace, data: Any, table: Table) -> None:
-    """The answer, the way the flags ask for."""
+    """Show the answer as a table or as JSON, as the flags ask."""
     if options.json:
         print_json(data)
     else:
@@ -235,7 +235,7 @@ def show_or_json(options: argparse.Namespace, data: Any, table: Table) -> None:
 
 
 def submit(options: argparse.Namespace) -> None:
-    """Check a task file here, then hand the task to the coordinator, which checks it again."""
+    """Check a task file here, then submit the task to the coordinator, which checks it again."""
     import msgspec
 
     from events import megatron_lm
@@ -249,11 +249,11 @@ def submit(options: argparse.Namespace) -> None:
     except UnicodeDecodeError:
         raise UsageError("stdin: is not UTF-8 text; give a YAML file") from None
     if options.check:
-        told = megatron_task.lines(spec.args) if spec.entry == megatron_lm.ENTRY else []
+        summary = megatron_task.lines(spec.args) if spec.entry == megatron_lm.ENTRY else []
         _say(
             options,
-            {"task": spec.name, "ok": True, **({"understood": told} if told else {})},
-            "\n  ".join([f"{options.file}: task {spec.name} is valid", *told]),
+            {"task": spec.name, "ok": True, **({"understood": summary} if summary else {})},
+            "\n  ".join([f"{options.file}: task {spec.name} is valid", *summary]),
         )
         return
     answer = client_of(options).submit(msgspec.to_builtins(spec))
@@ -267,7 +267,7 @@ def _warn(answer: Mapping[str, Any]) -> None:
 
 
 def init_megatron(options: argparse.Namespace) -> None:
-    """A task file for a command line of Megatron-LM."""
+    """Print a task file for a command line of Megatron-LM."""
     from events.megatron_lm import BadFlags
     from unicrond.intake import megatron_init
     from unicrond.intake.task_file import TaskFileError, loads
@@ -285,7 +285,7 @@ def init_megatron(options: argparse.Namespace) -> None:
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """A checkpoint without its layout, and back. (torch is loaded in a process of its own.)"""
+    """Export a checkpoint without its layout, or import one. (torch is loaded in a process of its own.)"""
     if (options.what == "import") != bool(options.task):
         raise UsageError("give --task with import, and with import alone")
     extras.require("unicronctl checkpoint", "node")
@@ -294,13 +294,13 @@ def checkpoint(options: argparse.Namespace) -> int:
 
 
 def cancel(options: argparse.Namespace) -> None:
-    """End a task."""
+    """Cancel a task."""
     answer = client_of(options).cancel(options.task, options.reason)
     _say(options, answer, f"task {options.task} cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
 
 
 def reshape(options: argparse.Namespace) -> None:
-    """Another layout for a task."""
+    """Request another layout for a task."""
     fields = (*Shape._fields, "min_workers", "max_workers", "reason")
     order = {name: value for name in fields if (value := getattr(options, name)) is not None}
     answer = client_of(options).reshape(options.task, order)
@@ -311,15 +311,17 @@ def reshape(options: argparse.Namespace) -> None:
 
 
 def set_task(options: argparse.Namespace) -> None:
-    """Another end, or another learning rate, for a task."""
+    """Set another end for a task, or another learning rate."""
     fields = ("iterations", "lr", "reason")
     order = {name: value for name in fields if (value := getattr(options, name)) is not None}
     if not order.keys() & {"iterations", "lr"}:
         raise UsageError("give --iterations, --lr, or both")
     answer = client_of(options).reshape(options.task, order)
     _warn(answer)
-    told = [f"{name} {answer[name]:g}" for name in ("iterations", "lr") if answer.get(name) is not None]
-    _say(options, answer, f"task {options.task} goes on with {', '.join(told)}, from sequence {answer.get('seq')} on")
+    changes = [f"{name} {answer[name]:g}" for name in ("iterations", "lr") if answer.get(name) is not None]
+    _say(
+        options, answer, f"task {options.task} goes on with {', '.join(changes)}, from sequence {answer.get('seq')} on"
+    )
 
 
 def inject(options: argparse.Namespace) -> None:
@@ -327,8 +329,8 @@ def inject(options: argparse.Namespace) -> None:
     fields = ("task", "rank", "node", "at_iteration", "phase", "seconds", "xid", "counts")
     order = {"kind": options.kind.replace("-", "_")} | {name: getattr(options, name) for name in fields}
     answer = client_of(options).inject(order)
-    whom = f"{answer.get('worker')} on {answer.get('node')}" if answer.get("worker") else f"node {answer.get('node')}"
-    _say(options, answer, f"ordered {options.kind} for {whom}, at sequence {answer.get('seq')}")
+    target = f"{answer.get('worker')} on {answer.get('node')}" if answer.get("worker") else f"node {answer.get('node')}"
+    _say(options, answer, f"ordered {options.kind} for {target}, at sequence {answer.get('seq')}")
 
 
 def _say(options: argparse.Namespace, data: Any, text: str) -> None:

@@ -1,5 +1,5 @@
-"""`unicronctl story`, `verify`, `debug`, and the goodput of an interval: what `unicron-replay` tells of a log, told of
-the one that the API gives.
+"""`unicronctl story`, `verify`, `debug`, and the goodput of an interval: what `unicron-replay` shows of a log, for
+the log that the API gives.
 
 The views are replay's, and are found by name, as programs are (`programs.py`): this package knows no `replay`.
 """
@@ -23,17 +23,17 @@ VIEWS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code. Raises UsageError, ApiError."""
+    """Run one of replay's views on the log that the API gives; return the exit code. Raises UsageError, ApiError."""
     import asyncio  # `unicronctl` alone pays for it where it waits for something
 
     from events.log import LogError
 
     module, _, name = VIEWS[options.command].partition(":")
     view = getattr(import_module(f"replay.{module}"), name)
-    nothing_else = dict.fromkeys(("file", "nats", "state_dir", "archive"))
-    asked = argparse.Namespace(**{**vars(options), **nothing_else, "url": client_of(options).url})
+    other_sources = dict.fromkeys(("file", "nats", "state_dir", "archive"))
+    view_options = argparse.Namespace(**{**vars(options), **other_sources, "url": client_of(options).url})
     try:
-        return int(asyncio.run(view(asked)) or 0)
+        return int(asyncio.run(view(view_options)) or 0)
     except LogError as error:
         raise ApiError(str(error)) from None
     except OSError as error:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Run the command; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:2] == ["events", "decode"]:
         from events.decode import main as decode
@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from events.command_line import with_spans_marked
+    from events.command_line import mark_spans
     from unicrond.ctl.parser import parser
 
-    options = parser().parse_args(with_spans_marked(arguments))
+    options = parser().parse_args(mark_spans(arguments))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if options.command == "throughput":

@@ -6,30 +6,31 @@ from typing import Any
 
 from events.point import AtTime, BeforeEnd, Point, parse_point
 
-HOW = "a span from now (2h, 90m) or a time with its zone (2026-11-20T09:30:00Z)"
+MOMENT_SYNTAX = "a span from now (2h, 90m) or a time with its zone (2026-11-20T09:30:00Z)"
 _SPAN_MAX_US = 366 * 86_400_000_000
 
 
 def moment(text: str) -> BeforeEnd | AtTime:
-    """For argparse: when. ValueError in one line."""
+    """Parse a future time, for argparse. Raises ValueError in one line."""
     text = text.removeprefix("@")  # command_line.py has put it before a span that looks like a flag
-    found = _parsed(text)
-    if isinstance(found, AtTime) or (isinstance(found, BeforeEnd) and _is_positive(text, found)):
-        return found
-    raise ValueError(f"{text!r} is no time to come; give {HOW}")
+    point = _parsed(text)
+    if isinstance(point, AtTime) or (isinstance(point, BeforeEnd) and _is_positive(text, point)):
+        return point
+    raise ValueError(f"{text!r} is no time to come; give {MOMENT_SYNTAX}")
 
 
 def span_s(text: str) -> float:
-    """For argparse: how long, in seconds. ValueError in one line."""
+    """Parse a duration in seconds, for argparse. Raises ValueError in one line."""
     text = text.removeprefix("@")  # command_line.py has put it before a span that looks like a flag
-    found = _parsed(text)
-    if isinstance(found, BeforeEnd) and _is_positive(text, found):
-        return found.span_us / 1e6
+    span = _parsed(text)
+    if isinstance(span, BeforeEnd) and _is_positive(text, span):
+        return span.span_us / 1e6
     raise ValueError(f"{text!r} is no duration up to a year; give one like 90m, 2h or 3d")
 
 
 def as_body(when: BeforeEnd | AtTime) -> dict[str, Any]:
-    """The time as the API takes it (service/api.py, `_When`): a span is counted by the coordinator's clock."""
+    """Convert the time to the form of the API (service/api.py, `_When`): a span is counted by the coordinator's
+    clock."""
     return {"at_us": when.time_us} if isinstance(when, AtTime) else {"in_s": when.span_us / 1e6}
 
 

@@ -42,7 +42,7 @@ def nats_context(options: argparse.Namespace) -> None:
 
 
 def _of_head(state_dir: Path, login: Login) -> tuple[str, Login]:
-    """Address and login of the embedded server; the operator's key where the coordinator made one."""
+    """Return address and login of the embedded server; the operator's key where the coordinator made one."""
     import asyncio
 
     from events.logins import Role

@@ -22,42 +22,42 @@ from unicrond.display.tables import show
 
 
 def cordon(options: argparse.Namespace) -> None:
-    """No new workers for nodes."""
+    """Stop new workers for nodes."""
     client = client_of(options)
-    meant = _meant(options)
-    answers = {node: client.cordon(node, drain=False, reason=options.reason, **meant) for node in options.nodes}
+    conditions = _conditions(options)
+    answers = {node: client.cordon(node, drain=False, reason=options.reason, **conditions) for node in options.nodes}
     _say(options, answers, "gets no new workers")
 
 
 def drain(options: argparse.Namespace) -> int:
-    """No workers at all for nodes; with `--wait-s`, the exit code says whether they are empty."""
+    """Move all workers away from nodes; with `--wait-s`, the exit code says whether they are empty."""
     client = client_of(options)
-    meant = _meant(options) | ({"until_return": True} if options.until_return else {})
-    meant |= {"by": as_body(options.by)} if options.by else {}
-    answers = {node: client.cordon(node, drain=True, reason=options.reason, **meant) for node in options.nodes}
+    conditions = _conditions(options) | ({"until_return": True} if options.until_return else {})
+    conditions |= {"by": as_body(options.by)} if options.by else {}
+    answers = {node: client.cordon(node, drain=True, reason=options.reason, **conditions) for node in options.nodes}
     if options.wait_s is None:
         _say(options, answers, _drained(answers), "; see `unicronctl nodes`")
         return 0
-    left, ends_s = dict.fromkeys(options.nodes, 0), time.monotonic() + options.wait_s
+    remaining, ends_s = dict.fromkeys(options.nodes, 0), time.monotonic() + options.wait_s
     for state in states(client, POLL_S):
-        left = occupied(state, options.nodes)
-        if not left or time.monotonic() >= ends_s:
+        remaining = occupied(state, options.nodes)
+        if not remaining or time.monotonic() >= ends_s:
             break
     if options.json:
-        print_json({"answers": answers, "left": left})
-    elif not left:
+        print_json({"answers": answers, "left": remaining})
+    elif not remaining:
         print("\n".join(f"node {node} is empty" for node in options.nodes))
-    for node, count in {} if options.json else left.items():
+    for node, count in {} if options.json else remaining.items():
         workers = f"{count} {'worker' if count == 1 else 'workers'}"
         print(f"unicronctl: node {node} still has {workers} after {options.wait_s:g} s", file=sys.stderr)
-    return TIME_IS_OVER if left else 0
+    return TIME_IS_OVER if remaining else 0
 
 
 def uncordon(options: argparse.Namespace) -> None:
-    """Workers again for nodes."""
+    """Allow workers on nodes again."""
     client = client_of(options)
-    meant = _meant(options)
-    answers = {node: client.uncordon(node, options.reason, **meant) for node in options.nodes}
+    conditions = _conditions(options)
+    answers = {node: client.uncordon(node, options.reason, **conditions) for node in options.nodes}
     _say(options, answers, "may have workers again")
 
 
@@ -67,9 +67,9 @@ def _drained(answers: dict[str, Any]) -> str:
 
 
 def maintain(options: argparse.Namespace) -> None:
-    """A maintenance window, the end of one, or what is planned."""
+    """Plan a maintenance window, end one, or show the planned ones."""
     client = client_of(options)
-    nodes = [name for given in options.nodes for name in given.split(",") if name]
+    nodes = [name for argument in options.nodes for name in argument.split(",") if name]
     if options.cancel:
         if nodes or options.begins or options.for_s:
             raise UsageError("--cancel: ends the window that it names; give nothing but --reason beside it")
@@ -78,9 +78,9 @@ def maintain(options: argparse.Namespace) -> None:
     elif nodes:
         if not (options.begins and options.for_s):
             raise UsageError("--from and --for: a window needs both, such as --from 2h --for 90m")
-        told = client.maintain(nodes, as_body(options.begins), options.for_s, options.reason)
-        when = f"{to_the_second(told['from_us'])} to {to_the_second(told['until_us'])}"
-        _tell(options, told, f"maintenance w{told['seq']} of {', '.join(told['nodes'])}: {when}")
+        answer = client.maintain(nodes, as_body(options.begins), options.for_s, options.reason)
+        when = f"{to_the_second(answer['from_us'])} to {to_the_second(answer['until_us'])}"
+        _tell(options, answer, f"maintenance w{answer['seq']} of {', '.join(answer['nodes'])}: {when}")
     elif options.begins or options.for_s:
         raise UsageError("NODE: name the nodes of the window")
     else:
@@ -91,39 +91,39 @@ def maintain(options: argparse.Namespace) -> None:
             show(windows_table(state))
 
 
-def _tell(options: argparse.Namespace, answer: dict[str, Any], said: str) -> None:
+def _tell(options: argparse.Namespace, answer: dict[str, Any], text: str) -> None:
     if options.json:
         print_json(answer)
     else:
-        print(said)
+        print(text)
 
 
 def forget(options: argparse.Namespace) -> None:
-    """Nodes that have gone leave the state; with `--leave`, those that are up are told to go."""
+    """Remove nodes that have left from the state; with `--leave`, those that are up leave first."""
     client = client_of(options)
-    meant = _meant(options)
-    answers = {node: client.forget(node, options.reason, leave=options.leave, **meant) for node in options.nodes}
+    conditions = _conditions(options)
+    answers = {node: client.forget(node, options.reason, leave=options.leave, **conditions) for node in options.nodes}
     _say(options, answers, "leaves for good, then it is forgotten" if options.leave else "is forgotten")
 
 
-def _meant(options: argparse.Namespace) -> dict[str, Any]:
-    """Which agent the node must have; nothing where any will do. Raises UsageError."""
-    meant = {"boot": options.boot, "address": options.address}
-    meant = {name: value for name, value in meant.items() if value}
-    if meant and len(options.nodes) > 1:
-        raise UsageError(f"--{next(iter(meant))}: is of one node; name that one alone")
-    return meant
+def _conditions(options: argparse.Namespace) -> dict[str, Any]:
+    """Return which agent the node must have; nothing where any will do. Raises UsageError."""
+    conditions = {"boot": options.boot, "address": options.address}
+    conditions = {name: value for name, value in conditions.items() if value}
+    if conditions and len(options.nodes) > 1:
+        raise UsageError(f"--{next(iter(conditions))}: is of one node; name that one alone")
+    return conditions
 
 
 def occupied(state: ClusterState, nodes: Collection[str]) -> dict[str, int]:
-    """How many workers there are on those of `nodes` that are up and not empty."""
+    """Count the workers on those of `nodes` that are up and not empty."""
     up = [name for name in nodes if name in state.nodes and state.nodes[name].status is NodeStatus.UP]
     return {name: count for name in up if (count := len(state.by_node.on(name)))}
 
 
-def _say(options: argparse.Namespace, answers: dict[str, Any], what: str, more: str = "") -> None:
+def _say(options: argparse.Namespace, answers: dict[str, Any], outcome: str, suffix: str = "") -> None:
     if options.json:
         print_json(answers if len(answers) > 1 else next(iter(answers.values())))
         return
     for node, answer in answers.items():
-        print(f"node {node} {what}, from sequence {answer.get('seq')} on{more}")
+        print(f"node {node} {outcome}, from sequence {answer.get('seq')} on{suffix}")

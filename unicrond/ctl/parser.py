@@ -23,7 +23,7 @@ from events.command_line import (
 )
 from events.vocabulary import ErrorKind, FaultKind, FaultPhase
 from unicrond import VERSION
-from unicrond.ctl.moment import HOW, moment, span_s
+from unicrond.ctl.moment import MOMENT_SYNTAX, moment, span_s
 from unicrond.ctl.parsing import AT, PROG, REASON, TASK, add_to, common
 from unicrond.ctl.task_parser import add_tasks_control
 
@@ -71,7 +71,7 @@ example:
 
 
 def parser() -> Parser:
-    """All commands; `events decode` alone is handled before this (main.py)."""
+    """Build the parser of all commands; `events decode` alone is handled before this (main.py)."""
     root = Parser(
         prog=PROG,
         description="See and control a training cluster that unicrond coordinates.",
@@ -102,8 +102,8 @@ def parser() -> Parser:
 
 
 def _add_looking(commands: Commands) -> None:
-    what = "the cluster at a glance: coordinator, plan, nodes, tasks, incidents"
-    add_to(commands, "status", what, ("status", "status --at 10m"), AT)
+    summary = "the cluster at a glance: coordinator, plan, nodes, tasks, incidents"
+    add_to(commands, "status", summary, ("status", "status --at 10m"), AT)
     add_to(commands, "nodes", "the nodes, and what runs on them", ("nodes", "nodes --json"), AT)
     add_to(commands, "tasks", "the tasks and their progress", ("tasks", "tasks --at 1234"), AT)
     add_to(
@@ -123,12 +123,12 @@ def _add_looking(commands: Commands) -> None:
         option("name", "NAME", "its name, or the incident's id"),
         AT,
     )
-    shown = command_line.examples(f"{PROG} doctor", f"{PROG} doctor --quick", f"{PROG} doctor --library nccl")
+    epilog = command_line.examples(f"{PROG} doctor", f"{PROG} doctor --quick", f"{PROG} doctor --library nccl")
     add_to(
         commands,
         "doctor",
         "what is likely to go wrong, each with its fix: versions, clocks, keys, GPUs, disks, links, shared storage",
-        f"{shown}\n\nThe agents look at their nodes, connect to each other, sum 4 MiB two by two, and look for a file"
+        f"{epilog}\n\nThe agents look at their nodes, connect to each other, sum 4 MiB two by two, and look for a file"
         "\nthat one of them writes to each task's checkpoint directory. That takes up to a minute, and one niced"
         "\nprocess on the CPU of each node (nccl: a GPU whose slot is free). It needs a token with the scope operate."
         "\n\nexit codes: 0 nothing found, 1 something found, or no coordinator",
@@ -150,30 +150,31 @@ def _add_looking(commands: Commands) -> None:
 
 
 def _add_wait(commands: Commands) -> None:
-    shown = command_line.examples(
+    epilog = command_line.examples(
         f"{PROG} wait big", f"{PROG} wait big --for training --timeout-s 300 && echo it trains", f"{PROG} wait --all"
     )
     wait = add_to(
         commands,
         "wait",
         "wait until a task has come to a status",
-        f"{shown}\n\nexit codes: 0 reached, 1 a task ended otherwise, 2 bad usage, 3 the time is over, 130 interrupted",
+        f"{epilog}\n\nexit codes: 0 reached, 1 a task ended otherwise, 2 bad usage, 3 the time is over,"
+        " 130 interrupted",
         option(
             "--for", "STATUS", f"{', '.join(WAIT_FOR)} (completed)", choices=WAIT_FOR, default="completed", dest="until"
         ),
         option("--timeout-s", "S", "give up after so many seconds", type=number(0, 1e9, "seconds")),
     )
-    which = wait.add_mutually_exclusive_group(required=True)
-    add(which, option("task", "TASK", "its name", nargs="?"), switch("--all", "every task"))
+    target = wait.add_mutually_exclusive_group(required=True)
+    add(target, option("task", "TASK", "its name", nargs="?"), switch("--all", "every task"))
 
 
 def _add_node_control(commands: Commands) -> None:
     nodes = option("nodes", "NODE", "its name; several are taken together", nargs="+")
     wait = option("--wait-s", "S", "wait until it is empty, at most so long", type=number(0, 1e6, "seconds"))
-    by = option("--by", "TIME", f"empty at that time, and until then as useful as can be: {HOW}", type=moment)
+    by = option("--by", "TIME", f"empty at that time, and until then as useful as can be: {MOMENT_SYNTAX}", type=moment)
     until = switch("--until-return", "until the node has come back with a new agent: a restart or a reboot")
     boot = option("--boot", "BOOT", "only if the node's agent is this one (`unicronctl describe node`)", type=whole())
-    there = option("--address", "IP", "only if the node's agent is at this address")
+    address = option("--address", "IP", "only if the node's agent is at this address")
     leave = switch("--leave", "a node that is up leaves for good first: it is drained, and its agent ends with 0")
     ends = "\n\nexit codes: 0 done, 1 refused, 2 bad usage, 3 not empty when --wait-s is over, 130 interrupted"
     for name, text, *more in (
@@ -186,10 +187,10 @@ def _add_node_control(commands: Commands) -> None:
         lines += [f"{PROG} drain node3 --until-return"] if more else []
         lines += [f"{PROG} {name} node3 --address $POD_IP"]
         epilog = command_line.examples(*lines) + (ends if more else "")
-        add_to(commands, name, text, epilog, nodes, REASON, boot, there, *more)
-    what = "forget a node that has left or is lost; its name is free for another machine"
+        add_to(commands, name, text, epilog, nodes, REASON, boot, address, *more)
+    summary = "forget a node that has left or is lost; its name is free for another machine"
     lines = [f"{PROG} forget node3", f"{PROG} forget node3 --leave --reason 'the machine goes back'"]
-    add_to(commands, "forget", what, command_line.examples(*lines), nodes, REASON, boot, there, leave)
+    add_to(commands, "forget", summary, command_line.examples(*lines), nodes, REASON, boot, address, leave)
     add_to(
         commands,
         "maintain",
@@ -201,7 +202,7 @@ def _add_node_control(commands: Commands) -> None:
             "maintain --cancel w1234",
         ),
         option("nodes", "NODE[,NODE]", "the nodes", nargs="*"),
-        option("--from", "TIME", f"when it begins: {HOW}", type=moment, dest="begins"),
+        option("--from", "TIME", f"when it begins: {MOMENT_SYNTAX}", type=moment, dest="begins"),
         option("--for", "DURATION", "how long it lasts (30m, 4h)", type=span_s, dest="for_s"),
         option("--cancel", "ID", "end this window, or have it not begin"),
         REASON,
@@ -326,16 +327,16 @@ def _add_history(commands: Commands) -> None:
 
 
 def _add_nats(commands: Commands) -> None:
-    shown = command_line.examples(
+    epilog = command_line.examples(
         f"{PROG} nats-context --state-dir /var/lib/unicron",
         f"{PROG} nats-context --nats tls://head:4222 --key operator.key --tls-ca ca.pem --write",
     )
-    what = "print or write what NATS's own client, `nats`, needs to look at the log (docs/operate/nats.md)"
+    summary = "print or write what NATS's own client, `nats`, needs to look at the log (docs/operate/nats.md)"
     nats = command_line.add_command(
         commands,
         "nats-context",
-        what,
-        shown,
+        summary,
+        epilog,
         switch("--write", "write a context file for `nats --context NAME`"),
         option("--name", "NAME", "of the context (unicron)", default="unicron"),
         switch("--json", "the context file's content"),
@@ -351,10 +352,10 @@ def _add_nats(commands: Commands) -> None:
 def _add_plan(commands: Commands) -> None:
     plan = add_to(commands, "plan", "the plan: adopted, foreseen, or of another cluster", ("plan show", "plan table"))
     plans = plan.commands("plan_command")
-    what = "each task's slots, WAF and gradients, the reason, the method, the costs so far"
-    add_to(plans, "show", what, ("plan show",), AT)
-    shown = ("plan table", "plan table --json", "plan table --at 10m")
-    add_to(plans, "table", "the plan for each event that may come next", shown, AT)
+    summary = "each task's slots, WAF and gradients, the reason, the method, the costs so far"
+    add_to(plans, "show", summary, ("plan show",), AT)
+    epilog = ("plan table", "plan table --json", "plan table --at 10m")
+    add_to(plans, "table", "the plan for each event that may come next", epilog, AT)
     add_to(
         plans,
         "whatif",
@@ -414,15 +415,15 @@ def _add_throughput(commands: Commands) -> None:
 def _presets() -> str:
     from unicrond.throughput.presets import GPUS, MODELS, STACKS
 
-    shown = command_line.examples(
+    epilog = command_line.examples(
         f"{PROG} throughput --model gpt3-7b --gpu a100-80g --gpus 8..512",
         f"{PROG} throughput --model llama3-70b --gpu h100-80g --gpus 64..128..8 --tp 8 --json",
     )
-    return f"{shown}\n\nmodels:  {', '.join(MODELS)}\nGPUs:    {', '.join(GPUS)}\nstacks:  {', '.join(STACKS)}"
+    return f"{epilog}\n\nmodels:  {', '.join(MODELS)}\nGPUs:    {', '.join(GPUS)}\nstacks:  {', '.join(STACKS)}"
 
 
 def gpu_counts(text: str) -> list[int]:
-    """`8`, `8..512` (doubling, 512 included) or `8..512..8` (steps), comma-separated; ascending, no repeats.
+    """Parse `8`, `8..512` (doubling, 512 included) or `8..512..8` (steps), comma-separated; ascending, no repeats.
 
     Raises ValueError, which names the fix.
     """

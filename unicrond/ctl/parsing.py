@@ -12,7 +12,7 @@ PROG = "unicronctl"
 
 
 def common(default: object) -> Parser:
-    """Flags that may stand before the command and after it; there they must not undo what stood before."""
+    """Build the flags that may stand before the command and after it; there they must not undo what stood before."""
     flags = Parser(add_help=False)
     add(
         flags,
@@ -20,14 +20,16 @@ def common(default: object) -> Parser:
         option("--token-file", "FILE", "file with the API's bearer token", type=Path, default=default),
         option("--tls-ca", "FILE", "CA certificate of an https API", type=Path, default=default),
     )
-    what = "JSON instead of text (events: JSON lines)"
-    flags.add_argument("--json", action="store_true", default=default or False, help=what)
+    help_text = "JSON instead of text (events: JSON lines)"
+    flags.add_argument("--json", action="store_true", default=default or False, help=help_text)
     return flags
 
 
-def add_to(commands: Commands, name: str, text: str, shown: tuple[str, ...] | Epilog, *flags: Flag) -> Parser:
-    """`shown`: examples without the name of the program, or a whole epilog."""
-    epilog = command_line.examples(*(f"{PROG} {line}" for line in shown)) if isinstance(shown, tuple) else shown
+def add_to(commands: Commands, name: str, text: str, examples: tuple[str, ...] | Epilog, *flags: Flag) -> Parser:
+    """Add a command. `examples`: without the name of the program, or a whole epilog."""
+    epilog = (
+        command_line.examples(*(f"{PROG} {line}" for line in examples)) if isinstance(examples, tuple) else examples
+    )
     return add_command(commands, name, text, epilog, *flags, parents=[common(argparse.SUPPRESS)])
 
 

@@ -18,39 +18,43 @@ from unicrond.core.state import ClusterState
 from unicrond.ctl.client import Client
 from unicrond.display.event_lines import EventLine
 
-Asked: TypeAlias = Point | BeforeEnd
+PointArgument: TypeAlias = Point | BeforeEnd
 #: The first piece that is looked through for the last events of a kind; each next one is larger.
 _PIECE = 500
 
 
 def end_of(client: Client) -> int:
-    """The last entry that the coordinator has folded."""
+    """Return the last entry that the coordinator has folded."""
     return int(client.health()["seq"])
 
 
-def point_in(client: Client, asked: Asked, end: int) -> Point:
-    """The point, where it was given as a span before the end."""
-    if not isinstance(asked, BeforeEnd):
-        return asked
-    return asked.resolve(_entry(client, end).recorded_at_us if end else 0)
+def point_in(client: Client, at: PointArgument, end: int) -> Point:
+    """Resolve the point, where it was given as a span before the end."""
+    if not isinstance(at, BeforeEnd):
+        return at
+    return at.resolve(_entry(client, end).recorded_at_us if end else 0)
 
 
-def state_at(client: Client, asked: Asked) -> ClusterState:
-    """The state after all entries that the point covers. UsageError beyond the log's end."""
+def state_at(client: Client, at: PointArgument) -> ClusterState:
+    """Return the state after all entries that the point covers. Raises UsageError beyond the log's end."""
     from unicrond.core.replayer import replay  # brings asyncio with it
 
-    return replay(_entries(client, asked))
+    return replay(_entries(client, at))
 
 
-def moment_at(client: Client, asked: Asked) -> tuple[ClusterState, Policy]:
-    """The same, and the policy of the coordinator of that moment. UsageError also where this version cannot read it."""
+def moment_at(client: Client, at: PointArgument) -> tuple[ClusterState, Policy]:
+    """Return the state at the point, and the policy of the coordinator of that moment.
+
+    Raises UsageError beyond the log's end, and where this version cannot read the policy.
+    """
     from unicrond.core.replayer import policy_after, replay
 
     policy = Policy()
 
     def followed() -> Iterator[Entry]:
+        """Yield the entries, and follow the policy."""
         nonlocal policy
-        for entry in _entries(client, asked):
+        for entry in _entries(client, at):
             try:
                 policy = policy_after(policy, entry)
             except ValueError as error:
@@ -60,18 +64,19 @@ def moment_at(client: Client, asked: Asked) -> tuple[ClusterState, Policy]:
     return replay(followed()), policy
 
 
-def _entries(client: Client, asked: Asked) -> Iterator[Entry]:
-    """All that the point covers. UsageError beyond the log's end."""
+def _entries(client: Client, at: PointArgument) -> Iterator[Entry]:
+    """Yield all entries that the point covers. Raises UsageError beyond the log's end."""
     end = end_of(client)
-    point = point_in(client, asked, end)
+    point = point_in(client, at, end)
     if isinstance(point, AtSeq) and point.seq > end:
         raise UsageError(f"--at: entry {point.seq} is not in the log, which ends at entry {end}")
     return takewhile(point.covers, client.entries(0, point.seq if isinstance(point, AtSeq) else end))
 
 
-def seq_at(client: Client, asked: Asked, end: int) -> int:
-    """The last entry that the point covers, 0 for none: by halves, since entries lie in the order of their times."""
-    point = point_in(client, asked, end)
+def seq_at(client: Client, at: PointArgument, end: int) -> int:
+    """Return the last entry that the point covers, 0 for none: by halves, since entries lie in the order of their
+    times."""
+    point = point_in(client, at, end)
     if isinstance(point, AtSeq):
         return min(point.seq, end)
     low, high = 0, end
@@ -85,14 +90,15 @@ def seq_at(client: Client, asked: Asked, end: int) -> int:
 
 
 def last_of(client: Client, count: int, after: int, until: int, takes: Callable[[EventLine], bool]) -> list[EventLine]:
-    """The last `count` entries from `after` + 1 to `until` that are wanted, in order; read from the end backwards."""
-    found: list[EventLine] = []
+    """Return the last `count` entries from `after` + 1 to `until` that are wanted, in order; read from the end
+    backwards."""
+    lines: list[EventLine] = []
     piece = max(_PIECE, count)
-    while until > after and len(found) < count:
+    while until > after and len(lines) < count:
         begin = max(after, until - piece)
-        found = [line for line in client.events(begin, until=until) if takes(line)] + found
+        lines = [line for line in client.events(begin, until=until) if takes(line)] + lines
         until, piece = begin, piece * 4
-    return found[-count:]
+    return lines[-count:]
 
 
 def _entry(client: Client, seq: int) -> EventLine:

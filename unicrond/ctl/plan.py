@@ -16,7 +16,7 @@ from events.shape import Shape
 from unicrond.core.gpu_types import of_assignment
 from unicrond.core.gradient_memory import gradients
 from unicrond.ctl.asking import client_of, print_json, snapshot_of
-from unicrond.ctl.client import Client, Refused
+from unicrond.ctl.client import Client, RequestRefused
 from unicrond.display.cluster_tables import (
     costs_table,
     departures,
@@ -42,7 +42,8 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def plan_show(options: argparse.Namespace) -> None:
-    """Each task's slots, WAF and gradients, the reason, how the plan was obtained, and what everything has cost."""
+    """Show each task's slots, WAF and gradients, the reason, how the plan was obtained, and what everything has
+    cost."""
     snapshot = snapshot_of(options)
     plan, costs = snapshot.state.plan, snapshot.body.get("costs")
     if options.json:
@@ -51,7 +52,7 @@ def plan_show(options: argparse.Namespace) -> None:
     if not plan.epoch:
         print("no plan yet")
         return
-    for name, text in _told(snapshot.state).items():
+    for name, text in _summary(snapshot.state).items():
         print(f"{name:<12} {text}")
     print()
     show(plan_table(snapshot.state))
@@ -62,18 +63,19 @@ def plan_show(options: argparse.Namespace) -> None:
         show(costs_table(costs))
 
 
-def _told(state: ClusterState) -> dict[str, str]:
+def _summary(state: ClusterState) -> dict[str, str]:
+    """Return the lines that describe the plan, by title."""
     plan = state.plan
     healthy = planned_waf(state, plan.healthy_waf, plan.healthy)
     reused = f", {plan.rows_reused} rows reused" if plan.rows_reused else ""
-    ways = {"table": "looked up in the table", "incremental": "solved on rows that stood", "fresh": "solved afresh"}
+    methods = {"table": "looked up in the table", "incremental": "solved on rows that stood", "fresh": "solved afresh"}
     return {
         "plan": f"epoch {plan.epoch}, WAF {planned_waf(state, plan.waf, plan.workers)} of {healthy} in health",
         "because of": plan.trigger,
         "reason": plan.reason,
         **({"why": why(state)} if why(state) else {}),
-        **({"layouts": told} if (told := why_layouts(state)) else {}),
-        "answered": f"{ways.get(plan.way, plan.way)} in {_microseconds(plan.took_us)}{reused}",
+        **({"layouts": layouts} if (layouts := why_layouts(state)) else {}),
+        "answered": f"{methods.get(plan.way, plan.way)} in {_microseconds(plan.took_us)}{reused}",
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",
@@ -81,8 +83,10 @@ def _told(state: ClusterState) -> dict[str, str]:
 
 
 def _gradients(state: ClusterState) -> dict[str, dict[str, int]]:
-    """Of each planned task, what a worker holds."""
-    planned = {name: len(own.replicas) for name, own in state.plan.assignments.items() if own.replicas}
+    """Return what a worker of each planned task holds."""
+    planned = {
+        name: len(assignment.replicas) for name, assignment in state.plan.assignments.items() if assignment.replicas
+    }
     return {
         name: asdict(gradients(state.tasks[name].spec, replicas))
         for name, replicas in planned.items()
@@ -95,33 +99,33 @@ def _microseconds(took_us: int) -> str:
 
 
 def plan_foreseen(options: argparse.Namespace) -> None:
-    """What would happen if: the plan for each event that may come next."""
-    asked = _asked(options)
-    body = asked.plan_table()
+    """Show the plan for each event that may come next."""
+    planner = _planner(options)
+    body = planner.plan_table()
     if options.json:
         print_json(body)
         return
-    state = _state(asked)
+    state = _state(planner)
     now = state.plan.workers
     rows = []
     for row in body["rows"]:
-        others = f" and {len(row['nodes'])} alike" if row["nodes"] else ""
+        alike = f" and {len(row['nodes'])} alike" if row["nodes"] else ""
         changes = [
             f"{task} {now.get(task, 0)} -> {n}{in_layout}"
             for task, n in row["workers"].items()
             if (in_layout := _new_choice(state, task, row)) or n != now.get(task, 0)
         ]
         waf = planned_waf(state, row["waf"], row["workers"]) if row["workers"] else "0"
-        rows.append((row["event"], f"{row['subject']}{others}", waf, ", ".join(changes) or "no change"))
+        rows.append((row["event"], f"{row['subject']}{alike}", waf, ", ".join(changes) or "no change"))
     print(f"after plan {body['epoch']}, should this come next:")
     empty = "no plan is made yet" if body.get("unforeseen") else "no event is possible"
     show(Table(("event", "of", "WAF then", "workers"), tuple(rows), frozenset({"WAF then"}), empty))
-    if left := body.get("unforeseen"):
-        print(f"\n{left} more event{'s' * (left > 1)} may come; with several types of GPU some plans are made later")
+    if count := body.get("unforeseen"):
+        print(f"\n{count} more event{'s' * (count > 1)} may come; with several types of GPU some plans are made later")
 
 
 def plan_whatif(options: argparse.Namespace) -> None:
-    """The plan that would be adopted, were the cluster otherwise; nothing changes."""
+    """Show the plan that a changed cluster would have; nothing changes."""
     changes = {
         "lose": options.lose,
         "add_nodes": options.add_nodes,
@@ -129,24 +133,24 @@ def plan_whatif(options: argparse.Namespace) -> None:
         "tasks": _task_changes(options.task),
         **({"gpu": options.gpu} if options.gpu else {}),
     }
-    asked = _asked(options)
+    planner = _planner(options)
     try:
-        body = asked.plan_whatif(changes)
-    except Refused as refusal:
+        body = planner.plan_whatif(changes)
+    except RequestRefused as refusal:
         if refusal.status == 400:
             raise UsageError(f"--{refusal}") from None
         raise
     if options.json:
         print_json(body)
         return
-    state, then = _state(asked), body["then"]
+    state, then = _state(planner), body["then"]
     now = state.plan.assignments
     rows = []
     for share in then["assignments"]:
         name = share["task"]
         had = now[name].workers if name in now else 0
-        chosen = Shape(**{field: share[field] for field in Shape._fields if field in share})
-        in_layout = _new_layout(state, name, {name: str(chosen)} if share.get("tp") else {})
+        layout = Shape(**{field: share[field] for field in Shape._fields if field in share})
+        in_layout = _new_layout(state, name, {name: str(layout)} if share.get("tp") else {})
         in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu))
         mark = f"*{in_layout}" if in_layout or had != share["workers"] else ""
         waf_now = planned_waf(state, now[name].waf, {name: had}) if name in now else "-"
@@ -162,47 +166,47 @@ def plan_whatif(options: argparse.Namespace) -> None:
 
 
 def plan_spares(options: argparse.Namespace) -> None:
-    """What the cluster would achieve with some of its nodes kept back, and how many pay."""
-    asked = _asked(options)
+    """Show what the cluster would achieve with some of its nodes kept back, and how many spares pay."""
+    planner = _planner(options)
     try:
-        told = asked.plan_spares(options.repair_s, options.mtbf_s)
-    except Refused as refusal:
+        spares = planner.plan_spares(options.repair_s, options.mtbf_s)
+    except RequestRefused as refusal:
         if refusal.status == 400:
             raise UsageError(f"--{refusal}".replace("_", "-") if "mtbf_s" in str(refusal) else str(refusal)) from None
         raise
     if options.json:
-        print_json(told)
+        print_json(spares)
         return
-    for n, one in enumerate(told["types"]):
+    for n, report in enumerate(spares["types"]):
         if n:
             print()
-        if len(told["types"]) > 1:
-            print(f"nodes of {one['gpu']}:" if one["gpu"] else "nodes that tell no type of GPU:")
-        _show_spares(one, told["repair_s"])
+        if len(spares["types"]) > 1:
+            print(f"nodes of {report['gpu']}:" if report["gpu"] else "nodes that tell no type of GPU:")
+        _show_spares(report, spares["repair_s"])
 
 
-def _show_spares(told: Mapping[str, Any], repair_s: float) -> None:
-    """Of one type of GPU."""
-    full, rows = told["rows"][0]["waf"], []
-    for row in told["rows"]:
-        mark = "*" if row["kept"] == told["pay"] else ""
+def _show_spares(report: Mapping[str, Any], repair_s: float) -> None:
+    """Show the spares for one type of GPU."""
+    full, rows = report["rows"][0]["waf"], []
+    for row in report["rows"]:
+        mark = "*" if row["kept"] == report["pay"] else ""
         shares = (_share(row["waf"], full), _share(row["expected_waf"], full), f"{100 * row['covered']:.1f} %")
         rows.append((f"{row['kept']}{mark}", *shares))
     headers = ("kept back", "WAF while none is away", "WAF on average", "time with a spare for each that is away")
     show(Table(headers, tuple(rows), frozenset(headers), "there are no nodes"))
-    away = f"{told['away']:.2g} of {told['nodes']} nodes are away on average"
-    rates = f"each fails once in {told['node_mtbf_s'] / 3600:.4g} h and is repaired in {repair_s / 3600:.4g} h"
+    away = f"{report['away']:.2g} of {report['nodes']} nodes are away on average"
+    rates = f"each fails once in {report['node_mtbf_s'] / 3600:.4g} h and is repaired in {repair_s / 3600:.4g} h"
     print(f"\n{away}: {rates}; WAF in percent of that of all nodes")
-    if told["counted"] < _NEARLY_ALL:
-        print(f"the averages are over {100 * told['counted']:.1f} % of the time, the likeliest numbers of nodes away")
-    print(_advice(told, full))
+    if report["counted"] < _NEARLY_ALL:
+        print(f"the averages are over {100 * report['counted']:.1f} % of the time, the likeliest numbers of nodes away")
+    print(_advice(report, full))
 
 
-def _advice(told: Mapping[str, Any], full: int) -> str:
-    pay, more = told["pay"], f"one more node would add {_share(told['next_node_waf'], full)}"
+def _advice(report: Mapping[str, Any], full: int) -> str:
+    pay, more = report["pay"], f"one more node would add {_share(report['next_node_waf'], full)}"
     if not pay:
         return f"no spare pays: a node that waits would achieve more by training; {more}"
-    gain = told["rows"][pay]["expected_waf"] - told["rows"][0]["expected_waf"]
+    gain = report["rows"][pay]["expected_waf"] - report["rows"][0]["expected_waf"]
     brings = f"brings {_share(gain, full)}" if gain else "costs nothing: they would add nothing by training"
     return f"to keep back {pay} node{'s' * (pay > 1)} {brings}; {more}"
 
@@ -211,8 +215,8 @@ def _share(waf: int, of: int) -> str:
     return f"{100 * waf / of:.1f} %" if of else "0.0 %"
 
 
-def _asked(options: argparse.Namespace) -> Client | PastPlans:
-    """Who answers: the coordinator, or with --at its own code on the state of then. Raises UsageError."""
+def _planner(options: argparse.Namespace) -> Client | PastPlans:
+    """Return who answers: the coordinator, or with --at its own code on the past state. Raises UsageError."""
     client = client_of(options)
     if options.at is None:
         return client
@@ -221,39 +225,39 @@ def _asked(options: argparse.Namespace) -> Client | PastPlans:
     return PastPlans.at(client, options.at)
 
 
-def _state(asked: Client | PastPlans) -> ClusterState:
-    return asked.snapshot().state if isinstance(asked, Client) else asked.state
+def _state(planner: Client | PastPlans) -> ClusterState:
+    return planner.snapshot().state if isinstance(planner, Client) else planner.state
 
 
 def _new_layout(state: ClusterState, task: str, then: dict[str, str]) -> str:
-    """The layout that the task would have, where that is another than now."""
+    """Describe the layout that the task would have, where that is another than now."""
     assignment = state.plan.assignments.get(task)
     now = layout_words(assignment) if assignment is not None else ""
     return f" in {then[task]}" if then.get(task, now) != now else ""
 
 
 def _new_choice(state: ClusterState, task: str, row: dict[str, Any]) -> str:
-    """Of a row of the table: another layout, another type of GPU."""
+    """Describe another layout and another type of GPU in a row of the table."""
     return _new_layout(state, task, row.get("layouts", {})) + _new_gpu(state, task, row.get("gpus", {}))
 
 
 def _new_gpu(state: ClusterState, task: str, then: dict[str, str]) -> str:
-    """The type of GPU that the task would be on, where that is another than now."""
+    """Name the type of GPU that the task would be on, where that is another than now."""
     now = of_assignment(state.nodes, state.plan.assignments.get(task)) or ""
     return f" on {then[task]}" if then.get(task, now) != now else ""
 
 
 def _gpu_of(state: ClusterState, share: dict[str, Any], added: str) -> dict[str, str]:
-    """The type of GPU that a task would be on; `added`: that of nodes that are not there."""
-    there = [name for replica in share["replicas"] for name in replica]
-    gpu = next((state.nodes[name].gpu if name in state.nodes else added for name in there), "")
+    """Return the type of GPU that a task would be on; `added`: that of nodes that do not exist yet."""
+    nodes = [name for replica in share["replicas"] for name in replica]
+    gpu = next((state.nodes[name].gpu if name in state.nodes else added for name in nodes), "")
     return {share["task"]: gpu} if gpu else {}
 
 
-def _task_changes(given: list[str]) -> dict[str, dict[str, float]]:
-    """NAME:FIELD=NUMBER, several times."""
+def _task_changes(texts: list[str]) -> dict[str, dict[str, float]]:
+    """Parse NAME:FIELD=NUMBER, several times. Raises UsageError."""
     changes: dict[str, dict[str, float]] = {}
-    for text in given:
+    for text in texts:
         name, colon, setting = text.partition(":")
         field, equals, number = setting.partition("=")
         if not (name and colon and equals and field in ("weight", "min_workers", "max_workers")):

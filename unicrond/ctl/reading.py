@@ -12,7 +12,7 @@ from events.selection import Selection
 from unicrond.core.severity import kind_of, severity_of
 from unicrond.core.state import ClusterState
 from unicrond.ctl.asking import client_of, print_json
-from unicrond.ctl.client import RETRY_S, ApiError, Client, Refused, Unreachable, follow
+from unicrond.ctl.client import RETRY_S, ApiError, Client, RequestRefused, Unreachable, follow
 from unicrond.ctl.past import end_of, last_of, seq_at
 from unicrond.display.event_lines import EventLine
 from unicrond.display.flight import behind, collectives_table, ranks_table
@@ -30,11 +30,12 @@ EVENTS_LOOKED_AT = 20_000
 
 
 def events(options: argparse.Namespace) -> None:
-    """The event log, or the part of it that is wanted, as sentences or JSON lines."""
+    """Show the event log, or the part of it that the flags select, as sentences or JSON lines."""
     client = client_of(options)
-    takes = _wanted(client, options)
+    takes = _event_filter(client, options)
 
     def tell(event: EventLine) -> None:
+        """Print an event that the flags select."""
         if not takes(event):
             return
         if options.json:
@@ -60,14 +61,15 @@ def events(options: argparse.Namespace) -> None:
         _follow(client, after, tell)
 
 
-def _wanted(client: Client, options: argparse.Namespace) -> Callable[[EventLine], bool]:
-    """Whether an event is one that the flags ask for; all of them have to hold."""
+def _event_filter(client: Client, options: argparse.Namespace) -> Callable[[EventLine], bool]:
+    """Return a test for the events that the flags select; all flags have to hold."""
     if not (options.type or options.task or options.node or options.severity or options.kind):
         return lambda _: True
     selection = Selection(task=options.task or "", node=options.node or "")
     severities = client.state()[0].severity if options.severity else {}
 
     def takes(line: EventLine) -> bool:
+        """Say whether the flags select the event."""
         if options.type and line.type not in options.type:
             return False
         if not (options.task or options.node or options.severity or options.kind):
@@ -88,48 +90,50 @@ def _wanted(client: Client, options: argparse.Namespace) -> Callable[[EventLine]
 def last_events_about(
     options: argparse.Namespace, state: ClusterState, kind: str, name: str, count: int = EVENTS_SHOWN
 ) -> list[EventLine]:
-    """The last events that name the task or node, up to the state's point; steps and acknowledgements left out."""
+    """Return the last events that name the task or node, up to the state's point, without steps and
+    acknowledgements."""
     if kind == "incident" or name not in (state.tasks if kind == "task" else state.nodes):
         return []
     selection = Selection(task=name if kind == "task" else "", node=name if kind == "node" else "")
     client = client_of(options)
 
     def takes(line: EventLine) -> bool:
+        """Say whether the event names the task or node."""
         return line.noteworthy and selection.takes(client.entry_of(line))
 
     return last_of(client, count, max(0, state.seq - EVENTS_LOOKED_AT), state.seq, takes)
 
 
 def _follow(client: Client, after: int, tell: Callable[[EventLine], None]) -> None:
-    """Tell the events after `after` as they come, over interruptions; ends only by an exception."""
-    away = Away()
+    """Print the events after `after` as they come, over interruptions; ends only by an exception."""
+    outage = CoordinatorOutage()
     while True:
         try:
             for event in client.events(after, follow=True):
-                away.over()
+                outage.end()
                 tell(event)
                 after = event.seq
         except Unreachable as error:
-            away.bear(error)
+            outage.wait_after(error)
         else:
-            away.bear(Unreachable("the coordinator closed the stream"))
+            outage.wait_after(Unreachable("the coordinator closed the stream"))
 
 
-class Away:
-    """Patience with a coordinator that was there, or may just be starting: say so once, give up after AWAY_MAX_S."""
+class CoordinatorOutage:
+    """Waits for a coordinator that was there, or may just be starting: warns once, gives up after AWAY_MAX_S."""
 
     def __init__(self) -> None:
         self._since_s = 0.0
-        self._seen = False
+        self._has_answered = False
 
-    def over(self) -> None:
-        """It answers."""
-        self._since_s, self._seen = 0.0, True
+    def end(self) -> None:
+        """Note that the coordinator answers."""
+        self._since_s, self._has_answered = 0.0, True
 
-    def bear(self, error: ApiError) -> None:
-        """Wait a little; raises `error` where that has lasted too long, or where it never answered."""
+    def wait_after(self, error: ApiError) -> None:
+        """Wait a little; raise `error` where the outage has lasted too long, or the coordinator never answered."""
         now_s = time.monotonic()
-        if not self._seen or (self._since_s and now_s - self._since_s > AWAY_MAX_S):
+        if not self._has_answered or (self._since_s and now_s - self._since_s > AWAY_MAX_S):
             raise error
         if not self._since_s:
             self._since_s = now_s
@@ -138,39 +142,39 @@ class Away:
 
 
 def states(client: Client, every_s: float) -> Iterator[ClusterState]:
-    """The cluster's state, again and again, so far apart. Raises Unreachable as `Away` does."""
-    away = Away()
+    """Yield the cluster's state, again and again, every `every_s`. Raises Unreachable as `CoordinatorOutage` does."""
+    outage = CoordinatorOutage()
     while True:
         try:
             state, _ = client.state()
-            away.over()
+            outage.end()
         except Unreachable as error:
-            away.bear(error)
+            outage.wait_after(error)
             continue
         yield state
         time.sleep(every_s)
 
 
 def logs(options: argparse.Namespace) -> None:
-    """A worker's output; following it goes on with the worker that takes its place."""
+    """Show a worker's output; following continues with the worker that takes its place."""
     client = client_of(options)
-    whose = {"worker": options.worker} if options.worker else {"rank": options.rank}
-    piece = client.logs(options.task, **whose, tail_bytes=options.tail_bytes)
+    target = {"worker": options.worker} if options.worker else {"rank": options.rank}
+    piece = client.logs(options.task, **target, tail_bytes=options.tail_bytes)
     if options.json and not options.follow:
         print_json(piece)
         return
     _write_piece(options, piece)
-    away = Away()
-    away.over()
+    outage = CoordinatorOutage()
+    outage.end()
     while options.follow:
         try:
-            following = client.logs(options.task, **whose, offset=piece["offset"])
+            following = client.logs(options.task, **target, offset=piece["offset"])
             if following["worker"] != piece["worker"]:
                 print(f"--- {following['worker']} on {following['node']}", file=sys.stderr)
-                following = client.logs(options.task, **whose, offset=0)
-            away.over()
-        except (Unreachable, Refused) as error:
-            away.bear(error)  # between two lives of a worker the rank is empty
+                following = client.logs(options.task, **target, offset=0)
+            outage.end()
+        except (Unreachable, RequestRefused) as error:
+            outage.wait_after(error)  # between two lives of a worker the rank is empty
             continue
         piece = following
         _write_piece(options, piece)
@@ -190,7 +194,7 @@ def _write_piece(options: argparse.Namespace, piece: dict[str, Any]) -> None:
 
 
 def stacks(options: argparse.Namespace) -> None:
-    """What the threads of a task's workers are doing, and their last collectives; of all ranks where none is given."""
+    """Show what the threads of a task's workers do, and their last collectives; of all ranks where none is given."""
     client = client_of(options)
     ranks = [options.rank]
     if options.rank is None:
@@ -200,7 +204,7 @@ def stacks(options: argparse.Namespace) -> None:
     for rank in ranks:
         try:
             answer = client.stacks(options.task, rank)
-        except Refused as error:
+        except RequestRefused as error:
             if len(ranks) == 1:
                 raise
             print(f"unicronctl: rank {rank}: {error}", file=sys.stderr)
@@ -232,14 +236,14 @@ def _show_stacks(rank: int, answer: dict[str, Any]) -> None:
 
 
 def watch(options: argparse.Namespace) -> None:
-    """The live view, until Ctrl-C."""
+    """Show the live view, until Ctrl-C."""
     from unicrond.ctl import view
 
     _live(options, view.render)
 
 
 def top(options: argparse.Namespace) -> None:
-    """The live table of tasks and workers, until Ctrl-C; once, where nobody watches."""
+    """Show the live table of tasks and workers, until Ctrl-C; once, where the output is no terminal."""
     from unicrond.ctl import view
 
     if options.once or not interactive(sys.stdout):

@@ -1,4 +1,4 @@
-"""What Slurm and unicron know of the same nodes, brought together. Pure; slurm.py asks both and does the steps.
+"""Synchronises what Slurm and unicron know about the same nodes. Pure; slurm.py asks both and executes the steps.
 
 Rules
 -----
@@ -36,8 +36,8 @@ class SlurmNode(NamedTuple):
     reason: str
 
 
-class Step(NamedTuple):
-    """`act`: drain or uncordon (here), hold or release (in Slurm)."""
+class SyncStep(NamedTuple):
+    """One step of the synchronisation. `act`: drain or uncordon (here), hold or release (in Slurm)."""
 
     act: str
     node: str
@@ -45,33 +45,34 @@ class Step(NamedTuple):
 
 
 def read(lines: Iterable[str]) -> dict[str, SlurmNode]:
-    """Of `sinfo --Node --noheader --format=%N|%T|%E`, which has a line for each partition of a node."""
-    found = {}
+    """Parse the output of `sinfo --Node --noheader --format=%N|%T|%E`, which has a line for each partition of a
+    node."""
+    nodes = {}
     for line in lines:
         name, bar, rest = line.strip().partition("|")
         state, second_bar, reason = rest.partition("|")
         if bar and second_bar:
             is_draining = state.rstrip(_SIGNS) in _DRAINING
-            found[name] = SlurmNode(name, is_draining, "" if reason in ("none", "(null)") else reason)
-    return found
+            nodes[name] = SlurmNode(name, is_draining, "" if reason in ("none", "(null)") else reason)
+    return nodes
 
 
-def steps(slurm: Mapping[str, SlurmNode], nodes: Mapping[str, Node], ends: bool = False) -> Iterator[Step]:
-    """What is to be done, node by node; nothing where both agree."""
+def steps(slurm: Mapping[str, SlurmNode], nodes: Mapping[str, Node], ends: bool = False) -> Iterator[SyncStep]:
+    """Yield what is to be done, node by node; nothing where both agree."""
     for name, node in nodes.items():
-        known = slurm.get(name)
-        if known is None or (node.status is NodeStatus.LEFT and not ends):
+        slurm_node = slurm.get(name)
+        if slurm_node is None or (node.status is NodeStatus.LEFT and not ends):
             continue
         is_held = node.isolated and not (ends and not node.needs)
-        is_ours = known.is_draining and known.reason.startswith(TO_SLURM)
-        is_theirs = known.is_draining and not is_ours
+        is_ours = slurm_node.is_draining and slurm_node.reason.startswith(TO_SLURM)
+        is_theirs = slurm_node.is_draining and not is_ours
         if ends:
             pass  # no workers are left to be moved
         elif is_theirs and not (node.cordoned and node.draining):
-            yield Step("drain", name, FROM_SLURM + (known.reason or "drained")[:_REASON_MAX])
+            yield SyncStep("drain", name, FROM_SLURM + (slurm_node.reason or "drained")[:_REASON_MAX])
         elif node.cordoned and node.cordon_reason.startswith(FROM_SLURM) and not is_theirs:
-            yield Step("uncordon", name, f"{FROM_SLURM}drained no longer")
-        if is_held and not known.is_draining:
-            yield Step("hold", name, TO_SLURM + (node.reason or "isolated")[:_REASON_MAX])
+            yield SyncStep("uncordon", name, f"{FROM_SLURM}drained no longer")
+        if is_held and not slurm_node.is_draining:
+            yield SyncStep("hold", name, TO_SLURM + (node.reason or "isolated")[:_REASON_MAX])
         elif is_ours and not is_held:
-            yield Step("release", name, "")
+            yield SyncStep("release", name, "")

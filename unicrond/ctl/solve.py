@@ -38,7 +38,7 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
     cap: _Workers | None = None
 
 
-class _Task(msgspec.Struct, forbid_unknown_fields=True):
+class _TaskRequest(msgspec.Struct, forbid_unknown_fields=True):
     weight: _Number
     x: _Workers
     faulty: bool
@@ -61,13 +61,13 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
     n: _Workers
     D_run: _Number
     D_trans: _Number
-    tasks: list[_Task]
+    tasks: list[_TaskRequest]
     churn: _Number = 0
     nodes: list[_Workers] = []
 
 
 def read_problem(text: bytes) -> Problem:
-    """The problem that the JSON states. Raises ProblemError, one line that names the field."""
+    """Read the problem that the JSON states. Raises ProblemError, one line that names the field."""
     try:
         request = msgspec.json.decode(text, type=_Request)
     except msgspec.ValidationError as error:
@@ -81,15 +81,17 @@ def read_problem(text: bytes) -> Problem:
     return Problem(request.n, request.D_run, request.D_trans, tasks, request.churn, seats)
 
 
-def _task(where: str, task: _Task) -> TaskProblem:
+def _task(where: str, task: _TaskRequest) -> TaskProblem:
     _not_negative(f"{where}.weight", task.weight)
     for field in ("D_trans", "D_move", "D_reshape", "D_restart"):
         _not_negative(f"{where}.{field}", getattr(task, field) or 0)
-    others = [
+    alternatives = [
         Alternative(
-            Shape(one.tp, one.pp, one.vpp, one.ep, one.micro_batch), _curve(f"{where}.layouts[{n}]", one.T), one.cap
+            Shape(layout.tp, layout.pp, layout.vpp, layout.ep, layout.micro_batch),
+            _curve(f"{where}.layouts[{n}]", layout.T),
+            layout.cap,
         )
-        for n, one in enumerate(task.layouts)
+        for n, layout in enumerate(task.layouts)
     ]
     return TaskProblem(
         name=task.name or where,
@@ -103,7 +105,7 @@ def _task(where: str, task: _Task) -> TaskProblem:
         unit=task.unit,
         d_transition_us=task.D_trans,
         tp=task.tp,
-        others=tuple(others),
+        alternatives=tuple(alternatives),
         prices=Prices(task.D_move, task.D_reshape, task.D_restart),
         turn=task.turn,
     )
@@ -124,17 +126,17 @@ def _not_negative(field: str, number: _Number) -> None:
 
 
 def _field_first(message: str) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.tasks[0].x`" as "tasks[0].x: expected int, got str"."""
-    said, _, where = message.replace("`", "").partition(" - at ")
-    if missing := re.search(r"required field (\w+)", said):
+    """Convert msgspec's "Expected `int`, got `str` - at `$.tasks[0].x`" to "tasks[0].x: expected int, got str"."""
+    text, _, where = message.replace("`", "").partition(" - at ")
+    if missing := re.search(r"required field (\w+)", text):
         field = f"{where}.{missing[1]}" if where else missing[1]
-        said = "is missing; give it"
-    elif unknown := re.search(r"unknown field (\w+)", said):
-        field, said = f"{where}.{unknown[1]}" if where else unknown[1], "no such field; remove it"
+        text = "is missing; give it"
+    elif unknown := re.search(r"unknown field (\w+)", text):
+        field, text = f"{where}.{unknown[1]}" if where else unknown[1], "no such field; remove it"
     else:
-        field, said = where, said[:1].lower() + said[1:]
+        field, text = where, text[:1].lower() + text[1:]
     field = field.replace("key in ", "").removeprefix("$").removeprefix(".")
-    return f"{field or 'the file'}: {said}"
+    return f"{field or 'the file'}: {text}"
 
 
 def run(options: Namespace) -> None:
@@ -148,7 +150,7 @@ def run(options: Namespace) -> None:
         raise UsageError(f"{options.problem}: {error.strerror}; give a readable JSON file") from None
     if options.json or not sys.stdout.isatty():
         answer = {"objective": solution.objective, "plan": list(solution.workers), "reason": solution.reason}
-        if any(task.others for task in solution.problem.tasks):
+        if any(task.alternatives for task in solution.problem.tasks):
             answer["layouts"] = [str(shape) for shape in solution.shapes]
         print(json.dumps(answer))
     else:
@@ -157,7 +159,7 @@ def run(options: Namespace) -> None:
             (
                 task.name,
                 f"{task.workers}{' (faulty)' if task.faulty else ''}",
-                f"{workers} in {shape}" if task.others and workers else str(workers),
+                f"{workers} in {shape}" if task.alternatives and workers else str(workers),
                 f"{waf:.4g}",
             )
             for (task, workers), waf, shape in zip(solution, solution.waf_of, solution.shapes, strict=True)

@@ -17,7 +17,7 @@ _LAYOUT = {
 
 
 def add_tasks_control(commands: Commands) -> None:
-    """To the parser of `unicronctl`."""
+    """Add the commands for tasks to the parser of `unicronctl`."""
     add_to(
         commands,
         "submit",

@@ -1,4 +1,4 @@
-"""`unicronctl throughput`: what the throughput model says about a model on some GPUs, and why.
+"""`unicronctl throughput`: the throughput model's estimate for a model on some GPUs, and its parts.
 
     unicronctl throughput --model gpt3-7b --gpu a100-80g --gpus 8..512
 
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from events.command_line import UsageError
 from unicrond.display.plotting import canvas, require_matplotlib, save
 from unicrond.display.tables import Table, show
-from unicrond.throughput.layouts import Job, job
+from unicrond.throughput.layouts import ThroughputQuery, job
 from unicrond.throughput.model import Estimate, Infeasible, best
 from unicrond.throughput.presets import GIB, GPUS, MODELS, STACKS
 
@@ -30,7 +30,7 @@ PARTS_HEADERS = ("GPUs", "seconds", "compute", "tp", "transfer", "bubble", "dp",
 
 
 def run(options: Namespace) -> int:
-    """Answer what the flags ask (`ctl/parser.py`); the exit code. Raises UsageError."""
+    """Answer what the flags ask (`ctl/parser.py`); return the exit code. Raises UsageError."""
     try:
         question = _job(options)
         if options.plot is not None:
@@ -47,8 +47,8 @@ def run(options: Namespace) -> int:
     return 0 if any(isinstance(answer, Estimate) for answer in answers) else 1
 
 
-def as_json(question: Job, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The answers as plain values: FLOP/s and bytes whole, seconds and utilisation as floats."""
+def as_json(question: ThroughputQuery, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the answers as plain values: FLOP/s and bytes whole, seconds and utilisation as floats."""
     return {
         "model": question.model.name,
         "gpu": question.gpu.name,
@@ -76,7 +76,7 @@ def _row_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _job(options: Namespace) -> Job:
+def _job(options: Namespace) -> ThroughputQuery:
     for name, presets in (("model", MODELS), ("gpu", GPUS), ("stack", STACKS)):
         value = getattr(options, name)
         if value is None and name != "stack":
@@ -105,7 +105,7 @@ def _job(options: Namespace) -> Job:
 # --- output --------------------------------------------------------------------------------------
 
 
-def _print(question: Job, answers: Sequence[Answer]) -> None:
+def _print(question: ThroughputQuery, answers: Sequence[Answer]) -> None:
     estimates = [answer for answer in answers if isinstance(answer, Estimate)]
     print(_title(question))
     if estimates:
@@ -123,7 +123,7 @@ def _table(headers: tuple[str, ...], cells: Callable[[Estimate], list[str]], est
     return Table(headers, tuple(tuple(cells(estimate)) for estimate in estimates), right=frozenset(headers))
 
 
-def _title(question: Job) -> str:
+def _title(question: ThroughputQuery) -> str:
     return (
         f"{question.model.name} on {question.gpu.name}, {question.stack.name}, "
         f"{question.batch} x {question.seq} tokens per iteration"
@@ -150,8 +150,8 @@ def _parts_cells(answer: Estimate) -> list[str]:
     return [f"{answer.gpus}", f"{seconds:.3f}", *shares, f"{answer.memory_bytes / GIB:.0f}"]
 
 
-def _plot(question: Job, answers: Sequence[Answer], path: Path) -> None:
-    """Throughput over GPUs, against the same throughput per GPU all the way, as an image at `path`."""
+def _plot(question: ThroughputQuery, answers: Sequence[Answer], path: Path) -> None:
+    """Draw throughput over GPUs, against linear scaling of the first point, as an image at `path`."""
     from matplotlib.ticker import ScalarFormatter
 
     points = [answer for answer in answers if isinstance(answer, Estimate)]

@@ -61,8 +61,10 @@ async def watch(
     stream: TextIO | None = None,
     draw: Render | None = None,
 ) -> None:
-    """Show the cluster on `stream` (default: stdout) until `stop` is set. `events`: see client.follow. `draw`: what
-    a terminal shows; default: `render`."""
+    """Show the cluster on `stream` (default: stdout) until `stop` is set.
+
+    `events`: see client.follow. `draw`: what a terminal shows; default: `render`.
+    """
     stream = stream or sys.stdout
     lines: deque[EventLine] = deque(maxlen=EVENTS_SHOWN)
     tell = lines.append if interactive(stream) else _teller(stream)
@@ -109,7 +111,7 @@ async def _draw(
 
 
 def render(state: ClusterState, now_us: int, events: Sequence[EventLine] = (), away_s: float = 0.0) -> RenderableType:
-    """The whole view. `now_us`: wall clock; `events`: the last ones; `away_s`: how old the state is."""
+    """Render the whole view. `now_us`: wall clock; `events`: the last ones; `away_s`: how old the state is."""
     parts: list[RenderableType] = [_headline(state, away_s), "", _tasks(state), ""]
     parts += [for_terminal(nodes_table(state, NODES_SHOWN), "nodes"), "", _plan(state)]
     if stragglers(state):
@@ -128,7 +130,7 @@ def render(state: ClusterState, now_us: int, events: Sequence[EventLine] = (), a
 def render_top(
     state: ClusterState, now_us: int, events: Sequence[EventLine] = (), away_s: float = 0.0
 ) -> RenderableType:
-    """The tasks and every worker, in place of the nodes, the plan and the past; see `render`."""
+    """Render the tasks and every worker, in place of the nodes, the plan and the past; see `render`."""
     parts: list[RenderableType] = [_headline(state, away_s)]
     for title, table in top_tables(state).items():
         parts += ["", for_terminal(table, title)]
@@ -136,7 +138,7 @@ def render_top(
 
 
 def top_tables(state: ClusterState) -> dict[str, Table]:
-    """What `top` shows, by title."""
+    """Return the tables that `top` shows, by title."""
     return {"tasks": tasks_table(state), "workers": workers_table(state)}
 
 
@@ -154,7 +156,7 @@ def _headline(state: ClusterState, away_s: float) -> Text:
 
 
 def _tasks(state: ClusterState) -> RichTable:
-    """Fits 80 columns: the bar gives its place to the status of a task that has ended."""
+    """Render the tasks within 80 columns: a task that has ended shows its status in place of the bar."""
     headers = ("task", "weight", "workers", "progress", "iteration", "loss", "ms/iter", "WAF")
     right = ("weight", "iteration", "loss", "ms/iter", "WAF")
     table = RichTable(title="tasks", title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -199,7 +201,7 @@ def _teller(stream: TextIO) -> Callable[[EventLine], None]:
 
 
 async def _print_progress(get_state: GetState, stop: asyncio.Event, stream: TextIO) -> None:
-    said: dict[str, int] = {}
+    iterations: dict[str, int] = {}
     while not stop.is_set():
         await _wait(stop, PROGRESS_S)
         try:
@@ -207,13 +209,13 @@ async def _print_progress(get_state: GetState, stop: asyncio.Event, stream: Text
         except (ApiError, OSError):
             continue
         for task in state.tasks.values():
-            if task.progress.iteration != said.get(task.name, 0):
-                said[task.name] = task.progress.iteration
+            if task.progress.iteration != iterations.get(task.name, 0):
+                iterations[task.name] = task.progress.iteration
                 print(progress_line(task, state.now_us), file=stream, flush=True)
 
 
 def progress_line(task: Task, now_us: int) -> str:
-    """How a task stands, on one line. `now_us`: the log's clock."""
+    """Describe a task's progress on one line. `now_us`: the log's clock."""
     clock = time.strftime("%H:%M:%S", time.localtime(now_us / 1e6))
     return (
         f"{clock}  task {task.name} at iteration {task.progress.iteration} of {task.spec.iterations},"
