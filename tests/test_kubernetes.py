@@ -159,7 +159,7 @@ def test_pods_run_our_programs_without_rights(pod: dict[str, Any], monkeypatch: 
         assert parser().parse_args(words).config == Path("/etc/unicron/config/unicron.yaml")
         assert "/readyz" not in str(container["livenessProbe"])
         return
-    variables.check(program, variables.known(cli.parser()), env)
+    variables.check(program, variables.program_variables(cli.parser()), env)
     for name, value in env.items():
         monkeypatch.setenv(name, "job-0" if "INDEX" in value else value.replace("$(POD_IP)", "10.0.0.7"))
     monkeypatch.setenv("UNICRON_AGENT_NODE", "gpu07")

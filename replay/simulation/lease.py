@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from events.codec import COORDINATOR
-from events.lease import Held, Holder, Look, MemoryLease
+from events.lease import Holder, LeaseEntry, LeaseView, MemoryLease
 from events.log import LogUnavailable
 from replay.simulation.log_client import Beats
 from replay.simulation.log_server import LogServer
@@ -31,14 +31,14 @@ class LeaseEnd:
         self._link = link
         self._life = server.life
 
-    async def look(self) -> Look:
+    async def look(self) -> LeaseView:
         """See Lease."""
         life, self._life = self._life, self._server.life
-        return Look(await self._ask(lambda: self._kept.present), life != self._life)
+        return LeaseView(await self._ask(lambda: self._kept.present), life != self._life)
 
-    async def put(self, holder: Holder, after: int) -> Held | None:
+    async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
         """See Lease."""
-        return await self._ask(lambda: self._kept.put_now(holder, after))
+        return await self._ask(lambda: self._kept.acquire_or_renew_now(holder, after))
 
     async def announce(self, holder: Holder) -> None:
         """See Lease."""

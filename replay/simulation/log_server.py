@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from events.codec import decode
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.log import Fence, is_told_to
+from events.log import Fence, is_in_feed
 from events.vocabulary import CoordinatorStarted
 from replay.simulation.virtual_time import HostClock
 
@@ -128,7 +128,7 @@ class LogServer:
         while consumer.pending is None and consumer.at < len(self.entries):
             entry = self.entries[consumer.at]
             consumer.at += 1
-            if isinstance(entry, Recorded) and is_told_to(entry.envelope.event, node, consumer.tasks):
+            if isinstance(entry, Recorded) and is_in_feed(entry.envelope.event, node, consumer.tasks):
                 consumer.pending = entry
         return consumer.pending
 

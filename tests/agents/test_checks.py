@@ -19,7 +19,7 @@ import torch
 from agents import checks, pair_sum
 from agents.checks import Checks, look_at_storage, unreached
 from agents.fork_link import ForkLink
-from agents.pair_sum import By, sum_all
+from agents.pair_sum import Summation, sum_all
 from agents.protocol.peers import SUMS
 from agents.protocol.sum_order import Sum
 from agents.run_dir import RunDir
@@ -29,13 +29,13 @@ from events.node_checks import (
     AnyCheck,
     FactsCheck,
     LinksCheck,
-    LinksSeen,
+    LinksReport,
     NodeFacts,
     PairSum,
     Peer,
     StorageCheck,
-    StorageSeen,
-    decode_seen,
+    StorageReport,
+    decode_report,
     encode,
 )
 from events.pairs import Pair
@@ -62,7 +62,7 @@ def an_order(*pairs: Pair, **more: Any) -> Sum:
     return Sum(**{**fixed, "pairs": pairs, **more})
 
 
-def both(store: Any, by: By, token: str, limit_s: float = 30.0) -> tuple[PairSum, PairSum]:
+def both(store: Any, by: Summation, token: str, limit_s: float = 30.0) -> tuple[PairSum, PairSum]:
     """What the two nodes n0 and n1 tell of their sum."""
     told: dict[int, PairSum] = {}
 
@@ -174,7 +174,7 @@ def test_nccl_goes_in_turn_and_through_its_own_group(store: Any) -> None:
 
 def connect(port: int, source: str = HERE) -> Any:
     turn = asyncio.Semaphore(1)
-    return asyncio.run(unreached("n2", "store", HERE, port, source=source, turn=turn))
+    return asyncio.run(unreached("n2", "store", HERE, port, source=source, semaphore=turn))
 
 
 def test_connections_that_stand_and_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: py
 # --- storage -------------------------------------------------------------------------------------
 
 
-def look(directory: Path, part: Any) -> StorageSeen:
+def look(directory: Path, part: Any) -> StorageReport:
     return look_at_storage(StorageCheck(directory=str(directory), token=TOKEN, part=part))
 
 
@@ -267,12 +267,12 @@ async def test_a_request_for_a_log_is_no_check() -> None:
 
 
 async def test_facts_and_storage_and_bad_requests(tmp_path: Path) -> None:
-    told = decode_seen((await ask(an_agent(), encode(FactsCheck()))).data, NodeFacts)
+    told = decode_report((await ask(an_agent(), encode(FactsCheck()))).data, NodeFacts)
     assert told.findings[0].about == "--slots" and told.torch.startswith("2.")
     assert told.mtu == 0, "the loopback's is nobody else's"
     assert abs(told.now_us / 1e6 - time.time()) < 5
     check = StorageCheck(directory=str(tmp_path), token=TOKEN, part="write")
-    seen = decode_seen((await ask(an_agent(runs_as_others=True), encode(check))).data, StorageSeen)
+    seen = decode_report((await ask(an_agent(runs_as_others=True), encode(check))).data, StorageReport)
     assert seen.result == "seen" and seen.runs_as_others
     bad = await ask(an_agent(), encode(check).replace(b"write", b"bread"))
     assert bad.error.startswith("bad request: ") and not bad.data
@@ -307,7 +307,7 @@ async def test_two_agents_sum_with_a_process_each(
     while not one._links.locked():  # noqa: ASYNC110  # it begins in this loop
         await asyncio.sleep(0)
     assert "already" in (await ask(one, encode(links(store, 0, "n2")))).error
-    seen = [decode_seen((await task).data, LinksSeen) for task in (first, second)]
+    seen = [decode_report((await task).data, LinksReport) for task in (first, second)]
     assert [(one.unreached, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [((), "", [""])] * 2
     assert not any(name.endswith(("a.sock", "b.sock")) for name in os.listdir(run_dir))  # noqa: PTH208
     assert eventually(lambda: children(server.pid) == before)
@@ -329,7 +329,7 @@ async def test_a_sum_ends_with_its_agent(store: Any, fork_server: ForkServers, a
 
 
 async def test_without_a_free_gpu_nothing_is_summed_by_nccl(store: Any) -> None:
-    seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2", library="nccl")))).data, LinksSeen)
+    seen = decode_report((await ask(an_agent(), encode(links(store, 0, "n2", library="nccl")))).data, LinksReport)
     assert (seen.sums, seen.no_sums) == ((), "no slot with a GPU is free")
 
 
@@ -344,12 +344,14 @@ async def test_why_a_process_has_not_summed_is_told(store: Any, monkeypatch: pyt
         return b'"the node is busy"'
 
     monkeypatch.setattr(checks, "_said_of", says)
-    seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2")))).data, LinksSeen)
+    seen = decode_report((await ask(an_agent(), encode(links(store, 0, "n2")))).data, LinksReport)
     assert (seen.sums, seen.no_sums) == ((), "the node is busy")
 
 
 async def test_why_there_is_no_process_is_told(store: Any, run_dir: Path) -> None:
-    seen = decode_seen((await ask(an_agent(at=run_dir / "sum.sock"), encode(links(store, 0, "n2")))).data, LinksSeen)
+    seen = decode_report(
+        (await ask(an_agent(at=run_dir / "sum.sock"), encode(links(store, 0, "n2")))).data, LinksReport
+    )
     assert (seen.sums, seen.no_sums) == ((), "the fork server does not run yet")
 
 
@@ -358,7 +360,7 @@ async def test_a_process_that_says_nothing_is_given_up(
 ) -> None:
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
     one = an_agent(lambda _: "", run_dir / "sum.sock")
-    seen = decode_seen((await ask(one, encode(links(store, 0, "n2", limit_s=0.1)))).data, LinksSeen)
+    seen = decode_report((await ask(one, encode(links(store, 0, "n2", limit_s=0.1)))).data, LinksReport)
     assert seen.no_sums == "its process gave no result: it did not end within 0.1 s"
 
 

@@ -25,12 +25,12 @@ from agents.protocol.marks import Marker
 from events import node_checks
 from events.envelope import Envelope, Recorded
 from events.logs_request import LogsReply, LogsRequest, decode_reply, encode, logs_subject
-from events.nats_commands import fit_command_consumer
+from events.nats_commands import ensure_command_consumer
 from events.nats_connection import Connection
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api, event_stream_config
-from events.node_checks import FactsCheck, LinksCheck, LinksSeen, NodeFacts, Peer, decode_seen
+from events.node_checks import FactsCheck, LinksCheck, LinksReport, NodeFacts, Peer, decode_report
 from events.schemas import SCHEMA, told_version
 from events.subjects import EVENT_STREAM, agent_consumer
 from events.vocabulary import (
@@ -261,12 +261,12 @@ async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
     async def ask(body: bytes) -> LogsReply:
         return decode_reply((await nats_connection.request(logs_subject("n1"), body, timeout_s=TIMEOUT_S)).data)
 
-    facts = decode_seen((await ask(node_checks.encode(FactsCheck()))).data, NodeFacts)
+    facts = decode_report((await ask(node_checks.encode(FactsCheck()))).data, NodeFacts)
     assert facts.findings == () and facts.torch, "all on one machine: it is meant so"
     there = {"store": (joined.store.host, joined.store.port), "nothing": ("127.0.0.1", 9)}
     peers = (Peer(node="n2", ports=there),)
     links = LinksCheck(token="0" * 16, peers=peers, pairs=(), library="gloo", limit_s=10.0)
-    (lost,) = decode_seen((await ask(node_checks.encode(links))).data, LinksSeen).unreached
+    (lost,) = decode_report((await ask(node_checks.encode(links))).data, LinksReport).unreached
     assert (lost.peer, lost.what, lost.why) == ("n2", "nothing", "connection refused")
 
     await coordinator.start("a.1")
@@ -365,7 +365,7 @@ async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess
     await coordinator.until(WorkerStarted, worker="b.1")
     kill(agent.process.pid)
     agent.process.wait()
-    Marker(agent.run_dir / "marks" / "b.1").begun(7, 100_000)
+    Marker(agent.run_dir / "marks" / "b.1").begin_iteration(7, 100_000)
     (fork_server,) = {agent.fork_server()}
     begun = time.monotonic()
     agent.start()
@@ -430,7 +430,7 @@ async def test_a_node_that_cannot_be_commanded_does_not_join(
     """The stream takes no more consumers: the agent says so and is not planned for, until there is room."""
     full = {**event_stream_config(), "max_consumers": 1}
     await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", full)
-    await fit_command_consumer(nats_connection, "n9", ())
+    await ensure_command_consumer(nats_connection, "n9", ())
     agent = AgentProcess(nats_server.url, run_dir)
     try:
         log = NatsEventLog(nats_connection)

@@ -97,9 +97,9 @@ def test_any_bytes_are_answered(body: bytes) -> None:
 
 def test_marks_say_where_the_workers_of_a_task_are(logs: Path, tmp_path: Path) -> None:
     marker = Marker(tmp_path / "a.2")
-    marker.moved(3)
-    marker.begun(41, 9_000_000)
-    marker.working(5)
+    marker.enter_group(3)
+    marker.begin_iteration(41, 9_000_000)
+    marker.begin_micro_batch(5)
     found = {"a.2": marks.read(tmp_path / "a.2"), "a.7": Mark("reduce", 2**63, 1, 1, 7, 6, 0, 0, marks.now_us())}
     tasks = {"a": {worker: mark for worker, mark in found.items() if mark is not None}}
     request = encode(LogsRequest(task="a", marks=True))
@@ -134,8 +134,8 @@ def test_stacks_are_py_spys(logs: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_why_there_are_no_stacks_is_said(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask_stacks(logs, 0).error == "worker a.2 does not run on node n1"
-    a_py_spy(tmp_path, 'echo "Permission Denied: try sudo" >&2; exit 1', monkeypatch)
-    assert "Permission Denied" in (error := ask_stacks(logs, 1).error) and "ptrace_scope" in error
+    a_py_spy(tmp_path, 'echo "Permission PublishDenied: try sudo" >&2; exit 1', monkeypatch)
+    assert "Permission PublishDenied" in (error := ask_stacks(logs, 1).error) and "ptrace_scope" in error
     monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "py-spy").unlink()
     assert "pip install 'unicrond[stacks]'" in ask_stacks(logs, 1).error

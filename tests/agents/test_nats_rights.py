@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from agents.kubernetes.standing import standing
 from agents.log_guard import LogGuard
-from agents.namesakes import Namesakes, NamesakeWatch
+from agents.namesakes import DuplicateAgents, DuplicateWatch
 from agents.state import Remembered
 from events.envelope import Recorded
-from events.keys import kept_key
+from events.keys import load_or_create_key
 from events.log import LogUnavailable
 from events.logins import Role
 from events.logs_request import ANSWERS, answer_subject, logs_subject
-from events.nats_commands import NatsCommandFeed, fit_command_consumer
-from events.nats_connection import Connection, Denied, Login, connect
+from events.nats_commands import NatsCommandFeed, ensure_command_consumer
+from events.nats_connection import Connection, Login, PublishDenied, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api, create_streams
@@ -45,7 +45,7 @@ class Links(NamedTuple):
 
 @pytest.fixture
 async def links(tmp_path: Path) -> AsyncIterator[Links]:
-    server = EmbeddedServer(tmp_path / "nats", users=[kept_key(tmp_path, login).user for login in _LOGINS])
+    server = EmbeddedServer(tmp_path / "nats", users=[load_or_create_key(tmp_path, login).user for login in _LOGINS])
     await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.kill)
@@ -60,7 +60,7 @@ async def links(tmp_path: Path) -> AsyncIterator[Links]:
 
 async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
     head, agent = links.head, links.agent
-    log = NatsEventLog(head, beside=lambda _: {WARRANT_HEADER: "a warrant"})
+    log = NatsEventLog(head, extra_headers=lambda _: {WARRANT_HEADER: "a warrant"})
     async with asyncio.timeout(20):
         fence = await log.claim_term(started(1))
         claims: list[CoordinatorStarted] = []
@@ -68,7 +68,7 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
         await terms.ask()
         assert [claim.term for claim in claims] == [1]
         guard = LogGuard(agent, terms, Remembered, lambda: 0, lambda: False)
-        seen = await guard.known()
+        seen = await guard.wait_for_log()
         assert seen.identity and (seen.last_seq, seen.term) == (1, 1)
 
         heard: asyncio.Queue[str] = asyncio.Queue()
@@ -85,7 +85,9 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
         work = [asyncio.create_task(each) for each in (listen(), beats())]
         assert await heard.get() == _NODE
         outrun: asyncio.Queue[int] = asyncio.Queue()
-        watch = NamesakeWatch(agent, _NODE, Namesakes(1, 0, 0.1), asyncio.Event(), lambda _: None, outrun.put_nowait)
+        watch = DuplicateWatch(
+            agent, _NODE, DuplicateAgents(1, 0, 0.1), asyncio.Event(), lambda _: None, outrun.put_nowait
+        )
         work.append(asyncio.create_task(watch.run()))
         can_beat = asyncio.Event()
         can_beat.set()
@@ -106,7 +108,7 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
             isolated = isinstance(event, NodeIsolated)
             assert await standing(agent, _NODE) == (isolated, "a GPU is broken" if isolated else "")
         feed = NatsCommandFeed(agent, _NODE, makes_consumer=False)
-        await fit_command_consumer(head, _NODE, ["big"])
+        await ensure_command_consumer(head, _NODE, ["big"])
         await feed.follow(["big"])
         await log.append([command(1, _NODE)], fence=fence)
         async for recorded in feed.read():
@@ -115,7 +117,7 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
         following = asyncio.create_task(feed.follow(["small"]))
         await asyncio.sleep(0.2)
         assert not following.done(), "the coordinator has not prepared it yet"
-        await fit_command_consumer(head, _NODE, ["small"])
+        await ensure_command_consumer(head, _NODE, ["small"])
         await following
 
         async def serve(message: object) -> None:
@@ -145,7 +147,7 @@ def _joined(boot: int) -> NodeJoined:
 async def test_what_it_may_not_is_refused_at_once(links: Links) -> None:
     """All that it may not: tests/events/test_forgery.py."""
     for denied in (f"STREAM.MSG.GET.{EVENT_STREAM}", f"STREAM.DELETE.{EVENT_STREAM}"):
-        with pytest.raises(Denied):
+        with pytest.raises(PublishDenied):
             await api(links.agent, denied, {"seq": 1})
     other = NatsEventLog(links.agent, give_up_s=0.5)
     for envelope in (fact(1, "n2"), command(1, _NODE)):

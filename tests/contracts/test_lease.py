@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from events.lease import LEASE_S, Held, Holder, Lease, MemoryLease
+from events.lease import LEASE_S, Holder, Lease, LeaseEntry, MemoryLease
 from events.log import BeatLog, LogUnavailable
 from events.nats_connection import connect
 from events.nats_lease import STREAM, NatsLease
@@ -104,19 +104,19 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield opened
 
 
-async def held(lease: Lease) -> Held | None:
+async def held(lease: Lease) -> LeaseEntry | None:
     while True:
         try:
-            return (await lease.look()).held
+            return (await lease.look()).entry
         except LogUnavailable:
             await asyncio.sleep(0.05)
 
 
-async def put(lease: Lease, holder: Holder, after: int) -> Held | None:
+async def acquire_or_renew(lease: Lease, holder: Holder, after: int) -> LeaseEntry | None:
     """A cluster that has just begun may need a moment."""
     while True:
         try:
-            return await lease.put(holder, after)
+            return await lease.acquire_or_renew(holder, after)
         except LogUnavailable:
             await asyncio.sleep(0.05)
             if (present := await held(lease)) is not None and present.holder == holder:
@@ -125,49 +125,49 @@ async def put(lease: Lease, holder: Holder, after: int) -> Held | None:
 
 async def test_one_has_it_renews_it_and_leaves_it(site: Site) -> None:
     assert await held(site.one) is None
-    taken = await put(site.one, ONE, 0)
+    taken = await acquire_or_renew(site.one, ONE, 0)
     assert taken is not None
     assert await held(site.two) == taken
-    assert await put(site.two, TWO, 0) is None, "it is not free"
-    renewed = await put(site.one, ONE, taken.revision)
+    assert await acquire_or_renew(site.two, TWO, 0) is None, "it is not free"
+    renewed = await acquire_or_renew(site.one, ONE, taken.revision)
     assert renewed is not None and renewed.revision > taken.revision
-    assert await put(site.one, ONE, taken.revision) is None, "that was before"
-    left = await put(site.one, replace(ONE, has_left=True), renewed.revision)
+    assert await acquire_or_renew(site.one, ONE, taken.revision) is None, "that was before"
+    left = await acquire_or_renew(site.one, replace(ONE, has_left=True), renewed.revision)
     assert left is not None and await held(site.two) == left
-    after = await put(site.two, TWO, left.revision)
-    assert after is not None and await held(site.one) == Held(after.revision, TWO)
+    after = await acquire_or_renew(site.two, TWO, left.revision)
+    assert after is not None and await held(site.one) == LeaseEntry(after.revision, TWO)
 
 
 async def test_of_several_that_try_at_once_one_gets_it(site: Site) -> None:
     after = 0
     for _ in range(5):
         outcomes = await asyncio.gather(
-            site.one.put(ONE, after), site.two.put(TWO, after), return_exceptions=True
+            site.one.acquire_or_renew(ONE, after), site.two.acquire_or_renew(TWO, after), return_exceptions=True
         )  # fmt: skip
-        assert sum(isinstance(outcome, Held) for outcome in outcomes) <= 1, outcomes
+        assert sum(isinstance(outcome, LeaseEntry) for outcome in outcomes) <= 1, outcomes
         now = await held(site.one)
         assert now is not None
         after = now.revision
 
 
 async def test_it_ends_by_itself_and_not_while_it_is_renewed(site: Site) -> None:
-    taken = await put(site.one, ONE, 0)
+    taken = await acquire_or_renew(site.one, ONE, 0)
     for _ in range(5):
         await asyncio.sleep(LEASE_S / 4)
         assert taken is not None and await held(site.two) == taken
-        taken, began_s = await put(site.one, ONE, taken.revision), time.monotonic()
+        taken, began_s = await acquire_or_renew(site.one, ONE, taken.revision), time.monotonic()
     while await held(site.two) is not None:  # noqa: ASYNC110 - that is how a head finds out
         await asyncio.sleep(0.02)
     assert LEASE_S - 0.1 < time.monotonic() - began_s < LEASE_S + 5
-    assert await put(site.two, TWO, 0) is not None
-    assert taken is not None and await put(site.one, ONE, taken.revision) is None
+    assert await acquire_or_renew(site.two, TWO, 0) is not None
+    assert taken is not None and await acquire_or_renew(site.one, ONE, taken.revision) is None
 
 
 async def test_heads_know_of_each_other_and_hear_what_is_new(site: Site) -> None:
     news, beats = asyncio.Event(), asyncio.Queue[int]()
     await site.two.listen(news.set, beats.put_nowait)
     await asyncio.sleep(0.05)
-    await put(site.one, ONE, 0)
+    await acquire_or_renew(site.one, ONE, 0)
     await asyncio.wait_for(news.wait(), 10)
     for lease, holder in ((site.one, ONE), (site.two, TWO)):
         await lease.announce(holder)
@@ -185,7 +185,7 @@ async def test_a_server_that_restarts_has_forgotten_it_and_that_is_known(tmp_pat
     try:
         lease = NatsLease(connection)
         await lease.make()
-        taken = await lease.put(ONE, 0)
+        taken = await lease.acquire_or_renew(ONE, 0)
         assert taken is not None and not (await lease.look()).is_anew
         await server.kill()
         with pytest.raises(LogUnavailable):
@@ -198,9 +198,9 @@ async def test_a_server_that_restarts_has_forgotten_it_and_that_is_known(tmp_pat
                     break
                 except LogUnavailable:
                     await asyncio.sleep(0.02)
-        assert look.held is None
-        assert await lease.put(ONE, taken.revision) is None
-        assert await lease.put(ONE, 0) is not None
+        assert look.entry is None
+        assert await lease.acquire_or_renew(ONE, taken.revision) is None
+        assert await lease.acquire_or_renew(ONE, 0) is not None
     finally:
         await connection.close()
         await server.kill()
@@ -214,14 +214,14 @@ async def test_what_no_head_wrote_is_seen_and_can_be_replaced(tmp_path: Path) ->
     try:
         lease = NatsLease(connection)
         await lease.make()
-        await lease.put(ONE, 0)
+        await lease.acquire_or_renew(ONE, 0)
         session = await connection.session()
         await session.publish(f"$JS.API.STREAM.INFO.{STREAM}", b"", reply="$KV.UNICRON_HEADS.leader")
         await session.publish(f"$JS.API.STREAM.INFO.{STREAM}", b"", reply="$KV.UNICRON_HEADS.head.x")
         async with asyncio.timeout(20):
             while (now := await held(lease)) is None or now.holder is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        assert await lease.put(ONE, now.revision) is not None
+        assert await lease.acquire_or_renew(ONE, now.revision) is not None
         assert await lease.heads() == []
         info = await api(connection, f"STREAM.INFO.{STREAM}", {})
         assert info["config"]["storage"] == "memory" and info["config"]["max_msgs"] == 1000

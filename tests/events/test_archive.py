@@ -15,7 +15,7 @@ from events.envelope import Entry, Envelope
 from events.log import EventLog, LogDamaged
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
-from events.nats_streams import NANOS, TRIMMING, ApiError, api, create_streams, event_stream_config
+from events.nats_streams import NANOS, TRIMMING, JetStreamError, api, create_streams, event_stream_config
 from events.segments import segment_name
 from events.subjects import EVENT_STREAM
 
@@ -117,9 +117,9 @@ async def test_nothing_goes_that_is_not_archived(nats_connection: Connection, tm
 
 async def test_the_server_itself_refuses_purge_and_its_permission(nats_connection: Connection) -> None:
     await filled(nats_connection)
-    with pytest.raises(ApiError, match="purge not permitted"):
+    with pytest.raises(JetStreamError, match="purge not permitted"):
         await api(nats_connection, f"STREAM.PURGE.{EVENT_STREAM}", {"seq": 10})
-    with pytest.raises(ApiError, match="can not cancel deny purge"):
+    with pytest.raises(JetStreamError, match="can not cancel deny purge"):
         await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", {**event_stream_config(), "deny_purge": False})
 
 

@@ -18,8 +18,8 @@ import pytest
 from events.keys import BadKey, read_key
 from events.log import LogUnavailable
 from events.logins import nsc_commands
-from events.nats_commands import NatsCommandFeed, fit_command_consumer
-from events.nats_connection import Connection, Denied, Login, Refused, connect
+from events.nats_commands import NatsCommandFeed, ensure_command_consumer
+from events.nats_connection import Connection, Login, LoginRefused, PublishDenied, connect
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api, create_streams
@@ -117,20 +117,22 @@ async def test_credentials_do_as_keys(server: Server) -> None:
         log = NatsEventLog(head)
         fence = await log.claim_term(started(1))
         assert await NatsEventLog(agent).append([fact(1, "n1")])
-        await fit_command_consumer(head, "n1", ["a"])
+        await ensure_command_consumer(head, "n1", ["a"])
         feed = NatsCommandFeed(agent, "n1", makes_consumer=False)
         await feed.follow(["a"])
         await log.append([command(1, "n1")], fence=fence)
         assert (await anext(feed.read())).envelope.producer == "coordinator"
         with pytest.raises(LogUnavailable):
             await NatsEventLog(agent, give_up_s=0.5).append([fact(1, "n2")])
-        with pytest.raises(Denied):
+        with pytest.raises(PublishDenied):
             await api(agent, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
 
 
 async def test_expired_credentials_are_one_clear_line(server: Server) -> None:
     path = server.credentials("agent-n1", exp=int(time.time()) - 10)
-    with pytest.raises(Refused, match=r"^NATS refuses the credentials of agent-n1 .*: they have expired; get new ones"):
+    with pytest.raises(
+        LoginRefused, match=r"^NATS refuses the credentials of agent-n1 .*: they have expired; get new ones"
+    ):
         await connect(server.url, name="n1", login=Login(key=path), timeout_s=3)
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from events.log_lines import JsonLines, PlainLines, escaped, is_news
+from events.log_lines import JsonLines, PlainLines, escape, is_news
 
 HOSTILE = "ended\n2026-01-01 00:00:00 INFO unicrond: all is well\r\x1b[2J\x9b31m\u2028\udc80"
 
@@ -57,7 +57,7 @@ def test_what_asyncio_says_of_each_end_of_tls_is_no_news() -> None:
 
 
 def test_plain_text_is_left_as_it_is() -> None:
-    assert escaped("Größe 3 µs, größer als 2; 'b'") == "Größe 3 µs, größer als 2; 'b'"
+    assert escape("Größe 3 µs, größer als 2; 'b'") == "Größe 3 µs, größer als 2; 'b'"
 
 
 @pytest.mark.parametrize("program", ["unicrond.cli", "agents.cli"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.masking import HIDDEN, LOOKS, Mask, needles, secrets_in, values_in
+from events.masking import PATTERN_MASK, PLACEHOLDER, Mask, needles, secrets_in, values_in
 
 SECRETS = {
     "HF_TOKEN=hf_abcdefghijklmnopqrstu1": "HF_TOKEN=(hidden)",
@@ -35,31 +35,31 @@ HARMLESS = (
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
-    assert LOOKS.text(text) == SECRETS[text]
-    blotted = LOOKS.blotted(text.encode()).decode()
-    assert len(blotted) == len(text) and blotted.count("\n") == text.count("\n")
-    assert set(blotted) - set(SECRETS[text]) <= {"*"}
+    assert PATTERN_MASK.text(text) == SECRETS[text]
+    overwrite = PATTERN_MASK.overwrite(text.encode()).decode()
+    assert len(overwrite) == len(text) and overwrite.count("\n") == text.count("\n")
+    assert set(overwrite) - set(SECRETS[text]) <= {"*"}
 
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_a_log_of_training_says_is_not(text: str) -> None:
-    assert LOOKS.text(text) == text
-    assert LOOKS.blotted(text.encode()) == text.encode()
+    assert PATTERN_MASK.text(text) == text
+    assert PATTERN_MASK.overwrite(text.encode()) == text.encode()
 
 
 def test_a_known_value_is_hidden_wherever_it_stands_and_each_of_its_lines() -> None:
     mask = Mask(["hunter2!", "abc", "line-one-x\nline-two-yy\n", "hunter2!extra"])
-    assert mask.text("xhunter2!y hunter2!extra abc line-two-yy") == f"x{HIDDEN}y {HIDDEN} abc {HIDDEN}"
-    assert mask.blotted(b"xhunter2!y\nabc") == b"x********y\nabc"
+    assert mask.text("xhunter2!y hunter2!extra abc line-two-yy") == f"x{PLACEHOLDER}y {PLACEHOLDER} abc {PLACEHOLDER}"
+    assert mask.overwrite(b"xhunter2!y\nabc") == b"x********y\nabc"
     assert needles(["", " \n", "abc"]) == set()
 
 
 @given(st.binary(max_size=300), st.lists(st.text(max_size=12), max_size=4))
 def test_bytes_keep_their_length_and_their_lines(data: bytes, values: list[str]) -> None:
-    blotted = Mask(values).blotted(data)
-    assert len(blotted) == len(data)
+    overwrite = Mask(values).overwrite(data)
+    assert len(overwrite) == len(data)
     assert [place for place, byte in enumerate(data) if byte == 10] == [
-        place for place, byte in enumerate(blotted) if byte == 10
+        place for place, byte in enumerate(overwrite) if byte == 10
     ]
 
 
@@ -75,4 +75,4 @@ def test_variables_that_look_like_secrets() -> None:
 )
 def test_a_hostile_log_costs_little(piece: str) -> None:
     data = (piece * (80_000 // len(piece))).encode()
-    assert len(LOOKS.blotted(data)) == len(data)  # the suite's time limit would tell
+    assert len(PATTERN_MASK.overwrite(data)) == len(data)  # the suite's time limit would tell

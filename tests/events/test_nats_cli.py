@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from events import nats_cli
-from events.keys import kept_key
-from events.nats_commands import fit_command_consumer
+from events.keys import load_or_create_key
+from events.nats_commands import ensure_command_consumer
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog
 from events.nats_reader import READS, read_stream
@@ -65,14 +65,14 @@ async def written(agent: Connection, operator: Connection) -> ClusterState:
 
 @pytest.fixture
 async def head(tmp_path: Path) -> AsyncIterator[Head]:
-    users = [kept_key(tmp_path / "keys", login).user for login in LOGINS]
+    users = [load_or_create_key(tmp_path / "keys", login).user for login in LOGINS]
     server = EmbeddedServer(tmp_path / "nats", users=users)
     await server.start()
     key = tmp_path / "keys" / "operator.key"
     operator = await connect(server.url, name="operator", login=Login(key=key), timeout_s=20)
     try:
         await create_streams(operator)
-        await fit_command_consumer(operator, "n1", ())
+        await ensure_command_consumer(operator, "n1", ())
         agent = await connect(server.url, name="agent n1", login=Login(key=key.with_name("agent-n1.key")), timeout_s=20)
         state = await written(agent, operator)
         await agent.close()

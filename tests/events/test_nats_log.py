@@ -20,12 +20,12 @@ from nats.aio.msg import Msg
 from events import nats_log
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
-from events.nats_commands import NatsCommandFeed, command_consumer_config, fit_command_consumer
-from events.nats_connection import Connection, Login, Patience, Refused, connect
-from events.nats_inquiry import came, listened
+from events.nats_commands import NatsCommandFeed, command_consumer_config, ensure_command_consumer
+from events.nats_connection import Backoff, Connection, Login, LoginRefused, connect
+from events.nats_inquiry import wait_for_answer, wait_for_event
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
-from events.nats_streams import ApiError, api, beat_stream_config, create_streams, event_stream_config
+from events.nats_streams import JetStreamError, api, beat_stream_config, create_streams, event_stream_config
 from events.subjects import BEAT_STREAM, EVENT_STREAM, agent_consumer
 from tests.contracts.logs import beat, command, envelope_of, fact, facts, history, started
 
@@ -119,7 +119,7 @@ async def test_commands_and_beats_survive_a_sigkill(nats_server: EmbeddedServer,
         before = await heard.get()
         session = await nats_connection.session()
         await nats_server.kill()
-        await session.lost.wait()
+        await session.disconnected.wait()
         while not heard.empty():
             before = heard.get_nowait()
         await nats_server.start()
@@ -146,7 +146,7 @@ async def test_a_lost_acknowledgement_is_no_second_command(
                 break
             session = await nats_connection.session()
             await nats_server.restart()
-            await session.lost.wait()
+            await session.disconnected.wait()
     assert taken == [1, 2]
 
 
@@ -241,7 +241,9 @@ async def test_a_reader_that_slept_reads_on(
     assert "interrupted" not in caplog.text
 
 
-@pytest.mark.parametrize("wait", [lambda: came(asyncio.Future(), 0.02), lambda: listened(asyncio.Event(), 0.02)])
+@pytest.mark.parametrize(
+    "wait", [lambda: wait_for_answer(asyncio.Future(), 0.02), lambda: wait_for_event(asyncio.Event(), 0.02)]
+)
 async def test_a_wait_of_a_process_that_sleeps_all_the_time_lasts_longer_and_ends(
     wait: Callable[[], Awaitable[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,9 +302,9 @@ def test_waits_between_attempts_grow_and_differ() -> None:
     slept: list[float] = []
 
     async def lose(drawn: float) -> list[float]:
-        patience = Patience("a test", lambda: drawn)
+        backoff = Backoff("a test", lambda: drawn)
         for _ in range(8):
-            await patience.lose(LogError("no"))
+            await backoff.wait_after(LogError("no"))
         return slept
 
     async def sleep(delay_s: float) -> None:
@@ -320,15 +322,15 @@ def test_waits_between_attempts_grow_and_differ() -> None:
 def test_a_quiet_time_is_no_failure(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr("events.nats_connection.time.monotonic", lambda: now_s)
-    patience = Patience("commands for n1")
-    patience.succeed()
+    backoff = Backoff("commands for n1")
+    backoff.reset()
     now_s = 100.0  # nothing to do until here
-    patience.note(LogError("no connection"))
+    backoff.note(LogError("no connection"))
     now_s = 109.0
-    patience.note(LogError("no connection"))
+    backoff.note(LogError("no connection"))
     assert not caplog.records
     now_s = 111.0
-    patience.note(LogError("no connection"))
+    backoff.note(LogError("no connection"))
     assert "commands for n1: no success for 11 s" in caplog.text
 
 
@@ -451,7 +453,7 @@ async def test_a_consumer_of_an_older_version_is_made_anew_in_memory(nats_connec
         aclosing(NatsCommandFeed(nats_connection, "n1", makes_consumer=False).read()) as read,
     ):
         assert [(await anext(read)).seq for _ in range(2)] == [1, 2]  # to ask for the second acknowledges the first
-    await fit_command_consumer(nats_connection, "n1", None)
+    await ensure_command_consumer(nats_connection, "n1", None)
     info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.{agent_consumer('n1')}", {})
     assert info["config"]["mem_storage"] and info["config"]["opt_start_seq"] == 2
     async with asyncio.timeout(10), aclosing(NatsCommandFeed(nats_connection, "n1").read()) as commands:
@@ -477,14 +479,14 @@ async def test_a_stream_has_room_for_the_consumers_of_all_nodes(
         if before:
             await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", {**event_stream_config(), **before})
             for number in range(3):
-                await fit_command_consumer(connection, f"n{number}", ())
-            with pytest.raises(ApiError, match="maximum consumers limit reached"):
-                await fit_command_consumer(connection, "n3", ())
+                await ensure_command_consumer(connection, f"n{number}", ())
+            with pytest.raises(JetStreamError, match="maximum consumers limit reached"):
+                await ensure_command_consumer(connection, "n3", ())
         await create_streams(connection)
         info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
         assert info["config"]["max_consumers"] >= 65_536
         for first in range(0, 1100, 100):
-            await asyncio.gather(*(fit_command_consumer(connection, f"n{first + n}", ()) for n in range(100)))
+            await asyncio.gather(*(ensure_command_consumer(connection, f"n{first + n}", ()) for n in range(100)))
         await create_streams(connection)
         assert (await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]["consumer_count"] == 1100
     finally:
@@ -513,7 +515,7 @@ async def test_a_wrong_password_is_named(tmp_path_factory: pytest.TempPathFactor
             (Login(), "NATS wants a login and got none"),
             (Login(user="unicron", password="other"), "NATS refuses user unicron: the name or the password is wrong"),
         ):
-            with pytest.raises(Refused, match=why):
+            with pytest.raises(LoginRefused, match=why):
                 await connect(server.url, name="test", login=given, timeout_s=3)
         connection = await connect(server.url, name="test", login=login, timeout_s=10)
         await create_streams(connection)
@@ -574,7 +576,7 @@ async def test_core_subscriptions_follow_to_the_next_session(
     with caplog.at_level(logging.INFO):
         session = await nats_connection.session()
         await nats_server.restart()
-        await asyncio.wait_for(session.lost.wait(), 10)
+        await asyncio.wait_for(session.disconnected.wait(), 10)
         await nats_connection.session()
     assert await nats_connection.publish_now("greetings", b"two")
     assert await asyncio.wait_for(heard.get(), 10) == b"two"

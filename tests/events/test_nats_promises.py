@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from events.keys import kept_key
+from events.keys import load_or_create_key
 from events.logins import Role, rights
 from events.nats_connection import Login, connect
 from events.nats_lease import NatsLease
-from events.nats_promises import of_rights, of_servers, of_stream, syncs, weaker
+from events.nats_promises import find_weaknesses, rights_weaknesses, server_weaknesses, stream_weaknesses, syncs
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 
@@ -20,15 +20,15 @@ def info(count: int, **cluster: Any) -> dict[str, Any]:
 
 
 def test_replicas() -> None:
-    assert of_stream("S", info(3), 3) == []
-    (line,) = of_stream("S", info(1), 1)
+    assert stream_weaknesses("S", info(3), 3) == []
+    (line,) = stream_weaknesses("S", info(1), 1)
     assert line == "stream S has 1 replica: the loss of one server loses it; nats stream edit S --replicas 3"
-    (line,) = of_stream("S", info(2), 1)
+    (line,) = stream_weaknesses("S", info(2), 1)
     assert "2 replicas: the loss of one server stops it" in line
-    (line,) = of_stream("S", info(3), 5)
+    (line,) = stream_weaknesses("S", info(3), 5)
     assert "has 3 replicas, not 5" in line
     peers = [{"name": "b", "offline": True}, {"name": "c", "current": True}]
-    assert of_stream("S", info(3, replicas=peers), 3) == ["stream S: its replica on server b is offline"]
+    assert stream_weaknesses("S", info(3, replicas=peers), 3) == ["stream S: its replica on server b is offline"]
 
 
 def test_servers_that_do_not_sync_each_write() -> None:
@@ -38,39 +38,41 @@ def test_servers_that_do_not_sync_each_write() -> None:
     assert syncs(json.dumps(said).encode()) == ("a", False)
     assert syncs(b'{"server": {"name": "a"}, "data": {}}') == ("a", None)
     assert [syncs(odd) for odd in (b"", b"[]", b'{"server": 1}', b"{}")] == [("?", None)] * 4
-    assert of_servers({"a": True, "b": True}) == []
-    (line,) = of_servers({"a": True, "c": None, "b": False})
+    assert server_weaknesses({"a": True, "b": True}) == []
+    (line,) = server_weaknesses({"a": True, "c": None, "b": False})
     assert line.startswith("server b, c does not sync each write to disk")
     for unknown in (None, {}):
-        (line,) = of_servers(unknown)
+        (line,) = server_weaknesses(unknown)
         assert "to disk is not known" in line
 
 
 def test_rights_that_lack_something_or_go_too_far() -> None:
     needed = rights(Role.COORDINATOR)
     told = {"publish": {"allow": list(needed.publish)}, "subscribe": {"allow": list(needed.subscribe)}}
-    assert of_rights({"permissions": told}, Role.COORDINATOR) == []
-    (line,) = of_rights({}, Role.COORDINATOR)
+    assert rights_weaknesses({"permissions": told}, Role.COORDINATOR) == []
+    (line,) = rights_weaknesses({}, Role.COORDINATOR)
     assert "the login coordinator may do everything" in line
-    (line,) = of_rights({}, None)
+    (line,) = rights_weaknesses({}, None)
     assert "which all agents may share" in line
-    assert of_rights({"permissions": told}, None) == []
-    (line,) = of_rights({"permissions": {**told, "publish": {"allow": list(needed.publish[1:])}}}, Role.COORDINATOR)
+    assert rights_weaknesses({"permissions": told}, None) == []
+    (line,) = rights_weaknesses(
+        {"permissions": {**told, "publish": {"allow": list(needed.publish[1:])}}}, Role.COORDINATOR
+    )
     assert f"may not publish {needed.publish[0]}" in line
     wide = {**told, "subscribe": {"allow": ">"}}
-    (line,) = of_rights({"permissions": wide}, Role.COORDINATOR)
+    (line,) = rights_weaknesses({"permissions": wide}, Role.COORDINATOR)
     assert "may subscribe >, which it does not need" in line
 
 
 async def test_a_server_tells_it_all(tmp_path: Path) -> None:
-    users = [kept_key(tmp_path, login).user for login in (Role.COORDINATOR, Role.OPERATOR)]
+    users = [load_or_create_key(tmp_path, login).user for login in (Role.COORDINATOR, Role.OPERATOR)]
     server = EmbeddedServer(tmp_path / "nats", users=users)
     await server.start()
     connection = await connect(server.url, name="t", login=Login(key=tmp_path / "coordinator.key"), timeout_s=10)
     try:
         await create_streams(connection)
         await NatsLease(connection).make()
-        lines = await weaker(connection, Role.COORDINATOR, None, 1)
+        lines = await find_weaknesses(connection, Role.COORDINATOR, None, 1)
         assert [line.split(":")[0] for line in lines[:3]] == [
             "stream UNICRON_EVENTS has 1 replica",
             "stream UNICRON_BEATS has 1 replica",
@@ -78,7 +80,7 @@ async def test_a_server_tells_it_all(tmp_path: Path) -> None:
         ]
         assert len(lines) == 4 and "to disk is not known" in lines[3]
         operator = await connect(server.url, name="t", login=Login(key=tmp_path / "operator.key"), timeout_s=10)
-        assert any("NATS does not tell which rights" in line for line in await weaker(operator, None, None, 1))
+        assert any("NATS does not tell which rights" in line for line in await find_weaknesses(operator, None, None, 1))
         await operator.close()
     finally:
         await connection.close()

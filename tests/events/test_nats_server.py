@@ -16,8 +16,8 @@ import pytest
 import uvloop
 
 from events import nats_server as module
-from events.keys import kept_key
-from events.nats_connection import Login, Refused, connect
+from events.keys import load_or_create_key
+from events.nats_connection import Login, LoginRefused, connect
 from events.nats_server import EmbeddedServer, ServerError, find_program
 
 
@@ -159,12 +159,12 @@ def test_a_missing_program_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
 
 async def test_a_refused_connection_ends_when_it_is_told_to(tmp_path: Path) -> None:
     """At whatever moment: nats-py swallows a cancellation while it closes a socket."""
-    server = EmbeddedServer(tmp_path / "nats", users=[kept_key(tmp_path, "operator").user])
+    server = EmbeddedServer(tmp_path / "nats", users=[load_or_create_key(tmp_path, "operator").user])
     await server.start()
     try:
         async with asyncio.timeout(20):
             for number in range(30):
-                with pytest.raises(Refused, match="NATS wants a login and got none"):
+                with pytest.raises(LoginRefused, match="NATS wants a login and got none"):
                     await connect(server.url, name="nobody", timeout_s=0.05 + 0.003 * number)
     finally:
         await server.kill()

@@ -10,7 +10,7 @@ import msgpack
 
 from events.codec import encode
 from events.envelope import Envelope
-from events.nats_commands import NatsCommandFeed, UnreadOrder, unread_order
+from events.nats_commands import NatsCommandFeed, UnreadCommand, unread_command
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
@@ -34,7 +34,7 @@ async def test_a_command_that_cannot_be_read_is_told_and_the_next_one_comes(nats
     for body in (younger(command(2), type="PolishWorker", shine=3), younger(command(3), urgency=1), b"nonsense"):
         await nats_connection.request("unicron.v1.command.n1.StopWorker", body)
     await log.append([command(4)])
-    unread: list[UnreadOrder] = []
+    unread: list[UnreadCommand] = []
     taken: list[int] = []
     async with asyncio.timeout(30):
         feed = NatsCommandFeed(nats_connection, "n1", on_unread=unread.append)
@@ -53,11 +53,11 @@ async def test_a_command_that_cannot_be_read_is_told_and_the_next_one_comes(nats
 
 def test_only_a_command_to_this_node_is_answered() -> None:
     body = younger(command(2), urgency=1)
-    assert unread_order(body, "n1", "why") == UnreadOrder("1.1.n1.2", "coordinator-1-2", "why")
-    assert unread_order(body, "n2", "why") is None
-    assert unread_order(younger(command(2), command_id="9.1.n1.2"), "n1", "why") is None
-    assert unread_order(younger(command(2), command_id=5), "n1", "why") is None
-    assert unread_order(b"", "n1", "why") is None
+    assert unread_command(body, "n1", "why") == UnreadCommand("1.1.n1.2", "coordinator-1-2", "why")
+    assert unread_command(body, "n2", "why") is None
+    assert unread_command(younger(command(2), command_id="9.1.n1.2"), "n1", "why") is None
+    assert unread_command(younger(command(2), command_id=5), "n1", "why") is None
+    assert unread_command(b"", "n1", "why") is None
 
 
 async def test_terms_are_heard_over_every_outage(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
@@ -75,7 +75,7 @@ async def test_terms_are_heard_over_every_outage(nats_server: EmbeddedServer, na
         assert (await heard.get()).term == 2
         session = await nats_connection.session()
         await nats_server.restart()
-        await session.lost.wait()
+        await session.disconnected.wait()
         await log.claim_term(started(3))
         assert (await heard.get()).term == 3
         session = await nats_connection.session()

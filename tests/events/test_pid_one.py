@@ -14,10 +14,10 @@ import pytest
 KEEP = """
 import os, sys
 from functools import partial
-from events.pid_one import Keeper
+from events.pid_one import InitProcess
 command = [sys.executable, "-c", sys.argv[1], *sys.argv[3:]]
 start = partial(os.posix_spawn, sys.executable, command, os.environ)
-sys.exit(Keeper(start, restarts=int(sys.argv[2]), last=(0, 4, 143)).run())
+sys.exit(InitProcess(start, restarts=int(sys.argv[2]), last=(0, 4, 143)).run())
 """
 #: Says that it runs, and how often one has; then ends as its place among `codes` says, or waits.
 CHILD = """

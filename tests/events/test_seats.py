@@ -13,17 +13,17 @@ from events.codec import MAX_EVENT_BYTES, BadEvent, decode, encode
 from events.envelope import Envelope
 from events.seats import (
     RUN_MAX,
-    Telling,
+    PartialMembership,
+    add_part,
+    broadcast_seats,
     compact,
     cut,
-    expanded,
+    expand,
     joiners_of,
     members_of,
     runs_of,
     starts,
     starts_of,
-    told_by,
-    told_so_far,
     workers_in,
 )
 from events.vocabulary import (
@@ -114,10 +114,10 @@ def test_a_membership_in_parts_is_the_membership(
     there, joiners, size = membership
     runs = runs_of(there, joiners, size)
     *parts, last = cut(runs, part_bytes)
-    telling: Telling | None = None
+    telling: PartialMembership | None = None
     for number, part in enumerate(parts, 1):
-        telling = told_so_far(telling, MembershipPart(task="t", generation=3, part=number, seats=part), 7)
-    assert told_by(telling, told(last, size=size, parts=len(parts)), 3, 7) == runs
+        telling = add_part(telling, MembershipPart(task="t", generation=3, part=number, seats=part), 7)
+    assert broadcast_seats(telling, told(last, size=size, parts=len(parts)), 3, 7) == runs
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -197,26 +197,26 @@ def test_only_a_whole_membership_counts(story: list[tuple[int, MembershipPart | 
     book, telling = Book(), None
     for term, event in story:
         if isinstance(event, MembershipPart):
-            telling = told_so_far(telling, event, term)
+            telling = add_part(telling, event, term)
             if event.part == 1:
                 book.said.clear()
             book.said.append((term, event))
         else:
             assert event.told is not None
-            assert told_by(telling, event.told, event.generation, term) == book.whole(event, term)
+            assert broadcast_seats(telling, event.told, event.generation, term) == book.whole(event, term)
             book.said.clear()
             telling = None
 
 
 def test_torn_is_inert_and_a_new_term_begins_anew() -> None:
-    first = told_so_far(None, MembershipPart(task="t", generation=5, part=1, seats=(run(1),)), 1)
-    assert told_by(first, told((run(3),), parts=2), 5, 1) is None, "a part is missing"
-    assert told_by(first, told((run(3),), parts=1), 6, 1) is None, "of another generation"
-    assert told_by(first, told((run(3),), parts=1), 5, 2) is None, "of another term"
-    assert told_so_far(first, MembershipPart(task="t", generation=5, part=2, seats=(run(2),)), 2) is None
-    anew = told_so_far(first, MembershipPart(task="t", generation=5, part=1, seats=(run(7),)), 2)
-    assert told_by(anew, told((run(8),), parts=1), 5, 2) == (run(7), run(8))
-    assert told_by(first, told((run(9),)), 5, 2) == (run(9),), "one that takes no parts needs none"
+    first = add_part(None, MembershipPart(task="t", generation=5, part=1, seats=(run(1),)), 1)
+    assert broadcast_seats(first, told((run(3),), parts=2), 5, 1) is None, "a part is missing"
+    assert broadcast_seats(first, told((run(3),), parts=1), 6, 1) is None, "of another generation"
+    assert broadcast_seats(first, told((run(3),), parts=1), 5, 2) is None, "of another term"
+    assert add_part(first, MembershipPart(task="t", generation=5, part=2, seats=(run(2),)), 2) is None
+    anew = add_part(first, MembershipPart(task="t", generation=5, part=1, seats=(run(7),)), 2)
+    assert broadcast_seats(anew, told((run(8),), parts=1), 5, 2) == (run(7), run(8))
+    assert broadcast_seats(first, told((run(9),)), 5, 2) == (run(9),), "one that takes no parts needs none"
 
 
 def test_no_more_workers_than_there_can_be() -> None:
@@ -224,13 +224,13 @@ def test_no_more_workers_than_there_can_be() -> None:
     with pytest.raises(BadEvent, match="more than 131072 workers"):
         encode(said(decided(many)))
     part = MembershipPart(task="t", generation=1, part=1, seats=many[:128])
-    telling = told_so_far(None, part, 1)
+    telling = add_part(None, part, 1)
     assert telling is not None and workers_in(telling.seats) == WORKERS_MAX
-    assert told_so_far(telling, replace(part, part=2, seats=(run(1),)), 1) is None
-    assert told_by(telling, told((run(1),), parts=1), 1, 1) is None
+    assert add_part(telling, replace(part, part=2, seats=(run(1),)), 1) is None
+    assert broadcast_seats(telling, told((run(1),), parts=1), 1, 1) is None
     beyond = SeatRun(node="n", number=10**9 - 1, seat=0, count=2, joins=False)
-    assert told_by(None, told((beyond,)), 1, 1) is None
-    assert told_by(None, told((replace(beyond, number=1, seat=2**52),)), 1, 1) is None
+    assert broadcast_seats(None, told((beyond,)), 1, 1) is None
+    assert broadcast_seats(None, told((replace(beyond, number=1, seat=2**52),)), 1, 1) is None
 
 
 # --- plans -----------------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ def test_no_more_workers_than_there_can_be() -> None:
 def test_a_plan_says_the_same_in_runs(replicas: list[tuple[str, ...]]) -> None:
     assignment = TaskAssignment(task="t", workers=3 * len(replicas), replicas=tuple(replicas), waf=7)
     runs = compact(assignment, 3)
-    assert not runs.replicas and expanded(runs) == assignment
-    assert expanded(assignment) is assignment
+    assert not runs.replicas and expand(runs) == assignment
+    assert expand(assignment) is assignment
 
 
 def test_a_plan_for_ten_thousand_nodes_fits() -> None:
@@ -267,7 +267,7 @@ def test_a_plan_for_ten_thousand_nodes_fits() -> None:
     assert len(body) < 300_000 < MAX_EVENT_BYTES
     read = decode(body).event
     assert isinstance(read, PlanAdopted)
-    again = [expanded(each) for each in read.assignments]
+    again = [expand(each) for each in read.assignments]
     assert again == assignments
     assert len({id(name) for replica in again[0].replicas for name in replica}) == 500
 

@@ -14,7 +14,7 @@ import pytest
 
 from events import store_lease
 from events.nats_server import EmbeddedServer
-from events.store_lease import Keeper, StoreLease, Times, now_s
+from events.store_lease import LeaseKeeper, StoreLease, Times, now_s
 from tests.agents.processes import children, eventually, has_ended
 
 #: A busy disk may need a second for what the keeper syncs.
@@ -111,7 +111,7 @@ def test_a_keeper_whose_words_nothing_takes_kills_the_server_all_the_same(tmp_pa
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (speech, lock, tells)]
     numbers = (2, store_lease.LOCK_FD, store_lease.PID_FD)
     actions = [(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in zip(high, numbers, strict=True)]
-    words = store_lease.keeper_words(tmp_path, store_lease.Taken(1, "mine", now_s(), lock), DEAF)
+    words = store_lease.keeper_words(tmp_path, store_lease.StoreClaim(1, "mine", now_s(), lock), DEAF)
     keeper = os.posix_spawn(sys.executable, [*words, "/bin/sleep", "60"], os.environ, file_actions=actions)
     try:
         assert has_ended(int(os.read(told, 20)), DEAF.take_after_s)
@@ -181,11 +181,11 @@ def test_of_several_takers_one_gets_it(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_keeper_knows_that_it_lost(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path, 1, "mine", now_s(), DEAF)
+    keeper = LeaseKeeper(tmp_path, 1, "mine", now_s(), DEAF)
     (tmp_path / "lease.1").write_text('{"token": "theirs"}')
     keeper.renew()
     assert "another token" in keeper.trouble()
-    late = Keeper(tmp_path, 1, "theirs", now_s() - 2, DEAF)
+    late = LeaseKeeper(tmp_path, 1, "theirs", now_s() - 2, DEAF)
     assert "could not be renewed for 2 s" in late.trouble()
     late.renew()
     assert late.trouble() == ""

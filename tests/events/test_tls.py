@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from events.certificates import BadCertificate, first_in, is_of, names_of, read_authority
+from events.certificates import BadCertificate, first_certificate, is_signed_by, names_of, read_authority
 from events.interfaces import interface_addresses, interface_of
 from events.keys import read_key
-from events.nats_connection import Login, Refused, connect
+from events.nats_connection import Login, LoginRefused, connect
 from events.nats_server import EmbeddedServer, ServerError, ServerTls, tls_of
 from tests.events.certified import Certified, now, served, trusting
 
@@ -20,7 +20,7 @@ QUICK_S = 0.5
 
 
 async def refused(server: EmbeddedServer, login: Login | None = None, url: str = "") -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(LoginRefused) as caught:
         await connect(url or server.url, name="test", login=login, timeout_s=QUICK_S)
     return str(caught.value)
 
@@ -177,21 +177,21 @@ async def certificate_of(server: EmbeddedServer, ca: Path) -> bytes:
 
 def test_certificates(tmp_path: Path) -> None:
     certified, other = Certified(tmp_path / "tls", ["head.example", "10.0.0.1", "::1"]), Certified(tmp_path / "other")
-    ours = first_in(certified.server.read_bytes())
+    ours = first_certificate(certified.server.read_bytes())
     assert names_of(ours) == ("head.example", "10.0.0.1", "::1")
-    assert is_of(ours, certified.authority.certificate)
-    assert not is_of(ours, other.authority.certificate)
+    assert is_signed_by(ours, certified.authority.certificate)
+    assert not is_signed_by(ours, other.authority.certificate)
     again = read_authority(certified.authority.certificate_pem, certified.authority.key_pem)
     assert (again.certificate, again.key_pem) == (certified.authority.certificate, certified.authority.key_pem)
     certified.serve(days=1000)
     ends = certified.authority.certificate.not_valid_after_utc
-    assert first_in(certified.server.read_bytes()).not_valid_after_utc == ends, "not beyond its CA"
+    assert first_certificate(certified.server.read_bytes()).not_valid_after_utc == ends, "not beyond its CA"
     with pytest.raises(BadCertificate, match="its key is not that of the certificate"):
         read_authority(certified.authority.certificate_pem, other.authority.key_pem)
     with pytest.raises(BadCertificate, match="without a password"):
         read_authority(certified.authority.certificate_pem, b"x")
     with pytest.raises(BadCertificate, match="no certificate in PEM"):
-        first_in(b"x")
+        first_certificate(b"x")
 
 
 def test_the_interface_of_an_address() -> None:

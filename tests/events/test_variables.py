@@ -79,7 +79,7 @@ def test_a_program_without_variables_reads_none(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_name_that_means_nothing_is_refused(root: Parser) -> None:
-    known = variables.known(root)
+    known = variables.program_variables(root)
     assert {"PROG_A_SIZE_MB", "PROG_A_RUN_SIZE_MB", "PROG_A_STOP_SIZE_MB", "PROG_A_LOUD"} <= known
     assert not any("HELP" in name or "COMPLETION" in name or "VERSION" in name for name in known)
     variables.check("prog-a", known, {"PROG_A_LOUD": "1", "PROG_B": "1", "PATH": "/bin"})
@@ -93,7 +93,7 @@ def test_a_name_that_means_nothing_is_refused(root: Parser) -> None:
     "name", ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_API", "PORT", "PORT_4222_TCP", "PORT_4222_TCP_ADDR"]
 )
 def test_what_kubernetes_sets_for_a_service_is_passed_over(root: Parser, name: str) -> None:
-    variables.check("prog-a", variables.known(root), {f"PROG_A_{name}": "tcp://10.0.0.1:4222"})
+    variables.check("prog-a", variables.program_variables(root), {f"PROG_A_{name}": "tcp://10.0.0.1:4222"})
 
 
 def test_a_child_gets_none_of_a_programs_variables() -> None:

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 
 from events.envelope import Envelope
 from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Connection, Login, Refused, connect
+from events.nats_connection import Connection, Login, LoginRefused, connect
 from events.nats_log import NatsEventLog
 from events.subjects import EVENT_STREAM
 from events.vocabulary import NodeJoined, StoreAddress
@@ -90,7 +90,7 @@ async def refused(path: Path, login: Login) -> str:
         while True:
             try:
                 connection = await logged_in(path, login)
-            except Refused as error:
+            except LoginRefused as error:
                 return str(error)
             await end_of(connection)
             await connection.close()

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from events.megatron_lm import CommandLine
-from events.megatron_lm import understood as flags_understood
+from events.megatron_lm import read_training_flags as flags_understood
 from events.vocabulary import CheckpointSpec, TaskSpec
 from unicrond.intake.task_file import understood
 
@@ -74,7 +74,7 @@ def task(
     """As a task file of name, entry, cwd, args, min_workers and max_workers says it."""
     args = [script, *model.split(), *flags.split()]
     data = {"name": "t", "entry": "megatron-lm", "cwd": str(checkout()), "args": args, "numerics": numerics}
-    told = flags_understood(CommandLine.of(args))
+    told = flags_understood(CommandLine.parse(args))
     size = told.tp * told.pp
     spec, faults = understood({**data, "min_workers": size, "max_workers": size * replicas})
     assert spec is not None, faults

@@ -11,7 +11,7 @@ import pytest
 
 from events import vocabulary as v
 from events.archive import archive
-from events.beat_evidence import Verdicts, evidence, in_order, spans, window_us
+from events.beat_evidence import NodeVerdicts, evidence, merge_beats, spans, window_us
 from events.codec import COORDINATOR
 from events.envelope import Entry, Envelope, Recorded
 from events.nats_connection import Connection
@@ -72,12 +72,12 @@ class Told:
 
 def kept(log: list[Entry], beats: list[Recorded]) -> list[Recorded]:
     """What archives keep that look at five entries each."""
-    verdicts, found = Verdicts(HEARTBEAT_US), []
+    verdicts, found = NodeVerdicts(HEARTBEAT_US), []
     for begin in range(0, len(log), 5):
         some = verdicts.among(log[begin : begin + 5])
         said = [beat for low, high in spans(some) for beat in beats if low <= beat.recorded_at_us <= high]
         found += evidence(some, said)
-    return in_order(found)
+    return merge_beats(found)
 
 
 def test_the_window_holds_the_longest_silence_that_a_node_is_given() -> None:

@@ -19,12 +19,12 @@ from events.logs_request import LogsReply
 from events.node_checks import (
     FactsCheck,
     LinksCheck,
-    LinksSeen,
+    LinksReport,
     NodeFacts,
     PairSum,
     StorageCheck,
-    StorageSeen,
-    Unreached,
+    StorageReport,
+    UnreachablePort,
     decode_check,
     encode,
 )
@@ -35,7 +35,7 @@ from unicrond.display.doctor_nodes import of_nodes
 from unicrond.intake.tokens import Scope
 from unicrond.service.access import scope_of
 from unicrond.service.log_reading import LogReader, LogsUnavailable
-from unicrond.service.node_checks import ALL_PAIRS_MAX, AskedOf, ChecksRun, NodeChecks, _turn, ring, to_try
+from unicrond.service.node_checks import ALL_PAIRS_MAX, ChecksBusy, ChecksRequest, NodeChecks, _turn, ring, to_try
 
 #: Whose storage is whose: nodes with the same letter share it.
 SHARED = {"n1": "a", "n2": "a", "n3": "a", "n4": "a"}
@@ -76,7 +76,7 @@ class Agents(LogReader):
                 return NodeFacts(**told)
             case LinksCheck():
                 lost = [
-                    Unreached(peer=peer.node, what=what, at=f"10.0.0.{peer.node[1:]}:7", why="connection refused")
+                    UnreachablePort(peer=peer.node, what=what, at=f"10.0.0.{peer.node[1:]}:7", why="connection refused")
                     for peer in check.peers
                     for what in peer.ports
                     if (node, peer.node) in self.cut
@@ -85,20 +85,20 @@ class Agents(LogReader):
                     PairSum(peer=pair.peer, trouble=self.bad_sums.get((node, pair.peer), ""), took_us=9)
                     for pair in check.pairs
                 ]
-                return LinksSeen(unreached=tuple(lost), sums=tuple(sums))
+                return LinksReport(unreached=tuple(lost), sums=tuple(sums))
             case StorageCheck():
                 return self.stores(node, check)
 
-    def stores(self, node: str, check: StorageCheck) -> StorageSeen:
+    def stores(self, node: str, check: StorageCheck) -> StorageReport:
         more = {"directory": check.directory, "runs_as_others": self.runs_as_others}
         if node in self.refusing:
-            return StorageSeen(result="refused", why="Permission denied", writable=False, **more)
+            return StorageReport(result="refused", why="Permission denied", writable=False, **more)
         there = self.marks.setdefault(self.storage[node], set())
         if check.part == "write":
             there.add(check.token)
         elif check.part == "remove":
             there.discard(check.token)
-        return StorageSeen(result="seen" if check.token in there else "missing", **more)
+        return StorageReport(result="seen" if check.token in there else "missing", **more)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def agents() -> Iterator[Agents]:
 
 async def look(state: ClusterState, agents: Agents) -> tuple[list[Finding], list[str]]:
     """Through JSON, as the API gives it."""
-    seen = await NodeChecks(agents).look(state, AskedOf())
+    seen = await NodeChecks(agents).look(state, ChecksRequest())
     return of_nodes(msgspec.json.decode(msgspec.json.encode(seen)))
 
 
@@ -229,10 +229,10 @@ async def test_storage_that_agents_may_not_write(state: ClusterState, agents: Ag
 
 async def test_one_looks_at_a_time(state: ClusterState, agents: Agents) -> None:
     checks = NodeChecks(agents)
-    first = asyncio.create_task(checks.look(state, AskedOf()))
+    first = asyncio.create_task(checks.look(state, ChecksRequest()))
     await asyncio.sleep(0)
-    with pytest.raises(ChecksRun):
-        await checks.look(state, AskedOf())
+    with pytest.raises(ChecksBusy):
+        await checks.look(state, ChecksRequest())
     await first
     assert scope_of("POST", "/v1/checks") is Scope.OPERATE
 

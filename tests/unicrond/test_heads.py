@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Recorded
-from events.lease import Held, Holder, Look, MemoryLease
+from events.lease import Holder, LeaseEntry, LeaseView, MemoryLease
 from events.log import EventLog, LogUnavailable
 from events.memory_log import MemoryBeatLog, MemoryLog
 from replay.simulation.virtual_time import HostClock, VirtualLoop
@@ -47,13 +47,13 @@ class Away:
         if self.is_cut:
             raise LogUnavailable("cut")
 
-    async def look(self) -> Look:
+    async def look(self) -> LeaseView:
         self._require()
         return await self.shared.look()
 
-    async def put(self, holder: Holder, after: int) -> Held | None:
+    async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
         self._require()
-        return await self.shared.put(holder, after)
+        return await self.shared.acquire_or_renew(holder, after)
 
     async def announce(self, holder: Holder) -> None:
         self._require()
@@ -302,7 +302,7 @@ async def test_what_no_head_wrote_deposes_nobody() -> None:
         await two.stands_by()
         for _ in range(5):
             lease._revision += 1
-            lease._held = Held(lease._revision, None)
+            lease._held = LeaseEntry(lease._revision, None)
             lease.beat(1)
             await asyncio.sleep(0.6)
         await asyncio.sleep(3.0)
@@ -312,7 +312,7 @@ async def test_what_no_head_wrote_deposes_nobody() -> None:
 @in_virtual_time
 async def test_a_restart_on_the_same_machine_does_not_wait_for_its_own_lease() -> None:
     async with site() as (_, lease, start):
-        await lease.put(Holder(head="before", process="me:1", machine="gone"), 0)
+        await lease.acquire_or_renew(Holder(head="before", process="me:1", machine="gone"), 0)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await start("one").leads()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from events.lease import Held, Holder
+from events.lease import Holder, LeaseEntry
 from unicrond.core.leadership import GAP_US, GRACE_US, SILENT_US, Candidacy
 
 LOOK_US = 200_000
-OTHER = Held(7, Holder(head="b", process="head2:2"))
+OTHER = LeaseEntry(7, Holder(head="b", process="head2:2"))
 
 
 def candidacy(*, is_patient: bool = False, heartbeat_us: int = 1_000_000) -> Candidacy:
     return Candidacy("a", heartbeat_us, 0, is_patient=is_patient)
 
 
-def first_us(standing: Candidacy, held: Held | None, from_us: int, until_us: int = 10 * GRACE_US) -> int | None:
+def first_us(standing: Candidacy, held: LeaseEntry | None, from_us: int, until_us: int = 10 * GRACE_US) -> int | None:
     """When it may be taken first, with a look at each LOOK_US."""
     for now_us in range(from_us, until_us, LOOK_US):
         if standing.answered(held, now_us):
@@ -42,7 +42,7 @@ def test_the_end_of_a_lease_that_was_seen_is_enough() -> None:
 
 
 def test_a_holder_that_has_left_is_not_waited_for() -> None:
-    left = Held(8, Holder(head="b", process="head2:2", has_left=True))
+    left = LeaseEntry(8, Holder(head="b", process="head2:2", has_left=True))
     standing = candidacy(is_patient=True)
     standing.beat(LOOK_US)
     assert standing.answered(left, LOOK_US) == "the head head2:2 has left"
@@ -84,4 +84,4 @@ def test_rare_beats_are_waited_for() -> None:
 
 
 def test_what_no_head_wrote_counts_for_nothing() -> None:
-    assert candidacy().answered(Held(9, None), LOOK_US) == "no head leads"
+    assert candidacy().answered(LeaseEntry(9, None), LOOK_US) == "no head leads"

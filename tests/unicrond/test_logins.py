@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from events.keys import BadKey, kept_key, make_key, read_key, write_key
+from events.keys import BadKey, load_or_create_key, make_key, read_key, write_key
 from events.logins import BadLogin, Role, User
 from events.nats_commands import NatsCommandFeed, filters
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api
-from events.subjects import EVENT_STREAM, told_subjects
+from events.subjects import EVENT_STREAM, feed_subjects
 from tests.unicrond.cluster import MiniCluster
 from unicrond.cli import main
 from unicrond.core.fold import fold
@@ -170,7 +170,7 @@ def test_the_configuration_of_servers_of_ones_own(tmp_path: Path, capsys: pytest
     (keys / "agent-gpu1.key").unlink()  # it is where it is used
     assert main(arguments) == 0
     assert capsys.readouterr().out == told
-    assert kept_key(keys, "coordinator").user.key in told
+    assert load_or_create_key(keys, "coordinator").user.key in told
     assert main([*arguments[:3], "--nsc"]) == 0
     commands = capsys.readouterr().out.splitlines()
     assert len(commands) == 6 and commands[-1].startswith("nsc add user --name agent-gpu2 --allow-pub 'unicron.v1.obs.")
@@ -192,20 +192,20 @@ async def test_consumers_are_there_before_they_are_needed(nats_connection: Conne
     read = {"n1": 0}
     consumers = Consumers(nats_connection, lambda: log.state, lambda node: read[node])
     await consumers.look()
-    assert await follows(nats_connection, "n1") == told_subjects("n1", ())
+    assert await follows(nats_connection, "n1") == feed_subjects("n1", ())
     start = v.StartWorkers(node="n1", epoch=1, command_id="1.1.n1.1", spec=SPEC, starts=())
     await consumers.before([start])
-    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a"]))
+    assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a"]))
     await consumers.before([replace(start, spec=replace(SPEC, name="b"))])
-    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b"]))
+    assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b"]))
     read["n1"] = 7
     await api(nats_connection, f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n1", {})
     await consumers.look()
-    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b"]))
+    assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b"]))
     info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
     assert info["config"]["opt_start_seq"] == 8, "it begins behind what the agent has read"
     await consumers.before([replace(start, spec=replace(SPEC, name="c"))])
-    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b", "c"]))
+    assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b", "c"]))
 
 
 async def test_a_server_that_was_started_anew_costs_an_agent_nothing(

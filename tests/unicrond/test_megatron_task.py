@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from events.megatron_lm import BadFlags, CommandLine, understood
+from events.megatron_lm import BadFlags, CommandLine, read_training_flags
 from events.shape import Shape
 from events.vocabulary import TaskSpec
 from unicrond.core.gpu_types import spec_on
@@ -43,13 +43,13 @@ def test_samples_and_tokenizers_are_counted_as_megatron_does() -> None:
     flags = FLAGS.replace("--train-iters 500", "--train-samples 1000").replace(
         "32000", "255 --tokenizer-type NullTokenizer"
     )
-    told = understood(CommandLine.of(["x.py", *flags.split()]))
+    told = read_training_flags(CommandLine.parse(["x.py", *flags.split()]))
     assert told.iterations == 62
     assert told.vocab == 256
 
 
 def test_the_last_of_two_equal_flags_counts() -> None:
-    told = understood(CommandLine.of(["x.py", *FLAGS.split(), "--micro-batch-size", "4"]))
+    told = read_training_flags(CommandLine.parse(["x.py", *FLAGS.split(), "--micro-batch-size", "4"]))
     assert told.micro_batch == 4
 
 
@@ -107,9 +107,9 @@ def test_a_checkout_and_a_script_are_asked_for() -> None:
     with pytest.raises(TaskFileError, match="args: are missing"):
         loads("name: lm\nentry: megatron-lm\ncwd: /opt/Megatron-LM\n")
     with pytest.raises(BadFlags, match="the first of args must be the script"):
-        CommandLine.of(["--lr", "1"])
+        CommandLine.parse(["--lr", "1"])
     with pytest.raises(BadFlags, match="'5' stands before the first flag"):
-        CommandLine.of(["pretrain_gpt.py", "5"])
+        CommandLine.parse(["pretrain_gpt.py", "5"])
 
 
 def test_submit_check_prints_what_it_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

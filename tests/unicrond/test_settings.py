@@ -68,7 +68,7 @@ def test_a_bad_value_is_one_line_that_names_the_variable(name: str, value: str, 
 
 def test_no_flag_and_no_two_settings_share_a_variable() -> None:
     names = [settings.variable(place) for place, _ in settings.settings(Config)]
-    assert len(names) == len(set(names)) and not set(names) & variables.known(cli.parser())
+    assert len(names) == len(set(names)) and not set(names) & variables.program_variables(cli.parser())
 
 
 def test_check_config_says_where_each_value_comes_from(

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from events.vocabulary import StoreAddress
 from unicrond.core.state import Node, NodeStatus
-from unicrond.ctl.slurm_nodes import SlurmNode, Step, read, steps
+from unicrond.ctl.slurm_nodes import SlurmNode, SyncStep, read, steps
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
 UP = Node(
@@ -41,7 +41,7 @@ def test_other_states_are_no_drain(state: str) -> None:
 
 def wanted(is_draining: bool, why: str, /, ends: bool = False, **fields: Any) -> list[tuple[str, str]]:
     found = list(steps({"n1": SlurmNode("n1", is_draining, why)}, {"n1": replace(UP, **fields)}, ends))
-    assert all(isinstance(step, Step) and step.node == "n1" for step in found)
+    assert all(isinstance(step, SyncStep) and step.node == "n1" for step in found)
     return [(step.act, step.reason) for step in found]
 
 

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from agents.passes import Credentials
-from events.certificates import first_in, is_of, names_of
+from events.certificates import first_certificate, is_signed_by, names_of
 from events.command_line import UsageError
-from events.keys import kept_key, read_key
+from events.keys import load_or_create_key, read_key
 from events.logins import Role
 from events.nats_connection import Login
 from tests.events.certified import Certified, now
@@ -61,16 +61,16 @@ def test_tls_init_makes_and_renews(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {file.name: file.stat().st_mode & 0o777 for file in tls.iterdir()} == dict.fromkeys(
         ("ca.key", "ca.pem", "server.pem"), 0o600
     )
-    first, ca = first_in((tls / "server.pem").read_bytes()), first_in((tls / "ca.pem").read_bytes())
+    first, ca = first_certificate((tls / "server.pem").read_bytes()), first_certificate((tls / "ca.pem").read_bytes())
     assert {"head.example", "10.1.2.3", "localhost", "127.0.0.1", "::1"} <= set(names_of(first))
     assert timedelta(days=9) < first.not_valid_after_utc - now() <= timedelta(days=10)
     assert main(command) == 2
     assert "--renew makes a new certificate of the same CA" in capsys.readouterr().err
     assert main(["tls-init", "--config", str(path), "--renew"]) == 0
-    again = first_in((tls / "server.pem").read_bytes())
+    again = first_certificate((tls / "server.pem").read_bytes())
     assert set(names_of(again)) == set(names_of(first)), "the names of before"
-    assert again.serial_number != first.serial_number and is_of(again, ca)
-    assert first_in((tls / "ca.pem").read_bytes()) == ca
+    assert again.serial_number != first.serial_number and is_signed_by(again, ca)
+    assert first_certificate((tls / "ca.pem").read_bytes()) == ca
 
 
 def test_names_of_hosts() -> None:
@@ -86,7 +86,7 @@ def test_a_node_gets_a_certificate_of_our_ca_and_of_no_other(tmp_path: Path) -> 
     path = configured(tmp_path)
     assert main(["tls-init", "--config", str(path)]) == 0
     pem = pem_for_node(load(path), "n1").encode()
-    assert is_of(first_in(pem), authority_of(load(path)).certificate)
+    assert is_signed_by(first_certificate(pem), authority_of(load(path)).certificate)
     certified = Certified(tmp_path / "own")
     own = f"tls: {{ca: {certified.ca}, cert: {certified.server}, key: {certified.server}}}\n"
     assert pem_for_node(config(tmp_path, WIDE + own), "n1").encode() == certified.authority.certificate_pem
@@ -97,7 +97,7 @@ def test_with_nats_servers_of_ones_own_the_certificate_is_for_states(tmp_path: P
     """The servers are of another CA, or speak in clear."""
     text = f"nats: {{url: 'nats://10.0.0.5', auth: keys, keys: {tmp_path}}}\n"
     path = configured(tmp_path, text)
-    own = kept_key(tmp_path, "agent-n1")
+    own = load_or_create_key(tmp_path, "agent-n1")
     assert _certify(tmp_path / "agent-n1.key", load(path), "n1") and read_key(tmp_path / "agent-n1.key") == own
     assert main(["tls-init", "--config", str(path)]) == 0
     assert _certify(tmp_path / "agent-n1.key", load(path), "n1")

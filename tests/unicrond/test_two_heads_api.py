@@ -17,13 +17,13 @@ from events.lease import Holder, MemoryLease
 from events.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.serving import Files
 from unicrond.core.policy import Policy
-from unicrond.ctl.client import Client, NotReached, Refused, StandsBy
+from unicrond.ctl.client import Client, ConnectionFailed, NotLeader, RequestRefused
 from unicrond.intake.config import Config
 from unicrond.service.access import Access
 from unicrond.service.api import Api
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.heads import Head
-from unicrond.service.shown import Shown
+from unicrond.service.shown import ProcessStatus
 
 
 class Served:
@@ -33,7 +33,7 @@ class Served:
         self.coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 60, process=name)
         me = Holder(head=name, process=name, api=f"{name}:7470")
         self.head = Head(self.coordinator, lease, me, 0.2, gone=lambda _: False)
-        shown = Shown(str, self.head, lambda: ["a promise"])
+        shown = ProcessStatus(str, self.head, lambda: ["a promise"])
         api = Api(Config(), self.coordinator, log, Files(directory), Access(), shown)  # type: ignore[arg-type]
         self._runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0.1)
         self.url = ""
@@ -91,7 +91,7 @@ async def test_the_head_that_stands_by_answers_and_refers_to_the_other(tmp_path:
         )
         assert "unicron_leads 0.0" in await stands_by.get("/metrics")
         assert "unicron_leads 1.0" in await leads.get("/metrics")
-        with pytest.raises(StandsBy, match=r"this head stands by; ask the one that leads, one \(API one:7470\)"):
+        with pytest.raises(NotLeader, match=r"this head stands by; ask the one that leads, one \(API one:7470\)"):
             await asyncio.to_thread(Client(stands_by.url).submit, {"name": "a"})
 
 
@@ -100,7 +100,7 @@ async def test_a_client_of_both_asks_whichever_leads(tmp_path: Path) -> None:
         client = Client(f"{stands_by.url}, {leads.url}")
         assert (await asyncio.to_thread(client.submit, {"name": "a"}))["task"] == "a"
         assert client.url == leads.url
-        with pytest.raises(Refused, match="already exists"):
+        with pytest.raises(RequestRefused, match="already exists"):
             await asyncio.to_thread(client.submit, {"name": "a"})
         await leads.stop()
         leads.url = ""
@@ -114,7 +114,7 @@ async def test_a_client_of_both_asks_whichever_leads(tmp_path: Path) -> None:
 async def test_where_no_head_answers_that_is_one_line() -> None:
     client = Client("http://127.0.0.1:1,http://127.0.0.1:2")
     with pytest.raises(
-        NotReached, match=r"no coordinator at any of http://127\.0\.0\.1:1, http://127\.0\.0\.1:2; "
+        ConnectionFailed, match=r"no coordinator at any of http://127\.0\.0\.1:1, http://127\.0\.0\.1:2; "
     ) as told:
         await asyncio.to_thread(client.health)
     assert "\n" not in str(told.value)

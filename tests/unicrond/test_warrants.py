@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from events import roster
-from events.certificates import first_in
+from events.certificates import first_certificate
 from events.envelope import Envelope
 from events.seats import runs_of
 from events.signing import BadSignature
@@ -24,7 +24,7 @@ from events.vocabulary import (
     StoreAddress,
     ToldOnce,
 )
-from events.warrants import warranted
+from events.warrants import verify_warrant
 from tests.events.certified import Certified, now
 from unicrond.service.warrants import Warrants
 
@@ -60,7 +60,7 @@ def told(generation: int, seats: tuple[SeatRun, ...], parts: int = 0) -> Members
 
 def generation(certified: Certified, text: str, node: str) -> int:
     place = roster.place_of(node, NODES)
-    return warranted(f"{text}.{place}", node, "a", first_in(certified.ca.read_bytes()))
+    return verify_warrant(f"{text}.{place}", node, "a", first_certificate(certified.ca.read_bytes()))
 
 
 def test_commands_of_one_membership_carry_one_warrant(certified: Certified) -> None:

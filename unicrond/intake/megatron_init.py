@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from events.megatron_lm import ENTRY, CommandLine, understood
+from events.megatron_lm import ENTRY, CommandLine, read_training_flags
 
 #: Variables that change what is computed, or how: they go with the task. Others are the cluster's.
 _KEPT = re.compile(r"(CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS|(NCCL|NVTE|TORCH|PYTORCH|CUBLAS)_[A-Z0-9_]+)$")
@@ -87,7 +87,7 @@ def task_file(command: Command, *, name: str = "", here: Path) -> str:
     if script.is_absolute() or not command.cwd:
         directory, script = (directory / script).parent, PurePosixPath(script.name)
     words = [str(script), *command.words[1:]]
-    told = understood(CommandLine.of(words))
+    told = read_training_flags(CommandLine.parse(words))
     size = told.tp * told.pp
     most = min(command.workers // size or 1, told.global_batch // told.micro_batch) * size
     lines = [

@@ -60,10 +60,10 @@ def server_tls(tls: Tls, files: Files, host: str) -> ServerTls:
 
 def expected_name(files: Files, host: str) -> str:
     """The name in the server's certificate by which a client on this machine knows it. Raises BadTls."""
-    from events.certificates import BadCertificate, first_in, names_of  # 60 ms
+    from events.certificates import BadCertificate, first_certificate, names_of  # 60 ms
 
     try:
-        names = names_of(first_in(files.cert.read_bytes()))
+        names = names_of(first_certificate(files.cert.read_bytes()))
     except (OSError, BadCertificate) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise BadTls(f"{files.cert}: {why}; run `unicrond tls-init`, or set tls to certificates of your own") from None
