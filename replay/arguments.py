@@ -17,9 +17,9 @@ TRACE_FILE_VARIABLE = "UNICRON_TRACE_FILE"
 DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare,oobleck,varuna,bamboo,recycle,ft-hsdp"
 
 
-def command(commands: Commands, name: str, run: str, what: str, *flags: Flag, takes_file: bool = False) -> None:
-    """A command that reads a log. `takes_file`: an exported one's path may stand without --file."""
-    parser = bare_command(commands, name, run, what, None, *flags)
+def command(commands: Commands, name: str, run: str, summary: str, *flags: Flag, takes_file: bool = False) -> None:
+    """Add a command that reads a log. `takes_file`: the path of an exported log may stand without --file."""
+    parser = bare_command(commands, name, run, summary, None, *flags)
     source = parser.add_argument_group("the log (one of the four)")
     bare = option("bare_file", "FILE", "the same as --file FILE", type=Path, nargs="?")
     add(
@@ -31,21 +31,22 @@ def command(commands: Commands, name: str, run: str, what: str, *flags: Flag, ta
         option("--url", "URL", "a coordinator's API; it keeps secrets back, and gives no heartbeats"),
     )
     add(source, option("--token-file", "FILE", "with --url: file with the API's bearer token", type=Path))
-    what = "the log's older part (default: that of --state-dir, if it has one)"
-    add(source, option("--archive", "DIR", what, type=Path))
+    summary = "the log's older part (default: that of --state-dir, if it has one)"
+    add(source, option("--archive", "DIR", summary, type=Path))
     add_login(parser)
 
 
-def bare_command(commands: Commands, name: str, run: str, what: str, epilog: Epilog, *flags: Flag) -> Parser:
-    """A command. `run`: "MODULE:FUNCTION" in replay; takes the parsed options, gives the exit code or None for 0."""
+def bare_command(commands: Commands, name: str, run: str, summary: str, epilog: Epilog, *flags: Flag) -> Parser:
+    """Add a command without a log. `run`: "MODULE:FUNCTION" in replay; it takes the parsed options and returns the exit
+    code, or None for 0."""
     json = switch("--json", "machine-readable output")
-    parser = add_command(commands, name, what, epilog or EXAMPLES[name], json, *flags)
+    parser = add_command(commands, name, summary, epilog or EXAMPLES[name], json, *flags)
     parser.set_defaults(run=run)
     return parser
 
 
 def setting_argument(text: str) -> tuple[str, str]:
-    """PATH=VALUE."""
+    """Split PATH=VALUE into (path, value). Raises ValueError where the text is not of that form."""
     path, equals, value = text.partition("=")
     if not equals or "." not in path or not value:
         raise ValueError(f"{text!r} is not a setting; give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
@@ -53,14 +54,14 @@ def setting_argument(text: str) -> tuple[str, str]:
 
 
 def places_argument(text: str) -> list[int]:
-    """Places in a list, from 0: "0,2,5"; "" is none."""
+    """Parse places in a list, counted from 0: "0,2,5"; "" is none. Raises ValueError."""
     if not re.fullmatch(r"[0-9]*(,[0-9]*)*", text, re.ASCII):
         raise ValueError(f"{text!r} does not name places; give numbers from 0 with commas: 0,2,5")
     return [int(place) for place in text.split(",") if place]
 
 
 def name_argument(text: str) -> str:
-    """A node's or task's name."""
+    """Check that the text is a valid name of a node or task, and return it. Raises ValueError."""
     if not re.fullmatch(NAME_PATTERN, text):
         raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
     return text

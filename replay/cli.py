@@ -22,12 +22,12 @@ from events.command_line import (
     add,
     add_login,
     event_type,
+    mark_spans,
     option,
     point,
     repeated,
     switch,
     whole,
-    with_spans_marked,
 )
 from events.log import LogError
 from events.nats_url import parse_urls
@@ -47,15 +47,15 @@ from unicrond import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code."""
     log_lines.set_up(logging.WARNING, f"{PROGRAM}: %(message)s")
     logging.getLogger("events").setLevel(logging.CRITICAL)  # retries are not news; failures are raised
     return command_line.run(PROGRAM, lambda: _run(sys.argv[1:] if arguments is None else arguments), LogError)
 
 
-def _run(given: Sequence[str]) -> int:
+def _run(arguments: Sequence[str]) -> int:
     gc.disable()  # a short life, no cycles: the collector would only walk millions of entries
-    options = parser().parse_args(with_spans_marked(given))
+    options = parser().parse_args(mark_spans(arguments))
     if getattr(options, "bare_file", None) is not None:
         options.file = options.bare_file
     module, _, name = options.run.partition(":")
@@ -69,7 +69,7 @@ def _run(given: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """All commands and flags of `unicron-replay`."""
+    """Build the parser with all commands and flags of `unicron-replay`."""
     root = Parser(
         prog=PROGRAM,
         description="Replay an event log to any point, explain it, repeat its decisions. Never acts on a cluster.",
@@ -89,10 +89,10 @@ _FROM_SNAPSHOT = switch("--from-snapshot", "start from the coordinator's snapsho
 
 
 def _look(commands: Commands) -> None:
-    what = "the cluster's state, as the coordinator believed it"
-    command(commands, "state", "views.commands:state_command", what, _AT, _FROM_SNAPSHOT)
-    what = "the digest of the state, to compare with the daemon's"
-    command(commands, "digest", "views.commands:digest_command", what, _AT, _FROM_SNAPSHOT)
+    summary = "the cluster's state, as the coordinator believed it"
+    command(commands, "state", "views.commands:state_command", summary, _AT, _FROM_SNAPSHOT)
+    summary = "the digest of the state, to compare with the daemon's"
+    command(commands, "digest", "views.commands:digest_command", summary, _AT, _FROM_SNAPSHOT)
     command(
         commands,
         "diff",
@@ -159,8 +159,8 @@ def _explain(commands: Commands) -> None:
         option("--port", "PORT", "on loopback; 0: any free one (default: 7480)", type=whole(0, 65535), default=7480),
         takes_file=True,
     )
-    what = "repeat every decision from its recorded inputs, and compare"
-    command(commands, "verify", "views.verify_command:verify_command", what, _AT)
+    summary = "repeat every decision from its recorded inputs, and compare"
+    command(commands, "verify", "views.verify_command:verify_command", summary, _AT)
     command(
         commands,
         "whatif",

@@ -94,7 +94,8 @@ DEFAULTS = Assumptions()
 
 
 def assume(settings: dict[str, str]) -> Assumptions:
-    """The defaults with `settings` (name -> number as text). Raises ValueError that names the setting and the fix."""
+    """Return the defaults with `settings` (name -> number as text). Raises ValueError that names the setting and the
+    fix."""
     values = msgspec.to_builtins(DEFAULTS)
     for name, text in settings.items():
         if name not in values:

@@ -1,4 +1,4 @@
-"""What a study is run with: seeds, processes, and the runs that other studies have made already."""
+"""What a study runs with: seeds, processes, and the outcomes that earlier studies have computed already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 
 from replay.evaluation import plots
 from replay.evaluation.assumptions import DEFAULTS, Assumptions
-from replay.evaluation.comparison import Comparison, Known, compare
+from replay.evaluation.comparison import Comparison, OutcomeCache, compare
 from replay.evaluation.workload import Workload
 
 PLOTS = Path("docs/results/plots")
@@ -17,25 +17,30 @@ PLOTS = Path("docs/results/plots")
 
 @dataclass(frozen=True)
 class Bench:
-    """`trace_file`: the real trace, None = not here. `known`: outcomes so far; equal runs are made once."""
+    """The settings that all studies share. `progress` is called after each run; `trace_file`: the real trace, None if
+    it is not here; `cache`: outcomes so far, so that equal runs are simulated once."""
 
     seeds: range
-    told: Callable[[int, int, str], None]
+    progress: Callable[[int, int, str], None]
     trace_file: Path | None
     processes: int = 1
-    known: Known = field(default_factory=dict)
+    cache: OutcomeCache = field(default_factory=dict)
 
     def run(
-        self, work: Workload, spec: str, policies: Sequence[str], assumed: Assumptions = DEFAULTS, seeds: int = 0
+        self, work: Workload, spec: str, policies: Sequence[str], assumptions: Assumptions = DEFAULTS, seeds: int = 0
     ) -> Comparison:
-        """`seeds`: fewer than the bench's, where one run is long."""
+        """Compare `policies` on the trace that `spec` names. `seeds`: fewer than the bench's, where one run is long; 0:
+        all."""
         few = self.seeds[: seeds or len(self.seeds)]
         return compare(
-            work, spec, policies, few, assumed, progress=self.told, processes=self.processes, known=self.known
+            work, spec, policies, few, assumptions, progress=self.progress, processes=self.processes, cache=self.cache
         )
 
 
-def plot_shares(made: Sequence[Comparison], x_label: str, x: Sequence[float], name: str, title: str) -> None:
-    """What each policy delivers over `x`."""
-    series = {row.policy: [100 * fmean(each.rows[nth].shares) for each in made] for nth, row in enumerate(made[0].rows)}
+def plot_shares(comparisons: Sequence[Comparison], x_label: str, x: Sequence[float], name: str, title: str) -> None:
+    """Plot the share of failure-free that each policy delivers over `x`, into PLOTS/`name`.png."""
+    series = {
+        row.policy: [100 * fmean(comparison.rows[nth].shares) for comparison in comparisons]
+        for nth, row in enumerate(comparisons[0].rows)
+    }
     plots.lines(title, x_label, "delivered, % of failure-free", x, series, PLOTS / f"{name}.png", logarithmic=True)

@@ -1,4 +1,4 @@
-"""Many runs side by side: policies times seeds, each policy on the very same traces; and what is said of them."""
+"""Many runs side by side: policies times seeds, each policy on the very same traces, and the figures about them."""
 
 from __future__ import annotations
 
@@ -12,85 +12,86 @@ from typing import Any, TypeAlias
 import msgspec
 
 from replay.evaluation.assumptions import DEFAULTS, Assumptions
-from replay.evaluation.simulator import Outcome, made, published_ratio, simulate
+from replay.evaluation.simulator import SimulationOutcome, build_policy, published_ratio, simulate
 from replay.evaluation.traces import Trace, trace
 from replay.evaluation.workload import Workload
-from replay.evaluation.world import World
+from replay.evaluation.world import EvaluationWorld
 
-#: Told after each run: how many are done, of how many, and which it was.
-Progress = Callable[[int, int, str], None]
+#: Called after each run with: the number of completed runs, the number of all runs, the policy of this one.
+ProgressCallback = Callable[[int, int, str], None]
 Run: TypeAlias = tuple[Workload, Trace, str, Assumptions]
-#: Outcomes of runs that need not be made again.
-Known: TypeAlias = dict[Run, Outcome]
+#: Outcomes of runs that need not be simulated again.
+OutcomeCache: TypeAlias = dict[Run, SimulationOutcome]
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRow:
     """One policy over all seeds, in the seeds' order. `published`: see `published_ratio`."""
 
     policy: str
     published: float | None
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SimulationOutcome, ...]
 
     @property
     def ratio(self) -> float:
-        """WAF before the first fault over failure-free."""
+        """The WAF before the first fault over failure-free."""
         return self.outcomes[0].ratio
 
     @property
     def ettr(self) -> float:
-        """Mean over seeds; see Outcome."""
+        """The mean over seeds; see SimulationOutcome."""
         return fmean(outcome.ettr for outcome in self.outcomes)
 
     @property
     def goodput(self) -> float:
-        """Mean over seeds; see Outcome."""
+        """The mean over seeds; see SimulationOutcome."""
         return fmean(outcome.goodput for outcome in self.outcomes)
 
     def mean(self, part: str) -> float:
-        """Mean over seeds of one of Costs' parts, as a share of failure-free."""
+        """Return the mean over seeds of one part of RunCosts, as a share of failure-free."""
         return fmean(getattr(outcome.costs, part) / outcome.costs.failure_free for outcome in self.outcomes)
 
     @property
     def shares(self) -> list[float]:
-        """Delivered over failure-free, per seed."""
+        """List delivered over failure-free, per seed."""
         return [outcome.share for outcome in self.outcomes]
 
     @property
     def waf(self) -> float:
-        """Accumulated WAF, mean over seeds, weighted FLOP."""
+        """The accumulated WAF, mean over seeds, weighted FLOP."""
         return fmean(outcome.costs.delivered / 1e6 for outcome in self.outcomes)
 
     @property
     def stalled_h(self) -> float:
-        """Hours that tasks did not train, summed over tasks, mean over seeds."""
+        """Sum the hours in which tasks did not train, over tasks; mean over seeds."""
         return fmean(outcome.costs.stalled_us / 3.6e9 for outcome in self.outcomes)
 
     @property
     def moves(self) -> float:
-        """Nodes that began to work for another task, mean over seeds."""
+        """Count the nodes that began to work for another task, mean over seeds."""
         return fmean(outcome.costs.moves for outcome in self.outcomes)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`rows` in the order asked for."""
+    """The rows of all policies, in the order in which the caller named them."""
 
     workload: Workload
     trace: str
     seeds: tuple[int, ...]
     assumptions: Assumptions
-    rows: tuple[Row, ...]
+    rows: tuple[PolicyRow, ...]
 
-    def row(self, policy: str) -> Row:
-        """The policy's row."""
+    def row(self, policy: str) -> PolicyRow:
+        """Return the policy's row. Raises StopIteration where the comparison lacks it."""
         return next(row for row in self.rows if row.policy == policy)
 
-    def gain_over(self, row: Row, base: str) -> tuple[float, float, float]:
-        """Accumulated WAF of `base` over the row's on the same seeds: (least, mean, most); inf if it has none."""
+    def gain_over(self, row: PolicyRow, base: str) -> tuple[float, float, float]:
+        """Return the accumulated WAF of `base` over the row's on the same seeds as (least, mean, most); inf where the
+        row has none."""
         gains = [
-            mine / theirs if theirs else float("inf")
-            for mine, theirs in zip(self.row(base).shares, row.shares, strict=True)
+            base_share / row_share if row_share else float("inf")
+            for base_share, row_share in zip(self.row(base).shares, row.shares, strict=True)
         ]
         return min(gains), fmean(gains), max(gains)
 
@@ -102,59 +103,65 @@ def compare(
     seeds: Sequence[int],
     assumptions: Assumptions = DEFAULTS,
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     processes: int = 1,
-    known: Known | None = None,
+    cache: OutcomeCache | None = None,
 ) -> Comparison:
-    """Run everything that is not `known`, in so many processes; it is known afterwards.
+    """Run every policy on every seed in so many processes, except what `cache` holds; its outcomes are added to
+    `cache`.
 
-    Raises TraceError, PolicyError, WorkloadError before the first run.
-    """
+    Raises TraceError, PolicyError, WorkloadError before the first run."""
     traces = [trace(trace_spec, workload.cluster.nodes, seed) for seed in seeds]
     for policy in policies:
-        made(policy, World(workload, traces[0], assumptions))  # its tables are computed once, not in each process
-    asked: list[Run] = [(workload, on, policy, assumptions) for policy in policies for on in traces]
-    outcomes = _all(asked, {} if known is None else known, progress, processes)
+        # Its tables are computed once here, not in each process.
+        build_policy(policy, EvaluationWorld(workload, traces[0], assumptions))
+    runs: list[Run] = [(workload, faults, policy, assumptions) for policy in policies for faults in traces]
+    outcomes = _run_all(runs, {} if cache is None else cache, progress, processes)
     rows = [
-        Row(policy, published_ratio(policy, assumptions), tuple(outcomes[nth * len(traces) : (nth + 1) * len(traces)]))
+        PolicyRow(
+            policy, published_ratio(policy, assumptions), tuple(outcomes[nth * len(traces) : (nth + 1) * len(traces)])
+        )
         for nth, policy in enumerate(policies)
     ]
     return Comparison(workload, trace_spec, tuple(seeds), assumptions, tuple(rows))
 
 
-def _all(asked: Sequence[Run], known: Known, progress: Progress | None, processes: int) -> list[Outcome]:
-    """The outcomes, in the order asked for."""
-    new = [run for run in dict.fromkeys(asked) if run not in known]
+def _run_all(
+    runs: Sequence[Run], cache: OutcomeCache, progress: ProgressCallback | None, processes: int
+) -> list[SimulationOutcome]:
+    """Return the outcomes in the order of `runs`."""
+    new = [run for run in dict.fromkeys(runs) if run not in cache]
 
-    def done(run: Run, outcome: Outcome) -> None:
-        known[run] = outcome
+    def record(run: Run, outcome: SimulationOutcome) -> None:
+        """Store the outcome of a run, and report the progress."""
+        cache[run] = outcome
         if progress is not None:
-            progress(len(asked) - sum(each not in known for each in new), len(asked), outcome.policy)
+            progress(len(runs) - sum(pending_run not in cache for pending_run in new), len(runs), outcome.policy)
 
     if processes == 1 or len(new) < 2:
         for run in new:
-            done(run, simulate(*run))
+            record(run, simulate(*run))
     else:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
             pending = {pool.submit(simulate, *run): run for run in new}
             for future in as_completed(pending):
-                done(pending[future], future.result())
-    return [known[run] for run in asked]
+                record(pending[future], future.result())
+    return [cache[run] for run in runs]
 
 
-def as_json(made: Comparison) -> dict[str, Any]:
-    """Plain values: shares of failure-free, weighted FLOP, hours; the identity's integers per seed as text."""
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Return plain values: shares of failure-free, weighted FLOP, hours; the identity's integers per seed as text."""
     return {
-        "cluster": {"gpu": made.workload.cluster.gpu, "nodes": made.workload.cluster.nodes},
-        "tasks": [msgspec.to_builtins(task) for task in made.workload.tasks],
-        "trace": made.trace,
-        "seeds": list(made.seeds),
-        "assumptions": msgspec.to_builtins(made.assumptions),
-        "rows": [_row_json(made, row) for row in made.rows],
+        "cluster": {"gpu": comparison.workload.cluster.gpu, "nodes": comparison.workload.cluster.nodes},
+        "tasks": [msgspec.to_builtins(task) for task in comparison.workload.tasks],
+        "trace": comparison.trace,
+        "seeds": list(comparison.seeds),
+        "assumptions": msgspec.to_builtins(comparison.assumptions),
+        "rows": [_row_json(comparison, row) for row in comparison.rows],
     }
 
 
-def _row_json(made: Comparison, row: Row) -> dict[str, Any]:
+def _row_json(comparison: Comparison, row: PolicyRow) -> dict[str, Any]:
     parts = ("delivered", "detection", "transition", "sub_healthy")
     return {
         "policy": row.policy,
@@ -174,8 +181,8 @@ def _row_json(made: Comparison, row: Row) -> dict[str, Any]:
     }
 
 
-def _core_json(outcome: Outcome) -> dict[str, float]:
-    """What the coordinator's core did and took in one run (first to last fault, start excluded)."""
+def _core_json(outcome: SimulationOutcome) -> dict[str, float]:
+    """Return what the coordinator's core did and how long it took in one run (first to last fault, start excluded)."""
     core = outcome.core
     assert core is not None
     return {
@@ -196,9 +203,9 @@ HEADERS = (
 )  # fmt: skip
 
 
-def cells(made: Comparison, row: Row, base: str) -> list[str]:
-    """A row of the table: HEADERS, then how many times `base` is as good."""
-    least, mean, most = made.gain_over(row, base)
+def cells(comparison: Comparison, row: PolicyRow, base: str) -> list[str]:
+    """Return a row of the table: HEADERS, then how many times as good `base` is."""
+    least, mean, most = comparison.gain_over(row, base)
     return [
         row.policy,
         f"{row.ratio:.2g}",

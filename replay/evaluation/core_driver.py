@@ -3,14 +3,14 @@ are; agents and trainers around them are models of how long things take (`assump
 
 Rules
 -----
-* No policy lives here. What happens after a fault is what the core decides; this module only says what agents
-  would say, and when: a node dies, and `node_detect_s` later NodeLost is on the log; a command is obeyed
+* No policy lives here. What happens after a fault is what the core decides; this module only produces the reports
+  of agents, and their times: a node dies, and `node_detect_s` later NodeLost is on the log; a command is executed
   `command_s` after it was decided; a process is ready `start_s` after it was started.
 * A task keeps the layout that it has when it starts, as its task file fixes it: the fastest on the nodes of its first
-  plan (`speeds.fixed`). With other `speeds` the core believes, and the trainers reach, those.
-* One slot is a whole node, one worker its processes together: a worker's death is any of theirs. The plan then
-  deals in nodes, as the compared systems do.
-* A dead node's peers report no broken connections of their own here: those only bring a reattempt that cannot
+  plan (`speeds.fixed_speeds`). With other `speeds` the core believes, and the trainers reach, those.
+* One slot is a whole node, one worker its processes together: a worker dies when any of them does. The plan then
+  assigns nodes, as the compared systems do.
+* A dead node's peers report no broken connections of their own here: those only lead to a new attempt that cannot
   form, and end with NodeLost.
 * How long the core took is measured, and kept out of everything that a seed must reproduce.
 
@@ -28,13 +28,13 @@ from statistics import median
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.schemas import SCHEMA, told_version
-from replay.evaluation.meter import Phase
+from replay.evaluation.meter import CostPhase
 from replay.evaluation.plan_rules import Rule, optimal
-from replay.evaluation.speeds import Speeds, fixed
-from replay.evaluation.submission import first_plan, policy_for, task_specs, told_scale
-from replay.evaluation.trainer_model import Activity, Process, TrainerGroup
+from replay.evaluation.speeds import Speeds, fixed_speeds
+from replay.evaluation.submission import first_plan, flops_scale, policy_for, task_specs
+from replay.evaluation.trainer_model import Activity, TrainerGroup, WorkerProcess
 from replay.evaluation.virtual_time import Action, Timer, to_us
-from replay.evaluation.world import World
+from replay.evaluation.world import EvaluationWorld
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
@@ -49,25 +49,25 @@ from unicrond.core.work import iteration_flop
 _VERSION = told_version("simulation", SCHEMA)
 _TERM = 1
 _STORE = v.StoreAddress(host="127.0.0.1", port=1)
-#: How long a health check takes, in which nothing is found (agents/self_test.py).
+#: How long a health check takes that passes (agents/self_test.py).
 _CHECK_S = 5.0
 #: Virtual seconds before time 0 in which everything starts.
 _WARM_UP_S = 3600.0
 
 
 @dataclass
-class Host:
-    """A node's agent. `boot` grows with every repair; `said`: observations of this boot."""
+class NodeAgent:
+    """A node's agent. `boot` grows with every repair; `observations`: how many this boot has reported."""
 
     node: int
     boot: int = 1
     up: bool = True
-    process: Process | None = None
-    said: int = 0
+    process: WorkerProcess | None = None
+    observations: int = 0
 
     @property
     def name(self) -> str:
-        """As the log calls it."""
+        """The node's name in the log."""
         return f"n{self.node}"
 
 
@@ -91,37 +91,36 @@ class CoreWork:
 
     @property
     def core_cpu_s(self) -> float:
-        """CPU time of the core alone: its wall time, less what the run as a whole waited for a CPU.
+        """Estimate the CPU time of the core alone: its wall time, less what the run as a whole waited for a CPU.
 
-        (To ask the CPU clock at every event may cost more than the event.)
-        """
+        (To ask the CPU clock at every event may cost more than the event.)"""
         core_s = self.fold_s + sum(self.decide_s) + sum(self.solve_s)
         return core_s * min(1.0, self.cpu_s / self.wall_s) if self.wall_s else 0.0
 
     @property
     def decide_ms(self) -> float:
-        """Median, milliseconds."""
+        """Return the median time of a decision, milliseconds."""
         return 1000 * median(self.decide_s or [0.0])
 
     @property
     def solve_ms(self) -> float:
-        """Median, milliseconds."""
+        """Return the median time of a plan, milliseconds."""
         return 1000 * median(self.solve_s or [0.0])
 
 
 class CoreDriver:
     """A coordinator with its cluster. `rule` answers the plan problems; `speeds`: see the module."""
 
-    def __init__(self, world: World, rule: Rule = optimal, speeds: Speeds | None = None) -> None:
-        workload, assumed = world.workload, world.assumptions
+    def __init__(self, world: EvaluationWorld, rule: Rule = optimal, speeds: Speeds | None = None) -> None:
+        workload, assumptions = world.workload, world.assumptions
         self.world = world
-        self.speeds = speeds or fixed(workload, first_plan(workload, rule))
+        self.speeds = speeds or fixed_speeds(workload, first_plan(workload, rule))
         self.work = CoreWork()
         self._began_s = 0.0, 0.0
         self.state = ClusterState()
         self.policy = policy_for(world)
-        self.hosts = [Host(node) for node in range(workload.cluster.nodes)]
-        scale = told_scale(workload)
+        self.hosts = [NodeAgent(node) for node in range(workload.cluster.nodes)]
+        scale = flops_scale(workload)
         self.specs = task_specs(workload, self.speeds, scale)
         worth = workload.worth_at(self.speeds)
         self.groups = {
@@ -131,11 +130,11 @@ class CoreDriver:
                 [flops // scale for flops in self.speeds[spec.name].flops],
                 worth[spec.name],
                 iteration_flop(spec),
-                lambda node, event: self._say(self.hosts[node], event),
+                lambda node, event: self._report(self.hosts[node], event),
             )
             for spec in self.specs
         }
-        self._assumed = assumed
+        self._assumptions = assumptions
         self._rule = rule
         self._resolved = 0
         self._solutions: dict[Problem, Solution] = {}
@@ -146,7 +145,7 @@ class CoreDriver:
     # --- the world's side --------------------------------------------------------------------
 
     def start(self) -> None:
-        """A coordinator, all nodes, all tasks; then virtual time runs until everybody trains."""
+        """Start a coordinator, all nodes and all tasks, and run virtual time until every task trains."""
         checks = Settings(self.policy, 1.0, check_timeout_s=60.0).numbers()
         self._resolve(v.CoordinatorStarted(term=_TERM, version=_VERSION, policy=checks))
         for host in self.hosts:
@@ -159,29 +158,30 @@ class CoreDriver:
         self._began_s = time.process_time(), time.perf_counter()
 
     def finish(self) -> CoreWork:
-        """What the core has done since everything ran."""
+        """Return what the core has done since everything ran."""
         cpu_s, wall_s = self._began_s
         self.work.cpu_s, self.work.wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
         return self.work
 
     def node_lost(self, node: int) -> None:
-        """Agent and workers are gone; liveness notices later."""
+        """Kill agent and workers of the node; liveness notices that later."""
         host = self.hosts[node]
         host.up = False
         self._end_process(host)
         boot = host.boot
-        self._after(self._assumed.node_detect_s, lambda: self._notice_loss(host, boot))
+        self._after(self._assumptions.node_detect_s, lambda: self._notice_loss(host, boot))
 
     def node_back(self, node: int) -> None:
-        """A new agent on a node without workers."""
+        """Start a new agent on the node, without workers."""
         host = self.hosts[node]
-        host.up, host.boot, host.said = True, host.boot + 1, 0
-        believed = self._believed_on(host)
+        host.up, host.boot, host.observations = True, host.boot + 1, 0
+        tasks = self._believed_on(host)
         self._join(host)
-        self._notice(believed)
+        self._notice(tasks)
 
     def fault(self, node: int, severity: int) -> None:
-        """SEV2: the process dies. SEV3: its connection breaks; outside a training group it goes unnoticed."""
+        """Apply a fault. SEV2: the process dies. SEV3: its connection breaks; outside a training group it goes
+        unnoticed."""
         host = self.hosts[node]
         process = host.process
         if process is None:
@@ -189,32 +189,32 @@ class CoreDriver:
         group = self.groups[process.task]
         if severity == 2:
             self._end_process(host)
-            self._after(self._assumed.process_detect_s, lambda: self._notice_exit(host, process))
+            self._after(self._assumptions.process_detect_s, lambda: self._notice_exit(host, process))
         elif process.generation and group.activity is Activity.TRAINING:
             group.break_up()
-            self._after(self._assumed.error_detect_s, lambda: self._notice_error(host, process))
+            self._after(self._assumptions.error_detect_s, lambda: self._notice_error(host, process))
 
     # --- noticing ----------------------------------------------------------------------------
 
-    def _notice_loss(self, host: Host, boot: int) -> None:
+    def _notice_loss(self, host: NodeAgent, boot: int) -> None:
         if host.boot != boot:
-            return  # repaired before it was missed: its NodeJoined has said so
-        believed = self._believed_on(host)
-        beat_us = max(1, self.world.clock.now_us - to_us(self._assumed.node_detect_s))
+            return  # repaired before the loss was noticed: its NodeJoined has reported it
+        tasks = self._believed_on(host)
+        beat_us = max(1, self.world.clock.now_us - to_us(self._assumptions.node_detect_s))
         evidence = v.Evidence(beat_seq=1, beat_at_us=beat_us)
         self._resolve(v.NodeLost(node=host.name, evidence=evidence, reason="no heartbeat"))
-        self._notice(believed)
+        self._notice(tasks)
 
-    def _notice_exit(self, host: Host, process: Process) -> None:
+    def _notice_exit(self, host: NodeAgent, process: WorkerProcess) -> None:
         if not host.up:
             return
-        exited = v.WorkerExited(
+        event = v.WorkerExited(
             node=host.name, task=process.task, worker=process.worker, exit_code=1, signal=None, expected=False
         )
-        self._say(host, exited)
+        self._report(host, event)
         self._notice([process.task])
 
-    def _notice_error(self, host: Host, process: Process) -> None:
+    def _notice_error(self, host: NodeAgent, process: WorkerProcess) -> None:
         if not host.up:
             return
         error = v.ErrorReported(
@@ -227,11 +227,11 @@ class CoreDriver:
             phase="reduce",
             message="connection reset by peer",
         )
-        self._say(host, error)
+        self._report(host, error)
         self._notice([process.task])
 
-    def _believed_on(self, host: Host) -> list[str]:
-        """Tasks that have a worker there, as far as the coordinator knows."""
+    def _believed_on(self, host: NodeAgent) -> list[str]:
+        """Return the tasks that have a worker there, as far as the coordinator knows."""
         return [
             task.name
             for task in self.state.tasks.values()
@@ -239,10 +239,10 @@ class CoreDriver:
         ]
 
     def _notice(self, tasks: Iterable[str]) -> None:
-        """The coordinator knows why these tasks stand still."""
+        """Record that the coordinator knows why these tasks stand still."""
         for task in tasks:
-            if self.world.meter.phase(task) is Phase.DETECTION:
-                self.world.meter.stall(task, Phase.TRANSITION)
+            if self.world.meter.phase(task) is CostPhase.DETECTION:
+                self.world.meter.stall(task, CostPhase.TRANSITION)
         self._wake()
 
     # --- the log -----------------------------------------------------------------------------
@@ -262,10 +262,10 @@ class CoreDriver:
         self.work.fold_s += time.perf_counter() - began_s
         self.work.events += 1
 
-    def _say(self, host: Host, event: v.AnyEvent) -> None:
-        host.said += 1
-        self._append(event, host.name, host.boot, host.said)
-        if not isinstance(event, v.StepCommitted | v.WorkerStarted):  # good news asks for no decision
+    def _report(self, host: NodeAgent, event: v.AnyEvent) -> None:
+        host.observations += 1
+        self._append(event, host.name, host.boot, host.observations)
+        if not isinstance(event, v.StepCommitted | v.WorkerStarted):  # these need no decision
             self._wake()
 
     def _resolve(self, event: v.AnyEvent) -> None:
@@ -278,7 +278,7 @@ class CoreDriver:
     # --- the coordinator ---------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Look at the whole state once everything that happens now has been folded."""
+        """Schedule a look at the whole state once everything that happens now has been folded."""
         if not self._awake:
             self._awake = True
             self.world.clock.after(0, self._coordinate)
@@ -294,10 +294,10 @@ class CoreDriver:
                 self.work.memberships += isinstance(event, v.MembershipDecided)
                 self.work.incidents += isinstance(event, v.TransitionCompleted)
             commands = [event for event in events if isinstance(event, v.Command)]
-            decided = [event.task for event in events if isinstance(event, v.MembershipDecided)]
-            told = {name: self.state.tasks[name].membership for name in decided}
-            if commands or told:
-                self._after(self._assumed.command_s, lambda c=commands, m=told: self._hear(c, m))  # type: ignore[misc]
+            tasks = [event.task for event in events if isinstance(event, v.MembershipDecided)]
+            memberships = {name: self.state.tasks[name].membership for name in tasks}
+            if commands or memberships:
+                self._after(self._assumptions.command_s, lambda c=commands, m=memberships: self._deliver(c, m))  # type: ignore[misc]
         self._arm_deadlines()
         self._mark_idle()
 
@@ -307,9 +307,9 @@ class CoreDriver:
         problems = needed_solves(self._survey)
         solving_s = 0.0
         if any(problem not in self._solutions for problem in problems):
-            asked_s = time.perf_counter()
+            solve_began_s = time.perf_counter()
             self._solutions = {problem: self._rule(problem) for problem in problems}
-            solving_s = time.perf_counter() - asked_s
+            solving_s = time.perf_counter() - solve_began_s
             self.work.solve_s.append(solving_s)
         events = decide(self._survey, self._solutions)
         self.work.decide_s.append(time.perf_counter() - began_s - solving_s)
@@ -317,11 +317,11 @@ class CoreDriver:
 
     def _arm_deadlines(self) -> None:
         began_s = time.perf_counter()
-        standing = deadlines(Survey(self.state, self.policy, self._survey))
+        lengths_us = deadlines(Survey(self.state, self.policy, self._survey))
         self.work.decide_s[-1] += time.perf_counter() - began_s
-        for name in [name for name in self._timers if name not in standing]:
+        for name in [name for name in self._timers if name not in lengths_us]:
             self._timers.pop(name).cancel()
-        for name, length_us in standing.items():
+        for name, length_us in lengths_us.items():
             if name not in self._timers:
                 self._timers[name] = self.world.clock.after(length_us, lambda name=name: self._pass(name))  # type: ignore[misc]
 
@@ -330,32 +330,32 @@ class CoreDriver:
         self._wake()
 
     def _mark_idle(self) -> None:
-        """A task that the plan gives nothing stands idle; one that gets something again is in transition."""
+        """Move tasks without workers in the plan to IDLE, and those that have workers again to TRANSITION."""
         meter = self.world.meter
         for name, assignment in self.state.plan.assignments.items():
             phase = meter.phase(name)
-            if not assignment.workers and phase is Phase.TRANSITION:
+            if not assignment.workers and phase is CostPhase.TRANSITION:
                 meter.idle(name)
-            elif assignment.workers and phase is Phase.IDLE:
-                meter.stall(name, Phase.TRANSITION)
+            elif assignment.workers and phase is CostPhase.IDLE:
+                meter.stall(name, CostPhase.TRANSITION)
 
     # --- agents ------------------------------------------------------------------------------
 
-    def _join(self, host: Host) -> None:
-        joined = v.NodeJoined(
+    def _join(self, host: NodeAgent) -> None:
+        event = v.NodeJoined(
             node=host.name, address="127.0.0.1", slots=1, store=_STORE, agent_boot=host.boot, version=_VERSION
         )
-        self._say(host, joined)
+        self._report(host, event)
 
-    def _hear(self, commands: list[v.Command], told: dict[str, Membership | None]) -> None:
-        """What one batch says: the commands, and each task's newest membership."""
-        self._obey(commands)
-        for name, membership in told.items():
+    def _deliver(self, commands: list[v.Command], memberships: dict[str, Membership | None]) -> None:
+        """Deliver what one batch of events holds: the commands, and each task's newest membership."""
+        self._execute(commands)
+        for name, membership in memberships.items():
             if membership is not None:
-                self.groups[name].tell(membership)
+                self.groups[name].set_target(membership)
 
-    def _obey(self, commands: list[v.Command]) -> None:
-        """The commands of one batch; a dead node obeys none."""
+    def _execute(self, commands: list[v.Command]) -> None:
+        """Execute the commands of one batch; a dead node executes none."""
         for command in commands:
             host = self.hosts[int(command.node[1:])]
             if isinstance(command, v.StartWorker) and host.up:
@@ -363,45 +363,45 @@ class CoreDriver:
             elif isinstance(command, v.CheckNode) and host.up:
                 self._after(_CHECK_S, lambda h=host, c=command: self._check(h, c))  # type: ignore[misc]
             elif isinstance(command, v.StopWorker):
-                self._after(self._assumed.stop_s, lambda h=host, w=command.worker: self._stop_process(h, w))  # type: ignore[misc]
+                self._after(self._assumptions.stop_s, lambda h=host, w=command.worker: self._stop_process(h, w))  # type: ignore[misc]
 
-    def _check(self, host: Host, command: v.CheckNode) -> None:
-        """Nothing is wrong with a node of the simulation that is up."""
+    def _check(self, host: NodeAgent, command: v.CheckNode) -> None:
+        """Report a health check that passed: nothing is wrong with a node of the simulation that is up."""
         if host.up:
             took_us = to_us(_CHECK_S)
-            found = v.NodeChecked(
+            report = v.NodeChecked(
                 node=host.name, command_id=command.command_id, passed=True, duration_us=took_us, detail="simulated"
             )
-            self._say(host, found)
+            self._report(host, report)
 
-    def _start_process(self, host: Host, command: v.StartWorker) -> None:
+    def _start_process(self, host: NodeAgent, command: v.StartWorker) -> None:
         if host.process is not None:
-            failed = v.CommandFailed(node=host.name, command_id=command.command_id, reason="the slot is taken")
-            self._say(host, failed)
+            event = v.CommandFailed(node=host.name, command_id=command.command_id, reason="the slot is taken")
+            self._report(host, event)
             return
-        host.process = process = Process(command.worker, command.spec.name, host.node)
+        host.process = process = WorkerProcess(command.worker, command.spec.name, host.node)
         self.groups[process.task].add(process)
-        self._say(host, v.WorkerStarted(node=host.name, task=process.task, worker=process.worker, pid=1))
-        self._after(self._assumed.start_s, lambda: self._process_ready(host, process))
+        self._report(host, v.WorkerStarted(node=host.name, task=process.task, worker=process.worker, pid=1))
+        self._after(self._assumptions.start_s, lambda: self._process_ready(host, process))
 
-    def _process_ready(self, host: Host, process: Process) -> None:
+    def _process_ready(self, host: NodeAgent, process: WorkerProcess) -> None:
         if host.process is process:
             process.ready = True
-            self._say(host, v.WorkerReady(node=host.name, task=process.task, worker=process.worker))
+            self._report(host, v.WorkerReady(node=host.name, task=process.task, worker=process.worker))
             self.groups[process.task].try_to_form()
 
-    def _stop_process(self, host: Host, worker: str) -> None:
+    def _stop_process(self, host: NodeAgent, worker: str) -> None:
         process = host.process
         if process is None or process.worker != worker:
             return
         self._end_process(host)
-        exited = v.WorkerExited(
+        event = v.WorkerExited(
             node=host.name, task=process.task, worker=worker, exit_code=0, signal=None, expected=True
         )
-        self._say(host, exited)
+        self._report(host, event)
         self._notice([process.task])
 
-    def _end_process(self, host: Host) -> None:
+    def _end_process(self, host: NodeAgent) -> None:
         process, host.process = host.process, None
         if process is not None:
             self.groups[process.task].remove(process)

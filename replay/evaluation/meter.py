@@ -25,10 +25,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from replay.evaluation.virtual_time import Clock
+from replay.evaluation.virtual_time import VirtualClock
 
 
-class Phase(StrEnum):
+class CostPhase(StrEnum):
     """The account that a moment of a task goes into."""
 
     RUNNING = "running"
@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 
 @dataclass
-class Costs:
+class RunCosts:
     """Weighted FLOP times 10**6 (FLOP/s times microseconds), exact; times in microseconds.
 
     `stalled_us`: summed over tasks, the time that they did not train. `moves`: how often a node began to
@@ -57,7 +57,7 @@ class Costs:
 
     @property
     def balanced(self) -> bool:
-        """The identity of the module's theory."""
+        """Check the identity of the module's theory."""
         return self.delivered + self.detection + self.transition + self.sub_healthy == self.failure_free
 
 
@@ -66,7 +66,7 @@ class _Account:
     """One task. `rate`: F of its last running configuration; `nodes`: those it ran on."""
 
     failure_free: int
-    phase: Phase = Phase.IDLE
+    phase: CostPhase = CostPhase.IDLE
     rate: int = 0
     nodes: frozenset[int] = frozenset()
     since_us: int = 0
@@ -74,11 +74,11 @@ class _Account:
 
 @dataclass
 class Meter:
-    """Told of each change of a task, and asked for the sums. `rates`: (time, WAF delivered) at every change."""
+    """Books each change of a task, and sums the costs. `rates`: (time, WAF delivered) at every change."""
 
-    clock: Clock
+    clock: VirtualClock
     failure_free: Mapping[str, int]
-    costs: Costs = field(default_factory=Costs)
+    costs: RunCosts = field(default_factory=RunCosts)
     rates: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -86,43 +86,45 @@ class Meter:
         self._total_rate = 0
 
     def begin(self) -> None:
-        """Whatever was before now does not count."""
+        """Start counting now; nothing from before counts."""
         self.total()
-        self.costs = Costs()
+        self.costs = RunCosts()
         self.rates = [(self.clock.now_us, self._total_rate)]
 
     def run(self, task: str, rate: int, nodes: Iterable[int]) -> None:
-        """The task trains on `nodes`, worth `rate` weighted FLOP/s."""
-        self._change(task, Phase.RUNNING, rate, frozenset(nodes))
+        """Record that the task trains on `nodes`, worth `rate` weighted FLOP/s."""
+        self._change(task, CostPhase.RUNNING, rate, frozenset(nodes))
 
-    def stall(self, task: str, phase: Phase) -> None:
-        """The task stands still: DETECTION or TRANSITION."""
+    def stall(self, task: str, phase: CostPhase) -> None:
+        """Record that the task stands still: DETECTION or TRANSITION."""
         self._change(task, phase)
 
     def idle(self, task: str) -> None:
-        """The task has no nodes to run on."""
-        self._change(task, Phase.IDLE)
+        """Record that the task has no nodes to run on."""
+        self._change(task, CostPhase.IDLE)
 
-    def phase(self, task: str) -> Phase:
-        """What the task is doing."""
+    def phase(self, task: str) -> CostPhase:
+        """Return the phase that the task is in."""
         return self._accounts[task].phase
 
-    def total(self) -> Costs:
-        """The sums up to now."""
+    def total(self) -> RunCosts:
+        """Return the sums up to now."""
         for account in self._accounts.values():
             self._book(account)
         return self.costs
 
-    def _change(self, task: str, phase: Phase, rate: int | None = None, nodes: frozenset[int] | None = None) -> None:
+    def _change(
+        self, task: str, phase: CostPhase, rate: int | None = None, nodes: frozenset[int] | None = None
+    ) -> None:
         account = self._accounts[task]
         self._book(account)
-        delivered_before = account.rate if account.phase is Phase.RUNNING else 0
+        delivered_before = account.rate if account.phase is CostPhase.RUNNING else 0
         if nodes is not None:
             self.costs.moves += len(nodes - account.nodes)
             account.nodes = nodes
         account.rate = account.rate if rate is None else rate
         account.phase = phase
-        self._note_rate((account.rate if phase is Phase.RUNNING else 0) - delivered_before)
+        self._note_rate((account.rate if phase is CostPhase.RUNNING else 0) - delivered_before)
 
     def _note_rate(self, change: int) -> None:
         self._total_rate += change
@@ -132,21 +134,21 @@ class Meter:
             self.rates.append((self.clock.now_us, self._total_rate))
 
     def _book(self, account: _Account) -> None:
-        """The time since the account was booked last."""
+        """Add the time since the account was booked last."""
         costs = self.costs
         length_us, account.since_us = self.clock.now_us - account.since_us, self.clock.now_us
         costs.failure_free += account.failure_free * length_us
-        priced = 0 if account.phase is Phase.IDLE else account.rate
-        costs.sub_healthy += (account.failure_free - priced) * length_us
-        if account.phase is not Phase.RUNNING:
+        rate = 0 if account.phase is CostPhase.IDLE else account.rate
+        costs.sub_healthy += (account.failure_free - rate) * length_us
+        if account.phase is not CostPhase.RUNNING:
             costs.stalled_us += length_us
         match account.phase:
-            case Phase.RUNNING:
-                costs.delivered += priced * length_us
+            case CostPhase.RUNNING:
+                costs.delivered += rate * length_us
                 costs.productive_us += len(account.nodes) * length_us
-            case Phase.DETECTION:
-                costs.detection += priced * length_us
-            case Phase.TRANSITION:
-                costs.transition += priced * length_us
-            case Phase.IDLE:
+            case CostPhase.DETECTION:
+                costs.detection += rate * length_us
+            case CostPhase.TRANSITION:
+                costs.transition += rate * length_us
+            case CostPhase.IDLE:
                 pass

@@ -20,38 +20,39 @@ Rule: TypeAlias = Callable[[Problem], Solution]
 
 
 def optimal(problem: Problem) -> Solution:
-    """The planner's own answer."""
+    """Return the planner's own solution."""
     return solve(problem)
 
 
 def equal(problem: Problem) -> Solution:
-    """The same for every task."""
+    """Share the nodes equally among the tasks."""
     return _shared(problem, {task.name: 1.0 for task in problem.tasks})
 
 
 def weighted(problem: Problem) -> Solution:
-    """By weight."""
+    """Share the nodes by the tasks' weights."""
     return _shared(problem, {task.name: float(task.weight) for task in problem.tasks})
 
 
 def sized(sizes: Mapping[str, float]) -> Rule:
-    """By the model's parameters (`sizes`: task -> parameters)."""
+    """Build the rule that shares the nodes by the models' parameters (`sizes`: task -> parameters)."""
     return lambda problem: _shared(problem, sizes)
 
 
 def _shared(problem: Problem, share: Mapping[str, float]) -> Solution:
-    """Floors first, in order, as far as they go; then unit by unit to the task furthest below its share."""
+    """Give each task its floor first, in order, as far as the nodes go; then unit by unit to the task furthest below
+    its share."""
     counts = {task.name: 0 for task in problem.tasks}
-    left = problem.workers
+    free = problem.workers
     for task in problem.tasks:
-        if task.floor_point <= left:
+        if task.floor_point <= free:
             counts[task.name] = task.floor_point
-            left -= task.floor_point
+            free -= task.floor_point
     while True:
         open_to = [
             task
             for task in problem.tasks
-            if task.unit <= left
+            if task.unit <= free
             and counts[task.name] >= task.floor_point
             and task.may_have(counts[task.name] + task.unit)
         ]
@@ -59,26 +60,28 @@ def _shared(problem: Problem, share: Mapping[str, float]) -> Solution:
             return Solution(problem, tuple(counts.values()))
         poorest = min(open_to, key=lambda task: (counts[task.name] + task.unit) / share[task.name])
         counts[poorest.name] += poorest.unit
-        left -= poorest.unit
+        free -= poorest.unit
 
 
 def stay(home: Mapping[str, int]) -> Rule:
-    """Every task keeps what it has; a hit one shrinks, one below its first plan (`home`) grows back."""
+    """Build the rule under which every task keeps its nodes; a hit one shrinks, one below its first plan (`home`) grows
+    back."""
 
     def rule(problem: Problem) -> Solution:
+        """Solve the problem by shrinking hit tasks and growing back those below `home`."""
         counts = {task.name: task.workers for task in problem.tasks}
         over = sum(counts.values()) - problem.workers
         hit_first = sorted(problem.tasks, key=lambda task: (not task.faulty, -task.workers))
         for task in hit_first:
-            given = min(counts[task.name], -(-max(0, over) // task.unit) * task.unit)
-            counts[task.name] -= given
-            over -= given
-        left = problem.workers - sum(counts.values())
+            release = min(counts[task.name], -(-max(0, over) // task.unit) * task.unit)
+            counts[task.name] -= release
+            over -= release
+        free = problem.workers - sum(counts.values())
         for task in sorted(problem.tasks, key=lambda task: counts[task.name] - home[task.name]):
-            wanted = max(0, home[task.name] - counts[task.name])
-            taken = min(wanted, left) // task.unit * task.unit
-            counts[task.name] += taken
-            left -= taken
+            deficit = max(0, home[task.name] - counts[task.name])
+            grant = min(deficit, free) // task.unit * task.unit
+            counts[task.name] += grant
+            free -= grant
         return Solution(problem, tuple(counts.values()))
 
     return rule

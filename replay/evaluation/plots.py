@@ -31,33 +31,35 @@ PARTS = (
 )
 
 
-def loss_over_time(made: Comparison, path: Path) -> None:
-    """Accumulated WAF lost so far, first seed, in % of the whole trace's failure-free; one line per policy."""
-    figure, axes = canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, seed {made.seeds[0]}")
-    worth = sum(made.workload.failure_free.values())
-    for row in made.rows:
+def loss_over_time(comparison: Comparison, path: Path) -> None:
+    """Plot the accumulated WAF lost so far, first seed, in % of the whole trace's failure-free; one line per policy."""
+    figure, axes = canvas(f"{comparison.trace}, {comparison.workload.cluster.nodes} nodes, seed {comparison.seeds[0]}")
+    worth = sum(comparison.workload.failure_free.values())
+    for row in comparison.rows:
         outcome = row.outcomes[0]
         start_us, length_us = outcome.rates[0][0], outcome.trace.length_us
-        days, lost = [0.0], [0.0]
+        days, losses = [0.0], [0.0]
         ends = [at_us for at_us, _ in outcome.rates[1:]] + [start_us + length_us]
         for (at_us, rate), end_us in zip(outcome.rates, ends, strict=True):
             days.append((end_us - start_us) / 8.64e10)
-            lost.append(lost[-1] + 100 * (1 - rate / worth) * (end_us - at_us) / length_us)
-        axes.plot(days, lost, linewidth=1.2, **_line(row.policy))
+            losses.append(losses[-1] + 100 * (1 - rate / worth) * (end_us - at_us) / length_us)
+        axes.plot(days, losses, linewidth=1.2, **_line(row.policy))
     axes.set(xlabel="days", ylabel="WAF lost so far, % of failure-free")
     axes.legend(fontsize=7)
     save(figure, path)
 
 
-def costs(made: Comparison, path: Path) -> None:
-    """Where the failure-free WAF goes, per policy: stacked bars, mean over seeds."""
-    figure, axes = canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, {len(made.seeds)} seeds")
-    names = [row.policy for row in made.rows]
-    left = [0.0] * len(names)
+def costs(comparison: Comparison, path: Path) -> None:
+    """Plot where the failure-free WAF goes, per policy: stacked bars, mean over seeds."""
+    figure, axes = canvas(
+        f"{comparison.trace}, {comparison.workload.cluster.nodes} nodes, {len(comparison.seeds)} seeds"
+    )
+    names = [row.policy for row in comparison.rows]
+    offsets = [0.0] * len(names)
     for part, colour in PARTS:
-        widths = [100 * row.mean(part) for row in made.rows]
-        axes.barh(names, widths, left=left, color=colour, label=part.replace("_", "-"))
-        left = [sum(pair) for pair in zip(left, widths, strict=True)]
+        widths = [100 * row.mean(part) for row in comparison.rows]
+        axes.barh(names, widths, left=offsets, color=colour, label=part.replace("_", "-"))
+        offsets = [sum(pair) for pair in zip(offsets, widths, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="% of failure-free WAF")
     axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.08))
@@ -74,7 +76,7 @@ def lines(
     *,
     logarithmic: bool = False,
 ) -> None:
-    """One line per name of `series` over `x`."""
+    """Plot one line per name of `series` over `x`."""
     figure, axes = canvas(title)
     for name, values in series.items():
         axes.plot(x, values, marker="o", markersize=3, linewidth=1.2, **_line(name))

@@ -20,7 +20,7 @@ from pathlib import Path
 from replay.arguments import TRACE_FILE_VARIABLE
 from replay.evaluation import large_studies, studies
 from replay.evaluation.bench import Bench
-from replay.evaluation.comparison import Known
+from replay.evaluation.comparison import OutcomeCache
 from replay.evaluation.simulate_cli import runs_bar
 from replay.evaluation.traces import INFINITEHBD_ORIGIN, INFINITEHBD_SHA256, TraceError
 from unicrond.core.planning import kernel
@@ -36,8 +36,8 @@ STUDIES: dict[str, Callable[[Bench], str]] = {
 }  # fmt: skip
 
 
-def replaced(document: str, name: str, text: str) -> str:
-    """The document with `text` as the block `name`. Raises ValueError if it has no such block."""
+def replace_block(document: str, name: str, text: str) -> str:
+    """Return the document with `text` as the block `name`. Raises ValueError if it has no such block."""
     block = re.compile(rf"(<!-- begin {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)", re.DOTALL)
     if len(block.findall(document)) != 1:
         raise ValueError(f"{DOCUMENT}: block {name} must stand there once; add <!-- begin {name} --> and its end")
@@ -45,15 +45,15 @@ def replaced(document: str, name: str, text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the studies that `argv` names, all without; the exit code."""
+    """Run the studies that `argv` names, or all where it names none, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m replay.evaluation", description="Redo docs/results/evaluation.md.")
     parser.add_argument("--only", default=",".join(STUDIES), help="studies, with commas (default: all)")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: one per core")
     parser.add_argument("--trace", type=Path, help=f"the real trace's file (default: ${TRACE_FILE_VARIABLE})")
     options = parser.parse_args(argv)
-    named = options.trace or os.environ.get(TRACE_FILE_VARIABLE)
-    trace_file = Path(named) if named else None
+    trace_name = options.trace or os.environ.get(TRACE_FILE_VARIABLE)
+    trace_file = Path(trace_name) if trace_name else None
     names = options.only.split(",")
     unknown = next((name for name in names if name not in STUDIES), None)
     if unknown is not None:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _redo(names: Sequence[str], seeds: range, trace_file: Path | None, processes: int) -> None:
-    known: Known = {}
+    cache: OutcomeCache = {}
     for name in names:
         if name == "real" and (trace_file is None or not trace_file.is_file()):
             print(
@@ -81,7 +81,7 @@ def _redo(names: Sequence[str], seeds: range, trace_file: Path | None, processes
             )
             continue
         began_s = time.monotonic()
-        with runs_bar() as told:
-            text = STUDIES[name](Bench(seeds, told, trace_file, processes, known))
-        DOCUMENT.write_text(replaced(DOCUMENT.read_text(), name, text))
+        with runs_bar() as progress:
+            text = STUDIES[name](Bench(seeds, progress, trace_file, processes, cache))
+        DOCUMENT.write_text(replace_block(DOCUMENT.read_text(), name, text))
         print(f"{name}: written, {time.monotonic() - began_s:.0f} s", flush=True)

@@ -35,16 +35,16 @@ _NODES_FOR_COMPILED = 64
 
 
 async def simulate_command(options: argparse.Namespace) -> None:
-    """Play the policies and print what they deliver."""
+    """Run the policies and print what they deliver."""
     if options.parameters:
         _print_parameters(DEFAULTS)
         return
     gc.enable()  # it may run for hours
     try:
-        made = _run(options)
-        print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
+        comparison = _run(options)
+        print(json.dumps(as_json(comparison), indent=2)) if options.json else _print(comparison)
         if options.plot is not None:  # last: long results are printed even where drawing fails
-            loss_over_time(made, options.plot)
+            loss_over_time(comparison, options.plot)
     except ValueError as problem:  # TraceError, WorkloadError, PolicyError are ValueErrors
         raise UsageError(str(problem)) from None
 
@@ -69,14 +69,14 @@ def _run(options: argparse.Namespace) -> Comparison:
         )
     if cluster.nodes >= _NODES_FOR_COMPILED:
         kernel.warm()
-    with runs_bar() as told:
+    with runs_bar() as progress:
         return compare(
             work,
             spec,
             policies,
             range(options.first_seed, options.first_seed + options.seeds),
             assumptions,
-            progress=told,
+            progress=progress,
             processes=options.processes,
         )
 
@@ -90,22 +90,24 @@ def _setting(text: str) -> tuple[str, str]:
 
 @contextmanager
 def runs_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr, nothing where that is not a terminal. Its arguments: runs done, all runs, the last
-    one."""
+    """Yield a function that moves a progress bar on stderr; it draws nothing where stderr is not a terminal. Its
+    arguments: runs completed, all runs, the policy of the last one."""
     console = Console(file=sys.stderr)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("simulating", total=None)
-        yield lambda done, total, what: progress.update(task, description=what, completed=done, total=total)
+        yield lambda completed, total, policy: progress.update(
+            task, description=policy, completed=completed, total=total
+        )
 
 
 def epilog() -> str:
-    """Examples, and every trace, policy, model and GPU there is."""
-    drawn = {"trace-a": TRACE_A, "trace-b": TRACE_B, "poisson": POISSON, "meta": META}
+    """Return examples, and every trace, policy, model and GPU there is."""
+    generators = {"trace-a": TRACE_A, "trace-b": TRACE_B, "poisson": POISSON, "meta": META}
     settings = "\n".join(
         f"  {name}:{key}={default:g}   {meaning}"
-        for name, known in drawn.items()
-        for key, (default, meaning) in known.items()
+        for name, keys in generators.items()
+        for key, (default, meaning) in keys.items()
     )
     return f"""\
 examples:
@@ -132,20 +134,25 @@ def _print_parameters(assumptions: Assumptions) -> None:
         print(f"  {name} = {value:g}")
 
 
-def _print(made: Comparison) -> None:
-    base = made.rows[0].policy
-    cluster, first = made.workload.cluster, made.rows[0].outcomes[0].trace
+def _print(comparison: Comparison) -> None:
+    base = comparison.rows[0].policy
+    cluster, first = comparison.workload.cluster, comparison.rows[0].outcomes[0].trace
     print(
-        f"{cluster.nodes} x {cluster.per_node} {cluster.gpu}, {len(made.workload.tasks)} tasks, {made.trace}: "
+        f"{cluster.nodes} x {cluster.per_node} {cluster.gpu}, {len(comparison.workload.tasks)} tasks, "
+        f"{comparison.trace}: "
         f"{first.length_us / 8.64e10:g} days, {first.node_faults} node faults and "
-        f"{len(first.faults) - first.node_faults} others (first of {len(made.seeds)} seeds)"
+        f"{len(first.faults) - first.node_faults} others (first of {len(comparison.seeds)} seeds)"
     )
     print("failure-free = delivered + detection + transition + sub-healthy; mean over seeds (range)")
     print("T ratio: before the first fault, over failure-free; ETTR, goodput: arXiv 2410.21680\n")
     headers = (*HEADERS, f"{base} is better by")
-    show(Table(headers, tuple(tuple(cells(made, row, base)) for row in made.rows), right=frozenset(headers[1:])))
-    _print_assumed(made)
-    for row in made.rows:
+    show(
+        Table(
+            headers, tuple(tuple(cells(comparison, row, base)) for row in comparison.rows), right=frozenset(headers[1:])
+        )
+    )
+    _print_assumptions(comparison)
+    for row in comparison.rows:
         core = row.outcomes[0].core
         if core is not None:
             faults = len(row.outcomes[0].trace.faults)
@@ -157,13 +164,13 @@ def _print(made: Comparison) -> None:
             )
 
 
-def _print_assumed(made: Comparison) -> None:
-    """Every assumption; those that were changed first."""
-    values = {name: getattr(made.assumptions, name) for name in made.assumptions.__struct_fields__}
+def _print_assumptions(comparison: Comparison) -> None:
+    """Print every assumption; those that were changed first."""
+    values = {name: getattr(comparison.assumptions, name) for name in comparison.assumptions.__struct_fields__}
     changed = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
-    for title, named in (
+    for title, group in (
         ("assumed otherwise", changed),
         ("assumed (--parameters explains each)", {name: values[name] for name in values if name not in changed}),
     ):
-        if named:
-            print(f"\n{title}: " + ", ".join(f"{name} = {value:g}" for name, value in named.items()))
+        if group:
+            print(f"\n{title}: " + ", ".join(f"{name} = {value:g}" for name, value in group.items()))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from events.guess import guess
 from replay.evaluation.assumptions import DEFAULTS, Assumptions
 from replay.evaluation.core_driver import CoreDriver, CoreWork
-from replay.evaluation.meter import Costs
+from replay.evaluation.meter import RunCosts
 from replay.evaluation.plan_rules import equal, optimal, sized, stay, weighted
 from replay.evaluation.policies.bamboo import Bamboo
 from replay.evaluation.policies.ft_hsdp import FtHsdp
@@ -33,12 +33,12 @@ from replay.evaluation.policies.varuna import Varuna
 from replay.evaluation.submission import first_plan
 from replay.evaluation.traces import Trace
 from replay.evaluation.workload import Workload
-from replay.evaluation.world import Policy, World
+from replay.evaluation.world import EvaluationWorld, RecoveryPolicy
 from unicrond.throughput.presets import MODELS
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """`costs` in exact integers; `rates`: (virtual time, WAF delivered) at every change; `core`: None for others.
 
     `nodes`, `tasks`: how many there are.
@@ -48,49 +48,49 @@ class Outcome:
     trace: Trace
     nodes: int
     tasks: int
-    costs: Costs
+    costs: RunCosts
     rates: tuple[tuple[int, int], ...]
     core: CoreWork | None
 
     @property
     def share(self) -> float:
-        """Accumulated WAF over failure-free."""
+        """Divide the accumulated WAF by failure-free."""
         return self.costs.delivered / self.costs.failure_free
 
     @property
     def ratio(self) -> float:
-        """WAF before the first fault over failure-free: what the system's mechanism and its spare nodes leave."""
+        """The WAF before the first fault over failure-free: what the system's mechanism and its spare nodes leave."""
         return self.rates[0][1] * self.trace.length_us / self.costs.failure_free
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: productive over all time of a job, mean over tasks (arXiv 2410.21680).
+        """Compute the effective training time ratio: productive over all time of a job, mean over tasks (arXiv
+        2410.21680).
 
-        Detection, transition, standing idle and work done again are not productive.
-        """
+        Detection, transition, standing idle and work done again are not productive."""
         return 1 - self.costs.stalled_us / (self.tasks * self.trace.length_us)
 
     @property
     def goodput(self) -> float:
-        """Productive node time over that of all nodes, spare and broken ones included (the same source)."""
+        """Divide productive node time by that of all nodes, spare and broken ones included (the same source)."""
         return self.costs.productive_us / (self.nodes * self.trace.length_us)
 
 
-def _with_sizes(world: World) -> Policy:
+def _build_sized(world: EvaluationWorld) -> RecoveryPolicy:
     return CoreDriver(world, sized({task.name: MODELS[task.model].parameters for task in world.workload.tasks}))
 
 
-def _staying(world: World) -> Policy:
+def _build_staying(world: EvaluationWorld) -> RecoveryPolicy:
     return CoreDriver(world, stay(first_plan(world.workload, optimal)))
 
 
-_POLICIES: dict[str, Callable[[World], Policy]] = {
+_POLICIES: dict[str, Callable[[EvaluationWorld], RecoveryPolicy]] = {
     "unicron": CoreDriver,
     "unicron-free": lambda world: CoreDriver(world, speeds=world.workload.speeds),
-    "unicron-stay": _staying,
+    "unicron-stay": _build_staying,
     "unicron-equal": lambda world: CoreDriver(world, equal),
     "unicron-weighted": lambda world: CoreDriver(world, weighted),
-    "unicron-sized": _with_sizes,
+    "unicron-sized": _build_sized,
     "megatron-wait": MegatronWait,
     "megatron-shrink": MegatronShrink,
     "hot-spare": HotSpare,
@@ -109,7 +109,7 @@ class PolicyError(ValueError):
 
 
 def check_policy(name: str, nodes: int) -> None:
-    """Raises PolicyError for what `simulate` would not know."""
+    """Raise PolicyError for a name that `simulate` would not accept."""
     kind, colon, count = name.partition(":")
     if kind not in _POLICIES or (colon and kind != "hot-spare"):
         raise PolicyError(f"--policy: unknown {name!r}; {guess(kind, list(POLICIES))}")
@@ -118,23 +118,25 @@ def check_policy(name: str, nodes: int) -> None:
 
 
 def published_ratio(name: str, assumptions: Assumptions) -> float | None:
-    """Failure-free throughput over Megatron's as published for the policy (see Assumptions); None where it is not."""
+    """Return the policy's published failure-free throughput over Megatron's (see Assumptions); None without one."""
     ratio: float | None = getattr(assumptions, f"{name}_ratio", None)
     return ratio
 
 
-def made(policy: str, world: World) -> Policy:
-    """The policy in its world. Raises PolicyError."""
+def build_policy(policy: str, world: EvaluationWorld) -> RecoveryPolicy:
+    """Build the policy in its world. Raises PolicyError."""
     check_policy(policy, world.workload.cluster.nodes)
     kind, _, count = policy.partition(":")
     return HotSpare(world, int(count or 1)) if kind == "hot-spare" else _POLICIES[kind](world)
 
 
-def simulate(workload: Workload, trace: Trace, policy: str, assumptions: Assumptions = DEFAULTS) -> Outcome:
+def simulate(workload: Workload, trace: Trace, policy: str, assumptions: Assumptions = DEFAULTS) -> SimulationOutcome:
     """Run `policy` through `trace`. Raises PolicyError."""
-    world = World(workload, trace, assumptions)
-    running = made(policy, world)
+    world = EvaluationWorld(workload, trace, assumptions)
+    running = build_policy(policy, world)
     world.play(running)
     core = running.finish() if isinstance(running, CoreDriver) else None
     rates = tuple(world.meter.rates)
-    return Outcome(policy, trace, workload.cluster.nodes, len(workload.tasks), world.meter.total(), rates, core)
+    return SimulationOutcome(
+        policy, trace, workload.cluster.nodes, len(workload.tasks), world.meter.total(), rates, core
+    )

@@ -1,6 +1,5 @@
-"""The studies of docs/results/evaluation.md on the paper's cluster and around it, one function each: what it returns
-stands in the document (`redo.py`). The large ones: `large_studies.py`.
-"""
+"""The studies of docs/results/evaluation.md on the paper's cluster and around it, one function each. `redo.py` puts the
+returned text into the document. The large ones: `large_studies.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ FEW = ("unicron", "unicron-stay", "megatron-wait", "megatron-shrink", "hot-spare
 
 
 def small() -> Workload:
-    """The paper's size: six GPT-3 tasks on 16 nodes of 8 A800."""
+    """Return the paper's size: six GPT-3 tasks on 16 nodes of 8 A800."""
     return workload(Cluster(GPU, 16), six())
 
 
@@ -39,24 +38,24 @@ def small() -> Workload:
 
 
 def trace_a(bench: Bench) -> str:
-    """All systems on trace-a."""
+    """Run all systems on trace-a."""
     return _main(bench, "trace-a")
 
 
 def trace_b(bench: Bench) -> str:
-    """All systems on trace-b."""
+    """Run all systems on trace-b."""
     return _main(bench, "trace-b")
 
 
 def _main(bench: Bench, spec: str) -> str:
-    made = bench.run(small(), spec, MAIN)
-    plots.costs(made, PLOTS / f"{spec}-costs.png")
-    plots.loss_over_time(made, PLOTS / f"{spec}-loss.png")
-    return full_table(made)
+    comparison = bench.run(small(), spec, MAIN)
+    plots.costs(comparison, PLOTS / f"{spec}-costs.png")
+    plots.loss_over_time(comparison, PLOTS / f"{spec}-loss.png")
+    return full_table(comparison)
 
 
 def repairs(bench: Bench) -> str:
-    """The grid: how long a repair takes, against every baseline."""
+    """Vary how long a repair takes, against every baseline."""
     specs = {
         "trace-a, 1 to 7 d": "trace-a",
         "trace-a, 1 d": "trace-a:repair_from_d=1,repair_to_d=1",
@@ -64,22 +63,22 @@ def repairs(bench: Bench) -> str:
         "trace-b, 12 h": "trace-b:repair_h=12",
         "trace-b, 24 h": "trace-b:repair_h=24",
     }
-    made = {title: bench.run(small(), spec, MAIN) for title, spec in specs.items()}
-    return gain_table(made)
+    comparisons = {title: bench.run(small(), spec, MAIN) for title, spec in specs.items()}
+    return gain_table(comparisons)
 
 
 def plan(bench: Bench) -> str:
-    """The real core with other plans: what the optimal replan is worth apart from the fast restart."""
+    """Run the real core with other plans: what is the optimal replan worth apart from the fast restart?"""
     specs = {"trace-a": "trace-a", "trace-b, 12 h": "trace-b", "trace-b, 24 h": "trace-b:repair_h=24"}
-    made = {title: bench.run(small(), spec, PLANS) for title, spec in specs.items()}
-    idle = ["\nHours that tasks did not train, summed over the six tasks:\n", head(("plan", *made))]
+    comparisons = {title: bench.run(small(), spec, PLANS) for title, spec in specs.items()}
+    idle = ["\nHours that tasks did not train, summed over the six tasks:\n", head(("plan", *comparisons))]
     for nth, policy in enumerate(PLANS):
-        idle.append(line([policy, *(f"{each.rows[nth].stalled_h:.1f}" for each in made.values())]))
-    return gain_table(made) + "\n" + "\n".join(idle)
+        idle.append(line([policy, *(f"{comparison.rows[nth].stalled_h:.1f}" for comparison in comparisons.values())]))
+    return gain_table(comparisons) + "\n" + "\n".join(idle)
 
 
 def prices(_: Bench) -> str:
-    """Failure-free throughput over Megatron's that each mechanism leaves, computed."""
+    """Compute the failure-free throughput over Megatron's that each mechanism leaves."""
     counts = (1, 2, 4, 8)
     systems = (oobleck_speeds, varuna_speeds, bamboo_speeds, recycle_speeds)
     models = dict.fromkeys(task.model for task in six())
@@ -94,9 +93,9 @@ def prices(_: Bench) -> str:
             megatron = work.throughput[task.name][nodes]
             if not megatron:
                 continue
-            ratios = (made[task.name].flops[nodes] / megatron for made in tables)
-            shown = (f"{ratio:.2f}" if ratio else "does not fit" for ratio in ratios)
-            rows.append(line([task.model, str(nodes), f"{megatron / nodes / 8e12:.0f}", *shown]))
+            ratios = (speeds_of[task.name].flops[nodes] / megatron for speeds_of in tables)
+            ratio_cells = (f"{ratio:.2f}" if ratio else "does not fit" for ratio in ratios)
+            rows.append(line([task.model, str(nodes), f"{megatron / nodes / 8e12:.0f}", *ratio_cells]))
     published = (published_ratio(name.partition("_")[0], DEFAULTS) for name in _names(systems))
     rows.append(line(["published (all sizes)", "", "", *(f"{ratio:g}" if ratio else "none" for ratio in published)]))
     return "\n".join(rows)
@@ -118,16 +117,16 @@ LEAD: tuple[tuple[str, str, dict[str, float]], ...] = (
 
 
 def lead(bench: Bench) -> str:
-    """What of the lead over a Megatron that shrinks is detection, restart, plan."""
-    made = {spec: lead_steps(bench, small(), spec) for spec in ("trace-a", "trace-b", "trace-b:repair_h=24")}
-    rows = [head(("delivered, % (share of the lead)", *made))]
+    """Split the lead over a Megatron that shrinks into detection, restart and plan."""
+    steps_by_trace = {spec: lead_steps(bench, small(), spec) for spec in ("trace-a", "trace-b", "trace-b:repair_h=24")}
+    rows = [head(("delivered, % (share of the lead)", *steps_by_trace))]
     for nth, (title, _, _) in enumerate(LEAD):
-        rows.append(line([title, *(steps[nth] for steps in made.values())]))
+        rows.append(line([title, *(steps[nth] for steps in steps_by_trace.values())]))
     return "\n".join(rows)
 
 
 def lead_steps(bench: Bench, work: Workload, spec: str, seeds: int = 0) -> list[str]:
-    """For each row of LEAD: delivered, and which part of the way to unicron the step is."""
+    """Return, for each row of LEAD, what is delivered and which part of the way to unicron the step is."""
     delivered = []
     for _, policy, changes in LEAD:
         assumed = msgspec.structs.replace(DEFAULTS, **changes)
@@ -140,36 +139,38 @@ def lead_steps(bench: Bench, work: Workload, spec: str, seeds: int = 0) -> list[
 
 
 def layouts(bench: Bench) -> str:
-    """The best layout at every size, taken at no cost, beside one layout for good."""
+    """Compare the best layout at every size, taken at no cost, with one layout for good."""
     policies = ("unicron-free", "unicron", "unicron-stay", "ideal")
     specs = {"trace-a": "trace-a", "trace-b, 12 h": "trace-b", "trace-b, 24 h": "trace-b:repair_h=24"}
     return gain_table({title: bench.run(small(), spec, policies) for title, spec in specs.items()})
 
 
 def detection(bench: Bench) -> str:
-    """The baselines' detection: what if they noticed sooner than by a collective's timeout?"""
+    """Vary the baselines' detection: what if they noticed sooner than by a collective's timeout?"""
     times_s = (1800.0, 300.0, 60.0, 5.6)
-    made = {
+    comparisons = {
         f"timeout {time_s:g} s": bench.run(
             small(), "trace-b", FEW[:5], msgspec.structs.replace(DEFAULTS, timeout_s=time_s)
         )
         for time_s in times_s
     }
-    return gain_table(made)
+    return gain_table(comparisons)
 
 
 def transition(bench: Bench) -> str:
-    """Unicron's own times, multiplied: regroup, transfer, redeal, start."""
+    """Multiply Unicron's own times: regroup, transfer, redeal, start."""
     factors = (1, 2, 4, 8, 16)
-    made = {f"x {factor}": bench.run(small(), "trace-b", ("unicron", "ideal"), _slower(factor)) for factor in factors}
+    comparisons = {
+        f"x {factor}": bench.run(small(), "trace-b", ("unicron", "ideal"), _slower(factor)) for factor in factors
+    }
     rows = [head(("unicron's times", "regroup + transfer + redeal, s", "start, s", "delivered %", "transition %"))]
-    for (title, each), factor in zip(made.items(), factors, strict=True):
-        assumed, row = _slower(factor), each.row("unicron")
+    for (title, comparison), factor in zip(comparisons.items(), factors, strict=True):
+        assumed, row = _slower(factor), comparison.row("unicron")
         stop_s = assumed.regroup_s + assumed.transfer_s + assumed.redeal_s
         share = f"{100 * row.mean('delivered'):.2f}", f"{100 * row.mean('transition'):.2f}"
         rows.append(line([title, f"{stop_s:g}", f"{assumed.start_s:g}", *share]))
-    shares = {"unicron": [100 * each.row("unicron").mean("delivered") for each in made.values()]}
-    shares["ideal"] = [100 * each.row("ideal").mean("delivered") for each in made.values()]
+    shares = {"unicron": [100 * comparison.row("unicron").mean("delivered") for comparison in comparisons.values()]}
+    shares["ideal"] = [100 * comparison.row("ideal").mean("delivered") for comparison in comparisons.values()]
     plots.lines(
         "trace-b: unicron's transition times, multiplied", "factor", "delivered, % of failure-free",
         [float(factor) for factor in factors], shares, PLOTS / "transition.png", logarithmic=True,
@@ -188,29 +189,31 @@ def _slower(factor: int) -> Assumptions:
 
 
 def mtbf(bench: Bench) -> str:
-    """How often nodes fail."""
+    """Vary how often nodes fail."""
     days = (4, 8, 16, 32, 64, 128)
-    made = [bench.run(small(), f"poisson:mtbf_d={d},other_mtbf_d={d / 3:.3g},repair_h=24", FEW, seeds=5) for d in days]
-    plot_shares(made, "node MTBF, days", [float(d) for d in days], "mtbf", "16 nodes, 28 days, repair 24 h")
-    return share_table("node MTBF, days", [str(d) for d in days], made)
+    comparisons = [
+        bench.run(small(), f"poisson:mtbf_d={d},other_mtbf_d={d / 3:.3g},repair_h=24", FEW, seeds=5) for d in days
+    ]
+    plot_shares(comparisons, "node MTBF, days", [float(d) for d in days], "mtbf", "16 nodes, 28 days, repair 24 h")
+    return share_table("node MTBF, days", [str(d) for d in days], comparisons)
 
 
 def tasks(bench: Bench) -> str:
-    """How many tasks share one cluster."""
+    """Vary how many tasks share one cluster."""
     copies = (1, 2, 4, 7)
-    made = [bench.run(workload(Cluster(GPU, 64), six(n)), "poisson:days=14", FEW, seeds=5) for n in copies]
-    return share_table("tasks on 64 nodes", [str(6 * n) for n in copies], made)
+    comparisons = [bench.run(workload(Cluster(GPU, 64), six(n)), "poisson:days=14", FEW, seeds=5) for n in copies]
+    return share_table("tasks on 64 nodes", [str(6 * n) for n in copies], comparisons)
 
 
 def spares(bench: Bench) -> str:
-    """How many nodes are kept idle."""
+    """Vary how many nodes are kept idle."""
     counts = (1, 2, 4, 8, 12)
     policies = ("unicron", "megatron-wait", *(f"hot-spare:{n}" for n in counts))
-    made = bench.run(workload(Cluster(GPU, 64), six(4)), "poisson:days=28", policies, seeds=5)
-    return full_table(made)
+    comparison = bench.run(workload(Cluster(GPU, 64), six(4)), "poisson:days=28", policies, seeds=5)
+    return full_table(comparison)
 
 
 def assumptions(_: Bench) -> str:
-    """The defaults."""
+    """List the defaults."""
     names = DEFAULTS.__struct_fields__
     return "\n".join([head(("assumption", "value")), *(line([n, f"{getattr(DEFAULTS, n):g}"]) for n in names)])

@@ -6,7 +6,7 @@ from events import vocabulary as v
 from replay.evaluation.plan_rules import Rule
 from replay.evaluation.speeds import Speeds
 from replay.evaluation.workload import Speed, TrainingTask, Workload
-from replay.evaluation.world import World
+from replay.evaluation.world import EvaluationWorld
 from unicrond.core.policy import Policy
 from unicrond.core.task_rules import WAF_MAX
 from unicrond.throughput.presets import MODELS
@@ -15,25 +15,25 @@ from unicrond.throughput.presets import MODELS
 _ITERATIONS = 2**50
 
 
-def policy_for(world: World) -> Policy:
-    """The coordinator's configuration: it knows the trace's failure rate and how long its transitions are."""
-    assumed = world.assumptions
-    transition_s = assumed.regroup_s + assumed.transfer_s + assumed.redeal_s
+def policy_for(world: EvaluationWorld) -> Policy:
+    """Build the coordinator's configuration: it knows the trace's failure rate and how long its transitions are."""
+    assumptions = world.assumptions
+    transition_s = assumptions.regroup_s + assumptions.transfer_s + assumptions.redeal_s
     return Policy(
-        worker_start_s=2 * assumed.start_s + 60.0,
-        regroup_s=2 * (transition_s + assumed.checkpoint_load_s) + 60.0,
+        worker_start_s=2 * assumptions.start_s + 60.0,
+        regroup_s=2 * (transition_s + assumptions.checkpoint_load_s) + 60.0,
         worker_mtbf_s=world.trace.node_mtbf_s,
         transition_s=max(transition_s, 0.001),
     )
 
 
 def first_plan(workload: Workload, rule: Rule) -> dict[str, int]:
-    """Nodes per task from a standing start, the layouts still free."""
+    """Return the nodes per task from a standing start, the layouts still free."""
     return {task.name: count for task, count in rule(workload.problem(workload.cluster.nodes, workload.speeds))}
 
 
-def told_scale(workload: Workload) -> int:
-    """What every T and every batch is divided by: the log's FLOP/s are integers, together less than WAF_MAX."""
+def flops_scale(workload: Workload) -> int:
+    """Return the divisor of every T and every batch: the log's FLOP/s are integers, together less than WAF_MAX."""
     scale = 1
     while sum(workload.failure_free.values()) // scale > WAF_MAX // 2:
         scale *= 2
@@ -41,12 +41,13 @@ def told_scale(workload: Workload) -> int:
 
 
 def task_specs(workload: Workload, speeds: Speeds, scale: int = 1) -> list[v.TaskSpec]:
-    """The tasks as they would be submitted, one worker per node. `scale`: see `told_scale`."""
+    """Return the tasks as they would be submitted, one worker per node. `scale`: see `flops_scale`."""
     return [_spec(workload, task, speeds[task.name], scale) for task in workload.tasks]
 
 
 def _spec(workload: Workload, task: TrainingTask, speed: Speed, scale: int) -> v.TaskSpec:
-    """A replica of several nodes is as many stages: layers are rounded up to that, and whole replicas are tabled."""
+    """Build one task. A replica of several nodes is as many stages: layers are rounded up to that, and only whole
+    replicas have a throughput."""
     model, most = MODELS[task.model], workload.most(task) // speed.unit * speed.unit
     return v.TaskSpec(
         name=task.name,
@@ -56,7 +57,7 @@ def _spec(workload: Workload, task: TrainingTask, speed: Speed, scale: int) -> v
         pp=speed.unit,
         model=v.ModelSpec(
             layers=-(-model.layers // speed.unit) * speed.unit,
-            hidden=model.hidden,
+            hidden=model.hidden_size,
             heads=model.heads,
             seq=model.seq,
             vocab=model.vocab,

@@ -32,7 +32,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class TraceFault:
     """`severity` 1, 2 or 3; `repair_us`: how long the node is away (SEV1 only)."""
 
     at_us: int
@@ -48,16 +48,16 @@ class Trace:
     name: str
     nodes: int
     length_us: int
-    faults: tuple[Fault, ...]
+    faults: tuple[TraceFault, ...]
 
     @property
     def node_faults(self) -> int:
-        """How many are SEV1."""
+        """Count the SEV1 faults."""
         return sum(fault.severity == 1 for fault in self.faults)
 
     @property
     def node_mtbf_s(self) -> float:
-        """Mean time between SEV1 faults of one node; without any, as if the next came at the end."""
+        """Compute the mean time between SEV1 faults of one node; without any, as if the next came at the end."""
         return self.nodes * self.length_us / 1e6 / max(1, self.node_faults)
 
 
@@ -89,61 +89,61 @@ TRACE_A: dict[str, tuple[float, str]] = {
 
 
 def trace(spec: str, nodes: int, seed: int) -> Trace:
-    """The trace that `spec` names (see the module), for a cluster of `nodes`. Raises TraceError."""
+    """Return the trace that `spec` names (see the module), for a cluster of `nodes`. Raises TraceError."""
     name, _, settings = spec.partition(":")
     if name == "trace-a":
         a = _settings(name, settings, TRACE_A)
         if a["repair_from_d"] > a["repair_to_d"]:
             raise TraceError("--trace trace-a: repair_from_d is above repair_to_d; swap them")
-        return _counted(spec, nodes, seed, 56 * DAY_US, 10, 33, (a["repair_from_d"] * 24, a["repair_to_d"] * 24))
+        return _uniform(spec, nodes, seed, 56 * DAY_US, 10, 33, (a["repair_from_d"] * 24, a["repair_to_d"] * 24))
     if name == "trace-b":
         b = _settings(name, settings, TRACE_B)
-        return _counted(spec, nodes, seed, 7 * DAY_US, 26, 80, (b["repair_h"], b["repair_h"]))
+        return _uniform(spec, nodes, seed, 7 * DAY_US, 26, 80, (b["repair_h"], b["repair_h"]))
     if name == "meta":
         return _meta(spec, nodes, seed, _settings(name, settings, META))
     if name == "poisson":
         return _poisson(spec, nodes, seed, _settings(name, settings, POISSON))
     path = Path(spec)
     if not path.is_file():
-        known = "trace-a, trace-b, poisson:mtbf_d=30,repair_h=24, meta or the path of a trace in InfiniteHBD's format"
-        raise TraceError(f"--trace {spec}: no such file or trace; give {known}")
+        choices = "trace-a, trace-b, poisson:mtbf_d=30,repair_h=24, meta or the path of a trace in InfiniteHBD's format"
+        raise TraceError(f"--trace {spec}: no such file or trace; give {choices}")
     return read_infinitehbd(path, nodes, seed)
 
 
-def _settings(name: str, text: str, known: dict[str, tuple[float, str]]) -> dict[str, float]:
-    values = {key: default for key, (default, _) in known.items()}
+def _settings(name: str, text: str, defaults: dict[str, tuple[float, str]]) -> dict[str, float]:
+    values = {key: default for key, (default, _) in defaults.items()}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
-        if key not in known:
-            raise TraceError(f"--trace {name}: unknown setting {key!r}; choose from {', '.join(known)}")
+        if key not in defaults:
+            raise TraceError(f"--trace {name}: unknown setting {key!r}; choose from {', '.join(defaults)}")
         try:
             values[key] = float(value)
         except ValueError:
             values[key] = -1.0
         if not 0 < values[key] <= 100_000:
-            raise TraceError(f"--trace {name}: {key}={value!r} does not fit; give {known[key][1]}, above 0")
+            raise TraceError(f"--trace {name}: {key}={value!r} does not fit; give {defaults[key][1]}, above 0")
     return values
 
 
 def _draw(name: str, nodes: int, seed: int) -> random.Random:
-    """By the kind of the trace: another repair time leaves the times of the faults as they are."""
+    """Seed the generator by the kind of the trace: another repair time leaves the times of the faults as they are."""
     return random.Random(f"{name.partition(':')[0]}/{nodes}/{seed}")
 
 
-def _counted(
-    name: str, nodes: int, seed: int, length_us: int, node_faults: int, others: int, repair_h: tuple[float, float]
+def _uniform(
+    name: str, nodes: int, seed: int, length_us: int, node_faults: int, other_faults: int, repair_h: tuple[float, float]
 ) -> Trace:
-    """So many faults of each kind, at uniform times."""
+    """Draw `node_faults` and `other_faults`, at uniform times."""
     draw = _draw(name, nodes, seed)
     times = sorted(
         [(draw.randrange(length_us), 1) for _ in range(node_faults)]
-        + [(draw.randrange(length_us), draw.choice((2, 3))) for _ in range(others)]
+        + [(draw.randrange(length_us), draw.choice((2, 3))) for _ in range(other_faults)]
     )
     return Trace(name, nodes, length_us, _on_nodes(draw, nodes, times, repair_h))
 
 
 def _poisson(name: str, nodes: int, seed: int, settings: dict[str, float]) -> Trace:
-    """Independent exponential gaps on the whole cluster. The rate does not fall while nodes are away."""
+    """Draw independent exponential gaps on the whole cluster. The rate does not fall while nodes are away."""
     draw = _draw(name, nodes, seed)
     length_us = round(settings["days"] * DAY_US)
     times: list[tuple[int, int]] = []
@@ -160,7 +160,7 @@ def _poisson(name: str, nodes: int, seed: int, settings: dict[str, float]) -> Tr
 
 
 def _meta(name: str, nodes: int, seed: int, settings: dict[str, float]) -> Trace:
-    """Exponential gaps at Meta's rate; what a fault asks for is drawn by META_CAUSES."""
+    """Draw exponential gaps at Meta's rate; the severity of a fault is drawn by META_CAUSES."""
     draw = _draw(name, nodes, seed)
     length_us = round(settings["days"] * DAY_US)
     times: list[tuple[int, int]] = []
@@ -176,19 +176,19 @@ def _meta(name: str, nodes: int, seed: int, settings: dict[str, float]) -> Trace
 
 def _on_nodes(
     draw: random.Random, nodes: int, times: list[tuple[int, int]], repair_h: tuple[float, float]
-) -> tuple[Fault, ...]:
-    """A node for every fault, of those that are there; with none left nothing can break."""
+) -> tuple[TraceFault, ...]:
+    """Draw a node for every fault, from those that are up; with none up nothing can break."""
     away_until: dict[int, int] = {}
     faults = []
     for at_us, severity in times:
-        there = [node for node in range(nodes) if away_until.get(node, 0) <= at_us]
-        if not there:
+        nodes_up = [node for node in range(nodes) if away_until.get(node, 0) <= at_us]
+        if not nodes_up:
             continue
-        node = draw.choice(there)
+        node = draw.choice(nodes_up)
         repair_us = round(draw.uniform(*repair_h) * HOUR_US) if severity == 1 else 0
         if severity == 1:
             away_until[node] = at_us + repair_us
-        faults.append(Fault(at_us, node, severity, repair_us))
+        faults.append(TraceFault(at_us, node, severity, repair_us))
     return tuple(faults)
 
 
@@ -207,7 +207,7 @@ class _Cause(msgspec.Struct, forbid_unknown_fields=True):
     Desc: str
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _TraceEvent(msgspec.Struct, forbid_unknown_fields=True):
     node_id: str
     event_time: Annotated[float, Meta(ge=0.0, le=100_000.0)]
     event_type: Literal["fault_start", "fault_end"]
@@ -215,24 +215,23 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_infinitehbd(path: Path, nodes: int, seed: int) -> Trace:
-    """A trace in InfiniteHBD's format, on `nodes` servers drawn by `seed` from the observed ones.
+    """Read a trace in InfiniteHBD's format, on `nodes` servers drawn by `seed` from the observed ones.
 
-    A file that names fewer than 400 servers was watching 400 (the publication's number), the rest without a
-    fault. Times are days; the trace begins at 0 and ends, in whole days, with its last entry. All faults are
-    the node's (SEV1). Raises TraceError.
-    """
+    A file that names fewer than 400 servers was watching 400 (the publication's number), the rest without a fault.
+    Times are days; the trace begins at 0 and ends, in whole days, with its last entry. All faults are the node's
+    (SEV1). Raises TraceError."""
     entries = _entries(path)
-    named = sorted({entry.node_id for entry in entries})
-    population = max(INFINITEHBD_NODES, len(named))
+    faulty = sorted({entry.node_id for entry in entries})
+    population = max(INFINITEHBD_NODES, len(faulty))
     if nodes > population:
         raise TraceError(f"--trace {path.name}: it observed {population} nodes; give a cluster of at most that many")
     length_us = _whole_days(max(entry.event_time for entry in entries)) * DAY_US
-    chosen = random.Random(f"infinitehbd/{nodes}/{seed}").sample(range(population), nodes)
-    place = {named[who]: node for node, who in enumerate(chosen) if who < len(named)}
+    sample = random.Random(f"infinitehbd/{nodes}/{seed}").sample(range(population), nodes)
+    place = {faulty[server]: node for node, server in enumerate(sample) if server < len(faulty)}
     faults = []
     for name, start_us, end_us in _outages(path, entries, length_us):
         if name in place:
-            faults.append(Fault(start_us, place[name], 1, end_us - start_us))
+            faults.append(TraceFault(start_us, place[name], 1, end_us - start_us))
     return Trace(path.name, nodes, length_us, tuple(sorted(faults, key=lambda fault: (fault.at_us, fault.node))))
 
 
@@ -240,7 +239,7 @@ def _whole_days(days: float) -> int:
     return max(1, int(days))
 
 
-def _entries(path: Path) -> list[_Entry]:
+def _entries(path: Path) -> list[_TraceEvent]:
     try:
         if path.stat().st_size > TRACE_BYTES_MAX:
             raise TraceError(f"--trace {path.name}: larger than 64 MiB; it is not a trace of nodes")
@@ -254,14 +253,14 @@ def _entries(path: Path) -> list[_Entry]:
     entries = []
     for index, item in enumerate(data):
         try:
-            entries.append(msgspec.convert(item, _Entry, strict=True))
+            entries.append(msgspec.convert(item, _TraceEvent, strict=True))
         except msgspec.ValidationError as error:
             raise TraceError(f"--trace {path.name}: event {index}: {error}; fix or remove it") from None
     return sorted(entries, key=lambda entry: entry.event_time)  # equal times stay in the file's order
 
 
-def _outages(path: Path, entries: list[_Entry], length_us: int) -> list[tuple[str, int, int]]:
-    """(node, start, end): overlapping faults of a node are one outage, an open one lasts to the end."""
+def _outages(path: Path, entries: list[_TraceEvent], length_us: int) -> list[tuple[str, int, int]]:
+    """Return (node, start, end): overlapping faults of a node are one outage, an open one lasts to the end."""
     open_faults: Counter[str] = Counter()
     began: dict[str, int] = {}
     outages = []

@@ -1,7 +1,6 @@
-"""A virtual clock: things happen in order of their times; between them nothing does.
+"""A virtual clock: events happen in order of their times, and nothing happens between them.
 
-Two things at one time happen in the order in which they were arranged, so equal seeds give equal runs.
-"""
+Two events at one time happen in the order in which they were scheduled, so equal seeds give equal runs."""
 
 from __future__ import annotations
 
@@ -18,44 +17,44 @@ DAY_US = 24 * HOUR_US
 
 
 def to_us(seconds: float) -> int:
-    """Seconds as whole microseconds."""
+    """Convert seconds to whole microseconds."""
     return round(seconds * SECOND_US)
 
 
 @dataclass(order=True)
 class Timer:
-    """Something arranged for `at_us`; `cancel` makes it nothing."""
+    """An action scheduled for `at_us`; `cancel` makes it nothing."""
 
     at_us: int
     order: int
     action: Action | None = field(compare=False)
 
     def cancel(self) -> None:
-        """It will not happen."""
+        """Cancel the action: it will not run."""
         self.action = None
 
 
-class Clock:
-    """`now_us` moves from one arranged action to the next, never by itself."""
+class VirtualClock:
+    """`now_us` moves from one scheduled action to the next, never by itself."""
 
     def __init__(self, now_us: int = 0) -> None:
         self.now_us = now_us
         self._heap: list[Timer] = []
-        self._arranged = 0
+        self._scheduled = 0
 
     def after(self, delay_us: int, action: Action) -> Timer:
-        """Arrange `action` for `delay_us` (>= 0) from now."""
+        """Schedule `action` for `delay_us` (>= 0) from now."""
         return self.at(self.now_us + max(0, delay_us), action)
 
     def at(self, at_us: int, action: Action) -> Timer:
-        """Arrange `action` for `at_us`; what lies in the past happens next."""
-        self._arranged += 1
-        timer = Timer(max(at_us, self.now_us), self._arranged, action)
+        """Schedule `action` for `at_us`; one in the past runs next."""
+        self._scheduled += 1
+        timer = Timer(max(at_us, self.now_us), self._scheduled, action)
         heapq.heappush(self._heap, timer)
         return timer
 
     def run(self, until_us: int) -> None:
-        """Everything arranged up to and with `until_us`, which is the time afterwards."""
+        """Run everything scheduled up to and with `until_us`, which is the time afterwards."""
         while self._heap and self._heap[0].at_us <= until_us:
             timer = heapq.heappop(self._heap)
             if timer.action is not None:

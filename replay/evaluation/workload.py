@@ -23,7 +23,7 @@ from unicrond.core.field_faults import faults
 from unicrond.core.planning.problem import Problem, TaskProblem
 from unicrond.core.planning.solver import solve
 from unicrond.intake import strict_yaml
-from unicrond.throughput.layouts import Job, job
+from unicrond.throughput.layouts import ThroughputQuery, job
 from unicrond.throughput.model import table
 from unicrond.throughput.presets import GPUS, MODELS
 
@@ -44,7 +44,7 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """Count the GPUs of all nodes."""
         return self.nodes * self.per_node
 
 
@@ -63,8 +63,8 @@ class TrainingTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layout: Annotated[str, Meta(pattern=r"^(best|[0-9]{1,3}x[0-9]{1,3})\Z")] = "best"
     batch: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
-    def job(self, cluster: Cluster, **restrictions: Any) -> Job:
-        """The question to the throughput model, under what `layout` fixes and a system restricts."""
+    def job(self, cluster: Cluster, **restrictions: Any) -> ThroughputQuery:
+        """Return the question to the throughput model, under what `layout` fixes and a system restricts."""
         if self.layout != "best":
             tp, pp = map(int, self.layout.split("x"))
             restrictions = {"tp": tp, "pp": pp, **restrictions}
@@ -81,7 +81,8 @@ class Speed:
     unit: int = 1
 
     def least(self, nodes: int) -> int:
-        """The fewest nodes, `nodes` or more, in whole replicas, on which the task trains; beyond `flops` if none."""
+        """Return the fewest nodes, `nodes` or more, in whole replicas, on which the task trains; beyond `flops` if
+        none."""
         feasible = next((n for n, flops in enumerate(self.flops) if flops), len(self.flops))
         return -(-max(nodes, feasible) // self.unit) * self.unit
 
@@ -95,21 +96,21 @@ class Workload:
 
     @cached_property
     def speeds(self) -> Mapping[str, Speed]:
-        """Megatron's, in the best layout at each number of nodes (or the task's own)."""
+        """Compute Megatron's speeds, in the best layout at each number of nodes (or the task's own)."""
         return {task.name: _speed(task, self.cluster) for task in self.tasks}
 
     @cached_property
     def throughput(self) -> Mapping[str, tuple[int, ...]]:
-        """T(0..n) per task, FLOP/s on so many nodes; never falling."""
+        """List T(0..n) per task, FLOP/s on so many nodes; never falling."""
         return {name: speed.flops for name, speed in self.speeds.items()}
 
     @cached_property
     def worth(self) -> Mapping[str, tuple[int, ...]]:
-        """F(0..n) = weight * T per task, and 0 below its minimum; weighted FLOP/s."""
+        """Compute F(0..n) = weight * T per task, and 0 below its minimum; weighted FLOP/s."""
         return self.worth_at(self.speeds)
 
     def worth_at(self, speeds: Mapping[str, Speed]) -> Mapping[str, tuple[int, ...]]:
-        """The same at a system's speeds."""
+        """Compute the same at a system's speeds."""
         return {
             task.name: tuple(
                 int(task.weight * flops) if nodes >= task.min_nodes else 0
@@ -119,11 +120,11 @@ class Workload:
         }
 
     def most(self, task: TrainingTask) -> int:
-        """The most nodes that the task may have."""
+        """Return the most nodes that the task may have."""
         return min(task.max_nodes or self.cluster.nodes, self.cluster.nodes)
 
     def problem(self, nodes: int, speeds: Mapping[str, Speed]) -> Problem:
-        """The plan problem of a standing start on `nodes` nodes, at a system's speeds."""
+        """Return the plan problem of a standing start on `nodes` nodes, at a system's speeds."""
         tasks = []
         for task in self.tasks:
             speed = speeds[task.name]
@@ -143,30 +144,29 @@ class Workload:
         return Problem(nodes, 1_000_000, 0, tuple(tasks))
 
     def best_plan(self, nodes: int, speeds: Mapping[str, Speed] | None = None) -> dict[str, int]:
-        """Nodes per task in the plan of greatest WAF on `nodes` nodes, from a standing start.
+        """Return the nodes per task in the plan of greatest WAF on `nodes` nodes, from a standing start.
 
-        `speeds`: a system's own, where they are not Megatron's.
-        """
+        `speeds`: a system's own, where they are not Megatron's."""
         return {task.name: count for task, count in solve(self.problem(nodes, speeds or self.speeds))}
 
     @cached_property
     def failure_free(self) -> Mapping[str, int]:
-        """F per task in the best plan of the whole cluster, weighted FLOP/s."""
+        """Compute F per task in the best plan of the whole cluster, weighted FLOP/s."""
         plan = self.best_plan(self.cluster.nodes)
         return {name: self.worth[name][count] for name, count in plan.items()}
 
 
 def by_node(flops: Mapping[int, int], cluster: Cluster, most: int) -> tuple[int, ...]:
-    """T(0..most) by nodes from FLOP/s by GPUs: the most that any GPUs of so many nodes reach, the others idle."""
+    """Convert FLOP/s by GPUs to T(0..most) by nodes: the most that any GPUs of so many nodes reach, the others idle."""
     curve = [0]
     for nodes in range(1, most + 1):
-        there = range((nodes - 1) * cluster.per_node + 1, nodes * cluster.per_node + 1)
-        curve.append(max(curve[-1], *(flops.get(gpus, 0) for gpus in there)))
+        gpu_counts = range((nodes - 1) * cluster.per_node + 1, nodes * cluster.per_node + 1)
+        curve.append(max(curve[-1], *(flops.get(gpus, 0) for gpus in gpu_counts)))
     return tuple(curve)
 
 
 @lru_cache(maxsize=256)
-def _table(question: Job, gpus: int) -> dict[int, int]:
+def _table(question: ThroughputQuery, gpus: int) -> dict[int, int]:
     return table(question, gpus)
 
 
@@ -199,7 +199,7 @@ SIX = (
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`GPU:NODES[xGPUS]`, for example a800-80g:16x8. Raises WorkloadError."""
+    """Parse `GPU:NODES[xGPUS]`, for example a800-80g:16x8. Raises WorkloadError."""
     match = _CLUSTER.fullmatch(text)
     if match is None:
         raise WorkloadError(f"--cluster {text!r}: give GPU:NODESxGPUS, for example a800-80g:16x8")
@@ -212,7 +212,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def six(copies: int = 1, layout: Literal["best", "fixed"] = "best") -> tuple[TrainingTask, ...]:
-    """The six tasks, `copies` times. "fixed": 70B in replicas of four nodes (8 x 4), the others of one (8 x 1)."""
+    """Return the six tasks, `copies` times. "fixed": 70B in replicas of four nodes (8 x 4), the others of one (8 x
+    1)."""
     tasks = [
         msgspec.structs.replace(task, name=task.name if copies == 1 else f"{task.name}-{copy:03d}")
         for copy in range(copies)
@@ -225,7 +226,7 @@ def six(copies: int = 1, layout: Literal["best", "fixed"] = "best") -> tuple[Tra
 
 
 def parse_tasks(text: str) -> tuple[TrainingTask, ...]:
-    """`six`, `six*N` (N copies), or the path of a YAML file: a list of TrainingTask. Raises WorkloadError."""
+    """Parse `six`, `six*N` (N copies), or the path of a YAML file: a list of TrainingTask. Raises WorkloadError."""
     copies = re.fullmatch(r"six(?:\*([0-9]{1,4}))?", text)
     if copies is not None:
         return six(_copies(int(copies[1] or 1)))
@@ -238,15 +239,15 @@ def parse_tasks(text: str) -> tuple[TrainingTask, ...]:
         raise WorkloadError(f"--tasks {path.name}: {error}") from None
     if not isinstance(document.value, list) or not document.value:
         raise WorkloadError(f"--tasks {path.name}: expected a list of tasks (- name: ...)")
-    wrong = next(faults(document.value, tuple[TrainingTask, ...]), None)
-    if wrong is not None:
-        raise WorkloadError(f"--tasks {path.name}: line {document.lines.get(wrong.place, 1)}: {wrong}")
+    fault = next(faults(document.value, tuple[TrainingTask, ...]), None)
+    if fault is not None:
+        raise WorkloadError(f"--tasks {path.name}: line {document.lines.get(fault.place, 1)}: {fault}")
     tasks = msgspec.convert(document.value, tuple[TrainingTask, ...], strict=False)
     for task in tasks:
         if task.model not in MODELS:
-            known = guess(task.model, list(MODELS))
-            raise WorkloadError(f"--tasks: {task.name}: unknown model {task.model!r}; {known}")
-        if sum(other.name == task.name for other in tasks) > 1:
+            advice = guess(task.model, list(MODELS))
+            raise WorkloadError(f"--tasks: {task.name}: unknown model {task.model!r}; {advice}")
+        if sum(sibling.name == task.name for sibling in tasks) > 1:
             raise WorkloadError(f"--tasks: {task.name} appears twice; give each task its own name")
     return tasks
 
@@ -258,19 +259,19 @@ def _copies(copies: int) -> int:
 
 
 def workload(cluster: Cluster, tasks: tuple[TrainingTask, ...]) -> Workload:
-    """Both together, checked: every floor can be met at once. Raises WorkloadError."""
+    """Combine both, checked: every floor can be met at once. Raises WorkloadError."""
     floors = sum(task.min_nodes for task in tasks)
     if floors > cluster.nodes:
         raise WorkloadError(
             f"--tasks: together they need at least {floors} nodes, the cluster has {cluster.nodes}; give more nodes"
         )
-    made = Workload(cluster, tuple(_with_feasible_minimum(task, cluster) for task in tasks))
-    assert made.throughput
-    return made
+    result = Workload(cluster, tuple(_with_feasible_minimum(task, cluster) for task in tasks))
+    assert result.throughput
+    return result
 
 
 def _with_feasible_minimum(task: TrainingTask, cluster: Cluster) -> TrainingTask:
-    """The task with a minimum at which it fits into memory, in whole replicas."""
+    """Return the task with a minimum at which it fits into memory, in whole replicas."""
     speed = _speed(task, cluster)
     least = speed.least(task.min_nodes)
     if least > len(speed.flops) - 1:

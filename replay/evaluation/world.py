@@ -1,8 +1,7 @@
-"""The simulated world that every policy lives in: the clock, which nodes are there, what it all costs.
+"""The simulated world that every policy runs in: the clock, which nodes are up, what it all costs.
 
-A policy hears of faults and repairs at the moment they happen: noticing them late is the policy's own
-affair. It tells the meter what each task does. Before time 0 it may start everything; that does not count.
-"""
+A policy is called for faults and repairs at the moment they happen: to notice them late is the policy's own affair. It
+reports to the meter what each task does. Before time 0 it may start everything; that does not count."""
 
 from __future__ import annotations
 
@@ -11,33 +10,33 @@ from typing import Protocol
 
 from replay.evaluation.assumptions import Assumptions
 from replay.evaluation.meter import Meter
-from replay.evaluation.traces import Fault, Trace
-from replay.evaluation.virtual_time import Clock
+from replay.evaluation.traces import Trace, TraceFault
+from replay.evaluation.virtual_time import VirtualClock
 from replay.evaluation.workload import Workload
 
 
-class World:
-    """Where a policy lives."""
+class EvaluationWorld:
+    """The clock, the nodes and the meter around one policy."""
 
     def __init__(self, workload: Workload, trace: Trace, assumptions: Assumptions) -> None:
         self.workload = workload
         self.trace = trace
         self.assumptions = assumptions
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.meter = Meter(self.clock, workload.failure_free)
         self._faults: Counter[int] = Counter()
 
     def up(self, node: int) -> bool:
-        """The node is there (it may be there without anybody knowing)."""
+        """Return whether the node is up (it may be up without anybody knowing)."""
         return not self._faults[node]
 
     def worth(self, task: str, nodes: int) -> int:
-        """F(t, nodes) under Megatron, weighted FLOP/s; more nodes than the task may have are idle."""
+        """Return F(t, nodes) under Megatron, weighted FLOP/s; more nodes than the task may have are idle."""
         values = self.workload.worth[task]
         return values[min(nodes, len(values) - 1)]
 
-    def play(self, policy: Policy) -> None:
-        """The whole trace. Time 0 is when `policy.start` has come to rest."""
+    def play(self, policy: RecoveryPolicy) -> None:
+        """Play the whole trace. Time 0 is when `policy.start` returns."""
         policy.start()
         start_us = self.clock.now_us
         self.meter.begin()
@@ -45,7 +44,7 @@ class World:
             self.clock.at(start_us + fault.at_us, lambda fault=fault: self._strike(policy, fault))  # type: ignore[misc]
         self.clock.run(start_us + self.trace.length_us)
 
-    def _strike(self, policy: Policy, fault: Fault) -> None:
+    def _strike(self, policy: RecoveryPolicy, fault: TraceFault) -> None:
         if fault.severity != 1:
             if self.up(fault.node):
                 policy.fault(fault.node, fault.severity)
@@ -56,23 +55,23 @@ class World:
         if was_up:
             policy.node_lost(fault.node)
 
-    def _repair(self, policy: Policy, node: int) -> None:
+    def _repair(self, policy: RecoveryPolicy, node: int) -> None:
         self._faults[node] -= 1
         if self.up(node):
             policy.node_back(node)
 
 
-class Policy(Protocol):
+class RecoveryPolicy(Protocol):
     """A way to run tasks on nodes that fail."""
 
     def start(self) -> None:
-        """Everything runs when this returns."""
+        """Start all tasks; they run when this returns."""
 
     def node_lost(self, node: int) -> None:
-        """The node has just died (SEV1)."""
+        """Handle that the node has just died (SEV1)."""
 
     def node_back(self, node: int) -> None:
-        """The node is repaired."""
+        """Handle that the node is repaired."""
 
     def fault(self, node: int, severity: int) -> None:
-        """A process (SEV2) or a connection (SEV3) on the node has just failed."""
+        """Handle that a process (SEV2) or a connection (SEV3) on the node has just failed."""

@@ -1,6 +1,6 @@
-"""The event log as a coordinator's HTTP API gives it: for whoever has a token, and no login to NATS.
+"""The event log as a coordinator's HTTP API returns it: for people who have a token, and no login to NATS.
 
-What the API keeps back (secrets in tasks' environments) is hidden in the entries as well. It gives no heartbeats.
+Secrets in tasks' environments, which the API hides, are hidden in the entries as well. The API has no heartbeats.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from itertools import islice
 
 from events.envelope import Entry, Recorded
 from events.log import LogDamaged, LogUnavailable
-from replay.reading.source import CHUNK_ENTRIES, Chunk
+from replay.reading.source import CHUNK_ENTRIES, LogChunk
 from unicrond.ctl.client import ApiError, Client
 
 
 class ApiSource:
-    """See Source: the log up to the entry that the coordinator had folded when it was opened."""
+    """Read the log up to the entry that the coordinator had folded when it was opened. See Source."""
 
     has_own_times = True
 
@@ -25,31 +25,32 @@ class ApiSource:
         self.last_seq = last_seq
         self._last_us = last_us
 
-    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
-        """See Source. Raises LogUnavailable where the API does not give all of it."""
+    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[LogChunk, None]:
+        """Yield the entries; see Source. Raises LogUnavailable where the API does not return all of them."""
         entries = self.client.entries(after_seq, self.last_seq)
         while after_seq < self.last_seq:
-            some = await asyncio.to_thread(_some, entries)
-            after_seq = some[-1].seq
-            yield Chunk(some, after_seq / self.last_seq)
+            batch = await asyncio.to_thread(_next_batch, entries)
+            after_seq = batch[-1].seq
+            yield LogChunk(batch, after_seq / self.last_seq)
 
     async def skips(self) -> dict[int, str]:
-        """See Source. None: the client has passed over them."""
+        """Return no skips, since the client has left those entries out; see Source."""
         return {}
 
     async def end_us(self) -> int:
-        """See Source."""
+        """Return when the newest entry was recorded; see Source."""
         return self._last_us
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
-        """See Source. None."""
-        none: list[list[Recorded]] = []
-        for some in none:
-            yield some
+        """Yield nothing: the API has no heartbeats; see Source."""
+        empty: list[list[Recorded]] = []
+        for batch in empty:
+            yield batch
 
 
 async def open_api(client: Client) -> ApiSource:
-    """The log behind the API. LogUnavailable where it does not answer."""
+    """Open the log behind the API. Raises LogUnavailable where it does not answer, LogDamaged where it lacks its last
+    entry."""
     try:
         last_seq = int((await asyncio.to_thread(client.health))["seq"])
         last_us = 0
@@ -63,7 +64,7 @@ async def open_api(client: Client) -> ApiSource:
     return ApiSource(client, last_seq, last_us)
 
 
-def _some(entries: Iterator[Entry]) -> list[Entry]:
+def _next_batch(entries: Iterator[Entry]) -> list[Entry]:
     try:
         return list(islice(entries, CHUNK_ENTRIES))
     except ApiError as error:

@@ -15,11 +15,10 @@ LOG = "events.log"
 
 
 @contextmanager
-def unpacked(path: Path) -> Iterator[Path]:
-    """The exported log in a bundle, as a file of its own for as long as it is read; any other path as it is.
+def unpack_log(path: Path) -> Iterator[Path]:
+    """Unpack the log of a bundle into a file that exists as long as the context; yield any other path as it is.
 
-    Raises LogDamaged where the archive holds no log.
-    """
+    Raises LogDamaged where the archive holds no log."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         yield path
         return

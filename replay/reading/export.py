@@ -37,7 +37,7 @@ class Export:
         return self
 
     def write(self, entries: list[Entry]) -> None:
-        """Add consecutive entries; the first one ever is entry 1 (LogDamaged)."""
+        """Write consecutive entries; the first one ever is entry 1. Raises LogDamaged where one is missing."""
         for entry in entries:
             if entry.seq != self._last_seq + 1:
                 raise LogDamaged(f"entry {entry.seq} follows entry {self._last_seq}; an export holds all from 1 on")
@@ -46,7 +46,7 @@ class Export:
             self._file.write(batch_frame(entries))
 
     def write_beats(self, beats: list[Recorded]) -> None:
-        """Add heartbeats, at any time."""
+        """Write heartbeats, at any time."""
         if beats:
             self._beats += len(beats)
             self._file.write(beats_frame(beats))

@@ -10,7 +10,7 @@ from replay.reading.progress import with_bar
 
 
 async def import_command(options: argparse.Namespace) -> int:
-    """Into a directory of segments, or into a NATS server that has no log yet."""
+    """Import into a directory of segments, or into a NATS server that has no log yet."""
     from replay.reading.importing import import_to_directory, import_to_nats  # the NATS client takes 100 ms to import
 
     source = file_source(options.path)

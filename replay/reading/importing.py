@@ -24,9 +24,9 @@ from events.envelope import Entry, Recorded
 from events.file_log import LOCK, SegmentWriter
 from events.log import MAX_BATCH, LogError
 from events.nats_connection import Connection
-from events.nats_streams import IMPORTED, ApiError, answer, api, beat_stream_config, event_stream_config
+from events.nats_streams import IMPORTED, JetStreamError, answer, api, beat_stream_config, event_stream_config
 from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, headers, subject
-from replay.reading.source import Chunk
+from replay.reading.source import LogChunk
 
 _STREAM_NOT_FOUND = 10059
 
@@ -36,18 +36,18 @@ class NotEmpty(LogError):
 
 
 async def import_to_directory(
-    chunks: AsyncGenerator[Chunk, None], directory: Path, beats: AsyncGenerator[list[Recorded], None]
+    chunks: AsyncGenerator[LogChunk, None], directory: Path, beats: AsyncGenerator[list[Recorded], None]
 ) -> int:
-    """Write segments into a new or empty directory; the last number. NotEmpty, LogError."""
+    """Write segments into a new or empty directory, and return the last sequence number. Raises NotEmpty, LogError."""
     writer = _writer(directory)
     last, is_whole = 0, False
     try:
         async with aclosing(chunks), aclosing(beats):
-            said = [beat async for some in beats for beat in some]
+            pending_beats = [beat async for batch in beats for beat in batch]
             async for chunk in chunks:
                 if chunk.entries:
-                    writer.write(chunk.entries, sync=False, beats=said)
-                    last, said = chunk.entries[-1].seq, []
+                    writer.write(chunk.entries, sync=False, beats=pending_beats)
+                    last, pending_beats = chunk.entries[-1].seq, []
         is_whole = True
     finally:
         writer.close()
@@ -57,19 +57,20 @@ async def import_to_directory(
     return last
 
 
-async def import_to_nats(chunks: AsyncGenerator[Chunk, None], connection: Connection) -> int:
-    """Write the entries into the event stream of a server that has none; the last number. NotEmpty, LogError."""
+async def import_to_nats(chunks: AsyncGenerator[LogChunk, None], connection: Connection) -> int:
+    """Write the entries into the event stream of a server that has none, and return the last sequence number. Raises
+    NotEmpty, LogError."""
     await _require_no_cluster(connection)
     config = event_stream_config()
     await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", {**config, "metadata": {IMPORTED: "true"}})
     await api(connection, f"STREAM.CREATE.{BEAT_STREAM}", beat_stream_config())
-    known: set[str] = set()
+    event_ids: set[str] = set()
     last = 0
     async with aclosing(chunks):
         async for chunk in chunks:
             for begin in range(0, len(chunk.entries), MAX_BATCH):
                 batch = chunk.entries[begin : begin + MAX_BATCH]
-                last = await _write(connection, batch, known)
+                last = await _write(connection, batch, event_ids)
                 if last != batch[-1].seq:
                     raise LogError(f"{connection.urls}: entry {batch[-1].seq} was stored as {last}; delete the stream")
     return last
@@ -85,19 +86,20 @@ async def _require_no_cluster(connection: Connection) -> None:
     for stream in (EVENT_STREAM, BEAT_STREAM):
         try:
             info = await api(connection, f"STREAM.INFO.{stream}", {})
-        except ApiError as error:
+        except JetStreamError as error:
             if error.code != _STREAM_NOT_FOUND:
                 raise
             continue
-        held = info["state"]["messages"]
+        count = info["state"]["messages"]
         raise NotEmpty(
-            f"{connection.urls}: has a stream {stream} ({held} messages) already: a cluster may live there;"
+            f"{connection.urls}: has a stream {stream} ({count} messages) already: a cluster may live there;"
             " import into a nats-server of its own, started for this"
         )
 
 
-async def _write(connection: Connection, batch: Sequence[Entry], known: set[str]) -> int:
-    """One atomic batch; the number of its last message. A lost answer ends the import: it begins anew elsewhere."""
+async def _write(connection: Connection, batch: Sequence[Entry], event_ids: set[str]) -> int:
+    """Write one atomic batch, and return the number of its last message. A lost answer ends the import: a person starts
+    it again on an empty server."""
     session = await connection.session()
     batch_id = uuid.uuid4().hex
     for number, entry in enumerate(batch, start=1):
@@ -105,9 +107,9 @@ async def _write(connection: Connection, batch: Sequence[Entry], known: set[str]
         if isinstance(entry, Recorded):
             on_subject, body = subject(entry.envelope), body_of(entry)
             marks |= headers(entry.envelope)
-            if entry.envelope.event_id in known:  # a repeated event stands in the log twice, and shall again
+            if entry.envelope.event_id in event_ids:  # a repeated event stands in the log twice, and shall again
                 del marks["Nats-Msg-Id"]
-            known.add(entry.envelope.event_id)
+            event_ids.add(entry.envelope.event_id)
         else:
             on_subject = entry.subject or f"{PREFIX}.obs.unknown.Quarantined"
             body = bytes(min(entry.size_bytes, MAX_EVENT_BYTES))

@@ -1,7 +1,7 @@
 """The event stream of a NATS server as a source.
 
 Nothing is created or changed there: only ephemeral consumers in the server's memory, which the server drops
-when we leave; no stream, no durable consumer, no message. A server that says nothing any more is an error here,
+when we leave; no stream, no durable consumer, no message. A server that falls silent is an error here,
 not something to wait for: a person is waiting. A long log is read by a process of its own (`reading_process.py`),
 at the same time as it is decoded and folded here.
 """
@@ -20,14 +20,14 @@ from events.envelope import Entry, Recorded
 from events.log import EventLog, LogError, LogUnavailable
 from events.logins import Role
 from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog, decoded
-from events.nats_reader import Stored, read_stream
+from events.nats_log import NatsEventLog, decode_messages
+from events.nats_reader import StoredMessage, read_stream
 from events.nats_server import tls_of
-from events.nats_streams import IMPORTED, ApiError, api
+from events.nats_streams import IMPORTED, JetStreamError, api
 from events.point import EPOCH
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
-from replay.reading.reading_process import reading_apart
-from replay.reading.source import CHUNK_ENTRIES, Chunk
+from replay.reading.reading_process import read_in_process
+from replay.reading.source import CHUNK_ENTRIES, LogChunk
 from unicrond.core.state import ClusterState
 from unicrond.service.nats_snapshots import NatsSnapshotStore
 from unicrond.service.snapshots import Snapshots
@@ -68,67 +68,67 @@ class NatsSource:
         self._apart_from = apart_from
         self.has_own_times = has_own_times
 
-    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
-        """See Source. Raises LogUnavailable where the server falls silent."""
+    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[LogChunk, None]:
+        """Yield the entries; see Source. Raises LogUnavailable where the server falls silent."""
         seq = after_seq
         async with aclosing(self._batches(after_seq)) as batches:
             while seq < self._last_seq:
                 async with self._bounded(f"nothing after entry {seq} of {self._last_seq}"):
                     batch = await anext(batches)
                 seq = batch[-1].seq
-                yield Chunk(batch, seq / self._last_seq)
+                yield LogChunk(batch, seq / self._last_seq)
 
     async def _batches(self, after_seq: int) -> AsyncGenerator[list[Entry], None]:
         if self._log is self._stream:
             async with aclosing(self._stored(after_seq)) as batches:
                 async for batch in batches:
-                    yield decoded(batch)
+                    yield decode_messages(batch)
             return
         waiting: list[Entry] = []
         async with aclosing(self._log.read(after_seq, until_seq=self._last_seq)) as entries:
-            async for each in entries:
-                waiting.append(each)
-                if len(waiting) == CHUNK_ENTRIES or each.seq == self._last_seq:
+            async for item in entries:
+                waiting.append(item)
+                if len(waiting) == CHUNK_ENTRIES or item.seq == self._last_seq:
                     yield waiting
                     waiting = []
 
-    def _stored(self, after_seq: int) -> AsyncGenerator[list[Stored], None]:
+    def _stored(self, after_seq: int) -> AsyncGenerator[list[StoredMessage], None]:
         if self._last_seq - after_seq >= self._apart_from:
             return self._stored_apart(after_seq)
         return self._stream.read_stored(after_seq, until_seq=self._last_seq)
 
-    async def _stored_apart(self, after_seq: int) -> AsyncGenerator[list[Stored], None]:
+    async def _stored_apart(self, after_seq: int) -> AsyncGenerator[list[StoredMessage], None]:
         head = after_seq + min(HEAD, (self._last_seq - after_seq) // 4)
-        async with reading_apart(self._connection, head, self._last_seq) as rest:
+        async with read_in_process(self._connection, head, self._last_seq) as rest:
             for part in (self._stream.read_stored(after_seq, until_seq=head), rest):
                 async with aclosing(part) as batches:
                     async for batch in batches:
                         yield batch
 
     async def skips(self) -> dict[int, str]:
-        """See Source."""
+        """Return the skipped entries; see Source."""
         async with self._bounded("no answer about the skipped entries"):
             return await self._log.skips()
 
     async def end_us(self) -> int:
-        """See Source."""
+        """Return when the newest entry was recorded; see Source."""
         return self._last_us
 
     async def snapshot(self) -> ClusterState | None:
-        """The state of the coordinator's newest snapshot; None, with a warning, if none fits this log."""
-        found = await Snapshots(NatsSnapshotStore(self._connection)).restore(self._log)
-        return found[0] if found is not None and found[0].seq <= self._last_seq else None
+        """Return the state of the coordinator's newest snapshot; None, with a warning, if none fits this log."""
+        match = await Snapshots(NatsSnapshotStore(self._connection)).restore(self._log)
+        return match[0] if match is not None and match[0].seq <= self._last_seq else None
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
-        """See Source. First those that the archive keeps; then the stream's, some of them once more."""
+        """Yield first the heartbeats that the archive keeps, then the stream's, some of them once more; see Source."""
         if self._archive is not None:
-            for kept in archived_beats(self._archive):
-                yield kept
+            for batch in archived_beats(self._archive):
+                yield batch
                 await asyncio.sleep(0)
         try:
             async with self._bounded("no answer about the heartbeats"):
                 newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
-        except ApiError as error:
+        except JetStreamError as error:
             if error.code != STREAM_NOT_FOUND:
                 raise
             return
@@ -150,23 +150,23 @@ class NatsSource:
                     return
 
     @asynccontextmanager
-    async def _bounded(self, otherwise: str) -> AsyncIterator[None]:
-        """LogUnavailable, which says `otherwise`, after STALL_S: requests to the server are repeated without end."""
+    async def _bounded(self, message: str) -> AsyncIterator[None]:
+        """Raise LogUnavailable with `message` after STALL_S: the client repeats requests to the server without end."""
         try:
             async with asyncio.timeout(STALL_S):
                 yield
         except TimeoutError:
-            raise LogUnavailable(f"{self._connection.urls}: {otherwise} in {STALL_S:g} s; is the server up?") from None
+            raise LogUnavailable(f"{self._connection.urls}: {message} in {STALL_S:g} s; is the server up?") from None
 
 
 @asynccontextmanager
 async def open_nats(
     urls: Sequence[str], login: Login | None = None, *, archive: Path | None = None, apart_from: int = APART_FROM
 ) -> AsyncIterator[NatsSource]:
-    """The log of a NATS server or cluster. LogError in one line if there is none. `archive`: its older part.
+    """Open the log of a NATS server or cluster. Raises LogError in one line if there is none. `archive`: its older
+    part.
 
-    `apart_from`: as for NatsSource.
-    """
+    `apart_from`: as for NatsSource."""
     connection = await connect(urls, name="unicron-replay", login=login, timeout_s=CONNECT_TIMEOUT_S)
     try:
         try:
@@ -177,7 +177,7 @@ async def open_nats(
                 f"{connection.urls}: JetStream did not answer within {CONNECT_TIMEOUT_S:g} s;"
                 " is it enabled there, and may this login read it?"
             ) from None
-        except ApiError as error:
+        except JetStreamError as error:
             if error.code != STREAM_NOT_FOUND:
                 raise
             raise LogError(
@@ -197,11 +197,11 @@ async def open_nats(
         await connection.close()
 
 
-def embedded_login(state_dir: Path, given: Login) -> Login:
-    """How to log in there: as given; where nothing is, with the reader's key, if the coordinator made one. The CA is
-    the coordinator's, if none is given."""
+def embedded_login(state_dir: Path, login: Login) -> Login:
+    """Return the login to use there: as passed; where nothing is set, with the reader's key, if the coordinator made
+    one. The CA is the coordinator's, if none is set."""
     key = state_dir / "keys" / f"{Role.READER}.key"
-    tls = {name: getattr(given, name) for name in ("tls_ca", "tls_cert", "tls_key")}
-    if replace(given, tls_ca=None, tls_cert=None, tls_key=None) == Login() and key.exists():
-        given = Login(key=key, **tls)
-    return given if given.tls_ca else replace(given, **tls_of(state_dir / "nats"))
+    tls = {name: getattr(login, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+    if replace(login, tls_ca=None, tls_cert=None, tls_key=None) == Login() and key.exists():
+        login = Login(key=key, **tls)
+    return login if login.tls_ca else replace(login, **tls_of(state_dir / "nats"))

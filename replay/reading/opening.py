@@ -1,4 +1,5 @@
-"""From parsed options to the log that they name, a point in it, the state there; and how a command speaks."""
+"""Turn parsed options into the log that they name, a point in it and the state there; and print what a command
+reports."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ import msgspec
 from events.command_line import UsageError, login_of
 from events.point import AtSeq, AtTime, BeforeEnd, Point
 from replay.reading.api_source import open_api
-from replay.reading.bundle import unpacked
+from replay.reading.bundle import unpack_log
 from replay.reading.progress import with_bar
-from replay.reading.shown import SHOWN
+from replay.reading.shown import REDACTOR
 from replay.reading.source import FileSource, Source, read
 from unicrond.core.replayer import EMPTY, replay
 from unicrond.core.state import ClusterState
@@ -30,15 +31,15 @@ PROGRAM = "unicron-replay"
 
 @asynccontextmanager
 async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
-    """The log that the options name."""
+    """Open the log that the options name. Raises UsageError, LogError."""
     if options.archive is not None and (options.file is not None or options.url is not None):
-        other = "--file" if options.file is not None else "--url"
-        raise UsageError(f"--archive: is the older part of a log on NATS; with {other} leave it out")
+        flag = "--file" if options.file is not None else "--url"
+        raise UsageError(f"--archive: is the older part of a log on NATS; with {flag} leave it out")
     if options.url is not None:
         yield await open_api(client_of(options))
         return
     if options.file is not None:
-        with unpacked(options.file) as path:
+        with unpack_log(options.file) as path:
             yield file_source(path)
         return
     archive, login = _archive(options), login_of(options)
@@ -54,22 +55,22 @@ async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
 
 @asynccontextmanager
 async def _directory_source(state_dir: Path, login: Login, archive: Path | None) -> AsyncIterator[Source]:
-    """The log of a coordinator's directory, whether its server runs or not; of a backup."""
+    """Open the log of a coordinator's directory, whether its server runs or not; or of a backup."""
     from replay.reading.nats_source import embedded_login, open_nats
-    from replay.reading.stopped_cluster import running_url, served_copy, store_of
+    from replay.reading.stopped_cluster import running_url, serve_copy, store_of
 
     async with AsyncExitStack() as stack:
-        running = await running_url(state_dir)
-        if running is None and archive is not None and not store_of(state_dir).is_dir():
+        url = await running_url(state_dir)
+        if url is None and archive is not None and not store_of(state_dir).is_dir():
             yield file_source(archive)
             return
-        served = (running, None) if running else await stack.enter_async_context(served_copy(state_dir))
-        login = served[1] or embedded_login(state_dir, login)
-        yield await stack.enter_async_context(open_nats([served[0]], login, archive=archive))
+        endpoint = (url, None) if url else await stack.enter_async_context(serve_copy(state_dir))
+        login = endpoint[1] or embedded_login(state_dir, login)
+        yield await stack.enter_async_context(open_nats([endpoint[0]], login, archive=archive))
 
 
 def file_source(path: Path) -> FileSource:
-    """The exported log at `path`."""
+    """Open the exported log at `path`. Raises UsageError where it cannot be read."""
     try:
         return FileSource(path)
     except OSError as error:
@@ -77,46 +78,48 @@ def file_source(path: Path) -> FileSource:
 
 
 async def state_at(options: argparse.Namespace, at: Point | BeforeEnd | None) -> ClusterState:
-    """The state at a point of the log that the options name. UsageError beyond its end."""
+    """Return the state at a point of the log that the options name. Raises UsageError beyond its end."""
     async with open_source(options) as source:
         start = await _snapshot(source) if options.from_snapshot else EMPTY
         return await fold_to(source, at, start)
 
 
 async def _snapshot(source: Source) -> ClusterState:
-    """The coordinator's newest snapshot."""
+    """Return the coordinator's newest snapshot. Raises UsageError where there is none."""
     from replay.reading.nats_source import NatsSource
 
     if not isinstance(source, NatsSource):
         raise UsageError("--from-snapshot: a file has none; give --nats or --state-dir")
     state = await source.snapshot()
     if state is not None:
-        SHOWN.learn(task.spec for task in state.tasks.values())
+        REDACTOR.learn(task.spec for task in state.tasks.values())
     else:
         raise UsageError("--from-snapshot: no snapshot fits; leave it out")
     return state
 
 
 def _archive(options: argparse.Namespace) -> Path | None:
-    """The one that is named, or the state directory's own."""
-    named: Path | None = options.archive
-    if named is not None and not named.is_dir():
-        raise UsageError(f"--archive: {named} is not a directory; give the one that `unicrond archive` wrote")
-    if named is None and options.state_dir is not None and (options.state_dir / "archive").is_dir():
+    """Return the archive that the options name, or the state directory's own; None without either."""
+    path: Path | None = options.archive
+    if path is not None and not path.is_dir():
+        raise UsageError(f"--archive: {path} is not a directory; give the one that `unicrond archive` wrote")
+    if path is None and options.state_dir is not None and (options.state_dir / "archive").is_dir():
         return Path(options.state_dir / "archive")
-    return named
+    return path
 
 
-def require_place(what: str, path: Path) -> None:
-    """A file can be written at `path`, in place of an older one at most. UsageError, which begins with `what`."""
+def require_place(option: str, path: Path) -> None:
+    """Check that a file can be written at `path`, in place of an older one at most. Raises UsageError, which begins
+    with `option`."""
     if not path.parent.is_dir():
-        raise UsageError(f"{what}: {path.parent} is not a directory; create it or name another place")
+        raise UsageError(f"{option}: {path.parent} is not a directory; create it or name another place")
     if path.exists() and not path.is_file():
-        raise UsageError(f"{what}: {path} is not a regular file and cannot be replaced; name another one")
+        raise UsageError(f"{option}: {path} is not a regular file and cannot be replaced; name another one")
 
 
 async def fold_to(source: Source, at: Point | BeforeEnd | None, start: ClusterState = EMPTY) -> ClusterState:
-    """The state of `source` at a point, folded from `start`. UsageError beyond its end, or before `start`."""
+    """Fold `source` from `start` to a point, and return the state. Raises UsageError beyond its end, or before
+    `start`."""
     state = start
     until = await resolve(source, at)
     if (isinstance(until, AtSeq) and until.seq < start.seq) or (
@@ -131,21 +134,21 @@ async def fold_to(source: Source, at: Point | BeforeEnd | None, start: ClusterSt
 
 
 def require_reached(at: Point | BeforeEnd | None, last_seq: int) -> None:
-    """A state "at 900" of a log of 800 would be a guess about the future."""
+    """Raise UsageError where the point is beyond the log: a state "at 900" of a log of 800 would be a guess."""
     if isinstance(at, AtSeq) and last_seq < at.seq:
         raise UsageError(f"--at: entry {at.seq} is not in the log, which ends at entry {last_seq}")
 
 
 async def resolve(source: Source, point: Point | BeforeEnd | None) -> Point | None:
-    """The point, where it was given as a span before the end."""
+    """Resolve a point that is a span before the end; return any other point as it is."""
     return point.resolve(await source.end_us()) if isinstance(point, BeforeEnd) else point
 
 
 def as_json(value: Any) -> str:
-    """One line of JSON, without secrets; a NaN loss becomes null."""
-    return msgspec.json.encode(SHOWN.plain(value)).decode()
+    """Encode as one line of JSON, without secrets; a NaN loss becomes null."""
+    return msgspec.json.encode(REDACTOR.plain(value)).decode()
 
 
 def say(text: str) -> None:
-    """A line on stdout; no secret is in it."""
-    sys.stdout.write(SHOWN.text(text) + "\n")
+    """Write a line to stdout, with secrets masked."""
+    sys.stdout.write(REDACTOR.text(text) + "\n")

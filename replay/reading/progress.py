@@ -10,33 +10,33 @@ from contextlib import ExitStack, aclosing
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from replay.reading.source import Chunk
+from replay.reading.source import LogChunk
 
 SHOW_AFTER_S = 0.4
 
 
 async def with_bar(
-    chunks: AsyncGenerator[Chunk, None],
+    chunks: AsyncGenerator[LogChunk, None],
     label: str,
     *,
     console: Console | None = None,
     show_after_s: float = SHOW_AFTER_S,
-) -> AsyncGenerator[Chunk, None]:
-    """The same chunks; a bar appears after `show_after_s` and goes away at the end."""
+) -> AsyncGenerator[LogChunk, None]:
+    """Yield the same chunks; a bar appears after `show_after_s` and goes away at the end."""
     console = console or Console(file=sys.stderr)
     began_s = time.monotonic()
     bar: tuple[Progress, TaskID] | None = None
     entries = 0
-    with ExitStack() as shown:
+    with ExitStack() as stack:
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
                 entries += len(chunk.entries)
                 if bar is None and console.is_terminal and time.monotonic() - began_s >= show_after_s:
-                    progress = shown.enter_context(_progress(console))
+                    progress = stack.enter_context(_progress(console))
                     bar = progress, progress.add_task(label, total=1.0, entries=0)
                 if bar is not None:
-                    bar[0].update(bar[1], completed=chunk.done, entries=entries)
+                    bar[0].update(bar[1], completed=chunk.fraction, entries=entries)
 
 
 def _progress(console: Console) -> Progress:

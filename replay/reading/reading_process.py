@@ -1,14 +1,14 @@
-"""Reading a stream in a process of its own, while the one that asked for it decodes and folds.
+"""Reading a stream in a child process, while its parent decodes and folds.
 
 Rules
 -----
-* The child reads as everybody does: order checked, interruptions resumed, nothing written to the cluster. It waits
+* The child reads as every reader does: order checked, interruptions resumed, nothing written to the cluster. It waits
   for a server without end; the caller sets the limit.
-* One socket joins the two, the child's stdin. First the asker says the job, so that no command line and no
-  environment tells the login; then the child says what it reads, or why it cannot. Frames: length, msgpack.
-* Neither outlives the other unnoticed: the asker kills its child when it is done or leaves early; the child ends when
-  the socket does, however its asker went; and for the asker an end before the last entry is an error.
-* A slow asker holds the child back, and the child the server: what is on the way is bounded.
+* One socket joins the two, the child's stdin. First the parent sends the request, so that no command line and no
+  environment shows the login; then the child sends what it reads, or why it cannot. Frames: length, msgpack.
+* Neither outlives the other unnoticed: the parent kills its child when it has finished or stops early; the child ends
+  when the socket closes, however its parent ended; and for the parent an end before the last entry is an error.
+* A slow parent holds the child back, and the child the server: the data in flight is bounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import msgspec
 from events.log import LogDamaged, LogError, LogUnavailable
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog
-from events.nats_reader import Stored
+from events.nats_reader import StoredMessage
 
 #: How much may wait on either side of the socket: some milliseconds of work, so that neither waits for the other.
 BUFFER_BYTES = 512 * 1024
@@ -39,8 +39,8 @@ _CHILD = f"import sys; sys.modules['aiohttp'] = None; from {__name__} import mai
 _ERRORS: tuple[type[LogError], ...] = (LogUnavailable, LogDamaged, LogError)
 
 
-class Job(msgspec.Struct):
-    """What the child is to read, entries `after_seq` + 1 to `until_seq`, and how to get there."""
+class ReadRequest(msgspec.Struct):
+    """A request to the child: the servers, the login, and the entries to read, `after_seq` + 1 to `until_seq`."""
 
     servers: list[str]
     login: Login
@@ -56,29 +56,28 @@ class Failure(msgspec.Struct):
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)  # a path
-_jobs = msgspec.msgpack.Decoder(Job, dec_hook=lambda _, text: Path(text))
-_said = msgspec.msgpack.Decoder(list[Stored] | Failure)
+_request_decoder = msgspec.msgpack.Decoder(ReadRequest, dec_hook=lambda _, text: Path(text))
+_reply_decoder = msgspec.msgpack.Decoder(list[StoredMessage] | Failure)
 
 
 # --- the caller ----------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def reading_apart(
+async def read_in_process(
     connection: Connection, after_seq: int, until_seq: int
-) -> AsyncIterator[AsyncGenerator[list[Stored], None]]:
-    """`NatsEventLog.read_stored`, begun now by a process of its own, over a connection of its own to the same servers.
+) -> AsyncIterator[AsyncGenerator[list[StoredMessage], None]]:
+    """Start `NatsEventLog.read_stored` in a process of its own, over a connection of its own to the same servers.
 
-    What it gives raises what that raises, and LogUnavailable if the process ends too early.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
+    The yielded generator raises what that raises, and LogUnavailable if the process ends too early."""
+    parent_end, child_end = socket.socketpair()
+    with child_end:
+        reader, writer = await asyncio.open_unix_connection(sock=parent_end, limit=BUFFER_BYTES)
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-P", "-c", _CHILD, __name__),  # the name is for people who look at processes
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same code as ours, wherever we are
                 start_new_session=True,  # a terminal's Ctrl-C is for us; we end it
@@ -87,7 +86,7 @@ async def reading_apart(
             writer.close()
             raise
     try:
-        writer.write(frame(Job(connection.servers, connection.login, after_seq, until_seq)))
+        writer.write(frame(ReadRequest(connection.servers, connection.login, after_seq, until_seq)))
         yield _batches(reader, after_seq, until_seq)
     finally:
         writer.close()
@@ -96,46 +95,46 @@ async def reading_apart(
         await process.wait()
 
 
-async def _batches(reader: asyncio.StreamReader, seq: int, until_seq: int) -> AsyncGenerator[list[Stored], None]:
+async def _batches(reader: asyncio.StreamReader, seq: int, until_seq: int) -> AsyncGenerator[list[StoredMessage], None]:
     while seq < until_seq:
         try:
-            said = _said.decode(await _received(reader))
+            reply = _reply_decoder.decode(await _read_frame(reader))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise LogUnavailable(
                 f"the process that reads the log ended after entry {seq} of {until_seq}; try again"
             ) from None
-        if isinstance(said, Failure):
-            raise next(kind for kind in _ERRORS if kind.__name__ == said.kind)(said.reason)
-        seq = said[-1].seq
-        yield said
+        if isinstance(reply, Failure):
+            raise next(kind for kind in _ERRORS if kind.__name__ == reply.kind)(reply.reason)
+        seq = reply[-1].seq
+        yield reply
 
 
 # --- the child -----------------------------------------------------------------------------------
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Take a job, do it, or leave it when the asker goes."""
+    """Receive a request and answer it, or abandon it when the parent has ended."""
     try:
-        job = _jobs.decode(await _received(reader))
+        request = _request_decoder.decode(await _read_frame(reader))
     except asyncio.IncompleteReadError:
         return
-    reading = asyncio.create_task(_read(job, writer))
-    # The asker says no more: this ends when it goes.
+    reading = asyncio.create_task(_read(request, writer))
+    # The parent sends nothing more: this ends when the parent does.
     listening = asyncio.create_task(reader.read())
     listening.add_done_callback(lambda _: reading.cancel())
     with contextlib.suppress(asyncio.CancelledError, ConnectionError):
         await reading
         writer.close()
-        await writer.wait_closed()  # all has been taken
+        await writer.wait_closed()  # the parent has read everything
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
 
 
-async def _read(job: Job, writer: asyncio.StreamWriter) -> None:
-    connection = await connect(job.servers, name="unicron-replay", login=job.login)
+async def _read(request: ReadRequest, writer: asyncio.StreamWriter) -> None:
+    connection = await connect(request.servers, name="unicron-replay", login=request.login)
     try:
         log = NatsEventLog(connection)
-        async with aclosing(log.read_stored(job.after_seq, until_seq=job.until_seq)) as batches:
+        async with aclosing(log.read_stored(request.after_seq, until_seq=request.until_seq)) as batches:
             async for batch in batches:
                 writer.write(frame(batch))
                 await writer.drain()
@@ -146,13 +145,13 @@ async def _read(job: Job, writer: asyncio.StreamWriter) -> None:
         await connection.close()
 
 
-def frame(message: Job | list[Stored] | Failure) -> bytes:
-    """A message as it goes over the socket."""
+def frame(message: ReadRequest | list[StoredMessage] | Failure) -> bytes:
+    """Encode a message as it goes over the socket."""
     body = _encoder.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
-async def _received(reader: asyncio.StreamReader) -> bytes:
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
     return await reader.readexactly(length)
 
@@ -164,7 +163,7 @@ async def _main() -> None:
 
 
 def main() -> None:
-    """The whole child."""
+    """Run the child."""
     logging.getLogger("events").setLevel(logging.CRITICAL)  # retries are not news; failures are reported
     gc.disable()  # as unicron-replay does
     asyncio.run(_main())

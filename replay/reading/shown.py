@@ -1,7 +1,7 @@
-"""What `unicron-replay` may show: everything but the secrets that the log tells, and what looks like one.
+"""Masking of output: `unicron-replay` shows everything but the secrets that the log holds, and what looks like one.
 
-The values are learnt from the entries as they are read, in one place for the whole command: whatever prints comes after
-the entry that told the value.
+The values are learnt from the entries as they are read, in one place for the whole command: a value is printed only
+after the entry that holds it was read.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import msgspec
 
 from events.envelope import Entry, Envelope, Recorded
-from unicrond.service.discretion import Discretion, discreet
+from unicrond.service.discretion import Discretion, redact
 
-#: Of this command.
-SHOWN = Discretion()
+#: The masking of this command.
+REDACTOR = Discretion()
 
 
-def given_away(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries for others: secrets are hidden, texts keep their length, all else is as it was."""
+def mask_entries(entries: Sequence[Entry]) -> list[Entry]:
+    """Mask secrets in entries that are to be passed on; texts keep their length, everything else is unchanged."""
     return [_masked(entry) if isinstance(entry, Recorded) else entry for entry in entries]
 
 
 def _masked(entry: Recorded) -> Recorded:
-    mask = SHOWN.mask()
-    told = msgspec.to_builtins(entry.envelope)
-    shown = discreet(told, lambda text: mask.blotted(text.encode()).decode())
-    envelope = entry.envelope if shown == told else msgspec.convert(shown, Envelope, strict=True)
+    mask = REDACTOR.mask()
+    plain = msgspec.to_builtins(entry.envelope)
+    masked_plain = redact(plain, lambda text: mask.overwrite(text.encode()).decode())
+    envelope = entry.envelope if masked_plain == plain else msgspec.convert(masked_plain, Envelope, strict=True)
     return Recorded(entry.seq, entry.recorded_at_us, envelope)

@@ -1,8 +1,8 @@
-"""Where the entries come from: what every source promises, and the one that is a file (NATS: `nats_source.py`).
+"""Sources of entries: the protocol of all of them, and the source that is a file (NATS: `nats_source.py`).
 
 Rules
 -----
-* A source is a log as it stands when it is opened; what comes later is not read, and nothing is ever written.
+* A source is a log as it is when it is opened; later entries are not read, and nothing is ever written.
 * An unfinished frame at the end of a file was never acknowledged: it is left out, with a warning. Any other
   damage is LogDamaged.
 """
@@ -20,20 +20,20 @@ from events.envelope import Entry, Recorded
 from events.log import LogDamaged
 from events.point import Point
 from events.segments import TornTail, has_end_mark, read_segment, segment_paths
-from events.skips import passed_over, skips_in_files
-from replay.reading.shown import SHOWN
+from events.skips import apply_skips, skips_in_files
+from replay.reading.shown import REDACTOR
 
 logger = logging.getLogger(__name__)
 
-#: About so many entries are read before others get their turn.
+#: About so many entries are read before the event loop runs other tasks.
 CHUNK_ENTRIES = 500
 
 
-class Chunk(NamedTuple):
+class LogChunk(NamedTuple):
     """Consecutive entries, and how much of the whole log has been read with them (0 to 1)."""
 
     entries: list[Entry]
-    done: float
+    fraction: float
 
 
 class Source(Protocol):
@@ -47,60 +47,60 @@ class Source(Protocol):
         """See the class."""
         ...
 
-    def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
-        """All entries after `after_seq`, in order. Raises LogError. Close it where it is left early."""
+    def chunks(self, after_seq: int = 0) -> AsyncGenerator[LogChunk, None]:
+        """Yield all entries after `after_seq`, in order. Raises LogError. Close it where the reader stops early."""
         ...
 
     async def skips(self) -> dict[int, str]:
-        """Which entries are passed over, and why (events/skips.py)."""
+        """Return the entries that are passed over, with the reason of each (events/skips.py)."""
         ...
 
     async def end_us(self) -> int:
-        """When the newest entry was recorded, 0 for an empty log."""
+        """Return when the newest entry was recorded, 0 for an empty log."""
         ...
 
     def beats(self) -> AsyncGenerator[list[Recorded], None]:
-        """The heartbeats that are still there, in pieces; one may come twice (`events/beat_evidence.py`)."""
+        """Yield the retained heartbeats, in pieces; one may come twice (`events/beat_evidence.py`)."""
         ...
 
 
 async def read(
     source: Source, *, after: Point | None = None, until: Point | None = None
-) -> AsyncGenerator[Chunk, None]:
-    """The chunks of `source` cut to the entries that `after` does not cover and `until` does."""
+) -> AsyncGenerator[LogChunk, None]:
+    """Yield the chunks of `source`, cut to the entries that `after` does not cover and `until` does."""
     after_seq = getattr(after, "seq", 0)
-    begun = after is None
+    is_inside = after is None
     async with aclosing(_folded_chunks(source, after_seq)) as chunks:
-        async for entries, done in chunks:
-            if after is not None and not begun:
+        async for entries, fraction in chunks:
+            if after is not None and not is_inside:
                 first = next((number for number, entry in enumerate(entries) if not after.covers(entry)), None)
                 if first is None:
                     continue
-                begun, entries = True, entries[first:]
+                is_inside, entries = True, entries[first:]
             if until is not None:
                 last = next((number for number, entry in enumerate(entries) if not until.covers(entry)), None)
                 if last is not None:
-                    yield Chunk(entries[:last], 1.0)
+                    yield LogChunk(entries[:last], 1.0)
                     return
-            yield Chunk(entries, done)
+            yield LogChunk(entries, fraction)
 
 
 async def entries_of(source: Source) -> AsyncGenerator[Entry, None]:
-    """The entries of `source` one by one. Close it where it is left early."""
+    """Yield the entries of `source` one by one. Close it where the reader stops early."""
     async with aclosing(_folded_chunks(source, 0)) as chunks:
         async for chunk in chunks:
             for entry in chunk.entries:
                 yield entry
 
 
-async def _folded_chunks(source: Source, after_seq: int) -> AsyncGenerator[Chunk, None]:
-    """The chunks as they are to be folded: without what is skipped anywhere in the log."""
+async def _folded_chunks(source: Source, after_seq: int) -> AsyncGenerator[LogChunk, None]:
+    """Yield the chunks as they are to be folded: without what is skipped anywhere in the log."""
     skips = await source.skips()
     async with aclosing(source.chunks(after_seq)) as chunks:
         async for chunk in chunks:
             for entry in chunk.entries:
-                SHOWN.see(entry)
-            yield Chunk([passed_over(entry, skips) for entry in chunk.entries], chunk.done) if skips else chunk
+                REDACTOR.see(entry)
+            yield LogChunk([apply_skips(entry, skips) for entry in chunk.entries], chunk.fraction) if skips else chunk
 
 
 class FileSource:
@@ -114,23 +114,23 @@ class FileSource:
         if not self._segments:
             raise LogDamaged(f"{path}: this directory holds no segment of a log (a file like {1:020d}.log)")
         if path.is_file() and not has_end_mark(path):
-            logger.warning("%s has no end mark, as older exports have none: whether it was cut cannot be told", path)
+            logger.warning("%s has no end mark, as older exports have none: it may have been cut", path)
         self._size_bytes = sum(segment.stat().st_size for segment in self._segments)
 
-    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
-        """See Source. Raises LogDamaged."""
+    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[LogChunk, None]:
+        """Yield the entries; see Source. Raises LogDamaged."""
         async with aclosing(self._read(self._segments)) as chunks:
-            async for entries, done in chunks:
+            async for entries, fraction in chunks:
                 if entries[-1].seq > after_seq:
                     fresh = entries if entries[0].seq > after_seq else entries[after_seq - entries[0].seq + 1 :]
-                    yield Chunk(fresh, done)
+                    yield LogChunk(fresh, fraction)
 
     async def skips(self) -> dict[int, str]:
-        """See Source."""
+        """Return the skipped entries; see Source."""
         return skips_in_files(self._segments)
 
     async def end_us(self) -> int:
-        """See Source. Reads backwards until it finds a segment with an entry."""
+        """Read backwards until a segment has an entry, and return its time; see Source."""
         newest = 0
         # A crash may have left the last segment without an entry; then the one before it has the newest.
         for number in reversed(range(len(self._segments))):
@@ -142,7 +142,7 @@ class FileSource:
         return newest
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
-        """See Source. Ends at a torn tail."""
+        """Yield the heartbeats up to an incomplete end of a segment; see Source."""
         for segment in self._segments:
             try:
                 for batch in read_segment(segment):
@@ -150,9 +150,9 @@ class FileSource:
                         yield list(batch.beats)
                     await asyncio.sleep(0)
             except TornTail:
-                return  # reading the entries has said so
+                return  # reading the entries has reported it
 
-    async def _read(self, segments: Sequence[Path]) -> AsyncGenerator[Chunk, None]:
+    async def _read(self, segments: Sequence[Path]) -> AsyncGenerator[LogChunk, None]:
         seq = 0
         in_turn = 0
         before_bytes = 0
@@ -165,13 +165,13 @@ class FileSource:
                         if seq and entry.seq != seq + 1:
                             raise LogDamaged(f"{segment}: entry {entry.seq} follows entry {seq}")
                         seq = entry.seq
-                    yield Chunk(batch.entries, (before_bytes + batch.end_bytes) / self._size_bytes)
+                    yield LogChunk(batch.entries, (before_bytes + batch.end_bytes) / self._size_bytes)
                     in_turn += len(batch.entries)
                     if in_turn >= CHUNK_ENTRIES:
                         in_turn = 0
-                        await asyncio.sleep(0)  # reading never waits by itself, and Ctrl-C wants its turn
-            except TornTail as torn:
-                if segment != self._segments[-1] or (torn.whole_bytes == 0 and len(self._segments) == 1):
+                        await asyncio.sleep(0)  # reading never waits by itself, and Ctrl-C must be handled
+            except TornTail as error:
+                if segment != self._segments[-1] or (error.whole_bytes == 0 and len(self._segments) == 1):
                     raise
-                logger.warning("%s; that write was never acknowledged and is left out", torn)
+                logger.warning("%s; that write was never acknowledged and is left out", error)
             before_bytes += segment.stat().st_size

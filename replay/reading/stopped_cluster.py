@@ -5,7 +5,7 @@ Rules
 * The directory is only read. A server repairs and rewrites what it opens, so it gets a copy, in a directory of its own
   under TMPDIR.
 * It listens on loopback, on any free port, to one login that this process has made up.
-* Copy and server go when the command ends, also by SIGTERM or Ctrl-C; the server by SIGKILL as well.
+* Copy and server are removed when the command ends, also by SIGTERM or Ctrl-C; the server ends by SIGKILL as well.
 * The agents' consumers are left out: a reader needs none, and a server takes seconds to read thousands of them.
 * A server that is started on the directory meanwhile is used in place of the copy.
 """
@@ -34,30 +34,30 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 def store_of(state_dir: Path) -> Path:
-    """Where the embedded server of a coordinator's directory keeps its streams."""
+    """Return where the embedded server of a coordinator's directory keeps its streams."""
     return state_dir / "nats" / "store"
 
 
 async def running_url(state_dir: Path) -> str | None:
-    """The address of the embedded server that runs on the directory; None: none does."""
+    """Return the address of the embedded server that runs on the directory; None where none runs."""
     server = EmbeddedServer.beside(state_dir / "nats")
     return server.url if await server.adopt() else None
 
 
 @asynccontextmanager
-async def served_copy(state_dir: Path) -> AsyncIterator[tuple[str, Login | None]]:
-    """A server's address and the login there; None: that of the server which was started on the directory meanwhile.
+async def serve_copy(state_dir: Path) -> AsyncIterator[tuple[str, Login | None]]:
+    """Serve a copy, and yield the server's address and login; with None as login, the address of the server which has
+    since been started on the directory.
 
-    Raises LogUnavailable, LogError, OSError.
-    """
+    Raises LogUnavailable, LogError, OSError."""
     store = store_of(state_dir)
     if not store.is_dir():
         raise LogUnavailable(f"{state_dir}: holds no log; give the state_dir of a coordinator, or --nats URL")
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="unicron-replay-") as place:
         await _copy(store, Path(place) / "nats" / "store")
-        started = await running_url(state_dir)
-        if started is not None:  # the copy may be torn
-            yield started, None
+        url = await running_url(state_dir)
+        if url is not None:  # the copy may be torn
+            yield url, None
             return
         login = Login(user=USER, password=secrets.token_urlsafe(24))
         server = EmbeddedServer(Path(place) / "nats", login=login, dies_with_us=True)
@@ -88,14 +88,16 @@ async def _copy(store: Path, to: Path) -> None:
         target = to / path.relative_to(store)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-        await asyncio.sleep(0)  # Ctrl-C wants its turn
+        await asyncio.sleep(0)  # let Ctrl-C be handled
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds, so that what was made is removed. Raised here, since a blocked write never comes to the loop."""
+    """Let SIGTERM unwind, so that temporary files are removed. It raises here, since a blocked write never returns to
+    the loop."""
 
     def end(*_: object) -> None:
+        """Exit with the code of a termination."""
         sys.exit(_TERMINATED)
 
     before = signal.signal(signal.SIGTERM, end)

@@ -22,27 +22,27 @@ from replay.reading.opening import (
     state_at,
 )
 from replay.reading.progress import with_bar
-from replay.reading.shown import given_away
-from replay.reading.source import Chunk, read
+from replay.reading.shown import mask_entries
+from replay.reading.source import LogChunk, read
 from replay.views.report import digest_json, entry_line, state_json, state_page
 from unicrond.display.event_lines import entry_json
 
 
 async def state_command(options: argparse.Namespace) -> None:
-    """The state at a point."""
+    """Print the state at a point."""
     state = await state_at(options, options.at)
     say(as_json(state_json(state)) if options.json else state_page(state))
 
 
 async def digest_command(options: argparse.Namespace) -> None:
-    """The digest at a point."""
+    """Print the digest at a point."""
     state = await state_at(options, options.at)
-    said = digest_json(state)
-    say(as_json(said) if options.json else f"{said['digest']}  at entry {state.seq}")
+    fields = digest_json(state)
+    say(as_json(fields) if options.json else f"{fields['digest']}  at entry {state.seq}")
 
 
 async def export_command(options: argparse.Namespace) -> None:
-    """The log as a file."""
+    """Write the log into a file."""
     path: Path = options.path
     _require_export(path, replace=options.force)
     last_seq = 0
@@ -51,28 +51,28 @@ async def export_command(options: argparse.Namespace) -> None:
         async with aclosing(with_bar(read(source, until=until), "exporting")) as chunks:
             with Export(path) as export:
                 async for chunk in chunks:
-                    export.write(given_away(chunk.entries) if options.masked else chunk.entries)
+                    export.write(mask_entries(chunk.entries) if options.masked else chunk.entries)
                     last_seq = chunk.entries[-1].seq if chunk.entries else last_seq
                 require_reached(options.at, last_seq)
                 beats = 0
-                async with aclosing(source.beats()) as retained:
-                    async for some in retained:
-                        export.write_beats(some)
-                        beats += len(some)
+                async with aclosing(source.beats()) as batches:
+                    async for batch in batches:
+                        export.write_beats(batch)
+                        beats += len(batch)
     if options.json:
         say(as_json({"path": str(path), "last_seq": last_seq, "beats": beats}))
     else:
-        held = f"entries 1 to {last_seq}" if last_seq else "an empty log"
-        say(f"{path}: {held}" + (f", and the last {beats} heartbeats" if beats else ""))
+        content = f"entries 1 to {last_seq}" if last_seq else "an empty log"
+        say(f"{path}: {content}" + (f", and the last {beats} heartbeats" if beats else ""))
 
 
 async def events_command(options: argparse.Namespace) -> None:
-    """The entries of a stretch of the log, one line each."""
+    """Print the entries of a stretch of the log, one line each."""
     selection = Selection(types=frozenset(options.type), node=options.node or "", task=options.task or "")
     matched = 0
     async with open_source(options) as source:
         after, until = await resolve(source, options.after), await resolve(source, options.until)
-        chunks: AsyncGenerator[Chunk, None] = read(source, after=after, until=until)
+        chunks: AsyncGenerator[LogChunk, None] = read(source, after=after, until=until)
         if not sys.stdout.isatty():  # a bar among the lines would be useless
             chunks = with_bar(chunks, "reading")
         async with aclosing(chunks):
@@ -86,7 +86,7 @@ async def events_command(options: argparse.Namespace) -> None:
 
 
 def _require_export(path: Path, *, replace: bool) -> None:
-    """The export can be written there."""
+    """Check that the export can be written there. Raises UsageError."""
     require_place("FILE", path)
     if path.exists() and not replace:
         raise UsageError(f"FILE: {path} exists; name another one, or give --force to replace it")

@@ -1,5 +1,5 @@
-"""`unicronctl debug`: one file that tells what a cluster is in, for a report. Made of what the API shows, so without
-the secrets that it hides."""
+"""`unicronctl debug`: one file with the state of a cluster, for a report. It holds what the API shows, so not the
+secrets that the API hides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unicrond.ctl.asking import client_of
 from unicrond.ctl.client import ApiError, Client
 from unicrond.service.code_identity import code_version
 
-#: Of each worker's log, its end (bytes); and of so many workers.
+#: The bytes at the end of each worker's log that the file holds, and the number of workers.
 TAIL_BYTES = 65_536
 WORKERS_MAX = 64
 _README = """\
@@ -46,7 +46,7 @@ stands in its log: read logs/ before you pass this on.
 
 
 async def debug_command(options: argparse.Namespace) -> int:
-    """Write the file; exit code 0 also where a part of it could not be had, which it says."""
+    """Write the file. The exit code is 0 also where a part is missing, which the report names."""
     path = options.out or Path(f"unicron-debug-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.zip")
     require_place("--out", path)
     client = client_of(options)
@@ -73,7 +73,7 @@ async def debug_command(options: argparse.Namespace) -> int:
 
 
 async def _export(options: argparse.Namespace, log: Path) -> int:
-    """The log as a file; its last entry."""
+    """Write the log into a file, and return its last sequence number."""
     last_seq = 0
     async with open_source(options) as source:
         with Export(log) as export:
@@ -85,8 +85,8 @@ async def _export(options: argparse.Namespace, log: Path) -> int:
 
 
 def _texts(client: Client, state: ClusterState, options: argparse.Namespace, missing: list[str]) -> dict[str, str]:
-    """The other members, by name; what cannot be had goes to `missing`."""
-    made: dict[str, Callable[[], str]] = {
+    """Return the other members by name; what cannot be read goes to `missing`."""
+    sources: dict[str, Callable[[], str]] = {
         "state.json": lambda: as_json(client.snapshot().body),
         "health.json": lambda: as_json(client.health()),
         "plan_table.json": lambda: as_json(client.plan_table()),
@@ -94,25 +94,27 @@ def _texts(client: Client, state: ClusterState, options: argparse.Namespace, mis
         "versions.json": lambda: as_json(_versions(state)),
     }
     if not options.no_logs:
-        made |= {
+        sources |= {
             f"logs/{task.name}/{worker}.log": _log(client, task.name, worker)
             for task in state.tasks.values()
             for worker in _workers(state, task.name)
         }
-    found = {}
-    for name, make in made.items():
+    texts = {}
+    for name, read_source in sources.items():
         try:
-            found[name] = make()
+            texts[name] = read_source()
         except ApiError as error:
             missing.append(f"{name}: {error}")
-    return found
+    return texts
 
 
 def _workers(state: ClusterState, task: str) -> list[str]:
-    """Those that it has, and those of its incidents; the newest WORKERS_MAX."""
-    known = dict.fromkeys(one.worker for one in state.closed if one.worker.rpartition(".")[0] == task)
-    known |= dict.fromkeys(one.worker for one in state.incidents.values() if one.worker.rpartition(".")[0] == task)
-    return list(known | dict.fromkeys(state.tasks[task].workers))[-WORKERS_MAX:]
+    """List the task's workers and those of its incidents; the newest WORKERS_MAX."""
+    names = dict.fromkeys(incident.worker for incident in state.closed if incident.worker.rpartition(".")[0] == task)
+    names |= dict.fromkeys(
+        incident.worker for incident in state.incidents.values() if incident.worker.rpartition(".")[0] == task
+    )
+    return list(names | dict.fromkeys(state.tasks[task].workers))[-WORKERS_MAX:]
 
 
 def _log(client: Client, task: str, worker: str) -> Callable[[], str]:

@@ -16,20 +16,20 @@ from unicrond.display.tables import clean
 
 
 async def diff_command(options: argparse.Namespace) -> int:
-    """What changed in the state from A to B. Exit code 0 either way."""
+    """Print what changed in the state from A to B. Exit code 0 either way."""
     async with open_source(options) as source:
-        other: Source = file_source(options.other) if options.other else source
-        before, after = await fold_to(source, options.a), await fold_to(other, options.b)
-        parted = await _first_other_entry(source, other) if options.other else None
-    found = differences(before, after)
+        second: Source = file_source(options.other) if options.other else source
+        before, after = await fold_to(source, options.a), await fold_to(second, options.b)
+        first_difference = await _first_difference(source, second) if options.other else None
+    changes = differences(before, after)
     if options.json:
         say(
             as_json(
                 {
                     "before": _side(before),
                     "after": _side(after),
-                    "first_other_entry": parted,
-                    "differences": [each._asdict() for each in found],
+                    "first_other_entry": first_difference,
+                    "differences": [change._asdict() for change in changes],
                 }
             )
         )
@@ -37,8 +37,12 @@ async def diff_command(options: argparse.Namespace) -> int:
     say(f"A: {when(before)}, digest {digest(before)}")
     say(f"B: {when(after)}, digest {digest(after)}")
     if options.other:
-        say(f"the logs differ from entry {parted} on" if parted else "the logs agree to the end of the shorter one")
-    for line in lines(found) or ["the states are equal"]:
+        say(
+            f"the logs differ from entry {first_difference} on"
+            if first_difference
+            else "the logs agree to the end of the shorter one"
+        )
+    for line in lines(changes) or ["the states are equal"]:
         say(clean(line))
     return 0
 
@@ -47,13 +51,13 @@ def _side(state: ClusterState) -> dict[str, Any]:
     return {"seq": state.seq, "now_us": state.now_us, "digest": digest(state)}
 
 
-async def _first_other_entry(source: Source, other: Source) -> int | None:
-    """The first number under which the two logs hold different entries; None if one begins like the other."""
-    async with aclosing(entries_of(source)) as ours, aclosing(entries_of(other)) as theirs:
-        async for entry in ours:
-            same = await anext(theirs, None)
-            if same is None:
+async def _first_difference(source: Source, second: Source) -> int | None:
+    """Return the first number under which the two logs hold different entries; None if one begins like the other."""
+    async with aclosing(entries_of(source)) as first_entries, aclosing(entries_of(second)) as second_entries:
+        async for entry in first_entries:
+            counterpart = await anext(second_entries, None)
+            if counterpart is None:
                 return None
-            if repr(entry) != repr(same):  # by repr: a loss may be NaN
+            if repr(entry) != repr(counterpart):  # by repr: a loss may be NaN
                 return entry.seq
     return None

@@ -20,22 +20,22 @@ class Difference(NamedTuple):
 
 
 def differences(before: ClusterState, after: ClusterState) -> list[Difference]:
-    """Everything that differs, in the state's own order. Equal states have equal digests and none."""
+    """Return everything that differs, in the state's own order. Equal states have equal digests and no difference."""
     return _compare("", to_json(before), to_json(after))
 
 
-def lines(found: list[Difference]) -> list[str]:
-    """Each as a line for people: + added, - removed, ~ changed."""
-    return [_line(each) for each in found]
+def lines(changes: list[Difference]) -> list[str]:
+    """Format each change as a line for people: + added, - removed, ~ changed."""
+    return [_line(change) for change in changes]
 
 
 def _compare(path: str, before: Any, after: Any) -> list[Difference]:
     if isinstance(before, dict) and isinstance(after, dict):
-        found: list[Difference] = []
+        changes: list[Difference] = []
         for key in dict.fromkeys([*before, *after]):
             inner = f"{path}.{key}" if path else str(key)
-            found += _compare(inner, before.get(key, _ABSENT), after.get(key, _ABSENT))
-        return found
+            changes += _compare(inner, before.get(key, _ABSENT), after.get(key, _ABSENT))
+        return changes
     if _is_list(before) and _is_list(after) and path == "closed":
         # A list of incidents that only grows and is cut at its beginning: by id, not by place.
         return _compare(path, {i["id"]: i for i in before}, {i["id"]: i for i in after})
@@ -52,21 +52,25 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _line(each: Difference) -> str:
-    match each.kind:
+def _line(change: Difference) -> str:
+    match change.kind:
         case "added":
-            return f"+ {each.path}: {_told(each.after)}"
+            return f"+ {change.path}: {_format_value(change.after)}"
         case "removed":
-            return f"- {each.path}: {_told(each.before)}"
+            return f"- {change.path}: {_format_value(change.before)}"
         case _:
-            return f"~ {each.path}: {_told(each.before)} -> {_told(each.after)}"
+            return f"~ {change.path}: {_format_value(change.before)} -> {_format_value(change.after)}"
 
 
-def _told(value: Any) -> str:
-    """A value on one line; what is a structure in the words that identify it."""
+def _format_value(value: Any) -> str:
+    """Format a value on one line; a structure by the fields that identify it."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{key} {_told(each)}" for key, each in value.items() if each not in ("", (), [], {}, None))
+        inner = ", ".join(
+            f"{key} {_format_value(inner_value)}"
+            for key, inner_value in value.items()
+            if inner_value not in ("", (), [], {}, None)
+        )
         return f"({inner})"
     if _is_list(value):
-        return "[" + ", ".join(_told(each) for each in value) + "]"
+        return "[" + ", ".join(_format_value(inner_value) for inner_value in value) + "]"
     return repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)

@@ -16,36 +16,36 @@ CLOSED_SHOWN = 10
 
 
 def entry_line(entry: Entry) -> str:
-    """Time, sequence number and the event's sentence."""
+    """Format time, sequence number and the event's sentence."""
     if isinstance(entry, Quarantined):
-        said = f"quarantined, {entry.size_bytes} bytes on {entry.subject or 'an unknown subject'}: {entry.reason}"
+        sentence = f"quarantined, {entry.size_bytes} bytes on {entry.subject or 'an unknown subject'}: {entry.reason}"
     else:
-        said = summary(entry.envelope.event)
-    return f"{format_time(entry.recorded_at_us)} {entry.seq:>7} {clean(said)}"
+        sentence = summary(entry.envelope.event)
+    return f"{format_time(entry.recorded_at_us)} {entry.seq:>7} {clean(sentence)}"
 
 
 def digest_json(state: ClusterState) -> dict[str, Any]:
-    """The digest and the point that it belongs to."""
+    """Return the digest and the point that it belongs to."""
     return {"digest": digest(state), "seq": state.seq, "now_us": state.now_us, "term": state.term}
 
 
 def state_json(state: ClusterState) -> dict[str, Any]:
-    """The whole state, and its digest."""
+    """Return the whole state, and its digest."""
     return {"digest": digest(state), "state": to_json(state)}
 
 
 def when(state: ClusterState) -> str:
-    """The point that a state belongs to."""
-    told = f"{format_time(state.now_us)}, term {state.term}" if state.seq else "before the first event"
-    return f"entry {state.seq}, {told}"
+    """Describe the point that a state belongs to."""
+    moment = f"{format_time(state.now_us)}, term {state.term}" if state.seq else "before the first event"
+    return f"entry {state.seq}, {moment}"
 
 
 def state_page(state: ClusterState) -> str:
-    """The state for people: when, nodes, tasks, plan, incidents; the tables are those of `unicronctl`."""
+    """Format the state for people: when, nodes, tasks, plan, incidents; the tables are those of `unicronctl`."""
     lines = [when(state), f"digest {digest(state)}"]
     oddities = {"quarantined": state.quarantined, "duplicates": state.duplicates, "of an old term": state.inert}
     if any(oddities.values()):
-        lines.append("not folded: " + ", ".join(f"{count} {what}" for what, count in oddities.items() if count))
+        lines.append("not folded: " + ", ".join(f"{count} {label}" for label, count in oddities.items() if count))
     plan = state.plan
     sections = {
         "nodes": nodes_table(state),

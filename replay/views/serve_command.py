@@ -19,7 +19,7 @@ from replay.views.page_server import PageServer
 
 
 async def serve_command(options: argparse.Namespace) -> int:
-    """Until it is interrupted. Loopback only: a log holds tasks' arguments and environments."""
+    """Serve the page until interrupted. Loopback only: a log holds tasks' arguments and environments."""
     moments = Moments()
     async with open_source(options) as source, aclosing(with_bar(read(source), "reading")) as chunks:
         async for chunk in chunks:

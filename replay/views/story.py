@@ -2,9 +2,9 @@
 
 Rules
 -----
-* An `Index` is made in one pass: what there is to tell of, and where an incident begins and ends. An incident
+* An `Index` is built in one pass: which subjects there are, and where an incident begins and ends. An incident
   begins with the first symptom that it explained, and ends with its TransitionCompleted.
-* A `Story` is made in a second pass: it takes the entries that belong to its subject. Causes are told by what
+* A `Story` is built in a second pass: it takes the entries that belong to its subject. Causes are shown by what
   the log holds: a decision by the entries that the coordinator had read (`based_on`), a membership by its
   incident, a command by the plan's epoch and by the batch in which it was committed.
 * Routine takes one sentence: steps of a task by their range, acknowledgements not at all.
@@ -21,7 +21,7 @@ from events import vocabulary as v
 from events.envelope import Entry, Recorded
 from events.point import EPOCH, format_time
 from events.prose import summary
-from events.seats import expanded
+from events.seats import expand
 from events.selection import nodes_of, tasks_of
 from unicrond.core.fold import fold
 from unicrond.core.state import ClusterState, Incident
@@ -42,7 +42,7 @@ class NoSuchSubject(LookupError):
 
 
 @dataclass
-class Life:
+class IncidentLife:
     """An incident from its first symptom on. `incident`: as it was last. `last_seq` 0: it is still open.
 
     `names`: its own id, and those of the incidents that it explained.
@@ -57,15 +57,15 @@ class Life:
 
 @dataclass
 class Index:
-    """What a log tells of."""
+    """The subjects that a log has."""
 
     state: ClusterState = field(default_factory=ClusterState)
-    incidents: dict[str, Life] = field(default_factory=dict)
+    incidents: dict[str, IncidentLife] = field(default_factory=dict)
     #: Epoch -> the sequence number of its PlanAdopted.
     plans: dict[int, int] = field(default_factory=dict)
 
     def feed(self, entry: Entry) -> None:
-        """The next entry."""
+        """Add the next entry."""
         before, self.state = self.state, fold(self.state, entry)
         if self.state.plan.epoch != before.plan.epoch:
             self.plans[self.state.plan.epoch] = entry.seq
@@ -74,45 +74,46 @@ class Index:
 
     def _follow_incidents(self, before: ClusterState, entry: Entry) -> None:
         now = self.state.incidents
-        gone = [name for name in before.incidents if name not in now]
-        explained: list[Life] = []
-        for name in gone:
+        ended = [name for name in before.incidents if name not in now]
+        explained: list[IncidentLife] = []
+        for name in ended:
             life = self.incidents[name]
             if self.state.closed is not before.closed and self.state.closed[-1].id == name:
                 life.incident, life.last_seq = self.state.closed[-1], entry.seq
             else:
-                explained.append(self.incidents.pop(name))  # taken over by the one that is opened here
+                explained.append(self.incidents.pop(name))  # explained by the incident that is opened here
         for name, incident in now.items():
             if name not in self.incidents:
                 first_seq, first_us = min(
                     ((life.first_seq, life.first_us) for life in explained), default=(entry.seq, entry.recorded_at_us)
                 )
-                names = (name, *(other for life in explained for other in life.names))
-                self.incidents[name] = Life(first_seq, first_us, incident, names)
+                names = (name, *(alias for life in explained for alias in life.names))
+                self.incidents[name] = IncidentLife(first_seq, first_us, incident, names)
             else:
                 self.incidents[name].incident = incident
 
     def subject(self, text: str) -> Subject:
-        """What a person named: `node:n1`, `task:big`, `incident:i52`, `plan:6`, or the name alone. NoSuchSubject."""
+        """Return the subject that a person named: `node:n1`, `task:big`, `incident:i52`, `plan:6`, or the name alone.
+        Raises NoSuchSubject."""
         kind, colon, name = text.partition(":")
-        known: dict[str, Collection[str]] = {
+        names_by_kind: dict[str, Collection[str]] = {
             "node": self.state.nodes,
             "task": self.state.tasks,
             "incident": self.incidents,
             "plan": [str(epoch) for epoch in self.plans],
         }
         if colon and kind in KINDS:
-            if name in known[kind]:
+            if name in names_by_kind[kind]:
                 return Subject(kind, name)
-            raise NoSuchSubject(f"{text}: no such {kind}; the log has {_some(known[kind])}")
-        found = [kind for kind in KINDS if text in known[kind]]
-        if len(found) > 1:
-            choice = " or ".join(f"{kind}:{text}" for kind in found)
+            raise NoSuchSubject(f"{text}: no such {kind}; the log has {_abridged(names_by_kind[kind])}")
+        kinds = [kind for kind in KINDS if text in names_by_kind[kind]]
+        if len(kinds) > 1:
+            choice = " or ".join(f"{kind}:{text}" for kind in kinds)
             raise NoSuchSubject(f"{text}: is the name of several things; give {choice}")
-        if not found:
-            what = "; ".join(f"{kind}s: {_some(names)}" for kind, names in known.items())
-            raise NoSuchSubject(f"{text}: the log has nothing of this name ({what})")
-        return Subject(found[0], text)
+        if not kinds:
+            overview = "; ".join(f"{kind}s: {_abridged(names)}" for kind, names in names_by_kind.items())
+            raise NoSuchSubject(f"{text}: the log has nothing of this name ({overview})")
+        return Subject(kinds[0], text)
 
 
 @dataclass
@@ -126,7 +127,7 @@ class _Steps:
 
 
 class Story:
-    """Feed it every entry in order; `page` is the account."""
+    """The account of one subject; it takes every entry in order."""
 
     def __init__(self, subject: Subject, index: Index) -> None:
         self._subject = subject
@@ -134,12 +135,12 @@ class Story:
         self._state = ClusterState()
         self._lines: list[str] = []
         self._steps: dict[str, _Steps] = {}
-        self._told_basis = (0, 0)
+        self._basis = (0, 0)
         life = index.incidents.get(subject.name) if subject.kind == "incident" else None
         self._life = life
 
     def feed(self, entry: Entry) -> None:
-        """The next entry."""
+        """Add the next entry."""
         before, self._state = self._state, fold(self._state, entry)
         if not isinstance(entry, Recorded):
             return
@@ -147,16 +148,16 @@ class Story:
         if not self._belongs(entry, before):
             return
         if isinstance(event, v.StepCommitted):
-            self._walk(event)
+            self._add_steps(event)
             return
         if isinstance(event, v.CommandApplied):
             return
-        self._tell_steps(tasks_of(event))
-        self._tell(entry, self._remark(entry, before))
+        self._flush_steps(tasks_of(event))
+        self._append_line(entry, self._remark(entry, before))
 
     def page(self) -> str:
-        """Title, what happened in order, and how it ended."""
-        self._tell_steps(list(self._steps))
+        """Return title, what happened in order, and how it ended."""
+        self._flush_steps(list(self._steps))
         return "\n".join([*self._opening(), "", *(self._lines or ["  (nothing happened)"]), "", *self._ending()])
 
     # --- which entries -----------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Story:
         if kind == "task":
             if isinstance(event, v.PlanAdopted):
                 old = before.plan.assignments.get(name)
-                new = next((expanded(a) for a in event.assignments if a.task == name), None)
+                new = next((expand(a) for a in event.assignments if a.task == name), None)
                 return (old.replicas if old else None) != (new.replicas if new else None)
             if isinstance(event, v.TransitionCompleted):
                 life = self._index.incidents.get(event.incident)
@@ -221,10 +222,10 @@ class Story:
             return True
         return any(task in incident.generations for task in tasks_of(event))
 
-    # --- how they are told -------------------------------------------------------------------
+    # --- how they are shown ------------------------------------------------------------------
 
     def _remark(self, entry: Recorded, before: ClusterState) -> str:
-        """What the entry meant, where the sentence does not say it."""
+        """Say what the entry meant, where its sentence does not."""
         event = entry.envelope.event
         opened = self._state.incidents.get(f"i{entry.seq}")
         if opened is not None and opened.id not in before.incidents:
@@ -241,33 +242,35 @@ class Story:
                 if incident.resumed_us and not old.resumed_us:
                     return f" -> training continues, incident {name} is healed"
         if isinstance(event, v.MembershipDecided):
-            told = [node for node in dict.fromkeys(nodes_of(event)) if node]
+            nodes = [node for node in dict.fromkeys(nodes_of(event)) if node]
             because = f", because of incident {event.incident}" if event.incident else ""
-            return f" (sent to {', '.join(told)}{because})" if told else because
+            return f" (sent to {', '.join(nodes)}{because})" if nodes else because
         return ""
 
-    def _tell(self, entry: Recorded, remark: str) -> None:
+    def _append_line(self, entry: Recorded, remark: str) -> None:
         event, envelope = entry.envelope.event, entry.envelope
         basis = (envelope.term, envelope.based_on)
-        if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._told_basis:
-            self._told_basis = basis
+        if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._basis:
+            self._basis = basis
             self._lines.append(f"  The coordinator, having read everything up to entry {envelope.based_on}:")
         self._lines.append(f"  {_clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(summary(event))}{remark}")
 
-    def _walk(self, event: v.StepCommitted) -> None:
+    def _add_steps(self, event: v.StepCommitted) -> None:
         steps = self._steps.get(event.task)
         if steps is None or event.first > steps.last + 1 or event.first < steps.first:
-            self._tell_steps([event.task])
+            self._flush_steps([event.task])
             self._steps[event.task] = _Steps(event.task, event.first, event.last, event.loss)
         else:
             steps.last, steps.loss = event.last, event.loss
 
-    def _tell_steps(self, tasks: Iterable[str]) -> None:
+    def _flush_steps(self, tasks: Iterable[str]) -> None:
         for task in list(tasks):
             steps = self._steps.pop(task, None)
             if steps is not None:
-                which = f"iteration {steps.first}" if steps.first == steps.last else f"{steps.first} to {steps.last}"
-                self._lines.append(f"{'':25}{task} commits {which}, loss {steps.loss:.4g}")
+                iterations = (
+                    f"iteration {steps.first}" if steps.first == steps.last else f"{steps.first} to {steps.last}"
+                )
+                self._lines.append(f"{'':25}{task} commits {iterations}, loss {steps.loss:.4g}")
 
     # --- beginning and end -------------------------------------------------------------------
 
@@ -278,10 +281,12 @@ class Story:
             case "incident":
                 assert self._life is not None, "it is in the index"
                 incident = self._life.incident
-                who = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
+                location = (
+                    f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
+                )
                 hit = ", ".join(f"{task} in generation {broken}" for task, broken in incident.generations.items())
                 return [
-                    f"Incident {name}: {incident.kind}, SEV{incident.severity.value}, {who}",
+                    f"Incident {name}: {incident.kind}, SEV{incident.severity.value}, {location}",
                     clean(f"{incident.message}. It hit {hit or 'no task'}."),
                 ]
             case "plan":
@@ -307,18 +312,18 @@ class Story:
             return [f"It was in force until entry {after}." if after else "It is in force at the end of the log."]
         if kind == "task":
             task = final.tasks[name]
-            own = [life for life in self._index.incidents.values() if name in life.incident.generations]
-            why = f" ({clean(task.ending.reason)})" if task.ending.reason else ""
+            lives = [life for life in self._index.incidents.values() if name in life.incident.generations]
+            reason = f" ({clean(task.ending.reason)})" if task.ending.reason else ""
             return [
-                f"At the end it is {task.status.value}{why} at iteration {task.progress.iteration}, generation"
-                f" {task.generation}, {_after(own)}."
+                f"At the end it is {task.status.value}{reason} at iteration {task.progress.iteration}, generation"
+                f" {task.generation}, {_after(lives)}."
             ]
         node = final.nodes[name]
-        own = [life for life in self._index.incidents.values() if life.incident.node == name]
+        lives = [life for life in self._index.incidents.values() if life.incident.node == name]
         status = "isolated" if node.isolated else node.status.value
-        return [f"At the end it is {status}, {_after(own)}."]
+        return [f"At the end it is {status}, {_after(lives)}."]
 
-    def _end_of_incident(self, life: Life) -> list[str]:
+    def _end_of_incident(self, life: IncidentLife) -> list[str]:
         incident = life.incident
         if not life.last_seq:
             return [f"It is still open at entry {self._index.state.seq}."]
@@ -328,19 +333,19 @@ class Story:
             f" {life.last_seq}) it took {whole_s:.3f} s.",
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
             f" {incident.transition_us / 1e6:.3f} s later; {incident.redone} micro-batches were computed again,"
-            f"{_thrown(incident)} {incident.symptoms} symptoms explained.",
+            f"{_lost_work(incident)} {incident.symptoms} symptoms explained.",
         ]
 
 
-def _thrown(incident: Incident) -> str:
-    lost = incident.micro_batches_lost
-    return f" {lost} finished ones were thrown away with the last replica," if lost else ""
+def _lost_work(incident: Incident) -> str:
+    count = incident.micro_batches_lost
+    return f" {count} finished ones were thrown away with the last replica," if count else ""
 
 
-def _after(lives: list[Life]) -> str:
-    """How many incidents, and which."""
-    which = ", ".join(life.incident.id for life in lives)
-    return f"after incident {which}" if len(lives) == 1 else f"after {len(lives)} incidents{': ' * bool(lives)}{which}"
+def _after(lives: list[IncidentLife]) -> str:
+    """Count the incidents and name them."""
+    ids = ", ".join(life.incident.id for life in lives)
+    return f"after incident {ids}" if len(lives) == 1 else f"after {len(lives)} incidents{': ' * bool(lives)}{ids}"
 
 
 def _short(text: str, limit: int = 200) -> str:
@@ -349,14 +354,14 @@ def _short(text: str, limit: int = 200) -> str:
 
 
 def _tasks_on(node: str, assignments: Iterable[v.TaskAssignment]) -> list[str]:
-    each_of = [expanded(assignment) for assignment in assignments]
-    return sorted(a.task for a in each_of for nodes in a.replicas for each in nodes if each == node)
+    each_of = [expand(assignment) for assignment in assignments]
+    return sorted(a.task for a in each_of for nodes in a.replicas for member in nodes if member == node)
 
 
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
-    return (", ".join(shown[-limit:]) + more) or "none"
+def _abridged(names: Iterable[str], limit: int = 8) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return (", ".join(listed[-limit:]) + more) or "none"
 
 
 def _clock(time_us: int) -> str:

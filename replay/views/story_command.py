@@ -13,7 +13,7 @@ from replay.views.story import Index, NoSuchSubject, Story
 
 
 async def story_command(options: argparse.Namespace) -> int:
-    """Reads the log twice: what there is, then the story."""
+    """Read the log twice, first for the subjects and then for the story, and print it."""
     async with open_source(options) as source:
         index, until = Index(), await resolve(source, options.at)
         async with aclosing(with_bar(read(source, until=until), "looking")) as chunks:

@@ -15,14 +15,14 @@ from unicrond.core.fold import fold
 from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.waf import linear_flops, waf
 
-#: What a node is where it is not up and free to work; a node that works carries the names of its tasks.
-IDLE, LOST, LEFT, ISOLATED = "idle", "lost", "left", "isolated"
+#: The condition of a node that runs no task; that of a node which does is the names of its tasks.
+NODE_IDLE, NODE_LOST, NODE_LEFT, NODE_ISOLATED = "idle", "lost", "left", "isolated"
 TRAINING, REGROUPING, WAITING = "training", "regrouping", "waiting"
 #: These change nothing that is drawn.
 _ROUTINE = (v.StepCommitted, v.CommandApplied, v.CheckpointSaved)
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """`what`: for a node its condition, for a task TRAINING, REGROUPING, WAITING or its end. `workers`: of a task.
 
     `tasks`: those whose workers a node carries.
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 class WafPoint(NamedTuple):
-    """From `at_us` on: weighted FLOP/s that the plan promises, and that the groups which train amount to."""
+    """From `at_us` on: the weighted FLOP/s that the plan promises, and that the groups reach which train."""
 
     at_us: int
     planned: int
@@ -49,14 +49,14 @@ class Timeline:
 
     start_us: int = 0
     end_us: int = 0
-    nodes: dict[str, list[Span]] = field(default_factory=dict)
-    tasks: dict[str, list[Span]] = field(default_factory=dict)
+    nodes: dict[str, list[TimelineSpan]] = field(default_factory=dict)
+    tasks: dict[str, list[TimelineSpan]] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     waf: list[WafPoint] = field(default_factory=list)
     state: ClusterState = field(default_factory=ClusterState)
 
     def feed(self, entry: Entry) -> None:
-        """The next entry."""
+        """Add the next entry."""
         before, self.state = self.state, fold(self.state, entry)
         self.start_us = self.start_us or self.state.now_us
         self.end_us = self.state.now_us
@@ -75,15 +75,15 @@ class Timeline:
             self.waf.append(point)
 
     def finish(self) -> Timeline:
-        """After the last entry: what is open lasts until the end."""
+        """Close the timeline after the last entry: what is open lasts until the end."""
         for spans in (*self.nodes.values(), *self.tasks.values()):
             spans[-1] = spans[-1]._replace(end_us=self.end_us)
         self.incidents += self.state.incidents.values()
         return self
 
 
-def _extend(spans: list[Span], now: Span) -> None:
-    """Ends the last span where another condition begins."""
+def _extend(spans: list[TimelineSpan], now: TimelineSpan) -> None:
+    """End the last span where another condition begins."""
     if not spans:
         spans.append(now)
     elif spans[-1][2:] != now[2:]:
@@ -91,29 +91,29 @@ def _extend(spans: list[Span], now: Span) -> None:
         spans.append(now)
 
 
-def _node_span(state: ClusterState, node: Node, now_us: int) -> Span:
+def _node_span(state: ClusterState, node: Node, now_us: int) -> TimelineSpan:
     tasks = tuple(
         task.name
         for task in state.tasks.values()
         if any(worker.node == node.name and worker.status is not WorkerStatus.LOST for worker in task.workers.values())
     )
     if node.status is NodeStatus.LOST:
-        return Span(now_us, now_us, LOST)
+        return TimelineSpan(now_us, now_us, NODE_LOST)
     if node.status is NodeStatus.LEFT:
-        return Span(now_us, now_us, LEFT)
+        return TimelineSpan(now_us, now_us, NODE_LEFT)
     if node.isolated:
-        return Span(now_us, now_us, ISOLATED, tasks=tasks)
-    return Span(now_us, now_us, ", ".join(tasks) or IDLE, tasks=tasks)
+        return TimelineSpan(now_us, now_us, NODE_ISOLATED, tasks=tasks)
+    return TimelineSpan(now_us, now_us, ", ".join(tasks) or NODE_IDLE, tasks=tasks)
 
 
-def _task_span(task: Task, now_us: int) -> Span:
+def _task_span(task: Task, now_us: int) -> TimelineSpan:
     if task.status is not TaskStatus.ACTIVE:
-        return Span(now_us, now_us, task.status.value)
+        return TimelineSpan(now_us, now_us, task.status.value)
     members = task.membership.members if task.membership else ()
     if not members:
-        return Span(now_us, now_us, WAITING)
+        return TimelineSpan(now_us, now_us, WAITING)
     whole = task.confirmed and all(task.workers[member.worker].can_train for member in members)
-    return Span(now_us, now_us, TRAINING if whole else REGROUPING, len(members))
+    return TimelineSpan(now_us, now_us, TRAINING if whole else REGROUPING, len(members))
 
 
 def _running_waf(state: ClusterState) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from events.command_line import UsageError
 from replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
 from replay.reading.progress import with_bar
-from replay.reading.shown import SHOWN
+from replay.reading.shown import REDACTOR
 from replay.reading.source import read
 from replay.views.timeline import Timeline
 from replay.views.timeline_html import html_page
@@ -18,7 +18,7 @@ from replay.views.timeline_text import text_page
 
 
 async def timeline_command(options: argparse.Namespace) -> int:
-    """Text on stdout, unless --html or --png name a file."""
+    """Print text on stdout, unless --html or --png name a file."""
     for kind, path in (("html", options.html), ("png", options.png)):
         if path is not None:
             _require_drawing(kind, path, options.file)
@@ -32,24 +32,24 @@ async def timeline_command(options: argparse.Namespace) -> int:
     require_reached(options.at, timeline.state.seq)
     timeline.finish()
     title = f"{options.file or options.state_dir or options.url or ', '.join(options.nats)}"
-    written: list[Path] = []
+    paths: list[Path] = []
     if options.html is not None:
-        options.html.write_text(SHOWN.text(html_page(timeline, title)), encoding="utf-8")
-        written.append(options.html)
+        options.html.write_text(REDACTOR.text(html_page(timeline, title)), encoding="utf-8")
+        paths.append(options.html)
     if options.png is not None:
         _draw(timeline, options.png, title)
-        written.append(options.png)
+        paths.append(options.png)
     if options.json:
         say(as_json(_json(timeline)))
-    elif written:
-        say("\n".join(str(path) for path in written))
+    elif paths:
+        say("\n".join(str(path) for path in paths))
     else:
         say(text_page(timeline, min(shutil.get_terminal_size((100, 24)).columns, 200)))
     return 0
 
 
 def _require_drawing(kind: str, path: Path, log: Path | None) -> None:
-    """A drawing can be written there. An older one is replaced, the log never."""
+    """Check that a drawing can be written there. It replaces an older one, never the log. Raises UsageError."""
     require_place(f"--{kind}", path)
     if path.suffix != f".{kind}":
         raise UsageError(f"--{kind}: {path} does not end in .{kind}; name it so")

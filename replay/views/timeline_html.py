@@ -5,14 +5,14 @@ from __future__ import annotations
 from html import escape
 
 from events.point import format_time
-from replay.views.timeline import LEFT, Span, Timeline
+from replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
 from replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
 
 _LABEL, _PLOT, _ROW, _GAP, _WAF = 150, 1000, 18, 6, 120
 
 
 def html_page(timeline: Timeline, title: str) -> str:
-    """The whole page. Pointing at a span or an incident tells its times."""
+    """Return the whole page. A pointer over a span or an incident shows its times."""
     drawing = _Drawing(timeline)
     for name, spans in timeline.nodes.items():
         drawing.row(f"node {name}", [(span, node_colour(span, drawing.colours)) for span in spans])
@@ -57,41 +57,41 @@ class _Drawing:
         self._parts: list[str] = []
         self._y = 4
 
-    def row(self, label: str, spans: list[tuple[Span, str]]) -> None:
-        """One bar of spans."""
+    def row(self, label: str, spans: list[tuple[TimelineSpan, str]]) -> None:
+        """Draw one bar of spans."""
         self._label(label)
         for span, colour in spans:
-            if span.what == LEFT:
+            if span.what == NODE_LEFT:
                 continue
-            told = f"{span.what}{f', {span.workers} workers' if span.workers else ''}"
+            caption = f"{span.what}{f', {span.workers} workers' if span.workers else ''}"
             times = f"{self._since(span.start_us)} to {self._since(span.end_us)}"
             self._parts.append(
                 f'<rect x="{self._x(span.start_us):.2f}" y="{self._y}" height="{_ROW}"'
                 f' width="{max(0.4, self._x(span.end_us) - self._x(span.start_us)):.2f}" fill="{colour}">'
-                f"<title>{escape(label)}: {escape(told)}, {times}</title></rect>"
+                f"<title>{escape(label)}: {escape(caption)}, {times}</title></rect>"
             )
         self._y += _ROW + _GAP
 
     def space(self) -> None:
-        """Between groups of rows."""
+        """Leave a space between groups of rows."""
         self._y += 2 * _GAP
 
     def incidents(self) -> None:
-        """Each from its detection to its cure, on one row."""
+        """Draw each incident from its detection to its cure, on one row."""
         self._label("incidents")
         for incident in self._timeline.incidents:
             end_us = incident.resumed_us or incident.closed_us or self._timeline.end_us
             x = self._x(incident.detected_us)
-            told = f"{incident.id} {incident.kind} SEV{incident.severity.value} {incident.worker or incident.node}"
+            caption = f"{incident.id} {incident.kind} SEV{incident.severity.value} {incident.worker or incident.node}"
             self._parts.append(
                 f'<rect x="{x:.2f}" y="{self._y}" height="{_ROW}" width="{max(2.0, self._x(end_us) - x):.2f}"'
-                f' fill="{SEVERITY_COLOURS[incident.severity.value]}"><title>{escape(told)}:'
+                f' fill="{SEVERITY_COLOURS[incident.severity.value]}"><title>{escape(caption)}:'
                 f" {self._since(incident.detected_us)} to {self._since(end_us)}</title></rect>"
             )
         self._y += _ROW + _GAP
 
     def waf(self) -> None:
-        """Planned (thin) and running (filled) WAF over time."""
+        """Draw planned (thin) and running (filled) WAF over time."""
         self._space_for_waf()
         most = max((max(point.planned, point.running) for point in self._timeline.waf), default=0) or 1
         bottom = self._y + _WAF
@@ -116,7 +116,7 @@ class _Drawing:
         self._y = bottom + _GAP
 
     def svg(self) -> str:
-        """The drawing with its time axis."""
+        """Return the drawing with its time axis."""
         for since_us in ticks_us(self._length):
             at_us = self._timeline.start_us + since_us
             x = self._x(at_us)
@@ -146,7 +146,7 @@ class _Drawing:
 
 
 def ticks_us(length_us: int) -> list[int]:
-    """Round times along an axis: 1, 2 or 5 times a power of ten apart, four to eleven of them."""
+    """Return round times along an axis: 1, 2 or 5 times a power of ten apart, four to eleven of them."""
     step_us = next(
         factor * 10**power for power in range(20) for factor in (1, 2, 5) if factor * 10**power * 10 >= length_us
     )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from events.point import format_time
-from replay.views.timeline import LEFT, Span, Timeline
+from replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
 from replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
 
 
 def write_png(timeline: Timeline, path: Path, title: str) -> None:
-    """Draw it. ImportError without matplotlib, OSError where it cannot be written."""
+    """Draw the timeline into a file. Raises ImportError without matplotlib, OSError where it cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     colours = task_colours(timeline)
-    rows: list[tuple[str, list[tuple[Span, str]]]] = [
+    rows: list[tuple[str, list[tuple[TimelineSpan, str]]]] = [
         (f"node {name}", [(span, node_colour(span, colours)) for span in spans])
         for name, spans in timeline.nodes.items()
     ]
@@ -30,7 +30,7 @@ def write_png(timeline: Timeline, path: Path, title: str) -> None:
     )
     for y, (_, spans) in enumerate(rows):
         for span, colour in spans:
-            if span.what != LEFT:
+            if span.what != NODE_LEFT:
                 length_s = (span.end_us - span.start_us) / 1e6
                 bars.barh(y, length_s, left=_seconds(timeline, span.start_us), color=colour, height=0.8)
     for incident in timeline.incidents:
@@ -47,9 +47,9 @@ def write_png(timeline: Timeline, path: Path, title: str) -> None:
     curve.set_xlabel(f"seconds since {format_time(timeline.start_us)}")
     if timeline.waf:
         curve.legend(loc="lower right")
-    named = [*colours.items(), *((name, COLOURS[name]) for name in COLOURS if name != LEFT)]
-    keys = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in named]
-    bars.legend(keys, [name for name, _ in named], loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    legend = [*colours.items(), *((name, COLOURS[name]) for name in COLOURS if name != NODE_LEFT)]
+    keys = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in legend]
+    bars.legend(keys, [name for name, _ in legend], loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()
     try:
         figure.savefig(path, dpi=120)

@@ -6,14 +6,24 @@ import string
 from collections.abc import Sequence
 
 from events.point import format_time
-from replay.views.timeline import IDLE, ISOLATED, LEFT, LOST, REGROUPING, TRAINING, WAITING, Span, Timeline
+from replay.views.timeline import (
+    NODE_IDLE,
+    NODE_ISOLATED,
+    NODE_LEFT,
+    NODE_LOST,
+    REGROUPING,
+    TRAINING,
+    WAITING,
+    Timeline,
+    TimelineSpan,
+)
 
-_NODE_SIGNS = {LOST: "x", LEFT: " ", ISOLATED: "!", IDLE: "."}
+_NODE_SIGNS = {NODE_LOST: "x", NODE_LEFT: " ", NODE_ISOLATED: "!", NODE_IDLE: "."}
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def text_page(timeline: Timeline, width: int = 100) -> str:
-    """Rows of at most `width` characters, and what the signs mean."""
+    """Return rows of at most `width` characters, and what the signs mean."""
     label = max([len(name) for name in (*timeline.nodes, *timeline.tasks)] + [len("incidents")]) + 2
     columns = max(10, width - label)
     letters = dict(zip(timeline.tasks, string.ascii_uppercase + string.ascii_lowercase, strict=False))
@@ -38,16 +48,16 @@ def text_page(timeline: Timeline, width: int = 100) -> str:
 
 
 def _slices(timeline: Timeline, columns: int) -> list[int]:
-    """The middle of each column's slice of time."""
+    """Return the middle of each column's slice of time."""
     length = max(1, timeline.end_us - timeline.start_us)
     return [timeline.start_us + (2 * number + 1) * length // (2 * columns) for number in range(columns)]
 
 
-def _at(spans: Sequence[Span], at_us: int) -> Span | None:
+def _at(spans: Sequence[TimelineSpan], at_us: int) -> TimelineSpan | None:
     return next((span for span in reversed(spans) if span.start_us <= at_us), None)
 
 
-def _node_sign(span: Span | None, letters: dict[str, str]) -> str:
+def _node_sign(span: TimelineSpan | None, letters: dict[str, str]) -> str:
     if span is None:
         return " "
     if span.what in _NODE_SIGNS:
@@ -55,7 +65,7 @@ def _node_sign(span: Span | None, letters: dict[str, str]) -> str:
     return letters.get(span.tasks[0], "?") if len(span.tasks) == 1 else "+"
 
 
-def _task_sign(span: Span | None) -> str:
+def _task_sign(span: TimelineSpan | None) -> str:
     if span is None:
         return " "
     if span.what == TRAINING:
@@ -66,7 +76,7 @@ def _task_sign(span: Span | None) -> str:
 def _incident_row(timeline: Timeline, columns: int) -> str:
     row = [" "] * columns
     length = max(1, timeline.end_us - timeline.start_us)
-    for incident in sorted(timeline.incidents, key=lambda each: -each.severity):
+    for incident in sorted(timeline.incidents, key=lambda entry: -entry.severity):
         column = (incident.detected_us - timeline.start_us) * columns // length
         row[min(max(column, 0), columns - 1)] = str(incident.severity.value)
     return "".join(row)
@@ -80,7 +90,7 @@ def _waf_row(timeline: Timeline, starts: Sequence[int]) -> str:
     most = _most(timeline)
     row = []
     for at_us in starts:
-        point = next((each for each in reversed(timeline.waf) if each.at_us <= at_us), None)
+        point = next((candidate for candidate in reversed(timeline.waf) if candidate.at_us <= at_us), None)
         share = point.running / most if point and most else 0.0
         row.append(_BARS[round(share * (len(_BARS) - 1))])
     return "".join(row)

@@ -3,12 +3,12 @@
 Rules
 -----
 * The inputs of a decision are in the log: the state at `based_on` (the last entry that the coordinator had
-  folded), the policy of its term (in CoordinatorStarted), the answer of the exact planner. All that one look
-  of the coordinator gave has one `based_on`; what it gave is compared event for event.
-* A plan may have been asked for and not be ready yet: then the batch holds no PlanAdopted, and is compared
-  with what `decide` says without the answer.
+  folded), the policy of its term (in CoordinatorStarted), the answer of the exact planner. All events of one look
+  of the coordinator have one `based_on`; they are compared event for event.
+* A plan may have been requested and not be ready yet: then the batch holds no PlanAdopted, and is compared
+  with what `decide` returns without the answer.
 * What the coordinator's shell observed and appended as a decision is derived again by its own means: a
-  deadline must have stood since the term's last decision; a lost or returned node must follow from the
+  deadline must have been open since the term's last decision; a lost or returned node must follow from the
   retained heartbeats (`beat_check.py`), else it is counted as not verifiable; so is the end of a repair command.
 * Decisions of an old term are inert and not compared.
 * Another version or configuration is not an error by itself; it is named, since it may explain a difference.
@@ -90,17 +90,18 @@ class Findings:
 
 
 @dataclass
-class _Batch:
-    """What one look of the coordinator appended. `stood`: the deadlines that may have passed before it."""
+class _DecisionBatch:
+    """The events that one look of the coordinator appended. `open_deadlines`: the deadlines that may have passed before
+    it."""
 
     based_on: int
     seq: int
     events: list[v.AnyEvent]
-    stood: set[str]
+    open_deadlines: set[str]
 
 
 def bases(entries: Iterable[Entry]) -> set[int]:
-    """The entries on which the decisions among `entries` were based."""
+    """Return the entries on which the decisions among `entries` were based."""
     return {
         entry.envelope.based_on
         for entry in entries
@@ -111,26 +112,25 @@ def bases(entries: Iterable[Entry]) -> set[int]:
 
 
 class Verifier:
-    """Feed it every entry in order, then `finish`. Raises Divergence at the first difference.
+    """Verifies a log; it takes every entry in order, then `finish`. Raises Divergence at the first difference.
 
-    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order.
-    """
+    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order."""
 
     def __init__(self, needed: set[int], beats: Sequence[Recorded] = ()) -> None:
         self.findings = Findings()
         self._state = ClusterState()
         self._needed = needed
         self._states: dict[int, ClusterState] = {}
-        self._batch: _Batch | None = None
+        self._batch: _DecisionBatch | None = None
         self._settings: Settings | None = None
-        self._stood: set[str] = set()
+        self._open_deadlines: set[str] = set()
         self._solutions: dict[Problem, Solution] = {}
         self._survey: Survey | None = None
         self._beats = BeatCheck(beats)
         self._keep_state()
 
     def feed(self, entry: Entry) -> None:
-        """The next entry."""
+        """Verify the next entry."""
         self.findings.entries += 1
         if isinstance(entry, Recorded):
             self._beats.advance(entry.recorded_at_us, self._state)
@@ -143,11 +143,11 @@ class Verifier:
             elif isinstance(event, v.NodeJoined):
                 self._beats.joined(event.node, entry.recorded_at_us)
             if not isinstance(event, v.StepCommitted):  # steps make no deadline stand
-                self._stood |= self._standing(self._state)
+                self._open_deadlines |= self._deadline_ids(self._state)
         self._keep_state()
 
     def finish(self) -> Findings:
-        """After the last entry."""
+        """Verify the last batch after the last entry, and return the findings."""
         self._close_batch(at_end=True)
         return self.findings
 
@@ -155,23 +155,23 @@ class Verifier:
 
     def _take_over(self, event: v.CoordinatorStarted, entry: Recorded) -> None:
         self._close_batch(at_end=True)
-        told = f"term {event.term} from entry {entry.seq}: version {event.version}"
+        note = f"term {event.term} from entry {entry.seq}: version {event.version}"
         if event.version not in (code_version(), told_version(code_version(), spoken_schema(event.version))):
-            told += f" (this is version {code_version()})"
+            note += f" (this is version {code_version()})"
         before = self._settings
         if not event.policy:
             self._settings = Settings(Policy(), 1.0)
-            told += ", no policy recorded: today's defaults are assumed"
+            note += ", no policy recorded: today's defaults are assumed"
         else:
             try:
                 self._settings = settings_of(event.policy)
             except msgspec.ValidationError as error:
                 raise Divergence(
-                    entry.seq, entry.envelope.based_on, [told], [f"a policy that this version cannot follow: {error}"]
+                    entry.seq, entry.envelope.based_on, [note], [f"a policy that this version cannot follow: {error}"]
                 ) from None
-        told += _change(before, self._settings)
-        self.findings.notes.append(told)
-        self._stood = set()
+        note += _change(before, self._settings)
+        self.findings.notes.append(note)
+        self._open_deadlines = set()
         self._beats.take_over(self._settings.heartbeat_s, entry.recorded_at_us)
 
     # --- decisions ---------------------------------------------------------------------------
@@ -190,16 +190,17 @@ class Verifier:
         batch = self._batch
         if batch is None or batch.based_on != envelope.based_on:
             self._close_batch(at_end=False)
-            self._batch = batch = _Batch(envelope.based_on, entry.seq, [], self._stood)
+            self._batch = batch = _DecisionBatch(envelope.based_on, entry.seq, [], self._open_deadlines)
             # A timer that fires before the next look at the state was set at this one, at the latest.
             based_on = self._states.get(envelope.based_on, self._state)
-            self._stood = self._standing(based_on) | self._standing(self._state)
+            self._open_deadlines = self._deadline_ids(based_on) | self._deadline_ids(self._state)
         batch.events.append(event)
         if isinstance(event, OBSERVED):
-            self._verify_observed(entry, event, batch.stood)
+            self._verify_observed(entry, event, batch.open_deadlines)
 
     def _close_batch(self, *, at_end: bool) -> None:
-        """All of the batch has been read: decide again. `at_end`: of the term, where a crash may have cut it."""
+        """Decide again, now that all of the batch has been read. `at_end`: of the term, where a crash may have cut
+        it."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -215,7 +216,7 @@ class Verifier:
         again = self._decide(state, answered=any(isinstance(event, v.PlanAdopted) for event in batch.events))
         ends = accumulate(len(part) for part in batches(again))
         cut = at_end and len(batch.events) in ends
-        recorded, decided = _answers(batch.events), _answers(again[: len(batch.events)] if cut else again)
+        recorded, decided = _comparable(batch.events), _comparable(again[: len(batch.events)] if cut else again)
         if recorded != decided:
             sentences = _sentences(batch.events), _sentences(again)
             raise Divergence(batch.seq, batch.based_on, *sentences, _differing(recorded, decided))
@@ -240,16 +241,19 @@ class Verifier:
     # --- what the shell observed ----------------------------------------------------------------
 
     def _verify_observed(
-        self, entry: Recorded, event: v.DeadlinePassed | v.NodeLost | v.NodeReturned | v.RepairEnded, stood: set[str]
+        self,
+        entry: Recorded,
+        event: v.DeadlinePassed | v.NodeLost | v.NodeReturned | v.RepairEnded,
+        open_deadlines: set[str],
     ) -> None:
         based_on = entry.envelope.based_on
         if isinstance(event, v.DeadlinePassed):
-            if event.deadline_id not in stood:
+            if event.deadline_id not in open_deadlines:
                 raise Divergence(
                     entry.seq,
                     based_on,
                     [summary(event)],
-                    ["no such deadline existed; these did: " + (", ".join(sorted(stood)) or "none")],
+                    ["no such deadline existed; these did: " + (", ".join(sorted(open_deadlines)) or "none")],
                 )
             self.findings.deadlines += 1
             return
@@ -258,14 +262,14 @@ class Verifier:
             return
         try:
             contradiction = self._beats.contradiction(event, entry.recorded_at_us, self._state)
-        except Unverifiable as why:
-            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: {why}")
+        except Unverifiable as error:
+            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: {error}")
             return
         if contradiction:
             raise Divergence(entry.seq, based_on, [summary(event)], [contradiction])
         self.findings.node_verdicts += 1
 
-    def _standing(self, state: ClusterState) -> set[str]:
+    def _deadline_ids(self, state: ClusterState) -> set[str]:
         return set(deadlines(self._look_at(state)))
 
     def _look_at(self, state: ClusterState) -> Survey:
@@ -282,28 +286,28 @@ class Verifier:
 
 
 def _differing(recorded: Sequence[v.AnyEvent], decided: Sequence[v.AnyEvent]) -> list[str]:
-    """The fields in which the first two events of the same type that differ do so."""
-    for one, other in zip(recorded, decided, strict=False):
-        if type(one) is not type(other):
+    """Return the fields in which the first two events of the same type that differ do so."""
+    for event, event_again in zip(recorded, decided, strict=False):
+        if type(event) is not type(event_again):
             return []
-        if one != other:
+        if event != event_again:
             return [
-                f"{type(one).__name__}.{name}: {getattr(one, name)!r} -> {getattr(other, name)!r}"
-                for name in one.__struct_fields__
-                if getattr(one, name) != getattr(other, name)
+                f"{type(event).__name__}.{name}: {getattr(event, name)!r} -> {getattr(event_again, name)!r}"
+                for name in event.__struct_fields__
+                if getattr(event, name) != getattr(event_again, name)
             ]
     return []
 
 
-def _answers(events: Sequence[v.AnyEvent]) -> list[v.AnyEvent]:
-    """The events without what says how a plan was come by (from a table, in which time), and which command checks a
-    node: these are no inputs."""
+def _comparable(events: Sequence[v.AnyEvent]) -> list[v.AnyEvent]:
+    """Return the events without what says how a plan was computed (from a table, in which time), and which command
+    checks a node: these are no inputs."""
     bare = [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) and _NO_WAY else e for e in events]
     return [msgspec.structs.replace(e, argv=()) if isinstance(e, v.CheckNode) else e for e in bare]
 
 
 def _change(before: Settings | None, now: Settings) -> str:
-    """What differs from the term before, in words."""
+    """Describe what differs from the term before."""
     if before is None:
         return ""
     old, new = before.numbers(), now.numbers()

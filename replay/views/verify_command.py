@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from events.beat_evidence import in_order
+from events.beat_evidence import merge_beats
 from events.command_line import UsageError
 from events.envelope import Recorded
 from events.point import Point
@@ -19,7 +19,7 @@ from replay.views.verify import Divergence, Findings, Verifier, bases
 
 
 async def verify_command(options: argparse.Namespace) -> int:
-    """Exit code 1 if a decision cannot be made again."""
+    """Print what was verified. Exit code 1 if a decision cannot be made again."""
     async with open_source(options) as source:
         if not source.has_own_times:
             raise UsageError("--nats: this log was imported, so its times are those of the import; verify the file")
@@ -46,10 +46,10 @@ async def _verifier(source: Source, until: Point | None) -> Verifier:
         async for chunk in chunks:
             needed |= bases(chunk.entries)
     beats: list[Recorded] = []
-    async with aclosing(source.beats()) as retained:
-        async for some in retained:
-            beats += some
-    return Verifier(needed, in_order(beats))
+    async with aclosing(source.beats()) as batches:
+        async for batch in batches:
+            beats += batch
+    return Verifier(needed, merge_beats(beats))
 
 
 def _json(findings: Findings, divergence: Divergence | None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class InvalidChange(ValueError):
 
 
 @dataclass(frozen=True)
-class WhatIfChanges:
+class ReplayChanges:
     """`settings`: (path, value) as people write them, like ("tasks.big.weight", "3"). `lose`: nodes.
 
     `add_nodes`: how many; `slots` of each (0: as most nodes have).
@@ -64,13 +64,13 @@ class WhatIfOutcome:
     decisions: tuple[v.AnyEvent, ...]
 
 
-def what_if(state: ClusterState, policy: Policy, changes: WhatIfChanges) -> tuple[WhatIfOutcome, WhatIfOutcome]:
+def what_if(state: ClusterState, policy: Policy, changes: ReplayChanges) -> tuple[WhatIfOutcome, WhatIfOutcome]:
     """Return the outcome without the changes, and with them. Raises InvalidChange."""
     changed, changed_policy = change(state, policy, changes)
     return decide_afresh(state, policy), decide_afresh(changed, changed_policy)
 
 
-def change(state: ClusterState, policy: Policy, changes: WhatIfChanges) -> tuple[ClusterState, Policy]:
+def change(state: ClusterState, policy: Policy, changes: ReplayChanges) -> tuple[ClusterState, Policy]:
     """Return the state and the policy with the changes in them. Raises InvalidChange."""
     for path, text in changes.settings:
         head, *rest = path.split(".")

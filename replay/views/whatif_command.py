@@ -15,7 +15,7 @@ from replay.reading.opening import as_json, open_source, require_reached, resolv
 from replay.reading.progress import with_bar
 from replay.reading.source import read
 from replay.views.report import when
-from replay.views.whatif import InvalidChange, WhatIfChanges, WhatIfOutcome, waf_of, what_if
+from replay.views.whatif import InvalidChange, ReplayChanges, WhatIfOutcome, waf_of, what_if
 from unicrond.core.policy import Policy
 from unicrond.core.replayer import EMPTY, policy_after, replay
 from unicrond.core.state import ClusterState
@@ -24,7 +24,7 @@ from unicrond.display.tables import Table, clean, plain
 
 async def whatif_command(options: argparse.Namespace) -> int:
     """Print what the coordinator would decide with the changes; nothing is written anywhere."""
-    changes = WhatIfChanges(settings=options.set, lose=options.lose, add_nodes=options.add_nodes, slots=options.slots)
+    changes = ReplayChanges(settings=options.set, lose=options.lose, add_nodes=options.add_nodes, slots=options.slots)
     state, policy = await _state_and_policy(options)
     try:
         without, with_changes = what_if(state, policy, changes)

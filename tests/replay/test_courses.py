@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from events.envelope import Entry, Recorded
 from events.vocabulary import Checksums, StepCommitted
-from replay.views.courses import Course, between, course, parting
+from replay.views.courses import RunHistory, compare_runs, entries_between, history_of
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 
@@ -27,9 +27,9 @@ def with_steps_changed(entries: list[Entry], task: str, since: int, **fields: ob
     return changed
 
 
-def run(*steps: tuple[int, float, int], sums: int = 0) -> Course:
+def run(*steps: tuple[int, float, int], sums: int = 0) -> RunHistory:
     """Of iterations, each with its loss and its parameters' checksum, 0 for none. `sums`: those of iteration 2."""
-    found = Course(sums={2: sums} if sums else {})
+    found = RunHistory(sums={2: sums} if sums else {})
     for iteration, loss, checksum in steps:
         found.losses[iteration] = loss
         if checksum:
@@ -38,7 +38,7 @@ def run(*steps: tuple[int, float, int], sums: int = 0) -> Course:
 
 
 def test_equal_runs_are_equal_where_both_say_something() -> None:
-    found = parting(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0)), run((2, 1.5, 7), (4, 0.5, 0)))
+    found = compare_runs(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0)), run((2, 1.5, 7), (4, 0.5, 0)))
     assert (found.compared, found.same, found.differs) == (2, 2, 0)
 
 
@@ -51,31 +51,31 @@ def test_equal_runs_are_equal_where_both_say_something() -> None:
     ],
     ids=["loss", "parameters", "sums"],
 )
-def test_the_first_bit_that_differs_is_found(other: Course, told: tuple[int, int, str]) -> None:
-    found = parting(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0), sums=5), other)
+def test_the_first_bit_that_differs_is_found(other: RunHistory, told: tuple[int, int, str]) -> None:
+    found = compare_runs(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0), sums=5), other)
     assert (found.same, found.differs, found.what) == told
 
 
 def test_checksums_are_those_of_the_iterations_that_a_commit_names() -> None:
     """Of the parameters that an iteration began with, and of its own sums; a commit without any says nothing."""
     log = with_steps_changed(list(troubled(1).log), "big", 1, checksums=Checksums(after=4, parameters=7, sums=5))
-    found = course(log, "big")
+    found = history_of(log, "big")
     assert (found.parameters, found.sums) == ({4: 7}, {5: 5})
-    plain = course(list(troubled(1).log), "big")
+    plain = history_of(list(troubled(1).log), "big")
     assert (plain.parameters, plain.sums) == ({}, {})
 
 
 def test_what_happened_there_is_told() -> None:
     log = list(troubled(1).log)
-    whole = course(log, "big")
+    whole = history_of(log, "big")
     last = max(whole.losses)
-    other = course(with_steps_changed(log, "big", last, loss=9.0), "big")
-    found = parting(whole, other)
+    other = history_of(with_steps_changed(log, "big", last, loss=9.0), "big")
+    found = compare_runs(whole, other)
     assert found.differs == last and found.values[1] == 9.0
     earlier = sorted(whole.losses)[-2]
     assert found.same == earlier
-    assert all(entry.seq for entry in between(whole, found))
-    assert not between(whole, parting(whole, whole)) or parting(whole, whole).differs == 0
+    assert all(entry.seq for entry in entries_between(whole, found))
+    assert not entries_between(whole, compare_runs(whole, whole)) or compare_runs(whole, whole).differs == 0
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay.evaluation.assumptions import DEFAULTS
-from replay.evaluation.meter import Phase
+from replay.evaluation.meter import CostPhase
 from replay.evaluation.policies.bamboo import bamboo_speeds, iteration_with_shadows_s, memory_with_shadows_bytes
-from replay.evaluation.policies.bamboo import searched as bamboo_searched
+from replay.evaluation.policies.bamboo import search_space as bamboo_search_space
 from replay.evaluation.policies.ft_hsdp import FtHsdp
-from replay.evaluation.policies.oobleck import instantiated, oobleck_speeds, reinstantiated
-from replay.evaluation.policies.recycle import Form, recycle_speeds
-from replay.evaluation.policies.varuna import searched, varuna_speeds
-from replay.evaluation.simulator import POLICIES, made, simulate
-from replay.evaluation.speeds import fixed, fixed_layout, restricted
+from replay.evaluation.policies.oobleck import instantiate, oobleck_speeds, reinstantiate
+from replay.evaluation.policies.recycle import PipelineForm, recycle_speeds
+from replay.evaluation.policies.varuna import search_space, varuna_speeds
+from replay.evaluation.simulator import POLICIES, build_policy, simulate
+from replay.evaluation.speeds import fixed_layout, fixed_speeds, restricted_job
 from replay.evaluation.templates import Templates
-from replay.evaluation.traces import Fault, Trace, trace
+from replay.evaluation.traces import Trace, TraceFault, trace
 from replay.evaluation.virtual_time import DAY_US, SECOND_US
 from replay.evaluation.workload import Cluster, TrainingTask, Workload, six, workload
-from replay.evaluation.world import World
+from replay.evaluation.world import EvaluationWorld
 from unicrond.throughput.layouts import Layout, job, layers_per_stage
 from unicrond.throughput.model import Estimate, best, iteration_s, legal, memory_bytes, parts_s, usable_bytes
 from unicrond.throughput.presets import GPUS, MODELS
@@ -51,7 +51,7 @@ def one_task(nodes: int, **changes: Any) -> Workload:
     return workload(Cluster("a800-80g", nodes), (TrainingTask(name="gpt", **{"model": "gpt3-7b", **changes}),))
 
 
-def made_trace(nodes: int, *faults: Fault, days: float = 1.0) -> Trace:
+def made_trace(nodes: int, *faults: TraceFault, days: float = 1.0) -> Trace:
     return Trace("made", nodes, round(days * DAY_US), faults)
 
 
@@ -66,7 +66,7 @@ def partitions(nodes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
 
 @pytest.mark.parametrize("policy", [*POLICIES, "hot-spare:2"])
 def test_no_policy_has_more_workers_than_there_are(policy: str) -> None:
-    world = World(SMALL, STORM, DEFAULTS)
+    world = EvaluationWorld(SMALL, STORM, DEFAULTS)
     running: dict[str, set[int]] = {}
     plain = world.meter.run
 
@@ -74,14 +74,14 @@ def test_no_policy_has_more_workers_than_there_are(policy: str) -> None:
         given = list(nodes)
         assert len(given) == len(set(given)) <= 6
         assert all(world.up(node) for node in given)
-        training = {name: held for name, held in running.items() if world.meter.phase(name) is Phase.RUNNING}
+        training = {name: held for name, held in running.items() if world.meter.phase(name) is CostPhase.RUNNING}
         if policy != "ideal":  # it moves all tasks at once, one after the other
             assert all(held.isdisjoint(given) for name, held in training.items() if name != task)
         running[task] = set(given)
         plain(task, rate, given)
 
     world.meter.run = watched  # type: ignore[method-assign]
-    world.play(made(policy, world))
+    world.play(build_policy(policy, world))
     assert world.meter.total().balanced
     assert running
 
@@ -89,8 +89,8 @@ def test_no_policy_has_more_workers_than_there_are(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_is_faster_than_its_workers_without_faults(policy: str) -> None:
     """Megatron in its best layout on as many nodes is the limit; systems of other forms have their own."""
-    world = World(SMALL, STORM, DEFAULTS)
-    running = made(policy, world)
+    world = EvaluationWorld(SMALL, STORM, DEFAULTS)
+    running = build_policy(policy, world)
     plain = world.meter.run
     tables = {"oobleck": oobleck_speeds, "varuna": varuna_speeds, "bamboo": bamboo_speeds, "recycle": recycle_speeds}
     own = SMALL.worth_at(tables[policy](SMALL)) if policy in tables else SMALL.worth
@@ -128,7 +128,7 @@ def test_more_nodes_are_never_slower(speeds: Any) -> None:
 def test_a_fixed_layout_is_the_best_at_home_and_never_better() -> None:
     work = workload(A800, six())
     plan = work.best_plan(16)
-    for name, speed in fixed(work, plan).items():
+    for name, speed in fixed_speeds(work, plan).items():
         assert speed.flops[plan[name]] == work.throughput[name][plan[name]]
         assert all(mine <= its for mine, its in zip(speed.flops, work.throughput[name], strict=True))
 
@@ -141,8 +141,8 @@ def test_a_fixed_layout_shares_nodes_evenly_or_fills_them() -> None:
 
 # --- Oobleck ---------------------------------------------------------------------------------------
 
-SEVEN_B = Templates(restricted(job(MODELS["gpt3-7b"], GPUS["a800-80g"]), ragged=True), 1)
-SEVENTY_B = Templates(restricted(job(MODELS["gpt3-70b"], GPUS["a800-80g"]), ragged=True), 1)
+SEVEN_B = Templates(restricted_job(job(MODELS["gpt3-7b"], GPUS["a800-80g"]), ragged=True), 1)
+SEVENTY_B = Templates(restricted_job(job(MODELS["gpt3-70b"], GPUS["a800-80g"]), ragged=True), 1)
 
 
 def test_templates_cover_every_number_of_nodes_from_the_fewest() -> None:
@@ -180,7 +180,7 @@ def test_what_oobleck_keeps_when_nodes_are_lost(sizes: list[int], lost: set[int]
     ends = np.cumsum(sizes).tolist()
     pipelines = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     there = set(range(ends[-1])) - lost
-    after = reinstantiated(pipelines, there, SEVENTY_B)
+    after = reinstantiate(pipelines, there, SEVENTY_B)
     used = [node for pipeline in after for node in pipeline]
     assert len(used) == len(set(used))
     assert there.issuperset(used)
@@ -204,7 +204,7 @@ def test_what_oobleck_keeps_when_nodes_come(sizes: list[int], came: int) -> None
     ends = np.cumsum(sizes).tolist()
     pipelines = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     nodes = list(range(ends[-1] + came))
-    after = instantiated(pipelines, nodes, SEVEN_B)
+    after = instantiate(pipelines, nodes, SEVEN_B)
     wanted = sorted(map(len, after))
     assert wanted == sorted(SEVEN_B.best_sizes(len(nodes), 2))
     assert sorted(node for pipeline in after for node in pipeline) == nodes
@@ -214,7 +214,7 @@ def test_what_oobleck_keeps_when_nodes_come(sizes: list[int], came: int) -> None
 
 
 def test_oobleck_needs_a_checkpoint_only_without_a_whole_pipeline() -> None:
-    fault = Fault(HOUR_US, 0, 1, 30 * SECOND_US)
+    fault = TraceFault(HOUR_US, 0, 1, 30 * SECOND_US)
     again_s = DEFAULTS.checkpoint_load_s + DEFAULTS.recompute_s
     alone = simulate(one_task(1), made_trace(1, fault), "oobleck")
     replicated = simulate(one_task(4), made_trace(4, fault), "oobleck")
@@ -229,7 +229,7 @@ def test_oobleck_needs_a_checkpoint_only_without_a_whole_pipeline() -> None:
 
 def test_varuna_finds_the_best_of_all_p_and_d() -> None:
     work = one_task(3, model="gpt3-13b")
-    question = searched(work.tasks[0].job(work.cluster))
+    question = search_space(work.tasks[0].job(work.cluster))
     for nodes in (1, 2, 3):
         found = []
         for stages, size in product(range(1, 41), (1, 2, 4, 8, 16)):
@@ -241,7 +241,7 @@ def test_varuna_finds_the_best_of_all_p_and_d() -> None:
 
 
 def test_a_ragged_pipeline_has_all_layers() -> None:
-    question = searched(one_task(1).tasks[0].job(A800))
+    question = search_space(one_task(1).tasks[0].job(A800))
     for stages in range(1, 33):
         cut = layers_per_stage(question.model, question.stack, stages)
         assert cut is not None
@@ -251,7 +251,7 @@ def test_a_ragged_pipeline_has_all_layers() -> None:
 
 
 def test_varuna_goes_back_to_its_checkpoint_every_time() -> None:
-    outcome = simulate(one_task(4), made_trace(4, Fault(HOUR_US, 0, 3)), "varuna")
+    outcome = simulate(one_task(4), made_trace(4, TraceFault(HOUR_US, 0, 3)), "varuna")
     stalled_s = DEFAULTS.elastic_detect_s + DEFAULTS.varuna_morph_s + DEFAULTS.varuna_recompute_s
     assert outcome.costs.stalled_us / 1e6 == pytest.approx(stalled_s)
 
@@ -260,7 +260,7 @@ def test_varuna_goes_back_to_its_checkpoint_every_time() -> None:
 
 
 def test_bamboo_computes_a_forward_pass_more_and_keeps_a_second_state() -> None:
-    question, layout = bamboo_searched(job(MODELS["gpt3-7b"], GPUS["a800-80g"])), Layout(1, 4, 1, 1, "none")
+    question, layout = bamboo_search_space(job(MODELS["gpt3-7b"], GPUS["a800-80g"])), Layout(1, 4, 1, 1, "none")
     dp = np.array([8], dtype=np.int64)
     parts = parts_s(question, layout, dp)[:, 0]
     assert iteration_with_shadows_s(question, layout, dp)[0] == pytest.approx(
@@ -272,14 +272,14 @@ def test_bamboo_computes_a_forward_pass_more_and_keeps_a_second_state() -> None:
 
 
 def test_a_long_bubble_hides_the_redundant_pass() -> None:
-    question = bamboo_searched(job(MODELS["gpt3-7b"], GPUS["a800-80g"], batch=32))
+    question = bamboo_search_space(job(MODELS["gpt3-7b"], GPUS["a800-80g"], batch=32))
     layout, dp = Layout(1, 32, 1, 1, "none"), np.array([8], dtype=np.int64)
     assert iteration_with_shadows_s(question, layout, dp) == pytest.approx(iteration_s(question, layout, dp))
 
 
 def test_bamboo_loses_a_stage_with_two_neighbours_at_once() -> None:
     def stalled_s(*nodes: int) -> float:
-        faults = [Fault(HOUR_US + nth * SECOND_US, node, 1, 30 * DAY_US) for nth, node in enumerate(nodes)]
+        faults = [TraceFault(HOUR_US + nth * SECOND_US, node, 1, 30 * DAY_US) for nth, node in enumerate(nodes)]
         return simulate(one_task(8), made_trace(8, *faults), "bamboo").costs.stalled_us / 1e6
 
     takes_s = DEFAULTS.elastic_detect_s + DEFAULTS.bamboo_failover_s + DEFAULTS.bamboo_reconfigure_s
@@ -290,11 +290,11 @@ def test_bamboo_loses_a_stage_with_two_neighbours_at_once() -> None:
 # --- ReCycle ---------------------------------------------------------------------------------------
 
 
-def form(tp: int, pp: int, nodes: int, **given: Any) -> Form:
-    question = restricted(job(MODELS["gpt3-13b"], GPUS["a800-80g"], tp=tp, pp=pp, micro_batch=1, **given))
+def form(tp: int, pp: int, nodes: int, **given: Any) -> PipelineForm:
+    question = restricted_job(job(MODELS["gpt3-13b"], GPUS["a800-80g"], tp=tp, pp=pp, micro_batch=1, **given))
     estimate = best(question, nodes * 8)
     assert isinstance(estimate, Estimate)
-    return Form(estimate, tuple(range(nodes)))
+    return PipelineForm(estimate, tuple(range(nodes)))
 
 
 def test_recycle_without_losses_is_its_layout() -> None:
@@ -324,7 +324,7 @@ def test_without_a_pipeline_recycle_loses_what_it_lost() -> None:
 
 def test_recycle_trains_on_in_its_form_and_takes_the_node_back() -> None:
     work = one_task(4)
-    outcome = simulate(work, made_trace(4, Fault(HOUR_US, 2, 1, 5 * HOUR_US)), "recycle")
+    outcome = simulate(work, made_trace(4, TraceFault(HOUR_US, 2, 1, 5 * HOUR_US)), "recycle")
     rates = [rate for _, rate in outcome.rates]
     assert (rates[0], rates[1], rates[3], rates[-1]) == (rates[0], 0, 0, rates[0])
     assert 0 < rates[2] < rates[0]
@@ -337,7 +337,7 @@ def test_recycle_trains_on_in_its_form_and_takes_the_node_back() -> None:
 
 def test_a_replica_drops_out_and_comes_back_without_stopping_the_others() -> None:
     work = one_task(4)
-    outcome = simulate(work, made_trace(4, Fault(HOUR_US, 1, 2)), "ft-hsdp")
+    outcome = simulate(work, made_trace(4, TraceFault(HOUR_US, 1, 2)), "ft-hsdp")
     whole = outcome.rates[0][1]
     left = min(whole * 3 // 4, work.worth["gpt"][3])
     times = [at_us // SECOND_US for at_us, _ in outcome.rates]
@@ -349,21 +349,21 @@ def test_a_replica_drops_out_and_comes_back_without_stopping_the_others() -> Non
 def test_a_spare_node_completes_a_replica() -> None:
     work = one_task(5, max_nodes=4)
     two_nodes = msgspec.structs.replace(DEFAULTS, ft_hsdp_replica_nodes=2.0)
-    world = World(work, made_trace(5, Fault(HOUR_US, 1, 1, 30 * DAY_US)), two_nodes)
+    world = EvaluationWorld(work, made_trace(5, TraceFault(HOUR_US, 1, 1, 30 * DAY_US)), two_nodes)
     policy = FtHsdp(world)
     world.play(policy)
     assert [sorted(replica) for replica in policy.replicas["gpt"].training] == [[2, 3], [0, 4]]
 
 
 def test_the_last_replica_takes_the_state_with_it() -> None:
-    outcome = simulate(one_task(1), made_trace(1, Fault(HOUR_US, 0, 2)), "ft-hsdp")
+    outcome = simulate(one_task(1), made_trace(1, TraceFault(HOUR_US, 0, 2)), "ft-hsdp")
     again_s = DEFAULTS.checkpoint_load_s + DEFAULTS.recompute_s
     assert outcome.costs.stalled_us / 1e6 > DEFAULTS.ft_hsdp_restart_s + again_s - DEFAULTS.ft_hsdp_stall_s
 
 
 def test_a_price_is_what_the_model_answers_under_the_restrictions() -> None:
     work = one_task(2, model="gpt3-13b")
-    question = restricted(work.tasks[0].job(work.cluster))
+    question = restricted_job(work.tasks[0].job(work.cluster))
     answers = (best(question, gpus) for gpus in range(1, 17))
     flops = [answer.flops_per_s for answer in answers if hasattr(answer, "flops_per_s")]
     assert recycle_speeds(work)["gpt"].flops[2] == max(flops)

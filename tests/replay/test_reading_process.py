@@ -89,7 +89,7 @@ async def test_the_same_entries_come_with_and_without_it(
             stretch = await entries_of(two, after=AtSeq(after), until=AtSeq(until))
             assert repr(stretch) == repr(entries[after:until])
         async with aclosing(read(two)) as chunks:
-            done = [chunk.done async for chunk in chunks]
+            done = [chunk.fraction async for chunk in chunks]
         assert done == sorted(done) and done[-1] == 1.0
     assert not readers()
 
@@ -294,7 +294,7 @@ class Narrow:
 async def test_a_slow_asker_holds_it_back(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     await write_big(nats_connection)
     asker, way = asyncio.StreamReader(), Narrow()
-    job = reading_process.Job([nats_server.url], Login(), 0, BIG)
+    job = reading_process.ReadRequest([nats_server.url], Login(), 0, BIG)
     asker.feed_data(reading_process.frame(job))
     await reading_process.serve(asker, way)  # type: ignore[arg-type]
     assert len(way.frames) > 3 and way.is_flushed

@@ -10,13 +10,13 @@ import pytest
 
 from replay.evaluation.assumptions import DEFAULTS, assume
 from replay.evaluation.core_driver import CoreDriver
-from replay.evaluation.meter import Meter, Phase
-from replay.evaluation.simulator import POLICIES, Outcome, simulate
-from replay.evaluation.traces import Fault, Trace, trace
+from replay.evaluation.meter import CostPhase, Meter
+from replay.evaluation.simulator import POLICIES, SimulationOutcome, simulate
+from replay.evaluation.traces import Trace, TraceFault, trace
 from replay.evaluation.trainer_model import Activity
-from replay.evaluation.virtual_time import DAY_US, SECOND_US, Clock, to_us
+from replay.evaluation.virtual_time import DAY_US, SECOND_US, VirtualClock, to_us
 from replay.evaluation.workload import Cluster, TrainingTask, Workload, six, workload
-from replay.evaluation.world import World
+from replay.evaluation.world import EvaluationWorld
 from unicrond.core.costs import costs_at
 from unicrond.core.invariants import check
 
@@ -33,11 +33,11 @@ def one_task(nodes: int, **changes: Any) -> Workload:
     return workload(Cluster("a800-80g", nodes), (TrainingTask(name="gpt", model="gpt3-7b", **changes),))
 
 
-def made_trace(nodes: int, *faults: Fault, days: float = 1.0) -> Trace:
+def made_trace(nodes: int, *faults: TraceFault, days: float = 1.0) -> Trace:
     return Trace("made", nodes, round(days * DAY_US), faults)
 
 
-def lost_s(outcome: Outcome, part: str) -> float:
+def lost_s(outcome: SimulationOutcome, part: str) -> float:
     """One of Costs' parts as seconds of the failure-free rate."""
     return getattr(outcome.costs, part) / outcome.costs.failure_free * outcome.trace.length_us / 1e6
 
@@ -72,7 +72,7 @@ def test_without_faults_a_mechanism_costs_its_price_and_nothing_else(sixteen: Wo
 
 def test_effective_time_and_goodput_are_as_published() -> None:
     """ETTR counts a job's hours, goodput those of all nodes, a spare's too."""
-    on = made_trace(4, Fault(HOUR_S * SECOND_US, 0, 1, 12 * HOUR_S * SECOND_US))
+    on = made_trace(4, TraceFault(HOUR_S * SECOND_US, 0, 1, 12 * HOUR_S * SECOND_US))
     outcome = simulate(one_task(4), on, "megatron-wait")
     down_s = 12 * HOUR_S + DEFAULTS.requeue_s + DEFAULTS.setup_s + DEFAULTS.recompute_s
     assert outcome.ettr == pytest.approx(1 - down_s / (24 * HOUR_S))
@@ -82,13 +82,13 @@ def test_effective_time_and_goodput_are_as_published() -> None:
 
 
 def test_the_meter_counts_every_moment_once() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     meter = Meter(clock, {"a": 100})
     meter.run("a", 60, [1, 2])
     meter.begin()
     for length_us, change in (
-        (10, lambda: meter.stall("a", Phase.DETECTION)),
-        (7, lambda: meter.stall("a", Phase.TRANSITION)),
+        (10, lambda: meter.stall("a", CostPhase.DETECTION)),
+        (7, lambda: meter.stall("a", CostPhase.TRANSITION)),
         (5, lambda: meter.idle("a")),
         (3, lambda: meter.run("a", 90, [2, 3, 4])),
     ):
@@ -106,17 +106,19 @@ def test_the_meter_counts_every_moment_once() -> None:
 # --- the real core -------------------------------------------------------------------------------
 
 
-def driven(work: Workload, on: Trace, **assumed: float) -> tuple[CoreDriver, Outcome]:
-    world = World(work, on, msgspec.structs.replace(DEFAULTS, **assumed))
+def driven(work: Workload, on: Trace, **assumed: float) -> tuple[CoreDriver, SimulationOutcome]:
+    world = EvaluationWorld(work, on, msgspec.structs.replace(DEFAULTS, **assumed))
     driver = CoreDriver(world)
     world.play(driver)
     rates = tuple(world.meter.rates)
-    made = Outcome("unicron", on, work.cluster.nodes, len(work.tasks), world.meter.total(), rates, driver.finish())
+    made = SimulationOutcome(
+        "unicron", on, work.cluster.nodes, len(work.tasks), world.meter.total(), rates, driver.finish()
+    )
     return driver, made
 
 
 def test_a_node_loss_costs_what_its_times_say() -> None:
-    driver, outcome = driven(one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 1, 1, 10 * HOUR_S * SECOND_US)))
+    driver, outcome = driven(one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 1, 1, 10 * HOUR_S * SECOND_US)))
     assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.node_detect_s, abs=0.01)
     # The loss: regroup, transfer, redeal. The return: the others train while it starts; regroup, transfer.
     stops_s = 2 * (DEFAULTS.regroup_s + DEFAULTS.transfer_s + 2 * DEFAULTS.command_s) + DEFAULTS.redeal_s
@@ -127,7 +129,7 @@ def test_a_node_loss_costs_what_its_times_say() -> None:
 
 
 def test_a_process_fault_restarts_the_process_on_its_node() -> None:
-    driver, outcome = driven(one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 1, 2)))
+    driver, outcome = driven(one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 1, 2)))
     assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.process_detect_s, abs=0.01)
     assert outcome.core is not None
     assert (outcome.core.plans, outcome.core.incidents) == (0, 1)
@@ -135,7 +137,7 @@ def test_a_process_fault_restarts_the_process_on_its_node() -> None:
 
 
 def test_a_broken_connection_is_tried_again_in_place() -> None:
-    driver, outcome = driven(one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 1, 3)))
+    driver, outcome = driven(one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 1, 3)))
     workers = sorted(driver.state.tasks["gpt"].workers)
     assert workers == ["gpt.1", "gpt.2", "gpt.3", "gpt.4"], "no process was replaced"
     assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.error_detect_s, abs=0.01)
@@ -144,7 +146,7 @@ def test_a_broken_connection_is_tried_again_in_place() -> None:
 
 
 def test_who_loses_its_last_node_does_its_work_again() -> None:
-    on = made_trace(1, Fault(HOUR_S * SECOND_US, 0, 1, HOUR_S * SECOND_US))
+    on = made_trace(1, TraceFault(HOUR_S * SECOND_US, 0, 1, HOUR_S * SECOND_US))
     _, outcome = driven(one_task(1), on)
     _, without = driven(one_task(1), on, recompute_s=0.0)
     assert lost_s(outcome, "transition") - lost_s(without, "transition") == pytest.approx(DEFAULTS.recompute_s, abs=1)
@@ -152,7 +154,7 @@ def test_who_loses_its_last_node_does_its_work_again() -> None:
 
 
 def test_a_replica_of_several_nodes_falls_as_a_whole() -> None:
-    on = made_trace(8, Fault(HOUR_S * SECOND_US, 1, 1, 30 * DAY_US))
+    on = made_trace(8, TraceFault(HOUR_S * SECOND_US, 1, 1, 30 * DAY_US))
     driver, outcome = driven(one_task(8, layout="8x4"), on)
     assert outcome.costs.balanced
     membership = driver.state.tasks["gpt"].membership
@@ -177,7 +179,7 @@ def test_it_heals_whatever_the_order_of_the_faults(sixteen: Workload, seed: int)
 def test_its_own_ledger_says_what_the_meter_says(sixteen: Workload) -> None:
     """The core counts its costs from the log alone; the meter sees what trains. They meet within a percent."""
     on = trace("trace-b", 16, 2)
-    world = World(sixteen, on, DEFAULTS)
+    world = EvaluationWorld(sixteen, on, DEFAULTS)
     driver = CoreDriver(world)
     driver.start()
     start_us = world.clock.now_us
@@ -215,7 +217,7 @@ def test_no_plan_that_keeps_the_floors_beats_the_bound(sixteen: Workload, policy
 
 def test_wait_waits_for_the_node() -> None:
     outcome = simulate(
-        one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-wait"
+        one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-wait"
     )
     restart_s = DEFAULTS.requeue_s + DEFAULTS.setup_s + DEFAULTS.recompute_s
     assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.timeout_s)
@@ -225,14 +227,16 @@ def test_wait_waits_for_the_node() -> None:
 
 def test_shrink_goes_on_and_grows_again() -> None:
     work = one_task(4)
-    outcome = simulate(work, made_trace(4, Fault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-shrink")
+    outcome = simulate(
+        work, made_trace(4, TraceFault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-shrink"
+    )
     curve = work.worth["gpt"]
     assert [rate for _, rate in outcome.rates] == [curve[4], 0, curve[3], 0, curve[4]]
 
 
 def test_a_spare_takes_the_place_and_the_next_one_waits() -> None:
     hour_us = HOUR_S * SECOND_US
-    faults = (Fault(hour_us, 0, 1, 12 * hour_us), Fault(6 * hour_us, 1, 1, 20 * hour_us))
+    faults = (TraceFault(hour_us, 0, 1, 12 * hour_us), TraceFault(6 * hour_us, 1, 1, 20 * hour_us))
     work = one_task(4)
     outcome = simulate(work, made_trace(4, *faults), "hot-spare")
     three = work.worth["gpt"][3]
@@ -246,5 +250,5 @@ def test_a_node_that_comes_back_during_a_restart_is_used_after_it() -> None:
     hour_us = HOUR_S * SECOND_US
     back_us = to_us(DEFAULTS.timeout_s + 600)
     work = one_task(4)
-    outcome = simulate(work, made_trace(4, Fault(hour_us, 0, 1, back_us)), "megatron-shrink")
+    outcome = simulate(work, made_trace(4, TraceFault(hour_us, 0, 1, back_us)), "megatron-shrink")
     assert outcome.rates[-1][1] == work.worth["gpt"][4]

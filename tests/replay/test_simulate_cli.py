@@ -9,7 +9,7 @@ import pytest
 
 from replay.arguments import TRACE_FILE_VARIABLE
 from replay.cli import main as replay_main
-from replay.evaluation.redo import DOCUMENT, STUDIES, replaced
+from replay.evaluation.redo import DOCUMENT, STUDIES, replace_block
 from replay.evaluation.workload import Cluster, TrainingTask, WorkloadError, parse_cluster, parse_tasks, six, workload
 
 
@@ -159,11 +159,11 @@ def test_more_nodes_never_make_a_task_slower() -> None:
 def test_the_write_up_has_a_place_for_every_study() -> None:
     text = DOCUMENT.read_text()
     for name in STUDIES:
-        replaced(text, name, "")
+        replace_block(text, name, "")
 
 
 def test_a_block_is_replaced_and_nothing_else() -> None:
     text = "a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n"
-    assert replaced(text, "x", "new \\1") == "a\n<!-- begin x -->\nnew \\1\n<!-- end x -->\nb\n"
+    assert replace_block(text, "x", "new \\1") == "a\n<!-- begin x -->\nnew \\1\n<!-- end x -->\nb\n"
     with pytest.raises(ValueError, match="block y"):
-        replaced(text, "y", "new")
+        replace_block(text, "y", "new")

@@ -22,7 +22,7 @@ from events.nats_server import PROGRAM, EmbeddedServer
 from events.nats_streams import NANOS, api, create_streams, event_stream_config
 from events.subjects import EVENT_STREAM
 from replay.reading import stopped_cluster
-from replay.reading.stopped_cluster import served_copy
+from replay.reading.stopped_cluster import serve_copy
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import fill, troubled
 
@@ -88,7 +88,7 @@ def test_a_stopped_cluster_is_read_from_a_copy(stopped: Path, tmp_path: Path) ->
 
 
 async def test_only_we_may_log_in_and_consumers_are_left_out(stopped: Path) -> None:
-    async with served_copy(stopped) as (url, login):
+    async with serve_copy(stopped) as (url, login):
         assert url.startswith("nats://127.0.0.1:")
         connection = await connect(url, name="test", login=login, timeout_s=5)
         info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
@@ -103,9 +103,9 @@ def test_nothing_stays_of_a_command_that_is_ended(stopped: Path, tmp_path: Path,
     place = tmp_path / "tmp"
     place.mkdir()
     held = (
-        "import asyncio, sys; from pathlib import Path; from replay.reading.stopped_cluster import served_copy\n"
+        "import asyncio, sys; from pathlib import Path; from replay.reading.stopped_cluster import serve_copy\n"
         "async def main():\n"
-        "    async with served_copy(Path(sys.argv[1])):\n"
+        "    async with serve_copy(Path(sys.argv[1])):\n"
         "        print('ready', flush=True)\n"
         "        sys.stdin.read()\n"
         "asyncio.run(main())"
@@ -144,7 +144,7 @@ async def test_a_server_that_starts_meanwhile_is_used(stopped: Path, monkeypatch
 
     monkeypatch.setattr(stopped_cluster, "_copy", copied)
     try:
-        async with served_copy(stopped) as (url, login):
+        async with serve_copy(stopped) as (url, login):
             assert (url, login) == (server.url, None)
     finally:
         await server.kill()
@@ -154,5 +154,5 @@ async def test_a_copy_that_has_no_room_says_so(stopped: Path, monkeypatch: pytes
     usage = shutil.disk_usage(stopped)._replace(free=1000)
     monkeypatch.setattr(stopped_cluster.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(LogError, match="set TMPDIR to a larger volume"):
-        async with served_copy(stopped):
+        async with serve_copy(stopped):
             pass

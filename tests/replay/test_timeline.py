@@ -12,7 +12,7 @@ import pytest
 
 from events import vocabulary as v
 from events.envelope import Entry
-from replay.views.timeline import LOST, TRAINING, Timeline
+from replay.views.timeline import NODE_LOST, TRAINING, Timeline
 from replay.views.timeline_html import html_page, ticks_us
 from replay.views.timeline_text import text_page
 from tests.replay.command import unicron_replay
@@ -59,7 +59,7 @@ def lost_and_back() -> MiniCluster:
 
 def test_a_loss_and_a_return_are_seen() -> None:
     timeline = timeline_of(lost_and_back().log)
-    lost = [span for span in timeline.nodes["n1"] if span.what == LOST]
+    lost = [span for span in timeline.nodes["n1"] if span.what == NODE_LOST]
     assert len(lost) == 1 and 9 * SECOND_US < lost[0].end_us - lost[0].start_us < 11 * SECOND_US
     trained = [span.workers for span in timeline.tasks["big"] if span.what == TRAINING]
     assert trained == [2, 1, 2]

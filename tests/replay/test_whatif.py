@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from events import vocabulary as v
-from replay.views.whatif import InvalidChange, WhatIfChanges, change, waf_of, what_if
+from replay.views.whatif import InvalidChange, ReplayChanges, change, waf_of, what_if
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import MiniCluster
@@ -31,7 +31,7 @@ def two_tasks() -> ClusterState:
     return cluster.state
 
 
-def workers(state: ClusterState, changes: WhatIfChanges) -> dict[str, int]:
+def workers(state: ClusterState, changes: ReplayChanges) -> dict[str, int]:
     _, forked = what_if(state, Policy(), changes)
     check(forked.state)
     return {name: assignment.workers for name, assignment in forked.plan.assignments.items()}
@@ -39,7 +39,7 @@ def workers(state: ClusterState, changes: WhatIfChanges) -> dict[str, int]:
 
 def test_nothing_changed_is_the_plan_as_it_is() -> None:
     state = two_tasks()
-    without, forked = what_if(state, Policy(), WhatIfChanges())
+    without, forked = what_if(state, Policy(), ReplayChanges())
     assert without == forked
     assert without.plan.assignments == state.plan.assignments
     assert [type(event) for event in without.decisions] == [v.PlanAdopted]
@@ -47,28 +47,28 @@ def test_nothing_changed_is_the_plan_as_it_is() -> None:
 
 def test_a_heavier_task_gets_the_workers() -> None:
     state = two_tasks()
-    assert workers(state, WhatIfChanges()) == {"big": 3, "small": 1}
-    assert workers(state, WhatIfChanges(settings=[("tasks.small.weight", "9")])) == {"big": 1, "small": 3}
+    assert workers(state, ReplayChanges()) == {"big": 3, "small": 1}
+    assert workers(state, ReplayChanges(settings=[("tasks.small.weight", "9")])) == {"big": 1, "small": 3}
 
 
 def test_a_lost_node_and_spare_nodes() -> None:
     state = two_tasks()
     before = digest(state)
-    assert sum(workers(state, WhatIfChanges(lose=["n0", "n1"])).values()) == 2
-    assert workers(state, WhatIfChanges(add_nodes=1)) == {"big": 3, "small": 2}
-    assert workers(state, WhatIfChanges(add_nodes=1, slots=8)) == {"big": 3, "small": 3}
-    assert workers(state, WhatIfChanges(lose=["n3"], add_nodes=1)) == {"big": 3, "small": 1}
+    assert sum(workers(state, ReplayChanges(lose=["n0", "n1"])).values()) == 2
+    assert workers(state, ReplayChanges(add_nodes=1)) == {"big": 3, "small": 2}
+    assert workers(state, ReplayChanges(add_nodes=1, slots=8)) == {"big": 3, "small": 3}
+    assert workers(state, ReplayChanges(lose=["n3"], add_nodes=1)) == {"big": 3, "small": 1}
     assert digest(state) == before
 
 
 def test_the_coordinator_starts_workers_on_spare_nodes() -> None:
-    _, forked = what_if(two_tasks(), Policy(), WhatIfChanges(add_nodes=2))
+    _, forked = what_if(two_tasks(), Policy(), ReplayChanges(add_nodes=2))
     started = [event.node for event in forked.decisions if isinstance(event, v.StartWorker)]
     assert started and all(node.startswith("whatif-") for node in started)
 
 
 def test_both_plans_are_worth_what_the_changed_settings_say() -> None:
-    without, forked = what_if(two_tasks(), Policy(), WhatIfChanges(settings=[("tasks.small.weight", "9")]))
+    without, forked = what_if(two_tasks(), Policy(), ReplayChanges(settings=[("tasks.small.weight", "9")]))
     before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
     assert sum(after.values()) > sum(before.values())
     assert before["small"] * 3 == after["small"]
@@ -78,12 +78,12 @@ def test_a_plan_is_worth_what_it_says() -> None:
     """One task is measured, of the other nothing is known: one of its workers is worth what one of the first's is."""
     state = two_tasks()
     big = msgspec.structs.replace(state.tasks["big"], pace=Pace(measurements={"3": 9 * 10**9}))
-    without, _ = what_if(msgspec.structs.replace(state, tasks=state.tasks | {"big": big}), Policy(), WhatIfChanges())
+    without, _ = what_if(msgspec.structs.replace(state, tasks=state.tasks | {"big": big}), Policy(), ReplayChanges())
     assert sum(waf_of(without.state, without.plan).values()) == without.plan.waf > 9 * 10**9
 
 
 def test_workers_that_are_too_many_are_worth_nothing_and_the_others_what_they_are() -> None:
-    without, forked = what_if(two_tasks(), Policy(), WhatIfChanges(settings=[("tasks.big.max_workers", "2")]))
+    without, forked = what_if(two_tasks(), Policy(), ReplayChanges(settings=[("tasks.big.max_workers", "2")]))
     before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
     assert before["big"] == after["big"] > 0
 
@@ -91,7 +91,7 @@ def test_workers_that_are_too_many_are_worth_nothing_and_the_others_what_they_ar
 def test_a_policy_is_changed_by_its_field() -> None:
     state = two_tasks()
     _, policy = change(
-        state, Policy(), WhatIfChanges(settings=[("policy.worker_mtbf_s", "60"), ("policy.strikes_max", "5")])
+        state, Policy(), ReplayChanges(settings=[("policy.worker_mtbf_s", "60"), ("policy.strikes_max", "5")])
     )
     assert (policy.worker_mtbf_s, policy.strikes_max) == (60.0, 5)
 
@@ -99,18 +99,18 @@ def test_a_policy_is_changed_by_its_field() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (WhatIfChanges(settings=[("tasks.big.wheight", "1")]), "no such field; known: name, weight"),
-        (WhatIfChanges(settings=[("tasks.huge.weight", "1")]), "no task huge"),
-        (WhatIfChanges(settings=[("tasks.big.weight", "much")]), "--set tasks.big.weight=much"),
-        (WhatIfChanges(settings=[("tasks.big.min_workers", "7")]), "--set tasks.big.min_workers=7"),
-        (WhatIfChanges(settings=[("policy.strikes_max", "0")]), "Expected `int` >= 1"),
-        (WhatIfChanges(settings=[("tasks.big.name", "huge")]), "a task's name identifies it in the log"),
-        (WhatIfChanges(settings=[("weather.x", "1")]), "give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
-        (WhatIfChanges(lose=["n9"]), "no such node is up at this point; up are n0, n1, n2, n3"),
-        (WhatIfChanges(lose=["n1", "n1"]), "no such node is up"),
+        (ReplayChanges(settings=[("tasks.big.wheight", "1")]), "no such field; known: name, weight"),
+        (ReplayChanges(settings=[("tasks.huge.weight", "1")]), "no task huge"),
+        (ReplayChanges(settings=[("tasks.big.weight", "much")]), "--set tasks.big.weight=much"),
+        (ReplayChanges(settings=[("tasks.big.min_workers", "7")]), "--set tasks.big.min_workers=7"),
+        (ReplayChanges(settings=[("policy.strikes_max", "0")]), "Expected `int` >= 1"),
+        (ReplayChanges(settings=[("tasks.big.name", "huge")]), "a task's name identifies it in the log"),
+        (ReplayChanges(settings=[("weather.x", "1")]), "give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
+        (ReplayChanges(lose=["n9"]), "no such node is up at this point; up are n0, n1, n2, n3"),
+        (ReplayChanges(lose=["n1", "n1"]), "no such node is up"),
     ],
 )
-def test_what_cannot_be_changed_is_named(changes: WhatIfChanges, told: str) -> None:
+def test_what_cannot_be_changed_is_named(changes: ReplayChanges, told: str) -> None:
     with pytest.raises(InvalidChange) as caught:
         what_if(two_tasks(), Policy(), changes)
     assert told in str(caught.value) and "\n" not in str(caught.value)
@@ -123,7 +123,7 @@ def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
     from unicrond.core.replayer import replay
 
     for seq in range(10, len(log), 23):
-        without, forked = what_if(replay(log, AtSeq(seq)), Policy(), WhatIfChanges(add_nodes=1))
+        without, forked = what_if(replay(log, AtSeq(seq)), Policy(), ReplayChanges(add_nodes=1))
         check(forked.state)
         assert forked.plan.waf >= without.plan.waf
 

@@ -21,22 +21,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from replay.evaluation.policies.job import Elastic, Job
-from replay.evaluation.speeds import Speeds, priced, restricted
+from replay.evaluation.policies.job import Elastic, TrainingJob
+from replay.evaluation.speeds import Speeds, restricted_job, speeds_under
 from replay.evaluation.workload import Workload
-from replay.evaluation.world import World
-from unicrond.throughput.layouts import Job as Question
+from replay.evaluation.world import EvaluationWorld
 from unicrond.throughput.layouts import Layout
+from unicrond.throughput.layouts import ThroughputQuery as Question
 from unicrond.throughput.model import Floats, Ints, memory_bytes, parts_s, state_bytes
 
 
-def searched(question: Question) -> Question:
-    """What Bamboo's form may be: P, D, micro-batch, recomputation."""
-    return replace(restricted(question, ragged=True), tp=1)
+def search_space(question: Question) -> Question:
+    """Restrict the question to the forms that Bamboo can have: P, D, micro-batch, recomputation."""
+    return replace(restricted_job(question, ragged=True), tp=1)
 
 
 def iteration_with_shadows_s(question: Question, layout: Layout, dp: Ints) -> Floats:
-    """Seconds of an iteration with the redundant forward passes, as far as no bubble hides them."""
+    """Return the seconds of an iteration with the redundant forward passes, as far as no bubble hides them."""
     parts = parts_s(question, layout, dp)
     passes = 4 if layout.recompute == "full" else 3  # a backward pass takes two forward passes' time
     exposed_s = np.maximum(0.0, parts[0] / passes - parts[3])
@@ -44,7 +44,8 @@ def iteration_with_shadows_s(question: Question, layout: Layout, dp: Ints) -> Fl
 
 
 def memory_with_shadows_bytes(question: Question, layout: Layout, dp: Ints) -> Floats:
-    """Bytes on the fullest GPU, the successor's state without its gradients included; one stage has no successor."""
+    """Return the bytes on the fullest GPU, the successor's state without its gradients included; inf for one stage,
+    which has no successor."""
     if layout.pp == 1:
         return np.full(dp.size, np.inf)
     without = replace(question, stack=replace(question.stack, gradient_bytes=0))
@@ -52,34 +53,34 @@ def memory_with_shadows_bytes(question: Question, layout: Layout, dp: Ints) -> F
 
 
 def bamboo_speeds(work: Workload) -> Speeds:
-    """The best pipelines with shadows at each number of nodes."""
-    return priced(work, searched, seconds=iteration_with_shadows_s, needed_bytes=memory_with_shadows_bytes)
+    """Return the speeds of the best pipelines with shadows at each number of nodes."""
+    return speeds_under(work, search_space, seconds=iteration_with_shadows_s, needed_bytes=memory_with_shadows_bytes)
 
 
 class Bamboo(Elastic):
     """Shadows."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world, speeds=bamboo_speeds(world.workload))
 
     def detection_s(self) -> float:
-        """A broken connection."""
-        return self.assumed.elastic_detect_s
+        """Return the time until a broken connection is noticed."""
+        return self.assumptions.elastic_detect_s
 
-    def restart_s(self, job: Job, node: int, severity: int) -> float:
-        """The shadow takes over, if there is one, and pipelines are built anew."""
+    def restart_s(self, job: TrainingJob, node: int, severity: int) -> float:
+        """Return the time in which the shadow takes over, if there is one, and pipelines are built anew."""
         if severity == 3:
-            return self.assumed.bamboo_failover_s
+            return self.assumptions.bamboo_failover_s
         if self.has_shadow(job, node):
-            return self.assumed.bamboo_failover_s + self.assumed.bamboo_reconfigure_s
-        return self.assumed.bamboo_reconfigure_s + self.assumed.checkpoint_load_s + self.assumed.recompute_s
+            return self.assumptions.bamboo_failover_s + self.assumptions.bamboo_reconfigure_s
+        return self.assumptions.bamboo_reconfigure_s + self.assumptions.checkpoint_load_s + self.assumptions.recompute_s
 
-    def has_shadow(self, job: Job, node: int) -> bool:
-        """Both neighbours in the ring that the job trains on are there. False on one node."""
+    def has_shadow(self, job: TrainingJob, node: int) -> bool:
+        """Return whether both neighbours in the ring that the job trains on are up. False on one node."""
         place, ring = job.nodes.index(node), len(job.nodes)
         neighbours = {job.nodes[place - 1], job.nodes[(place + 1) % ring]} - {node}
         return bool(neighbours) and all(self.world.up(neighbour) for neighbour in neighbours)
 
     def join_s(self) -> float:
-        """The pipelines are built anew with the node."""
-        return self.assumed.bamboo_reconfigure_s
+        """Return the time in which the pipelines are built anew with the node."""
+        return self.assumptions.bamboo_reconfigure_s

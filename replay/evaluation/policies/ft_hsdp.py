@@ -17,36 +17,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.evaluation.meter import Phase
-from replay.evaluation.policies.job import Job, JobByJob
+from replay.evaluation.meter import CostPhase
+from replay.evaluation.policies.job import JobByJob, TrainingJob
 from replay.evaluation.virtual_time import Timer, to_us
-from replay.evaluation.world import World
+from replay.evaluation.world import EvaluationWorld
 
 Replica = tuple[int, ...]
 
 
 class Replicas:
-    """A job's replicas: `training`, in their order, and `restarting` ones with what ends their restart."""
+    """A job's replicas: `training`, in their order, and `restarting` ones with the timer that ends their restart;
+    `full_count`: how many there should be."""
 
-    def __init__(self, job: Job, size: int) -> None:
+    def __init__(self, job: TrainingJob, size: int) -> None:
         self.job = job
         self.size = size
-        self.wanted = len(job.home) // size
-        self.training: list[Replica] = [tuple(job.home[nth * size : (nth + 1) * size]) for nth in range(self.wanted)]
+        self.full_count = len(job.home) // size
+        self.training: list[Replica] = [
+            tuple(job.home[nth * size : (nth + 1) * size]) for nth in range(self.full_count)
+        ]
         self.restarting: dict[Replica, Timer] = {}
 
     @property
     def nodes(self) -> list[int]:
-        """Of the replicas that train."""
+        """List the nodes of the replicas that train."""
         return [node for replica in self.training for node in replica]
 
     def free(self) -> list[int]:
-        """The job's nodes that are there and in no replica."""
-        taken = set(self.nodes).union(*self.restarting)
-        return [node for node in self.job.there() if node not in taken]
+        """List the job's nodes that are up and in no replica."""
+        occupied = set(self.nodes).union(*self.restarting)
+        return [node for node in self.job.nodes_up() if node not in occupied]
 
     def drop(self, node: int) -> bool:
-        """The node's replica is out; True if it was training."""
+        """Take the node's replica out, and return whether it was training."""
         for replica in [replica for replica in self.restarting if node in replica]:
             self.restarting.pop(replica).cancel()
         hit = [replica for replica in self.training if node in replica]
@@ -55,48 +58,48 @@ class Replicas:
 
 
 class FtHsdp(JobByJob):
-    """Replicas that come and go. `replicas`: of each task."""
+    """Replicas that leave and join again. `replicas`: those of each task."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world)
         self.replicas: dict[str, Replicas] = {}
         for task, job in zip(world.workload.tasks, self.jobs, strict=True):
             fewest = world.workload.speeds[task.name].least(task.min_nodes)
-            size = max(fewest, round(self.assumed.ft_hsdp_replica_nodes))
+            size = max(fewest, round(self.assumptions.ft_hsdp_replica_nodes))
             self.replicas[task.name] = Replicas(job, max(1, min(size, len(job.home))))
 
     def detection_s(self) -> float:
-        """A part of the published stall."""
-        return min(self.assumed.elastic_detect_s, self.assumed.ft_hsdp_stall_s)
+        """Return the part of the published stall that is detection."""
+        return min(self.assumptions.elastic_detect_s, self.assumptions.ft_hsdp_stall_s)
 
-    def restart_s(self, job: Job, node: int, severity: int) -> float:
-        """The rest of the stall; from a checkpoint when the last replica is gone."""
-        rest_s = self.assumed.ft_hsdp_stall_s - self.detection_s()
+    def restart_s(self, job: TrainingJob, node: int, severity: int) -> float:
+        """Return the rest of the stall; with a start from a checkpoint when the last replica is lost."""
+        rest_s = self.assumptions.ft_hsdp_stall_s - self.detection_s()
         if self.replicas[job.task].training:
             return rest_s
-        return rest_s + self.assumed.checkpoint_load_s + self.assumed.recompute_s
+        return rest_s + self.assumptions.checkpoint_load_s + self.assumptions.recompute_s
 
-    def seats(self, job: Job) -> Sequence[int] | None:
-        """The replicas that train."""
+    def pick_nodes(self, job: TrainingJob) -> Sequence[int] | None:
+        """Return the nodes of the replicas that train."""
         return self.replicas[job.task].nodes or None
 
-    def rate(self, job: Job, nodes: Sequence[int]) -> int:
-        """Their share of what all achieve."""
+    def rate(self, job: TrainingJob, nodes: Sequence[int]) -> int:
+        """Return these replicas' share of what all achieve together."""
         replicas = self.replicas[job.task]
-        whole = replicas.wanted * replicas.size
+        whole = replicas.full_count * replicas.size
         in_all, alone = (super(FtHsdp, self).rate(job, range(count)) for count in (whole, len(nodes)))
         return min(in_all * len(nodes) // max(1, whole), alone)
 
     def node_lost(self, node: int) -> None:
-        """Its replica drops out."""
+        """Drop the node's replica."""
         self._drop(node, 1)
 
     def fault(self, node: int, severity: int) -> None:
-        """The same, and the node can be used at once."""
+        """Drop the node's replica; the node can be used again at once."""
         self._drop(node, severity)
 
     def node_back(self, node: int) -> None:
-        """It may complete a replica: of its job, or as a spare of any."""
+        """Let the node complete a replica: of its own job, or as a spare of any."""
         owner = self.owner(node)
         for job in [owner] if owner else self.jobs:
             self._restart(job)
@@ -109,33 +112,34 @@ class FtHsdp(JobByJob):
             job.hit(self.detection_s(), self.restart_s(job, node, severity))
         self._restart(job)
 
-    def _restart(self, job: Job) -> None:
-        """Replicas restart on free nodes, as many as there should be; spare nodes of the cluster take part for good."""
+    def _restart(self, job: TrainingJob) -> None:
+        """Restart replicas on free nodes until there are as many as there should be; spare nodes of the cluster take
+        part for good."""
         replicas = self.replicas[job.task]
-        while len(replicas.training) + len(replicas.restarting) < replicas.wanted:
+        while len(replicas.training) + len(replicas.restarting) < replicas.full_count:
             free = replicas.free()
             spare = self.unowned()[: max(0, replicas.size - len(free))]
             if len(free) + len(spare) < replicas.size:
                 return
             for node in spare:
-                self.take(job, node)
+                self.add_node(job, node)
             replica = tuple([*free, *spare][: replicas.size])
             replicas.restarting[replica] = self.world.clock.after(
-                to_us(self.assumed.ft_hsdp_restart_s),
+                to_us(self.assumptions.ft_hsdp_restart_s),
                 lambda replica=replica: self._join(job, replica),  # type: ignore[misc]
             )
 
-    def _join(self, job: Job, replica: Replica) -> None:
-        """It has caught up."""
+    def _join(self, job: TrainingJob, replica: Replica) -> None:
+        """Let a replica train that has caught up."""
         replicas = self.replicas[job.task]
         del replicas.restarting[replica]
         replicas.training.append(replica)
-        if job.phase is Phase.IDLE:
+        if job.phase is CostPhase.IDLE:
             job.try_to_start()
-        self.started(job)
+        self.on_start(job)
 
-    def started(self, job: Job) -> None:
-        """Replicas that have come meanwhile train, too."""
+    def on_start(self, job: TrainingJob) -> None:
+        """Let the replicas train, too, that have come since the restart began."""
         nodes = self.replicas[job.task].nodes
-        if job.phase is Phase.RUNNING and nodes != job.nodes:
+        if job.phase is CostPhase.RUNNING and nodes != job.nodes:
             job.run(nodes)

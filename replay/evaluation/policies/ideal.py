@@ -6,30 +6,30 @@ and what its plan gives away by moving less.
 
 from __future__ import annotations
 
-from replay.evaluation.world import World
+from replay.evaluation.world import EvaluationWorld
 
 
 class Ideal:
     """Follows the best plan without cost."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: EvaluationWorld) -> None:
         self._world = world
         self._plans: dict[int, dict[str, int]] = {}
 
     def start(self) -> None:
-        """The best plan."""
+        """Run the best plan."""
         self._follow_best_plan()
 
     def node_lost(self, node: int) -> None:
-        """The best plan without the node."""
+        """Run the best plan without the node."""
         self._follow_best_plan()
 
     def node_back(self, node: int) -> None:
-        """The best plan with the node."""
+        """Run the best plan with the node."""
         self._follow_best_plan()
 
     def fault(self, node: int, severity: int) -> None:
-        """Costs nothing."""
+        """Ignore the fault: here it costs nothing."""
 
     def _follow_best_plan(self) -> None:
         nodes = [node for node in range(self._world.workload.cluster.nodes) if self._world.up(node)]

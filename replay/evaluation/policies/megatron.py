@@ -14,60 +14,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.evaluation.meter import Phase
-from replay.evaluation.policies.job import Elastic, Job, JobByJob
+from replay.evaluation.meter import CostPhase
+from replay.evaluation.policies.job import Elastic, JobByJob, TrainingJob
 
 
 class MegatronWait(JobByJob):
     """Waits for the node."""
 
     def detection_s(self) -> float:
-        """The collective's timeout."""
-        return self.assumed.timeout_s
+        """Return the collective's timeout."""
+        return self.assumptions.timeout_s
 
-    def restart_s(self, job: Job, node: int, severity: int) -> float:
-        """Queue, set-up, recomputation; the same for every fault."""
-        return self.assumed.requeue_s + self.assumed.setup_s + self.assumed.recompute_s
+    def restart_s(self, job: TrainingJob, node: int, severity: int) -> float:
+        """Return the time of queue, set-up and recomputation; the same for every fault."""
+        return self.assumptions.requeue_s + self.assumptions.setup_s + self.assumptions.recompute_s
 
-    def seats(self, job: Job) -> Sequence[int] | None:
-        """All or none."""
-        there = job.there()
-        return there if len(there) == len(job.home) else None
+    def pick_nodes(self, job: TrainingJob) -> Sequence[int] | None:
+        """Return all the job's nodes, or None while one is down."""
+        nodes = job.nodes_up()
+        return nodes if len(nodes) == len(job.home) else None
 
 
 class MegatronShrink(Elastic):
     """Goes on with fewer."""
 
     def detection_s(self) -> float:
-        """The collective's timeout."""
-        return self.assumed.timeout_s
+        """Return the collective's timeout."""
+        return self.assumptions.timeout_s
 
-    def restart_s(self, job: Job, node: int, severity: int) -> float:
-        """Queue, set-up, recomputation; the same for every fault."""
-        return self.assumed.requeue_s + self.assumed.setup_s + self.assumed.recompute_s
+    def restart_s(self, job: TrainingJob, node: int, severity: int) -> float:
+        """Return the time of queue, set-up and recomputation; the same for every fault."""
+        return self.assumptions.requeue_s + self.assumptions.setup_s + self.assumptions.recompute_s
 
     def join_s(self) -> float:
-        """Queue and set-up; its state was saved for that."""
-        return self.assumed.requeue_s + self.assumed.setup_s
+        """Return the time of queue and set-up; the job's state was saved for that."""
+        return self.assumptions.requeue_s + self.assumptions.setup_s
 
 
 class HotSpare(MegatronWait):
     """Replaces the node, while there are spares."""
 
-    def seats(self, job: Job) -> Sequence[int] | None:
-        """The job's nodes, dead ones replaced."""
+    def pick_nodes(self, job: TrainingJob) -> Sequence[int] | None:
+        """Return the job's nodes, dead ones replaced by spares; None where no spare is left."""
         for node in [node for node in job.home if not self.world.up(node)]:
             spare = next((spare for spare in self.spares if self.world.up(spare)), None)
             if spare is None:
                 return None
             self.spares.remove(spare)
-            self.give(job, spare, instead_of=node)
+            self.replace_node(job, spare, instead_of=node)
         return job.home
 
     def node_back(self, node: int) -> None:
-        """A node that was replaced becomes a spare; one that was not goes to its job."""
+        """Make a node that was replaced a spare; give one that was not to its job."""
         if self.owner(node) is None and node not in self.spares:
             self.spares.append(node)
         for job in self.jobs:
-            if job.phase is Phase.IDLE:
+            if job.phase is CostPhase.IDLE:
                 job.try_to_start()

@@ -13,37 +13,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from replay.evaluation.policies.job import Elastic, Job
-from replay.evaluation.speeds import Speeds, priced, restricted
+from replay.evaluation.policies.job import Elastic, TrainingJob
+from replay.evaluation.speeds import Speeds, restricted_job, speeds_under
 from replay.evaluation.workload import Workload
-from replay.evaluation.world import World
-from unicrond.throughput.layouts import Job as Question
+from replay.evaluation.world import EvaluationWorld
+from unicrond.throughput.layouts import ThroughputQuery as Question
 
 
-def searched(question: Question) -> Question:
-    """What Varuna searches over: P, D and the micro-batch."""
-    return replace(restricted(question, ragged=True), tp=1, recompute="full")
+def search_space(question: Question) -> Question:
+    """Restrict the question to what Varuna searches over: P, D and the micro-batch."""
+    return replace(restricted_job(question, ragged=True), tp=1, recompute="full")
 
 
 def varuna_speeds(work: Workload) -> Speeds:
-    """The best P x D at each number of nodes."""
-    return priced(work, searched)
+    """Return the speeds of the best P x D at each number of nodes."""
+    return speeds_under(work, search_space)
 
 
 class Varuna(Elastic):
     """Morphing from a checkpoint."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world, speeds=varuna_speeds(world.workload))
 
     def detection_s(self) -> float:
-        """A missed heartbeat."""
-        return self.assumed.elastic_detect_s
+        """Return the time until a missed heartbeat is noticed."""
+        return self.assumptions.elastic_detect_s
 
-    def restart_s(self, job: Job, node: int, severity: int) -> float:
-        """Morph, and do again what came after the checkpoint."""
-        return self.assumed.varuna_morph_s + self.assumed.varuna_recompute_s
+    def restart_s(self, job: TrainingJob, node: int, severity: int) -> float:
+        """Return the time to morph, and to compute again what came after the checkpoint."""
+        return self.assumptions.varuna_morph_s + self.assumptions.varuna_recompute_s
 
     def join_s(self) -> float:
-        """Morph to use the node."""
-        return self.assumed.varuna_morph_s
+        """Return the time to morph so that the node is used."""
+        return self.assumptions.varuna_morph_s
