@@ -38,7 +38,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class LinksCheck(Check, frozen=True, kw_only=True, tag="links"):
-    """Connect to the peers, and sum with some of them. Answer: LinksSeen."""
+    """Connect to the peers, and sum with some of them. Answer: LinksReport."""
 
     token: Token
     peers: Annotated[tuple[Peer, ...], Meta(max_length=_PEERS_MAX)]
@@ -48,7 +48,7 @@ class LinksCheck(Check, frozen=True, kw_only=True, tag="links"):
 
 
 class StorageCheck(Check, frozen=True, kw_only=True, tag="storage"):
-    """Write, look for, or remove a mark in a directory. Answer: StorageSeen."""
+    """Write, look for, or remove a mark in a directory. Answer: StorageReport."""
 
     directory: Text
     token: Token
