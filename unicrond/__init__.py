@@ -1,6 +1,6 @@
 """The coordinator of unicrond: pure core (state, fold, decide, planning) and the daemon around it.
 
-`from unicrond import Alone, Hook` is for training scripts; what is behind it lives in `agents.trainer`, and nothing
+`from unicrond import Local, Hook` is for training scripts; what is behind it lives in `agents.trainer`, and nothing
 else here knows it.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agents.trainer.hook import Alone as Alone
     from agents.trainer.hook import Hook as Hook
+    from agents.trainer.hook import Local as Local
 
 PROJECT = "unicrond"
 VERSION = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """`Hook` and `Alone`, loaded when a script asks for them: they bring torch."""
-    if name in ("Hook", "Alone"):
+    """Load `Hook` and `Alone` when a script asks for them: they bring torch."""
+    if name in ("Hook", "Local"):
         from agents.trainer import hook
 
         return getattr(hook, name)

@@ -49,7 +49,7 @@ EXAMPLES = f"""examples:
 
 
 def parser() -> Parser:
-    """All commands and flags of `unicrond`."""
+    """Build the parser with all commands and flags of `unicrond`."""
     root = SettableParser(
         prog="unicrond",
         description="The coordinator of a self-healing training cluster.",
@@ -99,7 +99,7 @@ def _add_check_config(commands: Commands) -> None:
 
 
 def _add_backup_commands(commands: Commands) -> None:
-    """The log, and all else that a head needs, as files."""
+    """Add the commands that write the log, and all else that a head needs, as files."""
     configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
     nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
     json = switch("--json", "JSON instead of text")
@@ -160,7 +160,7 @@ def _add_run(commands: Commands, nats: Flag, injection: Flag) -> None:
 
 
 def _add_login_commands(commands: Commands) -> None:
-    """Keys for logins, and who may log in."""
+    """Add the commands for keys of logins, and for who may log in."""
     configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
     node = option("node", "NODE", "the node's name, as in unicron-agent --node")
     add_command(
@@ -241,7 +241,7 @@ def _scopes(text: str) -> frozenset[str]:
 
 
 def _span(text: str) -> float:
-    """A span like 12h or 30d, in seconds."""
+    """Parse a span like 12h or 30d into seconds."""
     unit_s = {"h": 3600.0, "d": 86400.0}.get(text[-1:])
     if unit_s is None or len(text) > 7:
         raise ValueError(f"{text!r} is not a span; give one like 12h or 30d")
@@ -249,7 +249,7 @@ def _span(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Run the program; return its exit code."""
     return command_line.run("unicrond", lambda: _run(parser().parse_args(argv)))
 
 
@@ -284,7 +284,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _on_a_log(arguments: argparse.Namespace) -> int:
-    """The commands that take a configuration."""
+    """Run a command that takes a configuration."""
     from msgspec.structs import replace
 
     from unicrond.intake import settings
@@ -292,8 +292,10 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
     from unicrond.intake.tls import BadTls
 
     try:
-        known = variables.known(parser()) | {settings.variable(place) for place, _ in settings.settings(Config)}
-        variables.check("unicrond", known, os.environ)
+        variable_names = variables.program_variables(parser()) | {
+            settings.variable(place) for place, _ in settings.settings(Config)
+        }
+        variables.check("unicrond", variable_names, os.environ)
         config = load(arguments.config, os.environ)
         if getattr(arguments, "nats", None):
             config = replace(config, nats=replace(config.nats, url=arguments.nats))
@@ -318,7 +320,7 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
 
 
 def _copy(arguments: argparse.Namespace, config: Config) -> int:
-    """archive, backup and restore."""
+    """Run archive, backup or restore."""
     import asyncio
     import json
 
@@ -327,14 +329,16 @@ def _copy(arguments: argparse.Namespace, config: Config) -> int:
 
     try:
         if arguments.command == "archive":
-            done: archive_command.Done | backup.Backup = asyncio.run(archive_command.run(config, arguments.keep))
+            report: archive_command.ArchiveReport | backup.Backup = asyncio.run(
+                archive_command.run(config, arguments.keep)
+            )
         elif arguments.command == "backup":
-            done = backup.back_up(config, arguments.config, arguments.directory)
+            report = backup.back_up(config, arguments.config, arguments.directory)
         else:
-            done = backup.restore(config, arguments.directory)
+            report = backup.restore(config, arguments.directory)
     except (LogError, OSError) as error:
         return command_line.fail(f"unicrond {arguments.command}", error)
-    print(json.dumps(done._asdict()) if arguments.json else done)
+    print(json.dumps(report._asdict()) if arguments.json else report)
     return 0
 
 

@@ -18,25 +18,25 @@ from unicrond.intake.timeouts import contradictions
 _DEFAULT = "default"
 
 
-def check_config(arguments: argparse.Namespace, made: config.Config) -> int:
-    """`made`: of the file and the variables, checked but for its certificates. Tell what it says; the exit code. Raises
-    ConfigError."""
+def check_config(arguments: argparse.Namespace, configuration: config.Config) -> int:
+    """Print where each setting comes from, and warnings; return the exit code. `configuration`: of the file and the
+    variables, checked but for its certificates. Raises ConfigError."""
     path: Path | None = arguments.config
-    config.check_certificates(made, config.where(path, os.environ))
+    config.check_certificates(configuration, config.where(path, os.environ))
     _, lines = config.read(path, os.environ)
-    values, usual = _flat(made), _flat(config.Config())
+    values, usual = _flat(configuration), _flat(config.Config())
     rows = []
     for place, value in values.items():
         line = f"{path}:{lines[place]}" if place in lines else _DEFAULT
         origin = settings.origin(place, os.environ) or line
         if arguments.all or origin != _DEFAULT:
             rows.append((dotted(place), value, usual.get(place), origin))
-    warnings = contradictions(made.policy, made.heartbeat_s, {})
+    warnings = contradictions(configuration.policy, configuration.heartbeat_s, {})
     if arguments.json:
-        said = {name: {"value": value, "default": default, "from": origin} for name, value, default, origin in rows}
-        print(json.dumps({"settings": said, "warnings": warnings}, indent=2))
+        entries = {name: {"value": value, "default": default, "from": origin} for name, value, default, origin in rows}
+        print(json.dumps({"settings": entries, "warnings": warnings}, indent=2))
         return 0
-    cells = tuple((name, _shown(value), _shown(default), origin) for name, value, default, origin in rows)
+    cells = tuple((name, _cell(value), _cell(default), origin) for name, value, default, origin in rows)
     show(Table(("setting", "value", "default", "from"), cells, empty="Every setting has its default."))
     for warning in warnings:
         print(f"warning: {warning}")
@@ -44,19 +44,19 @@ def check_config(arguments: argparse.Namespace, made: config.Config) -> int:
     return 0
 
 
-def _flat(made: config.Config) -> dict[Place, Any]:
-    """Each setting as JSON would have it; a section where a word stands for it, and else its fields."""
+def _flat(configuration: config.Config) -> dict[Place, Any]:
+    """Return each setting as JSON would have it; a section where a word stands for it, and else its fields."""
     places = [place for place, _ in settings.settings(config.Config)]
-    found: dict[Place, Any] = {}
+    values: dict[Place, Any] = {}
     for place in places:
-        value: Any = msgspec.to_builtins(made)
+        value: Any = msgspec.to_builtins(configuration)
         for name in place:
             value = value.get(name, msgspec.UNSET) if isinstance(value, dict) else msgspec.UNSET
-        is_section = isinstance(value, dict) and any(other[:-1] == place for other in places)
+        is_section = isinstance(value, dict) and any(child[:-1] == place for child in places)
         if value is not msgspec.UNSET and not is_section:
-            found[place] = value
-    return found
+            values[place] = value
+    return values
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     return value if isinstance(value, str) and value else "" if value is None else json.dumps(value)

@@ -19,32 +19,32 @@ from unicrond.ctl.client import Client
 
 
 class HasUrl(Protocol):
-    """Something that runs a coordinator there."""
+    """An object that runs a coordinator at `url`."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """One fault, not sent yet; the methods give a changed copy."""
+class FaultRequest:
+    """One fault, not sent yet; the methods return a changed copy."""
 
     client: Client
     fields: dict[str, Any]
 
-    def at_iteration(self, iteration: int) -> Order:
-        """In this iteration, instead of at once."""
-        return Order(self.client, self.fields | {"at_iteration": iteration})
+    def at_iteration(self, iteration: int) -> FaultRequest:
+        """Set the iteration, instead of at once."""
+        return FaultRequest(self.client, self.fields | {"at_iteration": iteration})
 
-    def during(self, phase: FaultPhase) -> Order:
-        """At this point of the iteration."""
-        return Order(self.client, self.fields | {"phase": phase})
+    def during(self, phase: FaultPhase) -> FaultRequest:
+        """Set the point of the iteration."""
+        return FaultRequest(self.client, self.fields | {"phase": phase})
 
-    def counting(self) -> Order:
-        """Counted against node and task (strikes, returns), like an unordered fault."""
-        return Order(self.client, self.fields | {"counts": True})
+    def counting(self) -> FaultRequest:
+        """Count the fault against node and task (strikes, returns), like an unordered fault."""
+        return FaultRequest(self.client, self.fields | {"counts": True})
 
     def now(self) -> dict[str, Any]:
-        """Send the order; {"node", "worker", "seq"}."""
+        """Send the request; return {"node", "worker", "seq"}."""
         return self.client.inject(self.fields)
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
@@ -52,57 +52,59 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Inject:
+class FaultInjector:
     """Every fault by its name; `rank` None: the task's first worker, or its first on `node`."""
 
     client: Client
 
-    def kill(self, *, task: str | None = None, rank: int | None = None, node: str | None = None) -> Order:
-        """SIGKILL for a worker; without a task for a whole node: its workers, its fork server, its agent."""
+    def kill(self, *, task: str | None = None, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """Order SIGKILL for a worker; without a task for a whole node: its workers, its fork server, its agent."""
         return self._order("kill", task, rank, node)
 
-    def stop(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """SIGSTOP: the worker stands still."""
+    def stop(self, *, task: str, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """Order SIGSTOP: the worker stands still."""
         return self._order("stop", task, rank, node)
 
-    def exception(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """A RuntimeError in the worker's training loop."""
+    def exception(self, *, task: str, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """Raise a RuntimeError in the worker's training loop."""
         return self._order("exception", task, rank, node)
 
-    def nan(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """The next loss is NaN."""
+    def nan(self, *, task: str, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """Make the next loss NaN."""
         return self._order("nan", task, rank, node)
 
-    def slow(self, seconds: float, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """Every iteration from now on takes so much longer."""
+    def slow(self, seconds: float, *, task: str, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """Make every iteration from now on take so many `seconds` longer."""
         return self._order("slow", task, rank, node, seconds=seconds)
 
-    def hang(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """The worker's training loop waits without end."""
+    def hang(self, *, task: str, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """Make the worker's training loop wait without end."""
         return self._order("hang", task, rank, node)
 
-    def exit(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """The process ends with exit code 3, without a word."""
+    def exit(self, *, task: str, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """End the process with exit code 3, without a message."""
         return self._order("exit", task, rank, node)
 
-    def oom(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """A MemoryError in the worker's training loop."""
+    def oom(self, *, task: str, rank: int | None = None, node: str | None = None) -> FaultRequest:
+        """Raise a MemoryError in the worker's training loop."""
         return self._order("oom", task, rank, node)
 
-    def xid(self, code: int, *, node: str | None = None, task: str | None = None, rank: int | None = None) -> Order:
-        """The node's accelerator (the worker's, with a task) reports this XID."""
+    def xid(
+        self, code: int, *, node: str | None = None, task: str | None = None, rank: int | None = None
+    ) -> FaultRequest:
+        """Have the node's accelerator (the worker's, with a task) report this XID."""
         return self._order("xid", task, rank, node, xid=code)
 
-    def drop_network(self, *, node: str, seconds: float = 0.0) -> Order:
-        """The node's links go down, for so long (0: for good)."""
+    def drop_network(self, *, node: str, seconds: float = 0.0) -> FaultRequest:
+        """Take the node's links down for so many `seconds` (0: for good)."""
         return self._order("drop_network", None, None, node, seconds=seconds)
 
-    def _order(self, kind: str, task: str | None, rank: int | None, node: str | None, **more: Any) -> Order:
-        return Order(self.client, {"kind": kind, "task": task, "rank": rank, "node": node, **more})
+    def _order(self, kind: str, task: str | None, rank: int | None, node: str | None, **more: Any) -> FaultRequest:
+        return FaultRequest(self.client, {"kind": kind, "task": task, "rank": rank, "node": node, **more})
 
 
-def inject(where: str | Client | HasUrl) -> Inject:
-    """Faults for the cluster there."""
+def inject(where: str | Client | HasUrl) -> FaultInjector:
+    """Return what orders faults in the cluster at `where`."""
     if isinstance(where, Client):
-        return Inject(where)
-    return Inject(Client(where if isinstance(where, str) else where.url))
+        return FaultInjector(where)
+    return FaultInjector(Client(where if isinstance(where, str) else where.url))

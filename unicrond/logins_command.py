@@ -7,7 +7,7 @@ from pathlib import Path
 
 from events import command_line
 from events.command_line import UsageError
-from events.keys import BadKey, kept_key, make_key, read_key, rewrite_key, write_key, write_private
+from events.keys import BadKey, load_or_create_key, make_key, read_key, rewrite_key, write_key, write_private
 from events.logins import BadLogin, Role, User, agent_login, nsc_commands, whole_configuration
 from unicrond.ctl.asking import token_in
 from unicrond.ctl.client import ApiError, Client
@@ -27,7 +27,7 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
         login = agent_login(node)
         if config.nats.url:  # where nats-config has it, or will
             path = config.keys / f"{login}.key"
-            user = _user(config.keys, login)
+            user = _login_user(config.keys, login)
             is_sealed = _certify(path, config, node)
         else:
             key = make_key(login)._replace(pem=pem_for_node(config, node))
@@ -77,8 +77,8 @@ def revoke(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def _certify(path: Path, config: Config, node: str) -> bool:
-    """Give the key a certificate for states, where this head has a CA; whether it has what it can have. Raises BadKey,
-    NoAuthority, OSError."""
+    """Give the key a certificate for states, where this head has a CA; return whether the key has what it can have.
+    Raises BadKey, NoAuthority, OSError."""
     if not config.certifies_nodes:
         return True
     if not path.exists():
@@ -91,15 +91,15 @@ def _certify(path: Path, config: Config, node: str) -> bool:
 
 
 def nats_config(arguments: argparse.Namespace) -> int:
-    """Print who may log in to NATS servers of one's own; keys that are missing are made (not for nsc, which makes
-    them). The exit code."""
+    """Print who may log in to NATS servers of one's own; return the exit code. Keys that are missing are made (not for
+    nsc, which makes them)."""
     names = [line.strip() for line in arguments.nodes.read_text().splitlines()]
     try:
         logins = [*_ROLES, *(agent_login(name) for name in names if name and not name.startswith("#"))]
         if arguments.nsc:
             lines = nsc_commands(logins)
         else:
-            lines = whole_configuration([_user(arguments.keys, login) for login in logins])
+            lines = whole_configuration([_login_user(arguments.keys, login) for login in logins])
     except (BadLogin, BadKey) as error:
         raise UsageError(str(error)) from None
     except OSError as error:
@@ -108,18 +108,18 @@ def nats_config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _user(directory: Path, login: str) -> User:
-    """Of a key that is in the directory, or was, before it was moved to where it is used."""
+def _login_user(directory: Path, login: str) -> User:
+    """Return the user of a key that is in the directory, or was, before it was moved to where it is used."""
     public = directory / f"{login}.pub"
     if public.exists():
         return User(login, public.read_text().strip())
-    user = kept_key(directory, login).user
+    user = load_or_create_key(directory, login).user
     public.write_text(f"{user.key}\n")
     return user
 
 
 def client(config: Config) -> Client:
-    """Of the coordinator with this configuration, on this machine. Raises UsageError."""
+    """Return a client of the coordinator with this configuration, on this machine. Raises UsageError."""
     host = config.api.host if is_loopback(config.api.host) else "127.0.0.1"
     token = read_secret(config.api.token_file) if config.api.token_file else token_in(None)
     if not config.api_tls:
@@ -136,14 +136,14 @@ def token(arguments: argparse.Namespace, config: Config) -> int:
     """Make a token of the API, and list its hash where the configuration names a list; the exit code."""
     path = arguments.out or Path(f"{arguments.name}.token")
     listed = Path(config.api.tokens_file) if config.api.tokens_file else None
-    made = make_token()
+    secret = make_token()
     try:
-        line = line_of(arguments.name, arguments.scopes, made)
+        line = line_of(arguments.name, arguments.scopes, secret)
         if listed is not None:
             text = listed.read_text(encoding="ascii")
             text += f"{'' if text.endswith(chr(10)) or not text else chr(10)}{line}{chr(10)}"
             read_tokens(text)
-        write_private(path, f"{made}\n")
+        write_private(path, f"{secret}\n")
         if listed is not None:
             listed.write_text(text, encoding="ascii")
     except BadTokens as error:

@@ -21,7 +21,7 @@ class MixedInstallation(RuntimeError):
 
 
 def check() -> None:
-    """Raises MixedInstallation unless all four packages are ours and lie side by side. Imports none of them."""
+    """Raise MixedInstallation unless all four packages are ours and lie side by side. Imports none of them."""
     homes: dict[str, Path] = {}
     for name in PACKAGES:
         spec = find_spec(name)
@@ -29,7 +29,7 @@ def check() -> None:
             raise MixedInstallation(f"package {name} is not installed; install unicrond into an environment of its own")
         homes[name] = Path(next(iter(spec.submodule_search_locations))).resolve().parent
         if not _is_marked(spec):
-            raise MixedInstallation(_whose(name, homes[name]))
+            raise MixedInstallation(_explain(name, homes[name]))
     ours = homes["unicrond"]
     strange = [name for name in PACKAGES if homes[name] != ours]
     if strange:
@@ -48,29 +48,29 @@ def _is_marked(spec: ModuleSpec) -> bool:
         return False
 
 
-def _whose(name: str, home: Path) -> str:
-    """Whose package it is now, and what to do."""
-    strangers = [other for other in _owners(f"{name}/__init__.py", home) if other != "unicrond"]
-    what = f"package {name} in {home} is not unicrond's"
+def _explain(name: str, home: Path) -> str:
+    """Return whose package it is now, and what to do."""
+    strangers = [owner for owner in _owners(f"{name}/__init__.py", home) if owner != "unicrond"]
+    problem = f"package {name} in {home} is not unicrond's"
     if not (home / "unicrond").is_dir():
-        return f"{what}: another project's has the same name; install unicrond into an environment of its own"
+        return f"{problem}: another project's has the same name; install unicrond into an environment of its own"
     by = f" ({', '.join(strangers)})" if strangers else ""
     first = f"pip uninstall {' '.join(strangers)}, then " if strangers else ""
     return (
-        f"{what}: another project{by} has overwritten {name}/__init__.py; {first}install unicrond again with "
+        f"{problem}: another project{by} has overwritten {name}/__init__.py; {first}install unicrond again with "
         "--force-reinstall --no-deps, or give each an environment of its own"
     )
 
 
 def _owners(path: str, home: Path) -> list[str]:
-    """The distributions in `home` that say that they brought `path`."""
+    """Return the distributions in `home` that say that they brought `path`."""
     from importlib.metadata import distributions  # takes 20 ms: only in trouble
 
-    found = []
+    names = []
     for distribution in distributions(path=[str(home)]):
         try:
             if any(str(file) == path for file in distribution.files or ()):
-                found.append(distribution.name)
+                names.append(distribution.name)
         except (OSError, ValueError):  # a record that cannot be read says nothing
             continue
-    return sorted(set(found))
+    return sorted(set(names))

@@ -13,23 +13,23 @@ from unicrond import origin
 
 
 def unicrond() -> int:
-    """`unicrond`: the exit code."""
+    """Run `unicrond`; return the exit code."""
     return _run("unicrond", "unicrond.cli")
 
 
 def unicronctl() -> int:
-    """`unicronctl`: the exit code."""
+    """Run `unicronctl`; return the exit code."""
     return _run("unicronctl", "unicrond.ctl.main")
 
 
 def unicron_agent() -> int:
-    """`unicron-agent`: the exit code. A probe is asked every few seconds: it loads nothing of the agent."""
+    """Run `unicron-agent`; return the exit code. A probe runs every few seconds: it loads nothing of the agent."""
     is_probe = any(word.partition("=")[0] == "--probe" for word in sys.argv[1:])
     return _run("unicron-agent", "agents.probe" if is_probe else "agents.cli")
 
 
 def unicron_replay() -> int:
-    """`unicron-replay`: the exit code."""
+    """Run `unicron-replay`; return the exit code."""
     return _run("unicron-replay", "replay.cli")
 
 

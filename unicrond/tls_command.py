@@ -16,7 +16,7 @@ from events import command_line
 from events.certificates import (
     Authority,
     BadCertificate,
-    first_in,
+    first_certificate,
     make_authority,
     names_of,
     node_certificate,
@@ -40,25 +40,25 @@ class NoAuthority(ValueError):
 
 
 def tls_init(arguments: argparse.Namespace, config: Config) -> int:
-    """The command; its exit code."""
+    """Make or renew the certificates; return the exit code."""
     state_dir = Path(config.state_dir)
     files, now = files_of(Tls(), state_dir), datetime.now(UTC)
     try:
         if arguments.renew:
             authority = authority_of(config)
-            before = names_of(first_in(files.cert.read_bytes())) if files.cert.exists() else ()
+            before = names_of(first_certificate(files.cert.read_bytes())) if files.cert.exists() else ()
         else:
             authority, before = _new_authority(files, state_dir, now), ()
         names = tuple(dict.fromkeys([*arguments.name, *configured_names(config), *before, *names_here()]))
         _replace(files.cert, server_certificate(authority, names, now, arguments.days), 0o600)
     except FileExistsError as error:
-        what = f"{error.filename} is there already; --renew makes a new certificate of the same CA"
-        return command_line.fail("unicrond tls-init", what, 2)
+        message = f"{error.filename} is there already; --renew makes a new certificate of the same CA"
+        return command_line.fail("unicrond tls-init", message, 2)
     except (NoAuthority, BadCertificate) as error:
         return command_line.fail("unicrond tls-init", error, 2)
     except OSError as error:
         return command_line.fail("unicrond tls-init", f"cannot use {error.filename}: {error.strerror}")
-    ends = first_in(files.cert.read_bytes()).not_valid_after_utc.date()
+    ends = first_certificate(files.cert.read_bytes()).not_valid_after_utc.date()
     print(f"{files.cert} is valid until {ends} for {', '.join(names)}")
     if arguments.renew:
         print("A coordinator that runs here takes it within a second. Clients need nothing new.")
@@ -72,7 +72,7 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def authority_of(config: Config) -> Authority:
-    """The CA of `tls-init`. Raises NoAuthority, OSError."""
+    """Return the CA of `tls-init`. Raises NoAuthority, OSError."""
     state_dir = Path(config.state_dir)
     ca, key = files_of(Tls(), state_dir).ca, ca_key_of(state_dir)
     if not (ca.exists() and key.exists()):
@@ -85,7 +85,7 @@ def authority_of(config: Config) -> Authority:
 
 
 def pem_for_node(config: Config, node: str) -> str:
-    """What a node's key carries: a certificate of its own, if the CA is ours, and the CA; "" in clear. Raises
+    """Return what a node's key carries: a certificate of its own, if the CA is ours, and the CA; "" in clear. Raises
     NoAuthority, OSError."""
     if not (config.nats_tls or config.certifies_nodes):
         return ""
@@ -97,27 +97,27 @@ def pem_for_node(config: Config, node: str) -> str:
 
 
 def configured_names(config: Config) -> Iterator[str]:
-    """Where the configuration says that the head listens, if that is one address."""
+    """Yield where the configuration says that the head listens, if that is one address."""
     for host in (config.nats.host, config.api.host):
         if host not in ("0.0.0.0", "::") and not is_loopback(host):
             yield host
 
 
 def names_here() -> Iterator[str]:
-    """This machine's names and addresses, those that others use first."""
+    """Yield this machine's names and addresses, those that others use first."""
     name = socket.gethostname()
-    for found in (name, socket.getfqdn()):
-        if _HOST.match(found) and not found.startswith("localhost"):
-            yield found
-    for _, found in interface_addresses():
-        address = ipaddress.ip_address(found)
+    for host in (name, socket.getfqdn()):
+        if _HOST.match(host) and not host.startswith("localhost"):
+            yield host
+    for _, host in interface_addresses():
+        address = ipaddress.ip_address(host)
         if not (address.is_loopback or (address.version == 6 and address.is_link_local)):
-            yield found
+            yield host
     yield from ("localhost", "127.0.0.1", "::1")
 
 
 def host_name(text: str) -> str:
-    """A host's name or address, for the command line."""
+    """Parse a host's name or address, for the command line."""
     with suppress(ValueError):
         return str(ipaddress.ip_address(text))
     if not _HOST.match(text.removeprefix("*.")):
@@ -126,7 +126,7 @@ def host_name(text: str) -> str:
 
 
 def _new_authority(files: Files, state_dir: Path, now: datetime) -> Authority:
-    """Made and written. Raises FileExistsError, OSError."""
+    """Make a CA and write its files. Raises FileExistsError, OSError."""
     directory = files.ca.parent
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = make_authority(now, CA_DAYS)
@@ -136,7 +136,7 @@ def _new_authority(files: Files, state_dir: Path, now: datetime) -> Authority:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """A new file. FileExistsError, OSError."""
+    """Create a file and write it. Raises FileExistsError, OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
@@ -145,7 +145,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Whole or not at all."""
+    """Replace a file, whole or not at all."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     _write(new, data, mode)

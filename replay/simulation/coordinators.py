@@ -28,7 +28,7 @@ from unicrond.core.policy import Policy
 from unicrond.intake.readmission import Readmission
 from unicrond.service import heads
 from unicrond.service.coordinator import Coordinator
-from unicrond.service.repairs import Outcome
+from unicrond.service.repairs import RepairOutcome
 
 #: What heads write.
 VERSIONS = (FIRST, 2, 3, SCHEMA, SCHEMA, SCHEMA)
@@ -66,7 +66,7 @@ class Coordinators:
         policy: Policy,
         heartbeat_s: float,
         versions: random.Random,
-        repair: Callable[[Repair], Awaitable[Outcome]] | None,
+        repair: Callable[[Repair], Awaitable[RepairOutcome]] | None,
         lease: MemoryLease | None,
     ) -> None:
         """`versions`: what draws the schema that each head writes. `repair`: the operator's command; None: there is
@@ -127,7 +127,7 @@ class Coordinators:
             self._heartbeat_s,
             self.clock,
             is_patient=bool(self.heads),
-            gone=lambda _: False,
+            has_ended=lambda _: False,
         )
 
     def keep(self) -> None:

@@ -428,7 +428,7 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
     from unicrond.core.fold import fold
     from unicrond.core.invariants import check
     from unicrond.core.survey import Survey
-    from unicrond.service.snapshots import Mark, decode_snapshot, encode_snapshot
+    from unicrond.service.snapshots import LogMark, decode_snapshot, encode_snapshot
 
     found: dict[str, float] = {}
 
@@ -436,7 +436,7 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
         found[f"restart: {what}, ms"] = (time.thread_time_ns() - began_ns) / 1e6
 
     began_ns = time.thread_time_ns()
-    body = encode_snapshot(cluster.state, Mark(cluster.state.seq, cluster.state.now_us, ""))
+    body = encode_snapshot(cluster.state, LogMark(cluster.state.seq, cluster.state.now_us, ""))
     spent("(to write the snapshot)", began_ns)
     found["restart: snapshot, MB"] = len(body) / 1e6
     steps = [cluster.step(f"t{number % TASKS}", number // TASKS + 1) for number in range(TAIL)]

@@ -27,11 +27,11 @@ import uvloop
 
 from tests.integration.samples import expected_digest, samples_in_corpus
 from unicrond.core.state import ClusterState, Worker, WorkerStatus
-from unicrond.local.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, NotHealed, Story, replay, whole
+from unicrond.local.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, DemoStory, NotHealed, replay, whole
 from unicrond.local.dev import DevCluster, small_cluster
 
 
-class Chaos(Story):
+class Chaos(DemoStory):
     """A story without a plot: faults drawn from a seed."""
 
     KINDS: ClassVar[tuple[str, ...]] = ("worker", "node", "coordinator", "nats-server")

@@ -30,14 +30,14 @@ import uvloop
 import yaml
 
 from agents.trainer import corpus
-from events.keys import kept_key
+from events.keys import load_or_create_key
 from events.logins import agent_login
 from tests.integration.disobedient_gpt import order
 from tests.integration.tcp_proxy import Proxy, proxy_to
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import from_json
 from unicrond.inject import inject
-from unicrond.local.dev import HANG_FLOOR_S, Part, free_port
+from unicrond.local.dev import HANG_FLOOR_S, SupervisedProcess, free_port
 
 NODES = ("n1", "n2", "n3")
 CUT = "n3"
@@ -183,14 +183,14 @@ class Hosts:
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
         scripts = Path(sys.executable).parent
         env = os.environ | {"PYTHONUNBUFFERED": "1", "UNICRON_HANG_FLOOR_S": HANG_FLOOR_S}
-        self.coordinator = Part(
+        self.coordinator = SupervisedProcess(
             "coordinator",
             [str(scripts / "unicrond"), "run", "--config", str(directory / "unicron.yaml")],
             directory / "coordinator.log",
             env,
         )
         self.agents = {
-            node: Part(
+            node: SupervisedProcess(
                 node,
                 [
                     *(*net.prefix(node), str(scripts / "unicron-agent")),
@@ -209,7 +209,7 @@ class Hosts:
         await self.coordinator.start()
         await self.until(lambda s: s.term > 0)
         for node in self.agents:
-            key = kept_key(self._keys, agent_login(node)).user.key
+            key = load_or_create_key(self._keys, agent_login(node)).user.key
             async with self._session.post(f"{self._api}/v1/nodes/{node}/enroll", json={"key": key}) as response:
                 assert response.status == 202, await response.text()
         await asyncio.gather(*(agent.start() for agent in self.agents.values()))

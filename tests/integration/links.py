@@ -19,7 +19,7 @@ import uvloop
 from agents.trainer import corpus
 from tests.integration.hosts import Hosts, Namespaces, members
 from unicrond.core.state import ClusterState, TaskStatus
-from unicrond.local.dev import Part
+from unicrond.local.dev import SupervisedProcess
 
 #: From here on links break, and so many iterations are made once nobody breaks them any more.
 BREAK_FROM, GO_ON_FOR = 5, 12
@@ -120,7 +120,7 @@ def over(state: ClusterState, case: Case) -> bool:
     return len(out) >= len(case.isolated) and len(members(state)) == case.nodes - len(out) and not state.incidents
 
 
-def breaker(case: Case, net: Namespaces, hosts: Hosts, directory: Path, node: str) -> Part:
+def breaker(case: Case, net: Namespaces, hosts: Hosts, directory: Path, node: str) -> SupervisedProcess:
     late = [str(process.pid) for name in case.late if (process := hosts.agents[name].process)]
     command = [
         *net.prefix(node),
@@ -128,7 +128,7 @@ def breaker(case: Case, net: Namespaces, hosts: Hosts, directory: Path, node: st
         *(net.address(peer) for peer in case.bad[node]),
         *(["--late", *late] if late else []),
     ]
-    return Part(f"breaker of {node}", command, directory / f"breaker-{node}.log", dict(os.environ))
+    return SupervisedProcess(f"breaker of {node}", command, directory / f"breaker-{node}.log", dict(os.environ))
 
 
 def main() -> None:

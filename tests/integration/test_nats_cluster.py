@@ -25,7 +25,7 @@ from tests.contracts.logs import started
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from unicrond.core.state import ClusterState, NodeStatus
 from unicrond.core.state_bytes import from_json
-from unicrond.local.dev import HANG_FLOOR_S, Part, free_port
+from unicrond.local.dev import HANG_FLOOR_S, SupervisedProcess, free_port
 
 SCRIPTS = Path(sys.executable).parent
 NODES = ("n1", "n2")
@@ -57,11 +57,11 @@ class Head:
             "XDG_CACHE_HOME": str(directory / "cache"),
         }
         command = [str(SCRIPTS / "unicrond"), "run", "--config", str(directory / "unicron.yaml")]
-        self.parts = [Part("coordinator", command, directory / "coordinator.log", env)]
+        self.parts = [SupervisedProcess("coordinator", command, directory / "coordinator.log", env)]
         for node in NODES:
             command = [str(SCRIPTS / "unicron-agent"), *self.login(), "--node", node, "--heartbeat-s", "0.5"]
             command += ["--slots", "1", "--run-dir", str(directory / node)]
-            self.parts.append(Part(node, command, directory / f"{node}.log", env))
+            self.parts.append(SupervisedProcess(node, command, directory / f"{node}.log", env))
 
     def login(self) -> list[str]:
         """What every client is told."""

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.throughput.layouts import Job, Layout, job, layers_per_stage, layouts, tensor_degrees
+from unicrond.throughput.layouts import Layout, ThroughputQuery, job, layers_per_stage, layouts, tensor_degrees
 from unicrond.throughput.model import Estimate, Infeasible, best, legal, memory_bytes, parts_s, table, usable_bytes
-from unicrond.throughput.presets import GIB, GPUS, MODELS, STACKS, Model, gpt3
+from unicrond.throughput.presets import GIB, GPUS, MODELS, STACKS, GptModel, gpt3
 
 A100 = GPUS["a100-80g"]
 H100 = GPUS["h100-80g"]
@@ -24,7 +24,7 @@ gpus = st.sampled_from(list(GPUS.values()))
 stacks = st.sampled_from(list(STACKS.values()))
 
 
-def estimate(question: Job, count: int) -> Estimate:
+def estimate(question: ThroughputQuery, count: int) -> Estimate:
     answer = best(question, count)
     assert isinstance(answer, Estimate), answer
     return answer
@@ -53,7 +53,7 @@ def test_gpt3_parameters_are_as_named(name: str, billions: float) -> None:
 def test_model_flops_are_the_papers(name: str) -> None:
     """72 B s l h^2 (1 + s / 6h + V / 12 l h): Korthikanti et al. 2022, equation 8 without recomputation."""
     model = MODELS[name]
-    s, layers, h, v = model.seq, model.layers, model.hidden, model.vocab
+    s, layers, h, v = model.seq, model.layers, model.hidden_size, model.vocab
     expected = 72 * s * layers * h * h * (1 + s / (6 * h) + v / (12 * layers * h))
     assert model.flops_per_sequence(s) == pytest.approx(expected, rel=1e-12)
 
@@ -227,7 +227,7 @@ def test_bad_questions_name_the_field(arguments: dict[str, int], says: str) -> N
 # --- search --------------------------------------------------------------------------------------
 
 
-def brute_force(question: Job, count: int) -> int:
+def brute_force(question: ThroughputQuery, count: int) -> int:
     """T(count) by trying every combination one at a time, without the search's shortcuts."""
     fastest_s = float("inf")
     model = question.model
@@ -250,7 +250,7 @@ def brute_force(question: Job, count: int) -> int:
 
 @pytest.mark.parametrize("stack", ["megatron-2022", "mcore-2024"])
 def test_search_is_exhaustive(stack: str) -> None:
-    big = replace(SMALL, hidden=8192, heads=64, kv_heads=64, ffn=32768)  # 9.7 B: some layouts do not fit
+    big = replace(SMALL, hidden_size=8192, heads=64, kv_heads=64, ffn=32768)  # 9.7 B: some layouts do not fit
     question = job(big, A100, stack=STACKS[stack])
     for count in (1, 2, 3, 6, 8, 13, 20, 24, 36):
         answer = best(question, count)
@@ -276,7 +276,7 @@ def test_table_respects_what_the_task_fixes() -> None:
 
 
 @given(models, gpus, stacks, st.sampled_from([1, 4, 8, 12, 16, 52, 64, 256, 1000, 1024]))
-def test_every_estimate_holds_together(model: Model, gpu_: object, stack: object, count: int) -> None:
+def test_every_estimate_holds_together(model: GptModel, gpu_: object, stack: object, count: int) -> None:
     question = job(model, gpu_, stack=stack)  # type: ignore[arg-type]
     answer = best(question, count)
     if isinstance(answer, Infeasible):
@@ -288,7 +288,7 @@ def test_every_estimate_holds_together(model: Model, gpu_: object, stack: object
     assert min(parts.compute_s, parts.tp_s, parts.transfer_s, parts.bubble_s, parts.dp_s, parts.optimizer_s) >= 0
     assert answer.iteration_s == pytest.approx(sum(getattr(parts, name) for name in parts.__slots__), rel=1e-12)
     # Attention aside (causal kernels skip half of what the convention counts), no GEMM beats alpha.
-    attention = 12 * question.seq**2 * model.hidden * model.layers * question.batch
+    attention = 12 * question.seq**2 * model.hidden_size * model.layers * question.batch
     rate = count * question.gpu.peak_flops * question.stack.gemm_efficiency
     assert question.flops_per_iteration - attention < rate * answer.iteration_s
     assert 0 < answer.memory_bytes <= usable_bytes(question.gpu)
@@ -303,7 +303,7 @@ def test_every_estimate_holds_together(model: Model, gpu_: object, stack: object
     st.sampled_from([8, 13, 64, 96]),
     st.sampled_from(["peak_flops", "memory_bytes", "hbm_bytes_per_s", "nvlink_bytes_per_s", "nic_bytes_per_s"]),
 )
-def test_a_better_gpu_is_never_slower(model: Model, gpu_: object, count: int, field: str) -> None:
+def test_a_better_gpu_is_never_slower(model: GptModel, gpu_: object, count: int, field: str) -> None:
     better = replace(gpu_, **{field: 2 * getattr(gpu_, field)})  # type: ignore[type-var]
     now, then = (best(job(model, each), count) for each in (gpu_, better))  # type: ignore[arg-type]
     if isinstance(now, Estimate):

@@ -9,7 +9,7 @@ import pytest
 from unicrond.throughput.calibration import (
     ROWS,
     Efficiencies,
-    Row,
+    PublishedRun,
     error,
     fit,
     predict,
@@ -33,7 +33,7 @@ def reported() -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.stack}-{row.label}")
-def test_every_row_is_within_a_tenth(row: Row) -> None:
+def test_every_row_is_within_a_tenth(row: PublishedRun) -> None:
     assert abs(error(row, fitted(row.stack))) < IN_SAMPLE
 
 

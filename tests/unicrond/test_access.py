@@ -14,7 +14,7 @@ from unicrond.cli import main
 from unicrond.ctl.asking import token_in
 from unicrond.intake.config import ApiConfig, Config, ConfigError, check
 from unicrond.intake.tokens import BadTokens, Scope, line_of, make_token, read_tokens
-from unicrond.service.access import FAILURES_MAX, SAY_EVERY_S, WINDOW_S, Access, NoAccess, scope_of
+from unicrond.service.access import FAILURES_MAX, SAY_EVERY_S, WINDOW_S, Access, AccessDenied, scope_of
 
 READS, SUBMITS, OPERATES, SCRAPES = (make_token() for _ in range(4))
 
@@ -79,7 +79,7 @@ def test_the_list_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) ->
     def may(token: str) -> bool:
         try:
             return bool(access.grant("GET", "/v1/state", token, "10.0.0.1", 0.0).name)
-        except NoAccess:
+        except AccessDenied:
             return False
 
     new = make_token()
@@ -109,7 +109,7 @@ def test_wrong_tokens_are_logged_and_throttled_and_right_ones_count(caplog: pyte
     def asked(token: str, address: str = "10.0.0.1") -> int:
         try:
             access.grant("GET", "/v1/state", token, address, now_s)
-        except NoAccess as error:
+        except AccessDenied as error:
             assert token not in str(error)
             return error.status
         return 200

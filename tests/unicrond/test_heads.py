@@ -101,7 +101,7 @@ class Run:
             1.0,
             clock,
             is_patient=is_patient,
-            gone=lambda holder: holder.machine == "gone",
+            has_ended=lambda holder: holder.machine == "gone",
         )
         self.task = asyncio.create_task(self.head.run())
 

@@ -17,8 +17,8 @@ from events.nats_server import EmbeddedServer
 from tests.replay.logs import fill, troubled
 from unicrond.intake.config import Config, LogConfig, NatsConfig
 from unicrond.service.append_times import AppendTimes
-from unicrond.service.archive_command import Asked, Outcome
-from unicrond.service.log_figures import GIB, Disk, Figures, Stream, alarms
+from unicrond.service.archive_command import ArchiveOutcome, ArchiveRequest
+from unicrond.service.log_figures import GIB, Figures, LogVolume, Stream, alarms
 from unicrond.service.log_life import LogLife, archive_apart
 
 DAY_S = 86_400.0
@@ -45,12 +45,12 @@ def info(oldest_d: float) -> dict[str, Any]:
 
 
 def life(
-    config: Config, outcomes: list[Outcome], oldest_d: float = 3, leader: Leader | None = None
-) -> tuple[LogLife, list[Asked], Leader]:
-    asked: list[Asked] = []
+    config: Config, outcomes: list[ArchiveOutcome], oldest_d: float = 3, leader: Leader | None = None
+) -> tuple[LogLife, list[ArchiveRequest], Leader]:
+    asked: list[ArchiveRequest] = []
     leader = leader or Leader()
 
-    async def work(what: Asked) -> Outcome:
+    async def work(what: ArchiveRequest) -> ArchiveOutcome:
         asked.append(what)
         return outcomes[min(len(asked), len(outcomes)) - 1]
 
@@ -64,7 +64,7 @@ def keeping(days: float, **more: Any) -> Config:
 
 async def test_it_trims_only_what_is_old_enough_for_it() -> None:
     for oldest_d, keep_s in ((3, None), (10, None), (12, 10 * DAY_S)):
-        one, asked, _ = life(keeping(10), [Outcome(last_seq=15, copied=2, beats=3, removed=4)], oldest_d)
+        one, asked, _ = life(keeping(10), [ArchiveOutcome(last_seq=15, copied=2, beats=3, removed=4)], oldest_d)
         await one.archive_once()
         assert [what.keep_s for what in asked] == [keep_s]
     figures = one.figures
@@ -72,8 +72,8 @@ async def test_it_trims_only_what_is_old_enough_for_it() -> None:
 
 
 async def test_a_term_that_is_too_old_is_renewed_and_is_no_alarm() -> None:
-    too_old = Outcome(last_seq=15, trim_error="the coordinator's term began with entry 3", term_too_old=True)
-    one, asked, leader = life(keeping(10), [too_old, Outcome(last_seq=16, removed=9)], 12)
+    too_old = ArchiveOutcome(last_seq=15, trim_error="the coordinator's term began with entry 3", term_too_old=True)
+    one, asked, leader = life(keeping(10), [too_old, ArchiveOutcome(last_seq=16, removed=9)], 12)
     await one.archive_once()
     assert leader.renewed == 1 and one.alarms() == []
     await one.archive_once()
@@ -81,7 +81,11 @@ async def test_a_term_that_is_too_old_is_renewed_and_is_no_alarm() -> None:
 
 
 async def test_what_fails_is_an_alarm_until_it_succeeds() -> None:
-    one, _, _ = life(keeping(10), [Outcome(error="no server"), Outcome(last_seq=1, trim_error="no"), Outcome(1)], 12)
+    one, _, _ = life(
+        keeping(10),
+        [ArchiveOutcome(error="no server"), ArchiveOutcome(last_seq=1, trim_error="no"), ArchiveOutcome(1)],
+        12,
+    )
     await one.archive_once()
     assert one.alarms() == ["the log is not archived: no server"]
     await one.archive_once()
@@ -92,7 +96,7 @@ async def test_what_fails_is_an_alarm_until_it_succeeds() -> None:
 
 async def test_a_head_that_does_not_lead_archives_nothing() -> None:
     leader = Leader(leads=False)
-    one, asked, _ = life(keeping(10, archive_every_s=0.01), [Outcome(last_seq=1)], leader=leader)
+    one, asked, _ = life(keeping(10, archive_every_s=0.01), [ArchiveOutcome(last_seq=1)], leader=leader)
     running = asyncio.create_task(one.run())
     await asyncio.sleep(0.1)
     assert not asked
@@ -118,7 +122,9 @@ def test_what_is_kept_in_nats() -> None:
     assert Config(log=LogConfig(archive_every_s=0)).keep_s is None
 
 
-FINE = Figures(stream=Stream(GIB, 100, 1, 3600.0), disks=(Disk("state", "/x", 60 * GIB, 100 * GIB),), append_s=0.001)
+FINE = Figures(
+    stream=Stream(GIB, 100, 1, 3600.0), disks=(LogVolume("state", "/x", 60 * GIB, 100 * GIB),), append_s=0.001
+)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +134,8 @@ FINE = Figures(stream=Stream(GIB, 100, 1, 3600.0), disks=(Disk("state", "/x", 60
         ({"stream": Stream(17 * GIB, 9, 1, 1.0)}, "the log holds 17.0 GiB in NATS, more than log.alarm_gib (16)"),
         ({"stream": Stream(GIB, 9, 1, 33 * DAY_S)}, "the oldest is 33.0 days old, log.keep_d is 30"),
         ({"stream": Stream(GIB, 9, 1, 31.5 * DAY_S)}, ""),
-        ({"disks": (Disk("archive", "/x", 5 * GIB, 100 * GIB),)}, "the volume of /x has 5.0 GiB free of 100.0"),
-        ({"disks": (Disk("archive", "/x", 50 * GIB, 1000 * GIB),)}, ""),
+        ({"disks": (LogVolume("archive", "/x", 5 * GIB, 100 * GIB),)}, "the volume of /x has 5.0 GiB free of 100.0"),
+        ({"disks": (LogVolume("archive", "/x", 50 * GIB, 1000 * GIB),)}, ""),
         ({"append_s": 0.7}, "appends to the log take 0.70 s, more than log.alarm_append_s"),
         ({"archived_s": 901.0}, "the log is not archived: no success for 901 s"),
     ],
@@ -174,7 +180,7 @@ async def test_the_process_of_its_own_archives(
     cluster = troubled(1)
     await fill(NatsEventLog(nats_connection), cluster.log)
     count = len(cluster.log)
-    assert await archive_apart(Asked(config, None)) == Outcome(last_seq=count, copied=count)
+    assert await archive_apart(ArchiveRequest(config, None)) == ArchiveOutcome(last_seq=count, copied=count)
     assert (await archive(nats_connection, config.archive)).copied == 0
-    failed = await archive_apart(Asked(replace(config, nats=NatsConfig()), 7200.0))
+    failed = await archive_apart(ArchiveRequest(replace(config, nats=NatsConfig()), 7200.0))
     assert failed.last_seq == 0 and "no nats-server runs there" in failed.error

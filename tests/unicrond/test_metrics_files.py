@@ -19,7 +19,7 @@ from unicrond.core.state import ClusterState
 from unicrond.service import log_figures
 from unicrond.service.append_times import AppendTimes
 from unicrond.service.bookkeeper import Bookkeeper
-from unicrond.service.log_figures import Disk, Figures
+from unicrond.service.log_figures import Figures, LogVolume
 from unicrond.service.metrics import exposition
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -38,7 +38,7 @@ def expressions() -> Iterator[str]:
 
 def of_the_log() -> Iterator[Metric]:
     """What the log's life adds in the coordinator's process."""
-    yield from log_figures.metrics(Figures(disks=(Disk("state", "/var", 5, 10),)))
+    yield from log_figures.metrics(Figures(disks=(LogVolume("state", "/var", 5, 10),)))
     yield from AppendTimes(lambda: 0.0).metrics()
 
 

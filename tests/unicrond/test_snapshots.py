@@ -27,7 +27,7 @@ from unicrond.service import code_identity
 from unicrond.service import snapshots as module
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.nats_snapshots import NAME, NatsSnapshotStore
-from unicrond.service.snapshots import BadSnapshot, Mark, Snapshots, decode_snapshot, encode_snapshot, mark_of
+from unicrond.service.snapshots import BadSnapshot, LogMark, Snapshots, decode_snapshot, encode_snapshot, mark_of
 
 
 class MemoryStore:
@@ -120,7 +120,7 @@ async def filled_log(seed: int = 1) -> MemoryLog:
 
 
 async def snapshot_at(log: MemoryLog, seq: int) -> bytes:
-    state, mark = ClusterState(), Mark(0, 0, "")
+    state, mark = ClusterState(), LogMark(0, 0, "")
     async for entry in log.read(until_seq=seq):
         state, mark = fold(state, entry), mark_of(entry)
     return encode_snapshot(state, mark)
@@ -209,7 +209,7 @@ async def test_unicron_replay_starts_from_it_when_asked(
 ) -> None:
     log = NatsEventLog(nats_connection)
     await fill(log, troubled(5).log)
-    state, mark = ClusterState(), Mark(0, 0, "")
+    state, mark = ClusterState(), LogMark(0, 0, "")
     async for entry in log.read(until_seq=80):
         state, mark = fold(state, entry), mark_of(entry)
     ask = ("digest", "--nats", nats_server.url, "--json")

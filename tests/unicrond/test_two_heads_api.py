@@ -32,7 +32,7 @@ class Served:
     def __init__(self, name: str, log: MemoryLog, lease: MemoryLease, directory: Path) -> None:
         self.coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 60, process=name)
         me = Holder(head=name, process=name, api=f"{name}:7470")
-        self.head = Head(self.coordinator, lease, me, 0.2, gone=lambda _: False)
+        self.head = Head(self.coordinator, lease, me, 0.2, has_ended=lambda _: False)
         shown = ProcessStatus(str, self.head, lambda: ["a promise"])
         api = Api(Config(), self.coordinator, log, Files(directory), Access(), shown)  # type: ignore[arg-type]
         self._runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0.1)

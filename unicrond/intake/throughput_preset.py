@@ -65,8 +65,9 @@ def take(data: dict[str, Any]) -> tuple[Preset | None, list[FieldFault]]:
 
     known = MODELS[preset.model]
     if isinstance(model := data.setdefault("model", {}), dict):
-        for name in ("layers", "hidden", "heads", "seq", "vocab"):
-            model.setdefault(name, getattr(known, name))
+        sizes = {"layers": known.layers, "hidden": known.hidden_size, "heads": known.heads}
+        for name, size in {**sizes, "seq": known.seq, "vocab": known.vocab}.items():
+            model.setdefault(name, size)
     data.setdefault("global_batch", known.batch)
     return preset, []
 

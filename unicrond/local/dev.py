@@ -33,7 +33,7 @@ import psutil
 import yaml
 
 from events import nats_cli, variables
-from events.keys import kept_key
+from events.keys import load_or_create_key
 from events.logins import Role, agent_login
 from events.nats_login import Login
 from unicrond.core.state import ClusterState
@@ -49,7 +49,7 @@ _STOP_TIMEOUT_S = 20.0
 HANG_FLOOR_S = "3"
 
 
-#: Of an agent: it was told to leave for good; a newer one has its name.
+#: An agent's final statuses: it was told to leave for good; a newer agent has its name.
 _FINAL = frozenset((0, 4))
 
 
@@ -57,8 +57,8 @@ class DevError(RuntimeError):
     """The small cluster cannot start; the message is one line that says why."""
 
 
-class Part:
-    """One process, kept running until `rest`, or until it ends with a status that is `final`."""
+class SupervisedProcess:
+    """A process, kept running until `rest`, or until it ends with a status that is `final`."""
 
     def __init__(
         self, name: str, command: list[str], output: Path, env: dict[str, str], final: frozenset[int] = frozenset()
@@ -72,18 +72,18 @@ class Part:
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start it, and again whenever it ends."""
+        """Start the process, and again whenever it ends."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.name}")
 
     async def rest(self) -> None:
-        """Stop keeping it; the process itself is left as it is."""
+        """Stop supervising the process; leave it as it is."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
     async def stop(self, signum: signal.Signals = signal.SIGINT) -> None:
-        """End it in good order, by SIGKILL after a while."""
+        """End the process in good order, by SIGKILL after a while."""
         await self.rest()
         process = self.process
         if process is None or process.returncode is not None:
@@ -142,8 +142,9 @@ class DevCluster:
         keys: bool = False,
         agents_hand_over: bool = True,
     ) -> None:
-        """`settings`: further fields of the coordinator's configuration. `keys`: every login has one.
-        `agents_hand_over`: an agent that gets SIGTERM leaves its workers to the next one."""
+        """Prepare the cluster's files and processes. `settings`: further fields of the coordinator's configuration.
+        `keys`: every login has one. `agents_hand_over`: an agent that gets SIGTERM leaves its workers to the next
+        one."""
         self.directory = directory
         self.api_port = api_port or free_port()
         self.nats_port = free_port()
@@ -152,8 +153,8 @@ class DevCluster:
         self.node_names = [f"node{number}" for number in range(1, nodes + 1)]
         self.state_dir = directory / "state"
         self._keys = directory / "keys" if keys else None
-        own = variables.without(os.environ, "unicrond", "unicron-agent")
-        env = {"UNICRON_HANG_FLOOR_S": HANG_FLOOR_S} | own | {"PYTHONUNBUFFERED": "1"}
+        inherited = variables.without(os.environ, "unicrond", "unicron-agent")
+        env = {"UNICRON_HANG_FLOOR_S": HANG_FLOOR_S} | inherited | {"PYTHONUNBUFFERED": "1"}
         env |= {variables.prefix("unicron-agent") + "HAND_OVER": "yes"} if agents_hand_over else {}
         config = {
             "state_dir": str(self.state_dir),
@@ -166,14 +167,14 @@ class DevCluster:
         self.config_path = directory / "unicron.yaml"
         self.config_path.write_text(yaml.safe_dump(config))
         scripts = Path(sys.executable).parent
-        self.coordinator = Part(
+        self.coordinator = SupervisedProcess(
             "coordinator",
             [str(scripts / "unicrond"), "run", "--config", str(self.config_path)],
             directory / "coordinator.log",
             env,
         )
         self.agents = {
-            name: Part(
+            name: SupervisedProcess(
                 name,
                 [
                     *(str(scripts / "unicron-agent"), "--nats", self.nats_url, "--node", name, "--slots", str(slots)),
@@ -191,12 +192,12 @@ class DevCluster:
 
     @property
     def nats_command(self) -> str:
-        """How NATS's own client reaches its server, as the operator."""
+        """Return the command line with which NATS's own client reaches the server, as the operator."""
         key = self.state_dir / "keys" / f"{Role.OPERATOR}.key" if self._keys else None
         return nats_cli.command(self.nats_url, Login(key=key))
 
     async def start(self) -> None:
-        """Start everything; returns when the coordinator is live and every agent runs."""
+        """Start everything; return when the coordinator is live and every agent runs."""
         await self.coordinator.start()
         await self._until_live()
         if self._keys:
@@ -210,7 +211,7 @@ class DevCluster:
         await asyncio.to_thread(self._end_leftovers)
 
     async def state(self) -> tuple[ClusterState, str]:
-        """The coordinator's state and its digest. Raises ApiError while it is away."""
+        """Return the coordinator's state and its digest. Raises ApiError while it is away."""
         return await asyncio.to_thread(self.client.state)
 
     async def submit(self, spec: dict[str, Any]) -> None:
@@ -218,22 +219,22 @@ class DevCluster:
         await asyncio.to_thread(self.client.submit, spec)
 
     def processes_of(self, node: str) -> list[psutil.Process]:
-        """Agent, fork server, store and workers of a node, parents first."""
+        """Return the agent, fork server, store and workers of a node, parents first."""
         run_dir = str(self.directory / "run" / node)
-        found: dict[int, psutil.Process] = {}
+        processes: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
                 # Ours are an agent's command, or a module of its package; others may name the directory too.
                 ours = any(part.endswith("/unicron-agent") or part.startswith("agents.") for part in command)
                 if ours and run_dir in command:
-                    found[process.pid] = process
+                    processes[process.pid] = process
                     for child in process.children(recursive=True):
-                        found.setdefault(child.pid, child)
-        return list(found.values())
+                        processes.setdefault(child.pid, child)
+        return list(processes.values())
 
     async def kill_node(self, node: str) -> None:
-        """SIGKILL all of a node's processes at once, and keep it down."""
+        """Send SIGKILL to all of a node's processes at once, and keep it down."""
         await self.agents[node].rest()
         for process in self.processes_of(node):
             with contextlib.suppress(psutil.Error):
@@ -246,7 +247,7 @@ class DevCluster:
     async def _enroll(self, keys: Path) -> None:
         logins = (await self.state())[0].logins
         for node in self.node_names:
-            key = kept_key(keys, agent_login(node)).user.key
+            key = load_or_create_key(keys, agent_login(node)).user.key
             if node not in logins or logins[node].key != key:
                 await asyncio.to_thread(self.client.enroll, node, key, 0)
 
@@ -264,7 +265,7 @@ class DevCluster:
             await asyncio.sleep(0.05)
 
     def _end_leftovers(self) -> None:
-        """Nothing of ours may stay: fork servers of killed agents, a nats-server of a killed coordinator."""
+        """Kill what may be left: fork servers of killed agents, a nats-server of a killed coordinator."""
         leftovers = [process for node in self.node_names for process in self.processes_of(node)]
         nats_config = str(self.state_dir.resolve() / "nats" / "nats-server.conf")
         for process in psutil.process_iter():
@@ -289,7 +290,7 @@ async def small_cluster(
     keys: bool = False,
     agents_hand_over: bool = True,
 ) -> AsyncIterator[DevCluster]:
-    """A DevCluster that has started and will have ended."""
+    """Yield a DevCluster that has started; stop it afterwards."""
     cluster = DevCluster(
         directory, nodes, slots, api_port, heartbeat_s, settings, keys=keys, agents_hand_over=agents_hand_over
     )
@@ -302,7 +303,7 @@ async def small_cluster(
 
 @contextlib.contextmanager
 def working_directory(arguments: argparse.Namespace) -> Any:
-    """The directory that the arguments ask for; a temporary one is removed afterwards."""
+    """Yield the directory that the arguments ask for; a temporary one is removed afterwards."""
     if arguments.dir is not None:
         try:
             arguments.dir.mkdir(parents=True, exist_ok=True)
@@ -320,27 +321,27 @@ def working_directory(arguments: argparse.Namespace) -> Any:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-#: Ports that `free_port` has named.
-_given: set[int] = set()
-_GIVEN_MAX = 4_000
+#: Ports that `free_port` has returned.
+_used_ports: set[int] = set()
+_USED_PORTS_MAX = 4_000
 
 
 def free_port() -> int:
-    """A TCP port on loopback without a listener at this moment, which this process was not told of before. Below those
-    that Linux gives to outgoing connections, of which one could take it at any moment."""
-    if len(_given) > _GIVEN_MAX:
-        _given.clear()
+    """Return a TCP port on loopback without a listener at this moment, which this process did not get before. It is
+    below those that Linux gives to outgoing connections, of which one could take it at any moment."""
+    if len(_used_ports) > _USED_PORTS_MAX:
+        _used_ports.clear()
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
+            if port not in _used_ports:
+                _used_ports.add(port)
                 return port
 
 
 def check_port(port: int) -> None:
-    """Raises DevError where somebody listens on `port` already; 0 means any."""
+    """Check that nobody listens on `port`; 0 means any. Raises DevError."""
     if not port:
         return
     with socket.socket() as probe:
@@ -352,7 +353,7 @@ def check_port(port: int) -> None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log, "" where there is none."""
+    """Return the last line of a log, "" where there is none."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return lines[-1] if lines else ""
 
@@ -360,7 +361,7 @@ def last_line(path: Path) -> str:
 def start_small(
     arguments: argparse.Namespace, run: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, int]]
 ) -> int:
-    """Run `run` in the directory that the arguments ask for; its exit code. What cannot start is one line."""
+    """Run `run` in the directory that the arguments ask for; return its exit code. An error is printed as one line."""
     import uvloop
 
     program = f"unicrond {arguments.command}"

@@ -26,12 +26,12 @@ _HEADERS = {
 
 
 def page_routes() -> list[web.RouteDef]:
-    """`/`, and `/page/FILE`."""
+    """Return the routes of `/` and `/page/FILE`."""
     return [web.get("/", _index), web.get("/page/{name}", _file)]
 
 
 def is_page(path: str) -> bool:
-    """One of those routes."""
+    """Return whether the path is one of those routes."""
     return path == "/" or path.startswith("/page/")
 
 

@@ -22,17 +22,17 @@ from unicrond.page.files import is_page
 
 log = logging.getLogger("unicrond")
 
-#: What a probe may ask without a token.
+#: The paths that a probe may ask for without a token.
 PROBES = ("/livez", "/readyz", "/healthz")
 SAY_EVERY_S = 10.0
 WINDOW_S = 60.0
 FAILURES_MAX = 20
-#: Of so many addresses the failures are remembered; the oldest go.
+#: The failures of so many addresses are remembered; the oldest are dropped.
 _ADDRESSES_MAX = 1024
 
 
-class NoAccess(Exception):
-    """The request is refused; `status` is HTTP's."""
+class AccessDenied(Exception):
+    """A request is refused; `status` is the HTTP status."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -40,91 +40,94 @@ class NoAccess(Exception):
 
 
 class _Failures:
-    """Of one address."""
+    """The refusals of one address: since when, how many, and how many are not in the process's log yet."""
 
     def __init__(self, now_s: float) -> None:
         self.since_s = now_s
         self.count = 0
-        self.said_s = -SAY_EVERY_S
-        self.unsaid = 0
+        self.logged_s = -SAY_EVERY_S
+        self.unlogged = 0
 
 
 class Access:
-    """`token`: with every scope; "" for none. `path`: of the list of tokens; None for none."""
+    """Decides which requests the API answers. `token`: has every scope; "" for none. `path`: the file with the list of
+    tokens; None for none."""
 
     def __init__(self, token: str = "", path: Path | None = None) -> None:
         self._all = {hashed(token): Grant("token", frozenset(Scope))} if token else {}
         self._path = path
         self._listed: dict[str, Grant] = {}
-        self._seen: tuple[int, int, int] | None = None
+        self._file_version: tuple[int, int, int] | None = None
         self._failures: OrderedDict[str, _Failures] = OrderedDict()
-        #: Why the list is not the file's; "" where it is.
+        #: Why the list in force is not the one in the file; "" where it is.
         self.trouble = ""
         self._look()
 
     @property
     def is_open(self) -> bool:
-        """Nobody needs a token."""
+        """Return whether requests need no token."""
         return not self._all and self._path is None
 
     def grant(self, method: str, path: str, token: str, address: str, now_s: float) -> Grant:
-        """Who asks. Raises NoAccess. `now_s`: any clock that never steps."""
+        """Return the grant of the token that a request brings. Raises AccessDenied. `now_s`: any clock that never
+        steps."""
         needed = scope_of(method, path)
         if self.is_open or needed is None:
             return EVERYTHING
         self._look()
         digest = hashed(token)
-        found = self._all.get(digest) or self._listed.get(digest)
-        if found is None:
+        grant = self._all.get(digest) or self._listed.get(digest)
+        if grant is None:
             raise self._failed(address, f"{method} {path}: {'wrong token' if token else 'no token'}", now_s)
-        if needed not in found.scopes:
-            self._failed(address, f"{method} {path}: token {found.name} lacks scope {needed}", now_s)
-            raise NoAccess(f"token: {found.name} lacks scope {needed}; ask for one that has it", 403)
-        return found
+        if needed not in grant.scopes:
+            self._failed(address, f"{method} {path}: token {grant.name} lacks scope {needed}", now_s)
+            raise AccessDenied(f"token: {grant.name} lacks scope {needed}; ask for one that has it", 403)
+        return grant
 
     def alarms(self) -> list[str]:
-        """What a person has to look at."""
+        """Return what a person has to look at, a line each."""
         return [f"api.tokens_file: {self.trouble}; the tokens of before count"] if self.trouble else []
 
-    def _failed(self, address: str, what: str, now_s: float) -> NoAccess:
-        its = self._failures.pop(address, None)
-        if its is None or now_s - its.since_s > WINDOW_S:
-            its = _Failures(now_s)
-        self._failures[address] = its
+    def _failed(self, address: str, request: str, now_s: float) -> AccessDenied:
+        """Count a refusal of this address, log it if one is due, and return the error to raise."""
+        failures = self._failures.pop(address, None)
+        if failures is None or now_s - failures.since_s > WINDOW_S:
+            failures = _Failures(now_s)
+        self._failures[address] = failures
         if len(self._failures) > _ADDRESSES_MAX:
             self._failures.popitem(last=False)
-        its.count += 1
-        its.unsaid += 1
-        if now_s - its.said_s >= SAY_EVERY_S:
-            times = f" ({its.unsaid} refused)" if its.unsaid > 1 else ""
-            log.warning("API: refused %s %s%s", address, clean(what)[:200], times)
-            its.said_s, its.unsaid = now_s, 0
-        if its.count > FAILURES_MAX:
-            return NoAccess(f"token: too many wrong ones from {address}; wait {WINDOW_S:g} s", 429)
-        return NoAccess("token: missing or wrong; give --token-file, or set UNICRON_TOKEN_FILE", 401)
+        failures.count += 1
+        failures.unlogged += 1
+        if now_s - failures.logged_s >= SAY_EVERY_S:
+            times = f" ({failures.unlogged} refused)" if failures.unlogged > 1 else ""
+            log.warning("API: refused %s %s%s", address, clean(request)[:200], times)
+            failures.logged_s, failures.unlogged = now_s, 0
+        if failures.count > FAILURES_MAX:
+            return AccessDenied(f"token: too many wrong ones from {address}; wait {WINDOW_S:g} s", 429)
+        return AccessDenied("token: missing or wrong; give --token-file, or set UNICRON_TOKEN_FILE", 401)
 
     def _look(self) -> None:
-        """Read the list again if its file is another than before."""
+        """Read the list of tokens again if its file has changed."""
         if self._path is None:
             return
         try:
-            found = self._path.stat()
-            seen = (found.st_mtime_ns, found.st_ino, found.st_size)
-            if seen == self._seen:
+            stat = self._path.stat()
+            version = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
+            if version == self._file_version:
                 return
             self._listed = read_tokens(self._path.read_text(encoding="ascii"))
         except (OSError, UnicodeDecodeError, BadTokens) as error:
-            said = error.strerror if isinstance(error, OSError) else str(error)
-            trouble = f"{self._path}: {said}"
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            trouble = f"{self._path}: {reason}"
             if trouble != self.trouble:
                 log.error("ALARM: api.tokens_file: %s; the tokens of before count", trouble)
             self.trouble = trouble
             return
-        self._seen, self.trouble = seen, ""
+        self._file_version, self.trouble = version, ""
 
 
 def scope_of(method: str, path: str) -> Scope | None:
-    """What a request needs; None: nothing."""
+    """Return the scope that a request needs; None: it needs no token."""
     if path in PROBES or (method in ("GET", "HEAD") and is_page(path)):
         return None
     if path == "/metrics":

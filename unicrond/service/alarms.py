@@ -25,7 +25,7 @@ from unicrond.core.state import ClusterState
 log = logging.getLogger("unicrond")
 
 STANDS_US = 3600 * 1_000_000
-_WHOSE = {
+_SAVE_FAILURES = {
     "unicron": "did not save the checkpoint",
     "program": "its program did not save its checkpoint",
 }
@@ -33,7 +33,7 @@ _BEATS = f"{PREFIX}.beat."
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class UnreadableMessages:
     """Messages of one known producer that are not valid events; `kind`, `reason`: of the last."""
 
     count: int
@@ -44,47 +44,53 @@ class Refused:
 
 
 class Alarms:
-    """Told of what was read, by the coordinator's shell."""
+    """The alarms of one coordinator. Its shell passes on the messages that could not be read."""
 
     def __init__(self) -> None:
-        self.refused: dict[str, Refused] = {}
+        self.unreadable: dict[str, UnreadableMessages] = {}
         self._schemas: dict[str, int] = {}
 
     def quarantined(self, entry: Quarantined, state: ClusterState) -> str:
-        """Take in a quarantined entry; the alarm that it raises, "" where its producer is unknown."""
+        """Record a quarantined entry; return the alarm that it raises, "" where its producer is unknown."""
         producer, kind = written_by(entry.subject)
         if producer not in state.nodes and producer not in (API_PRODUCER, OWN_NAME):
             return ""
-        before = self.refused.get(producer)
+        before = self.unreadable.get(producer)
         count = before.count + 1 if before else 1
-        self.refused[producer] = Refused(count, entry.seq, entry.recorded_at_us, kind, entry.reason)
+        self.unreadable[producer] = UnreadableMessages(count, entry.seq, entry.recorded_at_us, kind, entry.reason)
         node = state.nodes.get(producer)
         self._schemas[producer] = node.schema if node else SCHEMA
         return self._line(producer)
 
     def standing(self, now_us: int) -> list[str]:
-        """The alarms at this moment, by producer."""
-        return [self._line(name) for name, it in sorted(self.refused.items()) if now_us - it.at_us < STANDS_US]
+        """Return the alarms at this moment, ordered by producer."""
+        return [
+            self._line(name)
+            for name, unreadable in sorted(self.unreadable.items())
+            if now_us - unreadable.at_us < STANDS_US
+        ]
 
     def _line(self, producer: str) -> str:
-        it, reads = self.refused[producer], self._schemas[producer]
-        who = f"node {producer}" if producer not in (API_PRODUCER, OWN_NAME) else f"the {producer}"
-        many = f"{it.count} unreadable messages, the last" if it.count > 1 else "an unreadable message"
-        newer = f"; its agent is of schema {reads}, this coordinator reads {SCHEMA}" if reads > SCHEMA else ""
-        return f"{who}: {many} at sequence {it.seq} ({it.kind}): {it.reason}{newer}"
+        unreadable, schema = self.unreadable[producer], self._schemas[producer]
+        author = f"node {producer}" if producer not in (API_PRODUCER, OWN_NAME) else f"the {producer}"
+        messages = (
+            f"{unreadable.count} unreadable messages, the last" if unreadable.count > 1 else "an unreadable message"
+        )
+        newer = f"; its agent is of schema {schema}, this coordinator reads {SCHEMA}" if schema > SCHEMA else ""
+        return f"{author}: {messages} at sequence {unreadable.seq} ({unreadable.kind}): {unreadable.reason}{newer}"
 
 
 def unsaved_lines(state: ClusterState) -> list[str]:
-    """Of active tasks whose last checkpoint was not written."""
+    """Return a line for each active task whose last checkpoint was not written."""
     return [
-        f"task {task.name}: {_WHOSE[by]} {why}"
+        f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}"
         for task in state.active
-        for by, why in sorted(task.progress.unsaved.items())
+        for saver, reason in sorted(task.progress.unsaved.items())
     ]
 
 
 def written_by(subject: str) -> tuple[str, str]:
-    """The only producer on this subject, and the type of event; two empty texts where there is none."""
+    """Return the only producer on this subject and the type of event; two empty texts where there is none."""
     if subject.startswith(_BEATS):
         return subject.removeprefix(_BEATS), "Heartbeat"
     tokens = subject.removeprefix(f"{PREFIX}.").split(".")

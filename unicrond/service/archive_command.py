@@ -23,10 +23,10 @@ from unicrond.intake.config import Config, login_as
 CONNECT_TIMEOUT_S = 5.0
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """The archive holds entries 1 to `last_seq`, `copied` of them new, with `beats` heartbeats as evidence; `removed`:
-    from NATS. `error`: why nothing was archived. `trim_error`: why nothing was removed though it was asked for;
-    `term_too_old`: a coordinator must begin another term first."""
+class ArchiveOutcome(msgspec.Struct, frozen=True):
+    """What an archive run achieved: the archive holds entries 1 to `last_seq`, `copied` of them new, with `beats`
+    heartbeats as evidence; `removed`: from NATS. `error`: why nothing was archived. `trim_error`: why nothing was
+    removed though that was asked for; `term_too_old`: a coordinator must begin another term first."""
 
     last_seq: int = 0
     copied: int = 0
@@ -37,15 +37,15 @@ class Outcome(msgspec.Struct, frozen=True):
     term_too_old: bool = False
 
 
-class Asked(NamedTuple):
+class ArchiveRequest(NamedTuple):
     """What to do: archive, and trim what is older than `keep_s` (None: nothing)."""
 
     config: Config
     keep_s: float | None
 
 
-class Done(NamedTuple):
-    """What the command did. `removed`: None where it was not asked for."""
+class ArchiveReport(NamedTuple):
+    """The command's result, for people. `removed`: None where a trim was not asked for."""
 
     directory: str
     last_seq: int
@@ -55,29 +55,29 @@ class Done(NamedTuple):
     def __str__(self) -> str:
         if not self.last_seq:
             return "no log yet"
-        told = f"{self.directory}: entries 1 to {self.last_seq}, {self.copied} of them new"
-        return told if self.removed is None else f"{told}; {self.removed} removed from NATS"
+        text = f"{self.directory}: entries 1 to {self.last_seq}, {self.copied} of them new"
+        return text if self.removed is None else f"{text}; {self.removed} removed from NATS"
 
 
-async def run(config: Config, keep_s: float | None) -> Done:
-    """Archive, and trim what is older than `keep_s` (None: nothing). Raises LogError, OSError."""
-    outcome = await work(Asked(config, keep_s))
-    done = Done(str(config.archive), outcome.last_seq, outcome.copied)
+async def run(config: Config, keep_s: float | None) -> ArchiveReport:
+    """Archive, and trim what is older than `keep_s` (None: nothing); return the report. Raises LogError, OSError."""
+    outcome = await work(ArchiveRequest(config, keep_s))
+    report = ArchiveReport(str(config.archive), outcome.last_seq, outcome.copied)
     if outcome.trim_error:
-        raise LogError(f"{done}; nothing removed: {outcome.trim_error}")
-    return done if keep_s is None or not outcome.last_seq else done._replace(removed=outcome.removed)
+        raise LogError(f"{report}; nothing removed: {outcome.trim_error}")
+    return report if keep_s is None or not outcome.last_seq else report._replace(removed=outcome.removed)
 
 
-async def work(asked: Asked) -> Outcome:
-    """Do it. Raises LogError, OSError."""
-    config, keep_s = asked
+async def work(request: ArchiveRequest) -> ArchiveOutcome:
+    """Carry out the request and return its outcome. Raises LogError, OSError."""
+    config, keep_s = request
     directory = config.archive
     url = config.nats.url or await _embedded_url(config)
     connection = await connect(url, name="unicrond-archive", login=_login(config), timeout_s=CONNECT_TIMEOUT_S)
     try:
-        held = await archive(connection, directory)
-        outcome = Outcome(held.last_seq, held.copied, held.beats)
-        if keep_s is None or not held.last_seq:
+        copy = await archive(connection, directory)
+        outcome = ArchiveOutcome(copy.last_seq, copy.copied, copy.beats)
+        if keep_s is None or not copy.last_seq:
             return outcome
         try:
             return msgspec.structs.replace(outcome, removed=await trim(connection, directory, keep_s))
@@ -89,18 +89,18 @@ async def work(asked: Asked) -> Outcome:
 
 
 def main() -> None:
-    """The timer's process: an `Asked` on stdin, an `Outcome` on stdout."""
+    """Run the timer's process: it reads an `ArchiveRequest` from stdin and writes an `ArchiveOutcome` to stdout."""
     os.nice(10)
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ArchiveRequest)
     try:
-        outcome = asyncio.run(work(asked))
+        outcome = asyncio.run(work(request))
     except (LogError, OSError) as error:
-        outcome = Outcome(error=" ".join(str(error).split()))
+        outcome = ArchiveOutcome(error=" ".join(str(error).split()))
     sys.stdout.buffer.write(msgspec.json.encode(outcome))
 
 
 def _login(config: Config) -> Login:
-    """The operator's; a head with servers of its own may lack that key, and then only archives."""
+    """Return the operator's login; a head with servers of its own may lack that key, and then only archives."""
     has_operator = not config.nats.has_keys or (config.keys / f"{Role.OPERATOR}.key").exists()
     return login_as(config, Role.OPERATOR if has_operator else Role.COORDINATOR)
 

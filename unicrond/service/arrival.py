@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from events.log import LogUnavailable
-from events.nats_connection import Connection, Login, Refused, connect
+from events.nats_connection import Connection, Login, LoginRefused, connect
 from events.nats_url import parse_urls
 
 log = logging.getLogger("unicrond")
@@ -27,52 +27,52 @@ CONNECT_TIMEOUT_S = 15.0
 _SAY_AFTER_S = 2.0
 
 
-class Stopped(Exception):
-    """A signal came before the head had begun."""
+class StoppedBySignal(Exception):
+    """A signal came before the head had begun; `by`: which."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by.name)
         self.by = by
 
 
-class Waiting:
-    """What a head that has not begun waits for."""
+class StartupStatus:
+    """What a head that has not begun is waiting for, as `text`."""
 
     def __init__(self) -> None:
         self.text = "starts"
 
     def say(self, text: str) -> None:
-        """Something else from now on. Logged once."""
+        """Set the text; log it if it is new."""
         if text != self.text:
             self.text = text
             log.warning("not begun yet: %s", text)
 
 
 async def unless_stopped(stop: asyncio.Queue[signal.Signals], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Raises Stopped where a signal comes first."""
-    working = asyncio.create_task(work, name="start")
-    stopped = asyncio.create_task(stop.get(), name="stop")
+    """Return what `work` returns. Raises StoppedBySignal where a signal comes first."""
+    work_task = asyncio.create_task(work, name="start")
+    stop_task = asyncio.create_task(stop.get(), name="stop")
     try:
-        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return await working
-        log.info("stopping on %s", stopped.result().name)
-        raise Stopped(stopped.result())
+        await asyncio.wait({work_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return await work_task
+        log.info("stopping on %s", stop_task.result().name)
+        raise StoppedBySignal(stop_task.result())
     finally:
-        for task in (working, stopped):
+        for task in (work_task, stop_task):
             task.cancel()
-        await asyncio.gather(working, stopped, return_exceptions=True)
+        await asyncio.gather(work_task, stop_task, return_exceptions=True)
 
 
-async def reach(url: str, login: Login, name: str, waiting: Waiting) -> Connection:
-    """A connection to NATS, however long that takes. Raises Refused."""
+async def reach(url: str, login: Login, name: str, status: StartupStatus) -> Connection:
+    """Connect to NATS, however long that takes, and return the connection. Raises Refused."""
     timeout_s = _SAY_AFTER_S
     while True:
         try:
             return await connect(parse_urls(url), name=name, login=login, timeout_s=timeout_s)
-        except Refused:
+        except LoginRefused:
             if timeout_s == CONNECT_TIMEOUT_S:
                 raise
         except LogUnavailable as error:
-            waiting.say(f"no NATS at {url}: {error}")
+            status.say(f"no NATS at {url}: {error}")
         timeout_s = CONNECT_TIMEOUT_S

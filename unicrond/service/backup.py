@@ -39,23 +39,23 @@ from events.log import LogDamaged, LogError
 from events.logins import Role
 from events.nats_connection import Connection, Login, connect
 from events.nats_server import EmbeddedServer, ServerError
-from events.nats_streams import STREAM_EXISTS_WITH_OTHER_CONFIG, ApiError, api, event_stream_config
+from events.nats_streams import STREAM_EXISTS_WITH_OTHER_CONFIG, JetStreamError, api, event_stream_config
 from events.segments import cut_torn_tail, read_entries, segment_paths
 from events.subjects import EVENT_STREAM
 from unicrond import VERSION
 from unicrond.intake.config import Config, login_as
-from unicrond.service.archive_command import CONNECT_TIMEOUT_S, Asked, Outcome, work
+from unicrond.service.archive_command import CONNECT_TIMEOUT_S, ArchiveOutcome, ArchiveRequest, work
 from unicrond.service.known_log import FILE, KnownLog
 from unicrond.service.state_lock import sole_user
 
 MANIFEST = "backup.json"
-#: Of state_dir: the log itself, what is copied elsewhere, and what says nothing.
+#: Left out of state_dir: the log itself, what is copied elsewhere, and locks and caches.
 _NOT_STATE = {"nats", "archive", "checkpoints", "unicrond.lock", FILE}
 BUSY_ATTEMPTS = 60
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`files`: path within the backup -> SHA-256. `made_at_s`: Unix time."""
+class BackupManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of a backup. `files`: path within the backup -> SHA-256. `made_at_s`: Unix time."""
 
     version: str
     made_at_s: int
@@ -64,15 +64,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Backup(NamedTuple):
-    """What was written, or restored: entries 1 to `last_seq`."""
+    """A backup that was written or restored: entries 1 to `last_seq`."""
 
     directory: str
     last_seq: int
     files: int
 
     def __str__(self) -> str:
-        held = f"entries 1 to {self.last_seq}" if self.last_seq else "an empty log"
-        return f"{self.directory}: {held}, {self.files} files"
+        entries = f"entries 1 to {self.last_seq}" if self.last_seq else "an empty log"
+        return f"{self.directory}: {entries}, {self.files} files"
 
 
 # --- to a backup ---------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def back_up(config: Config, config_path: Path | None, to: Path) -> Backup:
     """Write a backup of the running head. Raises LogError, OSError."""
     if to.exists():
         raise LogError(f"{to}: is there already; name a new directory")
-    done = asyncio.run(_archived(config))
+    outcome = asyncio.run(_update_archive(config))
     part = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent))
     try:
         for source, target in _sources(config, config_path):
@@ -91,9 +91,9 @@ def back_up(config: Config, config_path: Path | None, to: Path) -> Backup:
             (part / target).chmod(0o600)
         for segment in segment_paths(part / "archive")[-1:]:
             cut_torn_tail(segment)  # the timer may be writing
-        last_seq = _read_through(part / "archive", done.last_seq)
+        last_seq = _read_through(part / "archive", outcome.last_seq)
         files = {str(path.relative_to(part)): _digest(path) for path in _files(part)}
-        manifest = Manifest(VERSION, int(time.time()), last_seq, files)
+        manifest = BackupManifest(VERSION, int(time.time()), last_seq, files)
         (part / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         _make_durable(part)
         part.rename(to)
@@ -103,12 +103,12 @@ def back_up(config: Config, config_path: Path | None, to: Path) -> Backup:
     return Backup(str(to), last_seq, len(files))
 
 
-async def _archived(config: Config) -> Outcome:
-    """Bring the archive up to date; the coordinator's timer may be at it."""
+async def _update_archive(config: Config) -> ArchiveOutcome:
+    """Bring the archive up to date. Waits while the coordinator's timer does the same."""
     attempts = 0
     while True:
         try:
-            return await work(Asked(config, None))
+            return await work(ArchiveRequest(config, None))
         except LogBusy:
             attempts += 1
             if attempts == BUSY_ATTEMPTS:
@@ -117,7 +117,7 @@ async def _archived(config: Config) -> Outcome:
 
 
 def _sources(config: Config, config_path: Path | None) -> Iterator[tuple[Path, str]]:
-    """What is copied, and to where in the backup."""
+    """Yield each file to copy, with its path in the backup."""
     state_dir, archive = Path(config.state_dir), config.archive
     for path in _files(archive):
         if path.name != LOCK:
@@ -140,7 +140,7 @@ def _sources(config: Config, config_path: Path | None) -> Iterator[tuple[Path, s
 
 def restore(config: Config, source: Path) -> Backup:
     """Make the head of a configuration from a backup; start it afterwards. Raises LogError, OSError."""
-    manifest = _checked(source)
+    manifest = _verify(source)
     state_dir, archive = Path(config.state_dir), config.archive
     with ExitStack() as stack:
         if not config.nats.url:
@@ -162,15 +162,16 @@ def restore(config: Config, source: Path) -> Backup:
     return Backup(str(source), manifest.last_seq, len(manifest.files))
 
 
-def _checked(source: Path) -> Manifest:
+def _verify(source: Path) -> BackupManifest:
+    """Return the manifest of a backup whose files all have the right digest. Raises LogError, LogDamaged."""
     try:
-        manifest = msgspec.json.decode((source / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((source / MANIFEST).read_bytes(), type=BackupManifest)
     except FileNotFoundError:
         raise LogError(f"{source}: is no backup: it has no {MANIFEST}") from None
     except msgspec.MsgspecError as error:
         raise LogDamaged(f"{source / MANIFEST}: {error}") from None
-    found = {str(path.relative_to(source)) for path in _files(source)} - {MANIFEST}
-    for name in sorted(found ^ set(manifest.files)):
+    paths = {str(path.relative_to(source)) for path in _files(source)} - {MANIFEST}
+    for name in sorted(paths ^ set(manifest.files)):
         raise LogDamaged(f"{source / name}: is {'missing' if name in manifest.files else 'not part of the backup'}")
     for name, digest in manifest.files.items():
         if _digest(source / name) != digest:
@@ -179,7 +180,7 @@ def _checked(source: Path) -> Manifest:
 
 
 async def _make_stream(config: Config, first_seq: int) -> None:
-    """The event stream, empty, whose first entry will have this number."""
+    """Create the event stream, empty, so that its first entry has the number `first_seq`."""
     if config.nats.url:
         connection = await connect(
             config.nats.url, name="unicrond-restore", login=login_as(config, Role.OPERATOR), timeout_s=CONNECT_TIMEOUT_S
@@ -207,12 +208,12 @@ async def _make_stream(config: Config, first_seq: int) -> None:
 async def _create(connection: Connection, config: Config, first_seq: int) -> None:
     ours = {**event_stream_config(config.nats.replicas), "first_seq": first_seq}
     try:
-        found = await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", ours)
-    except ApiError as error:
+        info = await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", ours)
+    except JetStreamError as error:
         if error.code != STREAM_EXISTS_WITH_OTHER_CONFIG:
             raise
         raise LogError(f"{connection.urls}: has a stream {EVENT_STREAM} already; a cluster may live there") from None
-    if found["state"]["last_seq"] != first_seq - 1 or found["state"]["messages"]:
+    if info["state"]["last_seq"] != first_seq - 1 or info["state"]["messages"]:
         raise LogError(f"{connection.urls}: has a stream {EVENT_STREAM} already; a cluster may live there")
 
 
@@ -220,7 +221,7 @@ async def _create(connection: Connection, config: Config, first_seq: int) -> Non
 
 
 def _read_through(archive: Path, last_seq: int) -> int:
-    """The number of the last entry, all of which were read; at least `last_seq`. LogDamaged."""
+    """Read the whole archive; return the number of its last entry. Raises LogDamaged where that is below `last_seq`."""
     seq = 0
     if _files(archive):
         for entry in read_entries(archive):

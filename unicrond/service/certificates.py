@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
-from events.certificates import BadCertificate, first_in
+from events.certificates import BadCertificate, first_certificate
 from events.nats_server import ServerError
 from unicrond.intake.tls import BadTls, Files, file_state
 
@@ -27,11 +27,11 @@ LOOK_EVERY_S = 1.0
 WARN_DAYS = 30
 
 
-class Server(Protocol):
-    """An embedded server."""
+class RenewableServer(Protocol):
+    """An embedded server that can read new certificates."""
 
     async def renew(self) -> None:
-        """See EmbeddedServer."""
+        """Have the server read its certificates again (see EmbeddedServer)."""
         ...
 
 
@@ -40,39 +40,39 @@ def _now() -> datetime:
 
 
 class Certificates:
-    """`files`: where the certificates are. `server`: None where it does not speak TLS, or is not ours. `is_for_api`:
-    the API speaks TLS. Raises BadTls."""
+    """The certificates of a running head. `files`: where they are. `server`: None where it does not speak TLS, or is
+    not ours. `is_for_api`: the API speaks TLS. Raises BadTls."""
 
     def __init__(
-        self, files: Files, server: Server | None, *, is_for_api: bool, now: Callable[[], datetime] = _now
+        self, files: Files, server: RenewableServer | None, *, is_for_api: bool, now: Callable[[], datetime] = _now
     ) -> None:
         self._files = files
         self._server = server
         self._now = now
-        self._said: list[str] = []
+        self._previous_alarms: list[str] = []
         self._warn: datetime | None = None
         self._ends = datetime.max.replace(tzinfo=UTC)
-        #: Of the API; None: it speaks in clear.
+        #: The API's TLS context; None: the API speaks in clear.
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if is_for_api else None
         #: Why the newest certificates are not in use; "" where they are.
         self.trouble = ""
-        self._seen = _seen(files)
+        self._file_versions = _versions_of(files)
         if server is not None or is_for_api:
             self._load()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look at the files now and then, until cancelled."""
         while True:
             self._say()
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Use the certificates that are in the files, if they are others than before."""
-        seen = _seen(self._files)
-        if seen == self._seen:
+        """Use the certificates in the files if these have changed."""
+        versions = _versions_of(self._files)
+        if versions == self._file_versions:
             return
-        self._seen = seen
+        self._file_versions = versions
         try:
             self._load()
             if self._server is not None:
@@ -84,7 +84,7 @@ class Certificates:
         log.info("new certificates are in use until %s", self._ends.date())
 
     def alarms(self) -> list[str]:
-        """What a person has to do about certificates, a line each."""
+        """Return what a person has to do about certificates, a line each."""
         lines = [f"the new certificates are not in use: {self.trouble}"] if self.trouble else []
         now = self._now()
         if self._warn is not None and now >= self._warn:
@@ -94,28 +94,30 @@ class Certificates:
         return lines
 
     def _load(self) -> None:
-        """Raises BadTls, and then nothing has changed."""
+        """Load the certificates. Raises BadTls, and then nothing has changed."""
         try:
-            found = first_in(self._files.cert.read_bytes())
+            certificate = first_certificate(self._files.cert.read_bytes())
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self._files.cert, self._files.key)
             if self.context is not None:
                 self.context.load_cert_chain(self._files.cert, self._files.key)
         except BadCertificate as error:
             raise BadTls(f"{self._files.cert}: {error}") from None
         except (ssl.SSLError, OSError) as error:
-            why = getattr(error, "reason", None) or error.strerror
-            raise BadTls(f"{self._files.cert}: is not a certificate with its key {self._files.key} ({why})") from None
-        self._ends = found.not_valid_after_utc
-        whole = self._ends - found.not_valid_before_utc
+            reason = getattr(error, "reason", None) or error.strerror
+            raise BadTls(
+                f"{self._files.cert}: is not a certificate with its key {self._files.key} ({reason})"
+            ) from None
+        self._ends = certificate.not_valid_after_utc
+        whole = self._ends - certificate.not_valid_before_utc
         self._warn = self._ends - min(timedelta(days=WARN_DAYS), whole / 3)
 
     def _say(self) -> None:
         alarms = self.alarms()
         for line in alarms:
-            if line not in self._said:
+            if line not in self._previous_alarms:
                 log.error("ALARM: %s", line)
-        self._said = alarms
+        self._previous_alarms = alarms
 
 
-def _seen(files: Files) -> list[tuple[int, int, int] | None]:
+def _versions_of(files: Files) -> list[tuple[int, int, int] | None]:
     return [file_state(path) for path in files]

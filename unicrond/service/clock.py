@@ -6,14 +6,14 @@ import time
 
 
 class Clock:
-    """In microseconds."""
+    """The process's own clocks, in microseconds."""
 
     def monotonic_us(self) -> int:
-        """Never steps."""
+        """Return a time that never steps."""
         return time.monotonic_ns() // 1000
 
     def wall_us(self) -> int:
-        """Since the epoch; only dates what is written."""
+        """Return the time since the epoch; it only dates what is written."""
         return time.time_ns() // 1000
 
 

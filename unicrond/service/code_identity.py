@@ -19,14 +19,14 @@ PACKAGES: tuple[Path, ...] = (Path(unicrond.__file__).parent, Path(events.__file
 
 @functools.cache
 def fingerprint() -> str:
-    """32 hexadecimal digits over all of the sources, since a list of those that matter would not stay true."""
-    found = hashlib.blake2b(VERSION.encode(), digest_size=16)
+    """Return 32 hexadecimal digits over all of the sources: a list of those that matter would not stay true."""
+    digest = hashlib.blake2b(VERSION.encode(), digest_size=16)
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def code_version() -> str:
-    """Like "0.1.0+1a2b3c4d": the version, and the beginning of the fingerprint."""
+    """Return the version and the beginning of the fingerprint, like "0.1.0+1a2b3c4d"."""
     return f"{VERSION}+{fingerprint()[:8]}"

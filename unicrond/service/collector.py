@@ -22,19 +22,20 @@ THAW_AFTER = 2_000
 
 @contextmanager
 def short_pauses(thaw_after: int = THAW_AFTER) -> Iterator[None]:
-    """For the whole process, meanwhile."""
-    left = thaw_after
+    """Keep the garbage collector's pauses short in the whole process while the context lasts."""
+    collections_left = thaw_after
 
     def happened(phase: str, info: dict[str, Any]) -> None:
-        nonlocal left
+        """Freeze what has survived a full collection; unfreeze it all after `thaw_after` of them."""
+        nonlocal collections_left
         if info["generation"] != 2:
             return
         if phase == "stop":
             gc.freeze()
             return
-        left -= 1
-        if not left:
-            left = thaw_after
+        collections_left -= 1
+        if not collections_left:
+            collections_left = thaw_after
             gc.unfreeze()
 
     gc.callbacks.append(happened)

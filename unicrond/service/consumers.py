@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from events.log import LogError
-from events.nats_commands import command_consumer_config, filters, fitted
+from events.nats_commands import command_consumer_config, filters, with_filter
 from events.nats_connection import Connection
 from events.nats_streams import api, consumers_of
-from events.subjects import EVENT_STREAM, agent_consumer, told_subjects
+from events.subjects import EVENT_STREAM, agent_consumer, feed_subjects
 from events.vocabulary import AnyEvent, StartWorker, StartWorkers
 from unicrond.core.state import ClusterState, TaskStatus
 
@@ -43,8 +43,9 @@ _AT_ONCE = 32
 
 
 class Consumers:
-    """`state`: the coordinator's, as folded. `read_seq`: of a node, the last entry that its agent has read. `leads`:
-    whether the coordinator decides; one that stands by leaves them alone. `before` and `look` may run side by side."""
+    """Prepares the agents' consumers. `state`: the coordinator's, as folded. `read_seq`: the last entry that a node's
+    agent has read. `leads`: whether the coordinator decides; a standby leaves consumers alone. `before` and `look` may
+    run side by side."""
 
     def __init__(
         self,
@@ -58,19 +59,19 @@ class Consumers:
         self._read_seq = read_seq
         self._leads = leads
         self._follows: dict[str, frozenset[str]] = {}
-        #: As the server told them last, by node.
-        self._there: dict[str, dict[str, Any]] = {}
+        #: The configurations that the server last gave or took, by node.
+        self._configs: dict[str, dict[str, Any]] = {}
         self._busy = asyncio.Lock()
         self._refused: set[str] = set()
         self._has_looked = False
 
     def forget(self) -> None:
-        """A term begins: another head may have changed them."""
+        """Forget what is known of the consumers: a term begins, and another head may have changed them."""
         self._follows.clear()
         self._has_looked = False
 
     async def before(self, events: Iterable[AnyEvent]) -> None:
-        """What these events need is there when this returns, or it was said why not. Waits through outages."""
+        """Prepare the consumers for these events, or log why that failed. Waits through outages."""
         try:
             if not self._has_looked:
                 await self.look()
@@ -87,17 +88,17 @@ class Consumers:
                     new.setdefault(event.node, set()).add(task)
         if new:
             async with self._busy:
-                await self._fit({node: self._kept(node) | tasks for node, tasks in new.items()})
+                await self._fit({node: self._active_tasks(node) | tasks for node, tasks in new.items()})
 
     async def look(self) -> None:
         """Compare all consumers with the state, and fit those that lack something."""
         async with self._busy:
-            self._there = await self._listed()
-            wanted = following(self._state())
+            self._configs = await self._fetch_configs()
+            targets = following(self._state())
             lacking = {}
-            for node, tasks in wanted.items():
-                follows = self._kept(node) | tasks
-                if set(told_subjects(node, follows)) <= set(filters(self._there.get(node, {}))):
+            for node, tasks in targets.items():
+                follows = self._active_tasks(node) | tasks
+                if set(feed_subjects(node, follows)) <= set(filters(self._configs.get(node, {}))):
                     self._follows[node] = follows
                 else:
                     lacking[node] = follows
@@ -105,7 +106,7 @@ class Consumers:
             self._has_looked = True
 
     async def run(self) -> None:
-        """Look now and then, and whenever somebody is enrolled; until cancelled."""
+        """Compare the consumers now and then, and whenever a node is enrolled; until cancelled."""
         while True:
             enrolled, session = self._state().logins, await self._connection.session()
             try:
@@ -115,28 +116,37 @@ class Consumers:
                 log.error("cannot compare the agents' consumers: %s", error)
             for _ in range(int(max(LOOK_EVERY_S, LOOK_PER_NODE_S * len(enrolled)) / 0.25)):
                 await asyncio.sleep(0.25)
-                is_due = self._leads() and (session.lost.is_set() or not self._has_looked)
+                is_due = self._leads() and (session.disconnected.is_set() or not self._has_looked)
                 if self._state().logins is not enrolled or is_due:
                     break
 
-    def _kept(self, node: str) -> frozenset[str]:
-        """Of what it follows, the tasks that go on."""
+    def _active_tasks(self, node: str) -> frozenset[str]:
+        """Return those of the tasks that the node follows that go on."""
         tasks = self._state().tasks
-        known = self._follows.get(node, frozenset())
-        return frozenset(name for name in known if name not in tasks or tasks[name].status is TaskStatus.ACTIVE)
+        follows = self._follows.get(node, frozenset())
+        return frozenset(name for name in follows if name not in tasks or tasks[name].status is TaskStatus.ACTIVE)
 
-    async def _listed(self) -> dict[str, dict[str, Any]]:
-        """The configurations of all consumers for agents, by node."""
+    async def _fetch_configs(self) -> dict[str, dict[str, Any]]:
+        """Return the configurations of all agents' consumers, by node."""
         prefix = agent_consumer("")
-        known = await consumers_of(self._connection, EVENT_STREAM)
-        return {each["name"].removeprefix(prefix): each["config"] for each in known if each["name"].startswith(prefix)}
+        consumers = await consumers_of(self._connection, EVENT_STREAM)
+        return {
+            consumer["name"].removeprefix(prefix): consumer["config"]
+            for consumer in consumers
+            if consumer["name"].startswith(prefix)
+        }
 
-    async def _fit(self, wanted: Mapping[str, frozenset[str]]) -> None:
+    async def _fit(self, targets: Mapping[str, frozenset[str]]) -> None:
         room = asyncio.Semaphore(_AT_ONCE)
 
         async def fit(node: str, tasks: frozenset[str]) -> None:
-            known = self._there.get(node)
-            config = fitted(known, node, tasks) if known else command_consumer_config(node, tasks, self._read_seq(node))
+            """Create or change the consumer of one node, or log that NATS refuses it."""
+            current = self._configs.get(node)
+            config = (
+                with_filter(current, node, tasks)
+                if current
+                else command_consumer_config(node, tasks, self._read_seq(node))
+            )
             request = {"stream_name": EVENT_STREAM, "config": config}
             async with room:
                 try:
@@ -147,14 +157,14 @@ class Consumers:
                         log.error("NODE %s CANNOT BE COMMANDED: NATS refuses its consumer (%s)", node, error)
                     return
             self._refused.discard(node)
-            self._there[node] = config
+            self._configs[node] = config
             self._follows[node] = tasks
 
-        await asyncio.gather(*(fit(node, tasks) for node, tasks in wanted.items()))
+        await asyncio.gather(*(fit(node, tasks) for node, tasks in targets.items()))
 
 
 def following(state: ClusterState) -> dict[str, frozenset[str]]:
-    """Each node that is enrolled, and the tasks that have workers there and go on."""
+    """Return each node that is enrolled with its tasks: those that have workers there and go on."""
     follows: dict[str, set[str]] = {node: set() for node in state.logins}
     for task in state.active:
         for worker in task.workers.values():

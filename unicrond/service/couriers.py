@@ -1,6 +1,6 @@
-"""How a message gets to those who are to be told: webhook, Slack, PagerDuty, e-mail, a command.
+"""The transports of notifications: webhook, Slack, PagerDuty, e-mail, a command.
 
-Each raises Undelivered where it is worth trying again, with a reason that holds no secret.
+Each raises Undelivered where it is worth trying again; the reason holds no secret.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TIMEOUT_S = 15.0
 
 
 class Undelivered(Exception):
-    """Why; one line."""
+    """A message was not delivered; the text says why, in one line."""
 
 
-class Message(NamedTuple):
+class Notification(NamedTuple):
     """Notices of one matter, oldest first, from one cluster."""
 
     cluster: str
@@ -34,18 +34,18 @@ class Message(NamedTuple):
 
     @property
     def last(self) -> Notice:
-        """What counts."""
+        """The newest notice: the one that counts."""
         return self.notices[-1]
 
     @property
     def title(self) -> str:
-        """One line."""
+        """The title, in one line."""
         more = f" (and {len(self.notices) - 1} before it)" if len(self.notices) > 1 else ""
         return f"[{self.cluster}] {self.last.title}{more}"
 
     @property
     def body(self) -> str:
-        """All that is known, and the commands to go on with."""
+        """The text: all that is known, and the commands to go on with."""
         lines = [notice.title for notice in self.notices[:-1]]
         lines += [self.last.title, self.last.text]
         commands = dict.fromkeys(command for notice in self.notices for command in notice.commands)
@@ -54,7 +54,7 @@ class Message(NamedTuple):
         return "\n".join(line for line in lines if line is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """For webhooks and commands."""
+        """Return the notification as plain JSON types, for webhooks and commands."""
         last = self.last
         return {
             "cluster": self.cluster,
@@ -69,8 +69,8 @@ class Message(NamedTuple):
         }
 
 
-async def deliver(to: Destination, message: Message) -> None:
-    """Raises Undelivered."""
+async def deliver(to: Destination, message: Notification) -> None:
+    """Send a notification to one destination. Raises Undelivered."""
     match to.kind:
         case "webhook":
             await _post(_url(to), message.to_json())
@@ -94,24 +94,24 @@ async def _post(url: str, body: Any) -> None:
         raise Undelivered(type(error).__name__) from None  # its text may hold the address, which may be a secret
 
 
-def _page(to: Destination, message: Message) -> dict[str, Any]:
+def _page(to: Destination, message: Notification) -> dict[str, Any]:
     last = message.last
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "routing_key": _read(to.key_file),
         "event_action": "resolve" if last.is_over else "trigger",
         "dedup_key": f"{message.cluster}/{last.key}",
     }
     if not last.is_over:
-        told["payload"] = {
+        body["payload"] = {
             "summary": message.title[:1024],
             "source": message.cluster,
             "severity": last.urgency,
             "custom_details": {"text": message.body},
         }
-    return told
+    return body
 
 
-def _mail(to: Destination, message: Message) -> None:
+def _mail(to: Destination, message: Notification) -> None:
     mail = EmailMessage()
     mail["Subject"], mail["From"], mail["To"] = " ".join(message.title.split()), to.sender, ", ".join(to.recipients)
     mail.set_content(message.body)
@@ -127,8 +127,8 @@ def _mail(to: Destination, message: Message) -> None:
         raise Undelivered(type(error).__name__) from None
 
 
-async def _run(to: Destination, message: Message) -> None:
-    """The message as JSON in the command's environment and on its standard input."""
+async def _run(to: Destination, message: Notification) -> None:
+    """Run the command with the notification as JSON on its standard input and in its environment."""
     last = message.last
     environment = {"UNICRON_TITLE": message.title, "UNICRON_RULE": last.rule, "UNICRON_KEY": last.key}
     try:
@@ -159,7 +159,7 @@ def _url(to: Destination) -> str:
 
 
 def _read(path: str) -> str:
-    """Read anew each time: secrets are renewed."""
+    """Read a file anew each time: secrets are renewed."""
     try:
         return Path(path).read_text().strip()
     except OSError as error:

@@ -32,15 +32,15 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from events.archived_log import ArchivedLog
-from events.keys import BadKey, kept_key, read_key
+from events.keys import BadKey, load_or_create_key, read_key
 from events.lease import Holder
 from events.log import EventLog, Fenced
 from events.logins import Role, User
-from events.nats_connection import Connection, Denied, Login, Refused
+from events.nats_connection import Connection, Login, LoginRefused, PublishDenied
 from events.nats_lease import NatsLease
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer, ServerError
-from events.nats_streams import ApiError, create_streams, forget_restored_readers
+from events.nats_streams import JetStreamError, create_streams, forget_restored_readers
 from events.pid_one import ends_all
 from events.systemd import Systemd
 from unicrond.core.skipping import SkipRefused
@@ -51,14 +51,14 @@ from unicrond.intake.tls import Tls
 from unicrond.service.alarms import unsaved_lines
 from unicrond.service.api import Api
 from unicrond.service.append_times import AppendTimes
-from unicrond.service.arrival import Stopped, Waiting, reach, unless_stopped
+from unicrond.service.arrival import StartupStatus, StoppedBySignal, reach, unless_stopped
 from unicrond.service.certificates import Certificates
 from unicrond.service.clock import CLOCK
 from unicrond.service.collector import short_pauses
 from unicrond.service.consumers import Consumers
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.from_config import access_of, beside, server_of
-from unicrond.service.heads import Head, others, this_process
+from unicrond.service.heads import Head, other_heads, this_process
 from unicrond.service.known_log import KnownLog
 from unicrond.service.log_keeper import LogKeeper
 from unicrond.service.log_life import LogLife
@@ -67,7 +67,7 @@ from unicrond.service.nats_snapshots import NatsSnapshotStore
 from unicrond.service.node_logins import NodeLogins
 from unicrond.service.porch import porch
 from unicrond.service.promises import Promises
-from unicrond.service.shown import Shown
+from unicrond.service.shown import ProcessStatus
 from unicrond.service.snapshots import Snapshots
 from unicrond.service.state_lock import InUse, sole_user
 from unicrond.service.stream_probe import StreamProbe
@@ -82,7 +82,7 @@ class Fatal(RuntimeError):
 
 async def serve(config: Config, skip: Sequence[int] = (), *, stands_by: bool = False, new_log: bool = False) -> None:
     """Run until SIGTERM or SIGINT. `skip`: entries of the log to pass over. `stands_by`: another head is to lead, where
-    there is one. `new_log`: take whatever log there is. Raises Fatal, BadTls."""
+    there is one. `new_log`: accept whatever log there is. Raises Fatal, BadTls."""
     stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -94,7 +94,7 @@ async def serve(config: Config, skip: Sequence[int] = (), *, stands_by: bool = F
 
 
 class Orders(NamedTuple):
-    """What this run was told, beside its configuration. `systemd`: made before any child is."""
+    """The options of this run, beside its configuration. `systemd`: made before any child is."""
 
     stop: asyncio.Queue[signal.Signals]
     skip: Sequence[int]
@@ -103,24 +103,26 @@ class Orders(NamedTuple):
 
 
 async def _serve(config: Config, orders: Orders) -> None:
-    waiting = Waiting()
-    server = None if config.nats.url else server_of(config, _roles(config), waiting)
+    status = StartupStatus()
+    server = None if config.nats.url else server_of(config, _roles(config), status)
     certificates = Certificates(config.certificates, server if config.nats_tls else None, is_for_api=config.api_tls)
     ended_by, is_used, has_begun = None, False, False
     try:
         async with AsyncExitStack() as connections, AsyncExitStack() as outside:
-            await _receive(outside, config, certificates, orders, waiting)
+            await _receive(outside, config, certificates, orders, status)
             if server is not None:
                 await unless_stopped(orders.stop, _start(server))
                 has_begun = True
-            links = await unless_stopped(orders.stop, _links(config, orders, server, connections, waiting))
+            links = await unless_stopped(orders.stop, _links(config, orders, server, connections, status))
             try:
                 ended_by = await _serve_until_stopped(config, links, orders, certificates, outside)
             finally:
-                is_used = server is not None and links.lease is not None and bool(await others(links.lease, links.me))
-    except Stopped as stopped:
+                is_used = (
+                    server is not None and links.lease is not None and bool(await other_heads(links.lease, links.me))
+                )
+    except StoppedBySignal as stopped:
         ended_by = stopped.by
-    except Denied as error:
+    except PublishDenied as error:
         raise Fatal(f"nats: {error}; give the server the rights that `unicrond nats-config` prints") from None
     finally:
         if is_used:
@@ -130,37 +132,37 @@ async def _serve(config: Config, orders: Orders) -> None:
 
 
 async def _receive(
-    stack: AsyncExitStack, config: Config, certificates: Certificates, orders: Orders, waiting: Waiting
+    stack: AsyncExitStack, config: Config, certificates: Certificates, orders: Orders, status: StartupStatus
 ) -> None:
-    """Until the stack is closed: answer those who ask for a head that has not begun. Raises Fatal."""
+    """Answer requests for a head that has not begun, until the stack is closed. Raises Fatal."""
     try:
         await stack.enter_async_context(
-            porch(config.api.host, config.api.port, certificates.context, lambda: waiting.text)
+            porch(config.api.host, config.api.port, certificates.context, lambda: status.text)
         )
     except OSError as error:
         raise _no_port(config, error) from None
-    living = asyncio.create_task(orders.systemd.live(lambda: waiting.text), name="systemd")
+    living = asyncio.create_task(orders.systemd.live(lambda: status.text), name="systemd")
     stack.callback(living.cancel)
 
 
 async def _links(
-    config: Config, orders: Orders, server: EmbeddedServer | None, connections: AsyncExitStack, waiting: Waiting
+    config: Config, orders: Orders, server: EmbeddedServer | None, connections: AsyncExitStack, status: StartupStatus
 ) -> Links:
-    """Connections that live as long as the stack, to streams that are there. Raises Fatal."""
-    url, known = server.url if server else config.nats.url, KnownLog(Path(config.state_dir))
+    """Return connections that live as long as the stack, to streams that exist. Raises Fatal."""
+    url, known_log = server.url if server else config.nats.url, KnownLog(Path(config.state_dir))
     if config.nats.has_keys and (config.keys / f"{Role.OPERATOR}.key").exists():
-        async with _connected(url, login_as(config, Role.OPERATOR), "unicrond-start", waiting) as operator:
-            await known.wait(operator, waiting.say)
+        async with _connected(url, login_as(config, Role.OPERATOR), "unicrond-start", status) as operator:
+            await known_log.wait(operator, status.say)
             await create_streams(operator, replicas=config.nats.replicas)
             await forget_restored_readers(operator)
     connection = asking = await connections.enter_async_context(
-        _connected(url, login_as(config, Role.COORDINATOR), "unicrond", waiting)
+        _connected(url, login_as(config, Role.COORDINATOR), "unicrond", status)
     )
     if config.nats.has_keys:
         asking = await connections.enter_async_context(
-            _connected(url, login_as(config, Role.API), "unicrond-api", waiting)
+            _connected(url, login_as(config, Role.API), "unicrond-api", status)
         )
-    await known.wait(connection, waiting.say)
+    await known_log.wait(connection, status.say)
     await create_streams(connection, replicas=config.nats.replicas)
     if not config.nats.has_keys:
         await forget_restored_readers(connection)
@@ -169,8 +171,8 @@ async def _links(
 
 
 class Links(NamedTuple):
-    """`asking`: the connection of the API's login. `server`: None where it is not ours. `lease`: None where this login
-    may not use it. `me`: this process in it."""
+    """The connections of a head. `asking`: of the API's login. `server`: None where it is not ours. `lease`: None where
+    this login may not use it. `me`: this process in it."""
 
     connection: Connection
     asking: Connection
@@ -180,11 +182,11 @@ class Links(NamedTuple):
 
 
 async def _lease(connection: Connection, config: Config, orders: Orders) -> NatsLease | None:
-    """Raises Fatal where this head is to stand by and cannot."""
+    """Return the lease, None where this login may not use it. Raises what NATS answers if this head is to stand by."""
     lease = NatsLease(connection, replicas=config.nats.replicas)
     try:
         await lease.make()
-    except (ApiError, Denied) as error:
+    except (JetStreamError, PublishDenied) as error:
         if orders.stands_by:
             raise
         log.error("ALARM: no second head can stand by: %s; give the server the rights of `unicrond nats-config`", error)
@@ -193,11 +195,11 @@ async def _lease(connection: Connection, config: Config, orders: Orders) -> Nats
 
 
 @asynccontextmanager
-async def _connected(url: str, login: Login, name: str, waiting: Waiting) -> AsyncIterator[Connection]:
-    """Raises Fatal."""
+async def _connected(url: str, login: Login, name: str, status: StartupStatus) -> AsyncIterator[Connection]:
+    """Connect, and close the connection with the context. Raises Fatal."""
     try:
-        connection = await reach(url, login, name, waiting)
-    except Refused as error:
+        connection = await reach(url, login, name, status)
+    except LoginRefused as error:
         raise Fatal(str(error)) from None
     try:
         yield connection
@@ -206,21 +208,21 @@ async def _connected(url: str, login: Login, name: str, waiting: Waiting) -> Asy
 
 
 def _roles(config: Config) -> list[User]:
-    """The logins of this machine, which get keys where the server is ours. Raises Fatal."""
+    """Return the logins of this machine; they get keys where the server is ours. Raises Fatal."""
     if not config.nats.has_keys:
         return []
     needed = (Role.COORDINATOR, Role.API)
     try:
         if config.nats.url:
             return [read_key(config.keys / f"{role}.key").user for role in needed]
-        return [kept_key(config.keys, role).user for role in (*needed, Role.OPERATOR, Role.READER)]
+        return [load_or_create_key(config.keys, role).user for role in (*needed, Role.OPERATOR, Role.READER)]
     except (BadKey, OSError) as error:
         raise Fatal(f"nats.keys: {error}; `unicrond nats-config` makes keys") from None
 
 
 @contextmanager
 def _sole_user(state_dir: Path) -> Iterator[None]:
-    """Raises Fatal."""
+    """Lock the state_dir as long as the context lasts. Raises Fatal."""
     with ExitStack() as stack:
         try:
             stack.enter_context(sole_user(state_dir))
@@ -230,7 +232,7 @@ def _sole_user(state_dir: Path) -> Iterator[None]:
 
 
 async def _start(server: EmbeddedServer) -> None:
-    """Raises Fatal."""
+    """Start the embedded server, or adopt the one that runs. Raises Fatal."""
     try:
         adopted = await server.start()
     except (OSError, ServerError) as error:
@@ -241,7 +243,7 @@ async def _start(server: EmbeddedServer) -> None:
 
 
 def _coordinator(config: Config, links: Links, orders: Orders, event_log: EventLog) -> Coordinator:
-    known = KnownLog(Path(config.state_dir)).read()
+    identity = KnownLog(Path(config.state_dir)).read()
     return Coordinator(
         event_log,
         NatsBeatLog(links.connection),
@@ -253,31 +255,32 @@ def _coordinator(config: Config, links: Links, orders: Orders, event_log: EventL
         skip=orders.skip,
         schema=config.write_schema,
         readmission=config.readmission,
-        taken_us=known.taken_us if known is not None else 0,
+        taken_us=identity.taken_us if identity is not None else 0,
     )
 
 
 async def _serve_until_stopped(
     config: Config, links: Links, orders: Orders, certificates: Certificates, outside: AsyncExitStack
 ) -> signal.Signals:
-    """`outside`: what answers on the API's port until now."""
+    """Run all parts of the head; return the signal that ended it. `outside`: what answers on the API's port until
+    now."""
     server = links.server
     appends = AppendTimes(time.monotonic)
-    stream = NatsEventLog(links.connection, beside=beside(config), took=appends.took)
+    stream = NatsEventLog(links.connection, extra_headers=beside(config), on_duration=appends.took)
     event_log = ArchivedLog(stream, config.archive)
     coordinator = _coordinator(config, links, orders, event_log)
-    coordinator.around.requests = NatsEventLog(links.asking, took=appends.took)
+    coordinator.around.requests = NatsEventLog(links.asking, on_duration=appends.took)
     _warn(config, orders)
     probe = _probe(links, coordinator)
-    known = KnownLog(Path(config.state_dir))
+    known_log = KnownLog(Path(config.state_dir))
     life = _log_life(config, coordinator, probe, appends)
     keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
     head = None
     if links.lease is not None:
         head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
     promises = _promises(config, links, head)
-    shown = Shown(lambda: keeper.trouble, head, lambda: promises.lines)
-    api = Api(config, coordinator, event_log, LogReader(links.asking), access_of(config), shown)
+    process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
+    api = Api(config, coordinator, event_log, LogReader(links.asking), access_of(config), process)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -288,7 +291,7 @@ async def _serve_until_stopped(
             "log-keeper": keeper.run(),
             "log-life": life.run(),
             "promises": promises.run(),
-            "known-log": known.keep(
+            "known-log": known_log.keep(
                 lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.another or coordinator.fault)
             ),
         }
@@ -301,8 +304,8 @@ async def _serve_until_stopped(
         if config.nats_tls or config.api_tls:
             work.append(asyncio.create_task(certificates.run(), name="certificates"))
             coordinator.around.add_alarms(certificates.alarms)
-        told = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # one that stands by is ready too
-        work.append(asyncio.create_task(told, name="systemd"))
+        watchdog = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # a standby is ready too
+        work.append(asyncio.create_task(watchdog, name="systemd"))
         return await _until_stopped(work, orders.stop)
     finally:
         with suppress(asyncio.TimeoutError):
@@ -310,16 +313,16 @@ async def _serve_until_stopped(
 
 
 async def _until_stopped(work: list[asyncio.Task[None]], stop: asyncio.Queue[signal.Signals]) -> signal.Signals:
-    """The signal that came; all work has ended then. Raises what a part of it raised, and Fatal."""
-    stopped = asyncio.create_task(stop.get(), name="stop")
-    done, _ = await asyncio.wait([*work, stopped], return_when=asyncio.FIRST_COMPLETED)
-    for task in [*work, stopped]:
+    """Return the signal that came; all work has ended then. Raises what a part of it raised, and Fatal."""
+    stop_task = asyncio.create_task(stop.get(), name="stop")
+    first, _ = await asyncio.wait([*work, stop_task], return_when=asyncio.FIRST_COMPLETED)
+    for task in [*work, stop_task]:
         task.cancel()
     await asyncio.gather(*work, return_exceptions=True)
-    if stopped in done:
-        log.info("stopping on %s", stopped.result().name)
-        return stopped.result()
-    _raise_cause(done.pop())
+    if stop_task in first:
+        log.info("stopping on %s", stop_task.result().name)
+        return stop_task.result()
+    _raise_cause(first.pop())
     raise Fatal("a part of the daemon ended without a reason")
 
 
@@ -353,11 +356,11 @@ def _no_port(config: Config, error: OSError) -> Fatal:
 
 
 def _probe(links: Links, coordinator: Coordinator) -> StreamProbe:
-    read_seq, heard = coordinator.liveness.read_seq, coordinator.liveness.beats
+    read_seq, beats = coordinator.liveness.read_seq, coordinator.liveness.beats
     probe = StreamProbe(
         links.connection,
         lambda: coordinator.state.seq,
-        lambda: {node: read_seq(node) for node in heard},
+        lambda: {node: read_seq(node) for node in beats},
         coordinator.log_is_another,
     )
     coordinator.around.add_alarms(probe.alarms)
@@ -365,7 +368,7 @@ def _probe(links: Links, coordinator: Coordinator) -> StreamProbe:
 
 
 def _log_life(config: Config, coordinator: Coordinator, probe: StreamProbe, appends: AppendTimes) -> LogLife:
-    """What archives, trims and measures the log."""
+    """Return what archives, trims and measures the log."""
     life = LogLife(config, coordinator, lambda: probe.info, appends, time.monotonic)
     coordinator.around.add_alarms(life.alarms)
     coordinator.around.metrics = life.metrics
@@ -385,7 +388,7 @@ def _promises(config: Config, links: Links, head: Head | None) -> Promises:
 
 
 def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
-    """What follows from the log for logins with keys: who is let in, and what each agent may read."""
+    """Start what keeps logins with keys as the log says: who may log in, and what each agent may read."""
     if not config.nats.has_keys:
         return []
     consumers = Consumers(
@@ -424,7 +427,7 @@ async def _keep_running(server: EmbeddedServer) -> None:
 
 
 def _raise_cause(task: asyncio.Task[Any]) -> None:
-    """The task's exception, a task group's wrapping taken off."""
+    """Raise the task's exception without the wrapping of task groups."""
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,4 @@
-"""What does not leave the log for people: the tokens of nodes' memory services, and secrets of tasks.
+"""What people do not see of the log: the tokens of nodes' memory services, and secrets of tasks.
 
 Both may stand in the log, which agents need whole; a task that names where its nodes have a secret
 (`TaskSpec.secrets`) keeps it out. What is hidden keeps its place and its type. Pure.
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from events.envelope import Entry, Recorded
-from events.masking import HIDDEN, LINE_LEAST, LOOKS, Mask, secrets_in, values_in
+from events.masking import LINE_LEAST, PATTERN_MASK, PLACEHOLDER, Mask, secrets_in, values_in
 from events.vocabulary import StartWorker, StartWorkers, TaskSpec, TaskSubmitted
 from unicrond.core.state import ClusterState
 
@@ -25,9 +25,9 @@ _SECRET_FLAG = re.compile(
 )
 
 
-def discreet_state(state: dict[str, Any], mask: Mask = LOOKS) -> dict[str, Any]:
-    """A state (state.to_json), changed in place: quick, as it is asked for several times a second. Of the texts only
-    those are looked at that workers wrote."""
+def redact_state(state: dict[str, Any], mask: Mask = PATTERN_MASK) -> dict[str, Any]:
+    """Hide secrets in a state (state.to_json), in place, and return it. Quick, as it is asked for several times a
+    second: of the texts it examines only those that workers wrote."""
     hide = mask.text
     for node in state["nodes"].values():
         _hide_token(node.get("memory"))
@@ -37,43 +37,43 @@ def discreet_state(state: dict[str, Any], mask: Mask = LOOKS) -> dict[str, Any]:
             _hide_token(service)
         for part in ("ending", "failures", "strikes"):
             if part in task:
-                task[part] = discreet(task[part], hide)
+                task[part] = redact(task[part], hide)
     for part in ("incidents", "closed", "refused"):
         if part in state:
-            state[part] = discreet(state[part], hide)
+            state[part] = redact(state[part], hide)
     return state
 
 
-def discreet(value: Any, hide: Callable[[str], str]) -> Any:
-    """Plain JSON types, with what must not be shown hidden. `hide`: what becomes of a text; it keeps its type."""
+def redact(value: Any, hide: Callable[[str], str]) -> Any:
+    """Return plain JSON types with secrets hidden. `hide`: maps a text to its public form; it keeps its type."""
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, dict):
-        shown = {name: discreet(inner, hide) for name, inner in value.items()}
-        _hide_token(shown)
-        _hide_spec(shown)
-        return shown
+        copy = {name: redact(inner, hide) for name, inner in value.items()}
+        _hide_token(copy)
+        _hide_spec(copy)
+        return copy
     if isinstance(value, list):
-        return [discreet(inner, hide) for inner in value]
-    return tuple(discreet(inner, hide) for inner in value) if isinstance(value, tuple) else value
+        return [redact(inner, hide) for inner in value]
+    return tuple(redact(inner, hide) for inner in value) if isinstance(value, tuple) else value
 
 
 def secret_values(specs: Iterable[TaskSpec]) -> frozenset[str]:
-    """Values in these tasks' environments and arguments that are secrets by their names."""
-    found = set()
+    """Return the values in these tasks' environments and arguments that are secrets by their names."""
+    values = set()
     for spec in specs:
-        found |= {*values_in(spec.env), *(spec.args[place] for place in _secret_places(spec.args))}
-    return frozenset(found)
+        values |= {*values_in(spec.env), *(spec.args[place] for place in _secret_places(spec.args))}
+    return frozenset(values)
 
 
 def mask_of(state: ClusterState) -> Mask:
-    """What hides the secrets that this state knows."""
+    """Return what hides the secrets that this state knows."""
     return _mask(secret_values(task.spec for task in state.tasks.values()))
 
 
 @lru_cache(maxsize=8)
 def _mask(values: frozenset[str]) -> Mask:
-    return Mask(values) if values else LOOKS
+    return Mask(values) if values else PATTERN_MASK
 
 
 class Discretion:
@@ -85,29 +85,29 @@ class Discretion:
         self._hide: Callable[[str], str] = str
 
     def see(self, entry: Entry) -> None:
-        """Learn what this entry tells. (The tokens of nodes' memories stand in no text.)"""
+        """Note the secrets in this entry. (The tokens of nodes' memory services stand in no text.)"""
         event = entry.envelope.event if isinstance(entry, Recorded) else None
         if isinstance(event, TaskSubmitted | StartWorker | StartWorkers):
             self.learn([event.spec])
 
     def learn(self, specs: Iterable[TaskSpec]) -> None:
-        """Learn what these tasks tell."""
-        known = self._values | secret_values(specs)
-        if known != self._values:
-            self._values, self._mask = known, None
+        """Note the secrets of these tasks."""
+        values = self._values | secret_values(specs)
+        if values != self._values:
+            self._values, self._mask = values, None
 
     def text(self, text: str) -> str:
-        """The text without secrets."""
+        """Return the text without secrets."""
         self.mask()
         return self._hide(text)
 
     def plain(self, value: Any) -> Any:
-        """The value as plain JSON types, without secrets."""
+        """Return the value as plain JSON types, without secrets."""
         self.mask()
-        return discreet(msgspec.to_builtins(value), self._hide)
+        return redact(msgspec.to_builtins(value), self._hide)
 
     def mask(self) -> Mask:
-        """What hides all that is known by now."""
+        """Return what hides all secrets known by now."""
         if self._mask is None:
             self._mask = Mask(self._values)
             self._hide = lru_cache(maxsize=100_000)(self._mask.text)
@@ -115,7 +115,7 @@ class Discretion:
 
 
 def warnings_of(env: Mapping[str, str]) -> list[str]:
-    """What to say to a person who submits a task with such an environment."""
+    """Return warnings for a person who submits a task with such an environment, a line each."""
     return [
         f"env.{name} looks like a secret, and stays in the log for whoever reads it; "
         f"use secrets: {{{name}: file:/PATH}}, with the file on each node"
@@ -125,23 +125,23 @@ def warnings_of(env: Mapping[str, str]) -> list[str]:
 
 def _hide_token(service: dict[str, Any] | None) -> None:
     if service is not None and isinstance(service.get("token"), str) and "port" in service:
-        service["token"] = HIDDEN
+        service["token"] = PLACEHOLDER
 
 
 def _hide_spec(spec: dict[str, Any]) -> None:
-    """What is in a task's environment and arguments."""
+    """Replace the secrets in a task's environment and arguments."""
     env, arguments = spec.get("env"), spec.get("args")
     if isinstance(env, dict):
         for name in secrets_in(env):
-            env[name] = HIDDEN
+            env[name] = PLACEHOLDER
     if isinstance(arguments, list | tuple) and (places := _secret_places(arguments)):
-        spec["args"] = [HIDDEN if place in places else one for place, one in enumerate(arguments)]
+        spec["args"] = [PLACEHOLDER if place in places else argument for place, argument in enumerate(arguments)]
 
 
 def _secret_places(arguments: Iterable[Any]) -> set[int]:
-    given = [one if isinstance(one, str) else "" for one in arguments]
+    texts = [argument if isinstance(argument, str) else "" for argument in arguments]
     return {
         place + 1
-        for place, (flag, value) in enumerate(pairwise(given))
+        for place, (flag, value) in enumerate(pairwise(texts))
         if _SECRET_FLAG.fullmatch(flag) and len(value) >= LINE_LEAST
     }

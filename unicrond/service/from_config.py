@@ -13,13 +13,13 @@ from events.store_lease import StoreLease
 from unicrond.intake.config import Config, embedded_tls, login, read_secret
 from unicrond.intake.tls import BadTls
 from unicrond.service.access import Access
-from unicrond.service.arrival import Waiting
+from unicrond.service.arrival import StartupStatus
 from unicrond.service.node_logins import remembered
 from unicrond.service.warrants import Warrants
 
 
-def server_of(config: Config, roles: list[User], waiting: Waiting) -> EmbeddedServer:
-    """Not started."""
+def server_of(config: Config, roles: list[User], status: StartupStatus) -> EmbeddedServer:
+    """Return the embedded server, not started."""
     has_keys = config.nats.has_keys
     shared = config.nats.shared if has_keys else login(config.nats)
     return EmbeddedServer(
@@ -30,12 +30,12 @@ def server_of(config: Config, roles: list[User], waiting: Waiting) -> EmbeddedSe
         users=[*roles, *remembered(config.keys / "nodes")] if has_keys else None,
         tls=embedded_tls(config),
         lease=StoreLease(Path(config.state_dir) / "nats"),
-        waits=waiting.say,
+        waits=status.say,
     )
 
 
 def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
-    """What goes beside the events: warrants, where nodes have certificates. Raises BadTls."""
+    """Return what makes the headers of events: warrants, where nodes have certificates. Raises BadTls."""
     if not config.certifies_nodes:
         return lambda _: {}
     cert = config.certificates.cert
@@ -46,6 +46,6 @@ def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
 
 
 def access_of(config: Config) -> Access:
-    """Who may use the API."""
+    """Return who may use the API."""
     token = read_secret(config.api.token_file) if config.api.token_file else ""
     return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)

@@ -1,4 +1,4 @@
-"""Which log this head has worked on: so that it takes no other, older or shorter one for it, and makes no empty one.
+"""Which log this head has worked on, so that it mistakes no other, older or shorter log for it and makes no empty one.
 
 Rules
 -----
@@ -23,12 +23,12 @@ from typing import Any
 
 import msgspec
 
-from events.nats_connection import Connection, Unanswered
+from events.nats_connection import Connection, NoReply
 from events.nats_log import stored_entry
-from events.nats_streams import NO_MESSAGE_FOUND, NO_STREAM, ApiError, api, api_once
+from events.nats_streams import NO_MESSAGE_FOUND, NO_STREAM, JetStreamError, api, api_once
 from events.subjects import EVENT_STREAM
 from unicrond.service.follower import CURE
-from unicrond.service.snapshots import Mark, mark_of
+from unicrond.service.snapshots import LogMark, mark_of
 
 log = logging.getLogger("unicrond")
 
@@ -37,89 +37,90 @@ WRITE_EVERY_S = 2.0
 _AGAIN_S = 0.5
 
 
-class Known(msgspec.Struct, frozen=True):
-    """`created`: the stream's birth, as NATS tells it. `mark`: the last entry that was folded; None: any log is the
-    known one. `taken_us`: when a person last took a log by name (Unix time), 0: never."""
+class LogIdentity(msgspec.Struct, frozen=True):
+    """The log that a head knows. `created`: the stream's birth, as NATS tells it. `mark`: the last entry that was
+    folded; None: any log is accepted. `taken_us`: when a person last accepted a log by name (Unix time), 0: never."""
 
     created: str
-    mark: Mark | None
+    mark: LogMark | None
     taken_us: int = 0
 
 
 class KnownLog:
-    """The memory of one head."""
+    """The file in which one head remembers its log."""
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / FILE
 
     def take(self, now_us: int) -> None:
-        """A person has said so: whatever log there is. Raises OSError."""
-        self.write(Known("", None, now_us))
+        """Accept whatever log there is, because a person has said so. Raises OSError."""
+        self.write(LogIdentity("", None, now_us))
 
-    def read(self) -> Known | None:
-        """What was written last; None where there is none, or none that can be read."""
+    def read(self) -> LogIdentity | None:
+        """Return what was written last; None where there is no file, or none that can be read."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Known)
+            return msgspec.json.decode(self._path.read_bytes(), type=LogIdentity)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
             log.error("cannot read %s (%s): this head takes the log that it finds", self._path, error)
             return None
 
-    def write(self, known: Known) -> None:
-        """Put it in the place of the one before. Raises OSError."""
+    def write(self, identity: LogIdentity) -> None:
+        """Replace the file. Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(known))
+        new.write_bytes(msgspec.json.encode(identity))
         new.replace(self._path)
 
     async def wait(self, connection: Connection, says: Callable[[str], object]) -> None:
-        """Until the log is the known one. `says(why)` while it is not."""
-        known = self.read()
-        while known is not None and (why := await difference(connection, known)):
-            says(f"{why}; {CURE}")
+        """Wait until the log is the one that is remembered. Calls `says(reason)` while it is not."""
+        identity = self.read()
+        while identity is not None and (reason := await difference(connection, identity)):
+            says(f"{reason}; {CURE}")
             await asyncio.sleep(_AGAIN_S)
 
     async def keep(
-        self, created: Callable[[], str], mark: Callable[[], Mark | None], sound: Callable[[], bool]
+        self, created: Callable[[], str], mark: Callable[[], LogMark | None], sound: Callable[[], bool]
     ) -> None:
-        """Write down what was folded, until cancelled; nothing while the log is not `sound`."""
-        written = self.read()
-        taken_us = written.taken_us if written is not None else 0
+        """Write down what was folded, until cancelled; write nothing while the log is not `sound`."""
+        previous = self.read()
+        taken_us = previous.taken_us if previous is not None else 0
         while True:
             now, born = mark(), created()
-            if now is not None and born and sound() and (known := Known(born, now, taken_us)) != written:
+            if now is not None and born and sound() and (identity := LogIdentity(born, now, taken_us)) != previous:
                 try:
-                    self.write(known)
-                    written = known
+                    self.write(identity)
+                    previous = identity
                 except OSError as error:
                     log.error("cannot write %s: %s", self._path, error.strerror)
             await asyncio.sleep(WRITE_EVERY_S)
 
 
-async def difference(connection: Connection, known: Known) -> str:
-    """In what the log is not the known one, in one line; "" where it is. Waits for an answer."""
-    if known.mark is None:
+async def difference(connection: Connection, identity: LogIdentity) -> str:
+    """Return how the log differs from the one that is remembered, in one line; "" where it does not. Waits for an
+    answer."""
+    if identity.mark is None:
         return ""
     try:
         info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
-    except ApiError as error:
+    except JetStreamError as error:
         if error.code != NO_STREAM:
             raise
-        return f"NATS has no event log, and this head knows one of {known.mark.seq} entries"
-    if info["created"] != known.created:
-        return f"the event log was made at {info['created']}, and this head knows the one made at {known.created}"
-    if (end := int(info["state"]["last_seq"])) < known.mark.seq:
-        return f"the event log ends at entry {end}, and this head has folded {known.mark.seq}"
-    return await _at_the_mark(connection, known.mark)
+        return f"NATS has no event log, and this head knows one of {identity.mark.seq} entries"
+    if info["created"] != identity.created:
+        return f"the event log was made at {info['created']}, and this head knows the one made at {identity.created}"
+    if (end := int(info["state"]["last_seq"])) < identity.mark.seq:
+        return f"the event log ends at entry {end}, and this head has folded {identity.mark.seq}"
+    return await _at_the_mark(connection, identity.mark)
 
 
-async def _at_the_mark(connection: Connection, mark: Mark) -> str:
+async def _at_the_mark(connection: Connection, mark: LogMark) -> str:
     try:
-        got: dict[str, Any] = await api_once(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": mark.seq})
-    except ApiError as error:
+        reply: dict[str, Any] = await api_once(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": mark.seq})
+    except JetStreamError as error:
         return "" if error.code == NO_MESSAGE_FOUND else str(error)
-    except Unanswered as error:
+    except NoReply as error:
         return str(error)
-    same = mark_of(stored_entry(got["message"])) == mark
-    return "" if same else f"entry {mark.seq} of the event log is another than the one that this head has folded"
+    matches = mark_of(stored_entry(reply["message"])) == mark
+    return "" if matches else f"entry {mark.seq} of the event log is another than the one that this head has folded"

@@ -18,14 +18,14 @@ from unicrond.display.event_lines import entry_json
 from unicrond.service.discretion import Discretion
 from unicrond.service.http_parts import answer, body_of, error, number_in
 from unicrond.service.log_reading import LogReader, LogsUnavailable
-from unicrond.service.node_checks import AskedOf, ChecksRun, NodeChecks
+from unicrond.service.node_checks import ChecksBusy, ChecksRequest, NodeChecks
 
-#: How old marks may be that are told.
+#: How old the marks in an answer may be, in seconds.
 MARKS_S = 1.0
 
 
 class LogApi:
-    """Its routes, over one log and the agents that have the workers' output."""
+    """The routes that read, over one log and the agents that have the workers' output."""
 
     def __init__(self, event_log: EventLog, logs: LogReader, state: Callable[[], ClusterState]) -> None:
         self._event_log = event_log
@@ -33,11 +33,11 @@ class LogApi:
         self._state = state
         self._checks = NodeChecks(logs)
         self._turn = asyncio.Lock()
-        #: Of the task that was asked for last, and when.
+        #: The marks of the task that was asked for last, and when they were read.
         self._marks: dict[str, tuple[float, Any]] = {}
 
     def routes(self) -> list[web.RouteDef]:
-        """What `api.py` adds to its own."""
+        """Return the routes that `api.py` adds to its own."""
         return [
             web.get("/v1/events", self.events),
             web.get("/v1/skips", self.skips),
@@ -48,14 +48,14 @@ class LogApi:
         ]
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events from the log itself: history after `after`, to `until` or the log's end, or live where
-        `follow` is set."""
+        """Stream server-sent events from the log itself: history after `after`, to `until` or the log's end, or live
+        where `follow` is set."""
         after = number_in(request, "after") or 0
         follow = request.query.get("follow", "0") not in ("", "0", "false")
         until = None
         if not follow:
-            asked, until = number_in(request, "until"), await self._event_log.last_seq()
-            until = until if asked is None else min(asked, until)
+            limit, until = number_in(request, "until"), await self._event_log.last_seq()
+            until = until if limit is None else min(limit, until)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         if until is not None and until <= after:
@@ -65,25 +65,25 @@ class LogApi:
         return response
 
     async def _send(self, response: web.StreamResponse, after: int, until: int | None) -> None:
-        shown = Discretion(task.spec for task in self._state().tasks.values())
+        discretion = Discretion(task.spec for task in self._state().tasks.values())
         async with aclosing(self._event_log.read(after, until_seq=until)) as entries:
             async for entry in entries:
-                shown.see(entry)
+                discretion.see(entry)
                 kind = "Quarantined" if isinstance(entry, Quarantined) else type(entry.envelope.event).__name__
-                data = msgspec.json.encode(shown.plain(entry_json(entry))).decode()
+                data = msgspec.json.encode(discretion.plain(entry_json(entry))).decode()
                 await response.write(f"id: {entry.seq}\nevent: {kind}\ndata: {data}\n\n".encode())
 
     async def skips(self, _: web.Request) -> web.Response:
-        """Which entries are passed over, and why."""
-        return answer({str(seq): why for seq, why in (await self._event_log.skips()).items()})
+        """Answer with the entries that are passed over, and why."""
+        return answer({str(seq): reason for seq, reason in (await self._event_log.skips()).items()})
 
     async def logs(self, request: web.Request) -> web.Response:
-        """A piece of a worker's log, from the node that has it."""
-        which = {field: number_in(request, field) for field in ("rank", "tail_bytes", "offset")}
+        """Answer with a piece of a worker's log, from the node that has it."""
+        query = {field: number_in(request, field) for field in ("rank", "tail_bytes", "offset")}
         try:
             return answer(
                 await self._logs.read(
-                    self._state(), request.match_info["task"], worker=request.query.get("worker"), **which
+                    self._state(), request.match_info["task"], worker=request.query.get("worker"), **query
                 )
             )
         except LookupError as unknown:
@@ -92,20 +92,20 @@ class LogApi:
             return error(503, str(missing))
 
     async def marks(self, request: web.Request) -> web.Response:
-        """Where each worker of a task is, by its phase mark; the nodes are asked once every MARKS_S at most."""
+        """Answer with the phase mark of each worker of a task; the nodes are asked once every MARKS_S at most."""
         task = request.match_info["task"]
         try:
             async with self._turn:
-                at_s, told = self._marks.get(task, (0.0, None))
-                if told is None or time.monotonic() - at_s > MARKS_S:
-                    told = await self._logs.marks(self._state(), task)
-                    self._marks = {task: (time.monotonic(), told)}
+                at_s, marks = self._marks.get(task, (0.0, None))
+                if marks is None or time.monotonic() - at_s > MARKS_S:
+                    marks = await self._logs.marks(self._state(), task)
+                    self._marks = {task: (time.monotonic(), marks)}
         except LookupError as unknown:
             return error(404, str(unknown.args[0]))
-        return answer(told)
+        return answer(marks)
 
     async def stacks(self, request: web.Request) -> web.Response:
-        """What a worker's threads are doing, by py-spy on its node."""
+        """Answer with the stacks of a worker's threads, read by py-spy on its node."""
         try:
             rank = number_in(request, "rank") or 0
             return answer(await self._logs.stacks(self._state(), request.match_info["task"], rank))
@@ -115,8 +115,9 @@ class LogApi:
             return error(503, str(missing))
 
     async def checks(self, request: web.Request) -> web.Response:
-        """What the nodes' agents see of themselves, of each other and of the tasks' storage; takes up to a minute."""
+        """Answer with what the nodes' agents see of themselves, each other and the tasks' storage; takes up to a
+        minute."""
         try:
-            return answer(await self._checks.look(self._state(), await body_of(request, AskedOf)))
-        except ChecksRun as running:
+            return answer(await self._checks.look(self._state(), await body_of(request, ChecksRequest)))
+        except ChecksBusy as running:
             return error(409, str(running))

@@ -1,4 +1,4 @@
-"""How the log stands: its size, its age, its copy in the archive, the room on the disks; in numbers, and as alarms.
+"""The state of the log: its size, its age, its copy in the archive, the room on the disks; in numbers, and as alarms.
 
 A figure is what the last look gave; None where nothing is known yet. The alarms are pure.
 """
@@ -22,10 +22,10 @@ FREE_ENOUGH_BYTES = 10 * GIB
 BEHIND_INTERVALS = 3
 
 
-class Disk(NamedTuple):
-    """A volume that the log needs. `what`: "state" or "archive"."""
+class LogVolume(NamedTuple):
+    """A volume that the log needs. `name`: "state" or "archive"."""
 
-    what: str
+    name: str
     path: str
     free_bytes: int
     size_bytes: int
@@ -41,11 +41,11 @@ class Stream(NamedTuple):
 
 
 class Figures(msgspec.Struct):
-    """What is known. `archived_s`: since the archive was brought up to date, or since the coordinator began to lead.
-    `failure`, `trim_failure`: of the last attempt, in one line; "" where it succeeded."""
+    """All that is known of the log. `archived_s`: since the archive was brought up to date, or since the coordinator
+    began to lead. `failure`, `trim_failure`: of the last attempt, in one line; "" where it succeeded."""
 
     stream: Stream | None = None
-    disks: Sequence[Disk] = ()
+    disks: Sequence[LogVolume] = ()
     archived_seq: int = 0
     archived_s: float = 0.0
     archived_beats: int = 0
@@ -57,50 +57,50 @@ class Figures(msgspec.Struct):
 
 
 def stream_of(info: dict[str, Any]) -> Stream:
-    """From an answer of STREAM.INFO."""
+    """Return the figures in an answer of STREAM.INFO."""
     state = info["state"]
-    held = int(state["messages"])
+    entries = int(state["messages"])
     now, first = datetime.fromisoformat(info["ts"]), datetime.fromisoformat(state["first_ts"])
-    oldest_s = (now - first).total_seconds() if held else 0.0
-    return Stream(int(state["bytes"]), held, int(state["first_seq"]), max(0.0, oldest_s))
+    oldest_s = (now - first).total_seconds() if entries else 0.0
+    return Stream(int(state["bytes"]), entries, int(state["first_seq"]), max(0.0, oldest_s))
 
 
 def slack_s(keep_s: float) -> float:
-    """How much older than `keep_s` an entry may become before a trim removes it: trims are rare, and large."""
+    """Return how much older than `keep_s` an entry may become before a trim removes it: trims are rare, and large."""
     return min(max(keep_s / 10, 3600.0), DAY_S)
 
 
 def alarms(figures: Figures, config: LogConfig, keep_s: float | None) -> list[str]:
-    """What a person has to look at, a line each. `keep_s`: what the timer trims to; None: it does not trim."""
-    found = []
+    """Return what a person has to look at, a line each. `keep_s`: what the timer trims to; None: it does not trim."""
+    lines = []
     stream = figures.stream
     if figures.failure:
-        found.append(f"the log is not archived: {figures.failure}")
+        lines.append(f"the log is not archived: {figures.failure}")
     elif config.archive_every_s and figures.archived_s > BEHIND_INTERVALS * config.archive_every_s:
-        found.append(f"the log is not archived: no success for {figures.archived_s:.0f} s")
+        lines.append(f"the log is not archived: no success for {figures.archived_s:.0f} s")
     if stream is not None and stream.size_bytes > config.alarm_gib * GIB:
-        found.append(
+        lines.append(
             f"the log holds {stream.size_bytes / GIB:.1f} GiB in NATS, more than log.alarm_gib ({config.alarm_gib:g})"
         )
     if figures.trim_failure:
-        found.append(f"older entries are not removed from NATS: {figures.trim_failure}")
+        lines.append(f"older entries are not removed from NATS: {figures.trim_failure}")
     elif stream is not None and keep_s is not None and stream.oldest_s > keep_s + 2 * slack_s(keep_s):
-        found.append(
+        lines.append(
             f"older entries are not removed from NATS: the oldest is {stream.oldest_s / DAY_S:.1f} days old, "
             f"log.keep_d is {keep_s / DAY_S:g}"
         )
-    found += [
+    lines += [
         f"the volume of {disk.path} has {disk.free_bytes / GIB:.1f} GiB free of {disk.size_bytes / GIB:.1f}"
         for disk in figures.disks
         if disk.free_bytes < min(config.alarm_free * disk.size_bytes, FREE_ENOUGH_BYTES)
     ]
     if figures.append_s > config.alarm_append_s:
-        found.append(f"appends to the log take {figures.append_s:.2f} s, more than log.alarm_append_s")
-    return found
+        lines.append(f"appends to the log take {figures.append_s:.2f} s, more than log.alarm_append_s")
+    return lines
 
 
 def metrics(figures: Figures) -> Iterator[Metric]:
-    """The figures, for Prometheus."""
+    """Yield the figures for Prometheus."""
     stream = figures.stream
     if stream is not None:
         yield GaugeMetricFamily("unicron_log_bytes", "Bytes of the event stream in NATS", stream.size_bytes)
@@ -116,6 +116,6 @@ def metrics(figures: Figures) -> Iterator[Metric]:
     free = GaugeMetricFamily("unicron_disk_free_bytes", "Free room on the volumes of the log", labels=["volume"])
     size = GaugeMetricFamily("unicron_disk_size_bytes", "Size of the volumes of the log", labels=["volume"])
     for disk in figures.disks:
-        free.add_metric([disk.what], disk.free_bytes)
-        size.add_metric([disk.what], disk.size_bytes)
+        free.add_metric([disk.name], disk.free_bytes)
+        size.add_metric([disk.name], disk.size_bytes)
     yield from (free, size)

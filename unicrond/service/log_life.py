@@ -29,8 +29,8 @@ from prometheus_client.core import Metric
 from unicrond.intake.config import Config
 from unicrond.service import log_figures
 from unicrond.service.append_times import AppendTimes
-from unicrond.service.archive_command import Asked, Outcome
-from unicrond.service.log_figures import Disk, Figures, slack_s, stream_of
+from unicrond.service.archive_command import ArchiveOutcome, ArchiveRequest
+from unicrond.service.log_figures import Figures, LogVolume, slack_s, stream_of
 
 log = logging.getLogger("unicrond")
 
@@ -50,8 +50,8 @@ class Leader(Protocol):
         ...
 
 
-async def archive_apart(asked: Asked) -> Outcome:
-    """Archive and trim in a process of its own. Ends it when cancelled."""
+async def archive_apart(request: ArchiveRequest) -> ArchiveOutcome:
+    """Archive and trim in a process of its own, and return the outcome. Ends the process when cancelled."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-P", "-c", _CHILD, "unicrond archive"),  # the name is for people who look at processes
@@ -62,20 +62,23 @@ async def archive_apart(asked: Asked) -> Outcome:
         start_new_session=True,
     )
     try:
-        said, complained = await process.communicate(msgspec.json.encode(asked))
+        output, errors = await process.communicate(msgspec.json.encode(request))
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
     try:
-        return msgspec.json.decode(said, type=Outcome)
+        return msgspec.json.decode(output, type=ArchiveOutcome)
     except msgspec.MsgspecError:
-        lines = complained.decode(errors="replace").split("\n")
-        return Outcome(error=next((line for line in reversed(lines) if line.strip()), f"exit {process.returncode}"))
+        lines = errors.decode(errors="replace").split("\n")
+        return ArchiveOutcome(
+            error=next((line for line in reversed(lines) if line.strip()), f"exit {process.returncode}")
+        )
 
 
 class LogLife:
-    """`info`: the newest STREAM.INFO of the event stream, None before the first. `work`: what archives."""
+    """Archives and measures the log. `info`: the newest STREAM.INFO of the event stream, None before the first. `work`:
+    what archives."""
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class LogLife:
         info: Callable[[], dict[str, Any] | None],
         appends: AppendTimes,
         now_s: Callable[[], float],
-        work: Callable[[Asked], Awaitable[Outcome]] = archive_apart,
+        work: Callable[[ArchiveRequest], Awaitable[ArchiveOutcome]] = archive_apart,
     ) -> None:
         self.figures = Figures()
         self._config = config
@@ -94,26 +97,26 @@ class LogLife:
         self._now_s = now_s
         self._work = work
         self._archived_at_s = now_s()
-        self._told: list[str] = []
+        self._alarms: list[str] = []
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch and archive until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch())
             if self._config.log.archive_every_s:
                 group.create_task(self._keep_archiving())
 
     def alarms(self) -> list[str]:
-        """What a person has to look at now, a line each."""
+        """Return what a person has to look at now, a line each."""
         return log_figures.alarms(self._present(), self._config.log, self._config.keep_s)
 
     def metrics(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """Yield the metrics for Prometheus."""
         yield from log_figures.metrics(self._present())
         yield from self._appends.metrics()
 
     def _present(self) -> Figures:
-        """The figures, as they are now; of the disks and the archive, as of the last look."""
+        """Return the figures as they are now; those of the disks and the archive as of the last look."""
         figures, info = self.figures, self._info()
         figures.stream = stream_of(info) if info is not None else None
         figures.append_s = self._appends.usual_s()
@@ -123,17 +126,17 @@ class LogLife:
     async def _watch(self) -> None:
         while True:
             self.figures.disks = await asyncio.to_thread(self._disks)  # a volume may hang
-            told, self._told = self._told, self.alarms()
-            for line in self._told:
-                if _words(line) not in map(_words, told):
+            before, self._alarms = self._alarms, self.alarms()
+            for line in self._alarms:
+                if _words(line) not in map(_words, before):
                     log.error("ALARM: %s", line)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _disks(self) -> list[Disk]:
+    def _disks(self) -> list[LogVolume]:
         places = [("archive", self._config.archive)]
         if not self._config.nats.url:
             places.insert(0, ("state", Path(self._config.state_dir)))
-        return [disk for what, path in places if (disk := _disk(what, path)) is not None]
+        return [disk for name, path in places if (disk := _disk(name, path)) is not None]
 
     async def _keep_archiving(self) -> None:
         every_s = self._config.log.archive_every_s
@@ -146,39 +149,39 @@ class LogLife:
                 await asyncio.sleep(every_s)
 
     async def archive_once(self) -> None:
-        """One round: archive, and trim where something is old enough."""
+        """Archive once, and trim where something is old enough."""
         figures, info = self.figures, self._info()
         keep_s = self._config.keep_s
         is_old = keep_s is not None and info is not None and stream_of(info).oldest_s > keep_s + slack_s(keep_s)
-        done = await self._work(Asked(self._config, keep_s if is_old else None))
-        figures.failures += bool(done.error or done.trim_error)
-        if done.error != figures.failure and done.error:
-            log.warning("the log was not archived: %s", done.error)
-        figures.failure = done.error
-        if done.error:
+        outcome = await self._work(ArchiveRequest(self._config, keep_s if is_old else None))
+        figures.failures += bool(outcome.error or outcome.trim_error)
+        if outcome.error != figures.failure and outcome.error:
+            log.warning("the log was not archived: %s", outcome.error)
+        figures.failure = outcome.error
+        if outcome.error:
             return
         self._archived_at_s, figures.archived_s = self._now_s(), 0.0
-        figures.archived_seq = done.last_seq
-        figures.archived_beats += done.beats
-        figures.removed += done.removed
-        figures.trim_failure = "" if done.term_too_old else done.trim_error
-        if done.removed:
-            log.info("%d entries are in %s now and not in NATS", done.removed, self._config.archive)
-        if done.term_too_old:
+        figures.archived_seq = outcome.last_seq
+        figures.archived_beats += outcome.beats
+        figures.removed += outcome.removed
+        figures.trim_failure = "" if outcome.term_too_old else outcome.trim_error
+        if outcome.removed:
+            log.info("%d entries are in %s now and not in NATS", outcome.removed, self._config.archive)
+        if outcome.term_too_old:
             log.info("beginning another term, so that older entries can be removed from NATS")
             self._leader.renew_term()
 
 
 def _words(line: str) -> str:
-    """The line without its numbers, which change while it stands."""
+    """Return the line without its numbers, which change while the alarm stands."""
     return re.sub(r"[0-9.]+", "", line)
 
 
-def _disk(what: str, path: Path) -> Disk | None:
+def _disk(name: str, path: Path) -> LogVolume | None:
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
         usage = shutil.disk_usage(path)
     except OSError:
         return None
-    return Disk(what, str(path), usage.free, usage.total)
+    return LogVolume(name, str(path), usage.free, usage.total)

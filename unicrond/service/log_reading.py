@@ -24,12 +24,12 @@ from events.logs_request import (
     logs_subject,
 )
 from events.nats_connection import Connection
-from events.nats_inquiry import came
+from events.nats_inquiry import wait_for_answer
 from unicrond.core.state import ClusterState, Incident, NodeStatus
 
 _TIMEOUT_S = 3.0
 _STACKS_TIMEOUT_S = 8.0
-#: So many nodes are asked for a log of which the state does not know the place.
+#: Up to so many nodes are asked for a log when the state does not know which node has it.
 _NODES_ASKED_MAX = 512
 _DEFAULT_TAIL_BYTES = 16 * 1024
 
@@ -56,15 +56,15 @@ class LogReader:
         offset: int | None = None,
         worker: str | None = None,
     ) -> dict[str, Any]:
-        """A piece of the log of the task's rank (default 0), or of `worker`: worker, node, next offset, text.
+        """Return a piece of the log of the task's rank (default 0), or of `worker`: worker, node, next offset, text.
 
-        A worker that the state does not know any more is looked for on all nodes that are up; of a task that has never
-        formed a group, the newest worker that has left a log. Raises LookupError for an unknown task or rank,
+        If the state no longer knows the worker, all nodes that are up are asked for its log; for a task that has never
+        formed a group, the newest worker with a log is taken. Raises LookupError for an unknown task or rank,
         LogsUnavailable where no node has the log.
         """
         _require_task(state, task)
         tail_bytes = min(max(tail_bytes or _DEFAULT_TAIL_BYTES, 1), MAX_LOG_BYTES)
-        worker, node = _named(state, task, worker) if worker else _of_rank(state, task, rank or 0)
+        worker, node = _place_of(state, task, worker) if worker else _of_rank(state, task, rank or 0)
         request = LogsRequest(task=task, worker=worker, tail_bytes=tail_bytes, offset=offset)
         if node is None:
             reply = await self._look_for(state, request)
@@ -80,17 +80,20 @@ class LogReader:
         }
 
     async def stacks(self, state: ClusterState, task: str, rank: int) -> dict[str, Any]:
-        """What the task's rank is doing: worker, node, pid, `text` of its threads' stacks, `collectives` of its flight
-        recorder. Where one of the two cannot be had, `no_stacks` or `no_flight` says why. Raises as `read` does, and
-        LogsUnavailable where neither can."""
+        """Return what the task's rank is doing: worker, node, pid, `text` of its threads' stacks, `collectives` of its
+        flight recorder. Where one of the two cannot be had, `no_stacks` or `no_flight` says why. Raises as `read` does,
+        and LogsUnavailable where neither can be had."""
         _require_task(state, task)
         worker, node = _of_rank(state, task, rank)
         if worker is None or node is None:
             raise LookupError(f"task: no worker of {task} runs; see `unicronctl workers`")
-        known = state.tasks[task].workers.get(worker)
-        asked = (LogsRequest(task=task, worker=worker, stacks=True), LogsRequest(task=task, worker=worker, flight=True))
+        record = state.tasks[task].workers.get(worker)
+        requests = (
+            LogsRequest(task=task, worker=worker, stacks=True),
+            LogsRequest(task=task, worker=worker, flight=True),
+        )
         stacks, flight = await asyncio.gather(
-            *(self._reply(node, request, _STACKS_TIMEOUT_S) for request in asked), return_exceptions=True
+            *(self._reply(node, request, _STACKS_TIMEOUT_S) for request in requests), return_exceptions=True
         )
         text, no_stacks = _data(node, stacks)
         recorded, no_flight = _data(node, flight)
@@ -100,12 +103,13 @@ class LogReader:
             collectives = decode_flight(recorded) if recorded else []
         except BadLogsMessage as error:
             collectives, no_flight = [], f"node {node}: {error}"
-        told = {"worker": worker, "node": node, "pid": known.pid if known else 0}
-        told |= {"text": text.decode(errors="replace"), "no_stacks": no_stacks}
-        return {**told, "collectives": collectives, "no_flight": no_flight}
+        body = {"worker": worker, "node": node, "pid": record.pid if record else 0}
+        body |= {"text": text.decode(errors="replace"), "no_stacks": no_stacks}
+        return {**body, "collectives": collectives, "no_flight": no_flight}
 
     async def marks(self, state: ClusterState, task: str) -> dict[str, Any]:
-        """Where each worker of the task is: {"marks": {worker: WorkerMark}, "silent": {node: why}}. Raises LookupError.
+        """Return where each worker of the task is: {"marks": {worker: WorkerMark}, "silent": {node: reason}}. Raises
+        LookupError.
 
         Nodes that do not answer are silent; so are those beyond the first _NODES_ASKED_MAX.
         """
@@ -113,36 +117,36 @@ class LogReader:
         membership = state.tasks[task].membership
         nodes = list(dict.fromkeys(member.node for member in membership.members)) if membership else []
         request = LogsRequest(task=task, marks=True)
-        asked = nodes[:_NODES_ASKED_MAX]
+        targets = nodes[:_NODES_ASKED_MAX]
         replies = await asyncio.gather(
-            *(self._reply(node, request, _TIMEOUT_S) for node in asked), return_exceptions=True
+            *(self._reply(node, request, _TIMEOUT_S) for node in targets), return_exceptions=True
         )
-        found: dict[str, WorkerMark] = {}
+        marks: dict[str, WorkerMark] = {}
         silent = dict.fromkeys(nodes[_NODES_ASKED_MAX:], "not asked: the task is too large")
-        for node, reply in zip(asked, replies, strict=True):
+        for node, reply in zip(targets, replies, strict=True):
             try:
                 if isinstance(reply, BaseException):
                     raise reply
                 if reply.error:
                     raise LogsUnavailable(_too_old(node) if "unknown field" in reply.error else reply.error)
-                found |= {mark.worker: mark for mark in decode_marks(reply.data)}
+                marks |= {mark.worker: mark for mark in decode_marks(reply.data)}
             except (LogsUnavailable, BadLogsMessage) as error:
                 silent[node] = str(error)
-        return {"marks": found, "silent": silent}
+        return {"marks": marks, "silent": silent}
 
     async def _look_for(self, state: ClusterState, request: LogsRequest) -> LogsReply:
-        """The reply of the node that has the log, or the newest of the task's; else what the event log says."""
+        """Return the reply of the node that has the log, or the newest of the task's; else what the event log says."""
         up = [node.name for node in state.nodes.values() if node.status is NodeStatus.UP][:_NODES_ASKED_MAX]
         replies = await asyncio.gather(*(self._reply(node, request, _TIMEOUT_S) for node in up), return_exceptions=True)
-        found = [reply for reply in replies if isinstance(reply, LogsReply) and not reply.error]
-        if found:
-            return max(found, key=lambda reply: int((reply.worker or "0").rpartition(".")[2]))
-        which = f"worker {request.worker}" if request.worker else f"any worker of {request.task}"
-        told = _told(state, request.task, request.worker)
-        if told is None:
-            raise LogsUnavailable(f"no node that is up has a log of {which}; see `unicronctl describe task`")
-        text = f"(no node that is up has a log of {which}; this is in the event log)\n{told.log_tail}\n"
-        return LogsReply(node=told.node, worker=told.worker, data=text.encode()[:MAX_LOG_BYTES])
+        logs = [reply for reply in replies if isinstance(reply, LogsReply) and not reply.error]
+        if logs:
+            return max(logs, key=lambda reply: int((reply.worker or "0").rpartition(".")[2]))
+        label = f"worker {request.worker}" if request.worker else f"any worker of {request.task}"
+        incident = _quoting_incident(state, request.task, request.worker)
+        if incident is None:
+            raise LogsUnavailable(f"no node that is up has a log of {label}; see `unicronctl describe task`")
+        text = f"(no node that is up has a log of {label}; this is in the event log)\n{incident.log_tail}\n"
+        return LogsReply(node=incident.node, worker=incident.worker, data=text.encode()[:MAX_LOG_BYTES])
 
     async def _reply(self, node: str, request: LogsRequest, timeout_s: float) -> LogsReply:
         try:
@@ -151,14 +155,14 @@ class LogReader:
             raise LogsUnavailable(f"node {node} does not send its logs: {error}") from None
 
     async def ask(self, node: str, body: bytes, timeout_s: float) -> LogsReply:
-        """The node's answer to any request. Raises LogsUnavailable."""
+        """Return the node's answer to any request. Raises LogsUnavailable."""
         try:
             return decode_reply(await self._ask(node, body, timeout_s))
         except (LogError, BadLogsMessage) as error:
             raise LogsUnavailable(str(error)) from None
 
     async def _ask(self, node: str, body: bytes, timeout_s: float) -> bytes:
-        """The answer's body. LogError where none comes."""
+        """Return the answer's body. Raises LogError where none comes."""
         async with self._listening:
             if not self._listens:
                 await self._connection.subscribe(ANSWERS, self._on_answer)
@@ -169,7 +173,7 @@ class LogReader:
             async with asyncio.timeout(timeout_s):
                 session = await self._connection.session()
                 await session.publish(logs_subject(node), body, reply=subject)
-            if not await came(answer, timeout_s):
+            if not await wait_for_answer(answer, timeout_s):
                 raise LogError(f"no answer within {timeout_s:g} s")
         except TimeoutError:
             raise LogError(f"no connection to {self._connection.urls}") from None
@@ -187,7 +191,7 @@ class LogReader:
 
 
 def _data(node: str, reply: LogsReply | BaseException) -> tuple[bytes, str]:
-    """What came, and why nothing did."""
+    """Return the reply's data, and why there is none."""
     if isinstance(reply, LogsUnavailable):
         return b"", str(reply)
     if isinstance(reply, BaseException):
@@ -207,8 +211,8 @@ def _require_task(state: ClusterState, name: str) -> None:
 
 
 def _of_rank(state: ClusterState, name: str, rank: int) -> tuple[str | None, str | None]:
-    """(worker, node) of the task's rank: of the newest membership, also when its workers have ended. Both None where
-    the task has never formed a group: its workers have no ranks."""
+    """Return (worker, node) of the task's rank in the newest membership, also when its workers have ended. Both are
+    None where the task has never formed a group: its workers have no ranks."""
     task = state.tasks[name]
     members = task.membership.members if task.membership is not None else ()
     if not members and not rank:
@@ -219,8 +223,8 @@ def _of_rank(state: ClusterState, name: str, rank: int) -> tuple[str | None, str
     return members[rank].worker, members[rank].node
 
 
-def _named(state: ClusterState, name: str, worker: str) -> tuple[str, str | None]:
-    """(worker, node): None where the state does not know it any more."""
+def _place_of(state: ClusterState, name: str, worker: str) -> tuple[str, str | None]:
+    """Return (worker, node); the node is None where the state does not know it any more."""
     task = state.tasks[name]
     if worker.rpartition(".")[0] != name or not worker.rpartition(".")[2].isdecimal():
         raise LookupError(
@@ -232,8 +236,8 @@ def _named(state: ClusterState, name: str, worker: str) -> tuple[str, str | None
     return worker, next((member.node for member in members if member.worker == worker), None)
 
 
-def _told(state: ClusterState, task: str, worker: str | None) -> Incident | None:
-    """The newest incident that quotes the end of the log of the worker, or of any of the task's."""
-    known = [*state.closed, *state.incidents.values()]
-    of_it = [one for one in known if one.log_tail and one.worker.rpartition(".")[0] == task]
-    return next((one for one in reversed(of_it) if worker in (None, one.worker)), None)
+def _quoting_incident(state: ClusterState, task: str, worker: str | None) -> Incident | None:
+    """Return the newest incident that quotes the end of the log of the worker, or of any of the task's."""
+    incidents = [*state.closed, *state.incidents.values()]
+    of_it = [incident for incident in incidents if incident.log_tail and incident.worker.rpartition(".")[0] == task]
+    return next((incident for incident in reversed(of_it) if worker in (None, incident.worker)), None)

@@ -26,20 +26,20 @@ class NatsSnapshotStore:
         self._replicas = replicas
 
     async def load(self) -> bytes | None:
-        """The newest snapshot, None if there is none. LogUnavailable."""
+        """Return the newest snapshot, None if there is none. Raises LogUnavailable."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 session = await self._connection.session()
                 bucket = await session.client.jetstream().object_store(BUCKET)
-                found = await bucket.get(NAME)
-                return bytes(found.data or b"")
+                stored_object = await bucket.get(NAME)
+                return bytes(stored_object.data or b"")
         except (nats.js.errors.NotFoundError, nats.js.errors.BucketNotFoundError):
             return None
         except (nats.errors.Error, OSError, TimeoutError) as error:
             raise LogUnavailable(f"bucket {BUCKET}: {type(error).__name__}: {error}") from None
 
     async def save(self, body: bytes) -> None:
-        """Replace it. LogUnavailable."""
+        """Replace the snapshot. Raises LogUnavailable."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 bucket = await self._bucket()

@@ -1,4 +1,4 @@
-"""Who may log in to the embedded NATS server, kept as the folded log says.
+"""Keeps the list of logins of the embedded NATS server as the folded log says.
 
 Rules
 -----
@@ -29,24 +29,25 @@ log = logging.getLogger("unicrond")
 LOOK_EVERY_S = 0.25
 
 
-class Server(Protocol):
-    """An embedded server."""
+class LoginServer(Protocol):
+    """An embedded server whose list of logins can change."""
 
     async def let_in(self, users: Sequence[User]) -> None:
-        """See EmbeddedServer."""
+        """Replace the list of logins (see EmbeddedServer)."""
         ...
 
 
 class NodeLogins:
-    """`roles`: the logins that are no agents'. `server`: None where it is not ours. `ask`: append a request.
+    """Keeps the server's logins as the log says. `roles`: the logins that are no agents'. `server`: None where it is
+    not ours. `ask`: append a request.
 
-    `has_shared`: NATS accepts the login of before too, which may do everything.
+    `has_shared`: NATS still accepts the shared login too, which may do everything.
     """
 
     def __init__(
         self,
         roles: Sequence[User],
-        server: Server | None,
+        server: LoginServer | None,
         path: Path,
         state: Callable[[], ClusterState],
         ask: Callable[[NodeRevoked], Awaitable[None]],
@@ -63,18 +64,18 @@ class NodeLogins:
         self._now_us = now_us
         self._leads = leads
         self._has_shared = has_shared
-        self._said: list[str] = []
+        self._previous_alarms: list[str] = []
         #: Why the server's list is not the log's; "" where it is.
         self.trouble = ""
 
     async def run(self) -> None:
-        """Until cancelled. To be started once the log is folded."""
-        told: Mapping[str, NodeLogin] | None = None
+        """Keep the server's list up to date, until cancelled. To be started once the log is folded."""
+        current: Mapping[str, NodeLogin] | None = None
         ended: list[NodeLogin] = []
         while True:
             logins = self._state().logins
-            if logins is not told and await self._tell(logins):
-                told = logins
+            if logins is not current and await self._tell(logins):
+                current = logins
             for node in expired(logins, self._now_us()) if self._leads() else ():
                 if logins[node] not in ended:  # else it is asked for
                     ended.append(logins[node])
@@ -84,17 +85,17 @@ class NodeLogins:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def alarms(self) -> list[str]:
-        """What a person has to do about logins, a line each."""
+        """Return what a person has to do about logins, a line each."""
         lines = [f"NATS does not know the newest logins: {self.trouble}"] if self.trouble else []
         return [*lines, migration_line(self._state())] if self._has_shared else lines
 
     def _say(self) -> None:
-        """Log what is new among them."""
+        """Log the alarms that are new."""
         alarms = self.alarms()
         for line in alarms:
-            if line not in self._said:
+            if line not in self._previous_alarms:
                 log.error("ALARM: %s", line)
-        self._said = alarms
+        self._previous_alarms = alarms
 
     async def _tell(self, logins: Mapping[str, NodeLogin]) -> bool:
         users = [User(agent_login(node), login.key) for node, login in logins.items()]
@@ -111,19 +112,19 @@ class NodeLogins:
 
 
 def expired(logins: Mapping[str, NodeLogin], now_us: int) -> list[str]:
-    """The nodes whose keys were not used in time."""
+    """Return the nodes whose keys were not used in time."""
     return [
         node for node, login in logins.items() if login.expires_us and not login.is_used and login.expires_us <= now_us
     ]
 
 
 def without_key(state: ClusterState) -> list[str]:
-    """Nodes of the cluster that are not enrolled."""
+    """Return the nodes of the cluster that are not enrolled."""
     return [name for name, node in state.nodes.items() if node.status is NodeStatus.UP and name not in state.logins]
 
 
 def migration_line(state: ClusterState) -> str:
-    """What stands in the way of `auth: keys`."""
+    """Return what stands in the way of `auth: keys`, in one line."""
     missing = without_key(state)
     if not missing and not any(node.status is NodeStatus.UP for node in state.nodes.values()):
         return "NATS accepts the shared login, which may do everything: enroll the nodes, then set nats.auth to keys"
@@ -135,7 +136,7 @@ def migration_line(state: ClusterState) -> str:
 
 
 def remember(path: Path, users: Sequence[User]) -> None:
-    """Keep the list for the next start. OSError."""
+    """Write the list for the next start. Raises OSError."""
     new = path.with_suffix(".new")
     text = "".join(f"{user.login} {user.key}\n" for user in users)
     with new.open("w") as file:
@@ -146,16 +147,16 @@ def remember(path: Path, users: Sequence[User]) -> None:
 
 
 def remembered(path: Path) -> list[User]:
-    """The agents' logins of the last time; without those that cannot be read."""
+    """Return the agents' logins of the last time, without those that cannot be read."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return []
-    found = []
+    users = []
     for line in lines:
         login, _, key = line.partition(" ")
         try:
-            found.append(User(agent_login(login.removeprefix(agent_login("x")[:-1])), key))
+            users.append(User(agent_login(login.removeprefix(agent_login("x")[:-1])), key))
         except BadLogin:
             log.warning("%s: ignoring %r", path, line)
-    return found
+    return users

@@ -26,14 +26,15 @@ async def porch(
 ) -> AsyncIterator[None]:
     """Answer on the port as long as the context lasts. `waits_for`: in one line. Raises OSError."""
 
-    async def answered(request: web.Request) -> web.Response:
-        told = {"status": STATUS, "trouble": waits_for(), "alarms": [], "leads": False}
+    async def handle(request: web.Request) -> web.Response:
+        """Answer any request with what the head waits for."""
+        body = {"status": STATUS, "trouble": waits_for(), "alarms": [], "leads": False}
         if request.path in ("/livez", "/healthz"):
-            return answer(told)
-        return answer(told, 503) if request.path == "/readyz" else error(503, f"coordinator: {waits_for()}")
+            return answer(body)
+        return answer(body, 503) if request.path == "/readyz" else error(503, f"coordinator: {waits_for()}")
 
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answered)
+    app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:

@@ -1,4 +1,4 @@
-"""What of the log's promises this cluster does not have, for people: /healthz, `unicronctl status`, the head's log.
+"""Which of the log's promises do not hold in this cluster, for people: /healthz, `unicronctl status`, the head's log.
 
 With an embedded server all writes are synced and every login is ours; what it cannot survive is its host.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from events.logins import Role
 from events.nats_connection import Connection
 from events.nats_login import Login
-from events.nats_promises import weaker
+from events.nats_promises import find_weaknesses
 
 log = logging.getLogger("unicrond")
 
@@ -24,7 +24,7 @@ HOST_LOSS = (
 
 
 class Promises:
-    """`lines`: what is weaker than promised, as of the last look. `is_embedded`: the server is ours, and alone."""
+    """The promises that do not hold. `lines`: as of the last look. `is_embedded`: the server is ours, and alone."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Promises:
         is_embedded: bool,
         has_others: Callable[[], object],
     ) -> None:
-        """`has_others`: whether other heads run."""
+        """Take the connection and the logins to ask with. `has_others`: whether other heads run."""
         self._connection = connection
         self._role = role
         self._system = system
@@ -61,4 +61,4 @@ class Promises:
     async def _ask(self) -> list[str]:
         if self._is_embedded:
             return [HOST_LOSS] if self._has_others() else []
-        return await weaker(self._connection, self._role, self._system, self._replicas)
+        return await find_weaknesses(self._connection, self._role, self._system, self._replicas)

@@ -1,4 +1,4 @@
-"""The runs of the repair command on the head. How isolated nodes come back: intake/readmission.py.
+"""Runs the repair command on the head. How isolated nodes come back: intake/readmission.py.
 
 Rules
 -----
@@ -24,30 +24,32 @@ from unicrond.core.survey import Survey
 
 log = logging.getLogger("unicrond")
 
-#: Whether the node may be checked, and what the command said last.
-Outcome: TypeAlias = tuple[bool, str]
+#: Whether the node may be checked, and the end of the command's output.
+RepairOutcome: TypeAlias = tuple[bool, str]
 RUNS_MAX = 8
 
 
 class Repairs:
-    """Runs what is due. `run`: how; `on_end(event)`: where its outcome goes."""
+    """Runs the repairs that are due. `run`: how; `on_end(event)`: where the outcome goes."""
 
-    def __init__(self, run: Callable[[Repair], Awaitable[Outcome]], on_end: Callable[[RepairEnded], None]) -> None:
+    def __init__(
+        self, run: Callable[[Repair], Awaitable[RepairOutcome]], on_end: Callable[[RepairEnded], None]
+    ) -> None:
         self._run = run
         self._on_end = on_end
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._done: set[str] = set()
+        self._past: set[str] = set()
 
     def look(self, survey: Survey) -> None:
-        """Begin what is due and not begun. Needs a running loop."""
-        due = repairs_due(survey.state, survey.nodes.isolated)
-        self._done &= {repair.nth for repair in due}
-        for repair in due:
-            if repair.nth not in self._running and repair.nth not in self._done and len(self._running) < RUNS_MAX:
+        """Start the repairs that are due and have not started. Needs a running loop."""
+        repairs = repairs_due(survey.state, survey.nodes.isolated)
+        self._past &= {repair.nth for repair in repairs}
+        for repair in repairs:
+            if repair.nth not in self._running and repair.nth not in self._past and len(self._running) < RUNS_MAX:
                 self._running[repair.nth] = asyncio.create_task(self._repair(repair), name=f"repair {repair.nth}")
 
     async def close(self) -> None:
-        """End those that run."""
+        """End the repairs that run."""
         for task in list(self._running.values()):
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -57,22 +59,23 @@ class Repairs:
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            passed, detail = await self._run(repair)
+            success, detail = await self._run(repair)
         finally:
             self._running.pop(repair.nth, None)
-        self._done.add(repair.nth)
+        self._past.add(repair.nth)
         took_us = min(int((clock() - began_s) * 1e6), 86_400_000_000)
         self._on_end(
             RepairEnded(
-                node=repair.node, isolation=repair.isolation, passed=passed, duration_us=took_us, detail=detail[:1024]
+                node=repair.node, isolation=repair.isolation, passed=success, duration_us=took_us, detail=detail[:1024]
             )
         )
 
 
-def command(argv: tuple[Text, ...], timeout_s: float) -> Callable[[Repair], Awaitable[Outcome]]:
-    """Repairs by the operator's command."""
+def command(argv: tuple[Text, ...], timeout_s: float) -> Callable[[Repair], Awaitable[RepairOutcome]]:
+    """Return what repairs a node by the operator's command."""
 
-    async def run(repair: Repair) -> Outcome:
+    async def run(repair: Repair) -> RepairOutcome:
+        """Run the command for one repair; return its outcome."""
         environment = {
             **os.environ,
             "UNICRON_NODE": repair.node,
@@ -81,11 +84,11 @@ def command(argv: tuple[Text, ...], timeout_s: float) -> Callable[[Repair], Awai
             "UNICRON_REASON": repair.reason,
         }
         try:
-            code, said = await bounded_process.run((*argv, repair.node, repair.needs), timeout_s, environment)
+            code, output = await bounded_process.run((*argv, repair.node, repair.needs), timeout_s, environment)
         except (OSError, ValueError) as error:
             return False, f"{argv[0]} cannot be run: {error}"
         if code is None:
-            return False, f"{argv[0]} did not end within {timeout_s:g} s: {said}"
-        return code == 0, f"exit code {code}: {said}"
+            return False, f"{argv[0]} did not end within {timeout_s:g} s: {output}"
+        return code == 0, f"exit code {code}: {output}"
 
     return run

@@ -1,5 +1,4 @@
-"""What tells a process whether another one of its own machine still runs: a head that restarts asks it of its
-predecessor.
+"""Tells whether another process of this machine still runs: a head that restarts asks about its predecessor.
 
 A process id means something in one pid namespace of one boot, and only together with the time at which the process
 began: ids are used again.
@@ -12,7 +11,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """This boot of this machine, and the pid namespace; "" where the kernel does not say."""
+    """Return this boot of this machine and the pid namespace; "" where the kernel does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -21,7 +20,7 @@ def machine() -> str:
 
 
 def began(pid: int) -> int | None:
-    """When the process began, in the kernel's ticks since the boot; None where it does not run."""
+    """Return when the process began, in the kernel's ticks since the boot; None where it does not run."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -30,5 +29,5 @@ def began(pid: int) -> int | None:
 
 
 def is_gone(other_machine: str, pid: int, other_began: int) -> bool:
-    """A process of this machine that runs no more; False of those of others."""
+    """Return whether the process ran on this machine and has ended; False for processes of other machines."""
     return bool(other_machine) and other_machine == machine() and pid != os.getpid() and began(pid) != other_began

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from unicrond.service.heads import Head
 
 
-class Shown(NamedTuple):
-    """`trouble`: why the log takes nothing at this moment; empty where it does. `head`: what knows which head leads;
-    None: this one, alone. `weaker`: which of its promises the log does not keep here, a line each."""
+class ProcessStatus(NamedTuple):
+    """The process around a coordinator. `trouble`: why the log takes nothing at this moment; empty where it takes
+    appends. `head`: knows which head leads; None: this one, alone. `weaker`: the promises of the log that do not hold
+    here, a line each."""
 
     trouble: Callable[[], str] = str
     head: Head | None = None
@@ -18,21 +19,21 @@ class Shown(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether this head does."""
+        """Return whether this head leads."""
         return self.head is None or self.head.leads
 
     @property
     def heads(self) -> dict[str, Any]:
-        """Which head leads, and which stand by."""
+        """Return which head leads, and which stand by."""
         if self.head is None:
             return {}
         leader = self.head.leader
-        told = {"process": leader.process, "api": leader.api} if leader is not None else None
-        return {"leader": told, "standing_by": self.head.standing_by}
+        address = {"process": leader.process, "api": leader.api} if leader is not None else None
+        return {"leader": address, "standing_by": self.head.standing_by}
 
     @property
     def referral(self) -> str:
-        """To the head that leads."""
+        """Return an error text that refers to the head that leads."""
         leader = self.head.leader if self.head is not None else None
         if leader is None or self.leads:
             return "coordinator: no head leads yet; try again in a moment"

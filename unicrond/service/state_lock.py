@@ -11,12 +11,12 @@ from events.log import LogError
 
 
 class InUse(LogError):
-    """The directory cannot be had; the text says why and what to do."""
+    """The directory cannot be used; the text says why and what to do."""
 
 
 @contextmanager
 def sole_user(state_dir: Path) -> Iterator[None]:
-    """Hold the directory, which is made. Raises InUse."""
+    """Create the directory and hold its lock as long as the context lasts. Raises InUse."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
         lock = (state_dir / "unicrond.lock").open("a")

@@ -1,4 +1,4 @@
-"""What a coordinator has around it in its process: logins with keys and TLS, the log's life, who is told of it."""
+"""The hooks of a coordinator for the rest of its process: logins with keys, the log's upkeep, notifications."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric  # which a simulated coordinator does without
 
 
-async def _nothing(_: Sequence[AnyEvent]) -> None:
+async def _ignore_events(_: Sequence[AnyEvent]) -> None:
     pass
 
 
-def _begun() -> None:
+def _ignore_term() -> None:
     pass
 
 
-def _unseen(_before: ClusterState, _after: ClusterState, _entry: Entry) -> None:
+def _ignore_entry(_before: ClusterState, _after: ClusterState, _entry: Entry) -> None:
     pass
 
 
 @dataclass
 class Surroundings:
-    """`requests`: the log under the login that may write what people ask for. `prepare`: told of what is about to be
-    appended, which waits for it (consumers.py). `begin`: told that a term begins. `alarms`, `metrics`: of others in
-    this process. `folded`: told of each new entry while it leads; must not raise (notifier.py)."""
+    """The hooks of a coordinator's process. `requests`: the log under the login that may write what people ask for.
+    `prepare`: called with the events that are about to be appended, which wait for it (consumers.py). `begin`: called
+    when a term begins. `alarms`, `metrics`: of other parts of this process. `folded`: called with each new entry while
+    it leads; must not raise (notifier.py)."""
 
     requests: EventLog
-    prepare: Callable[[Sequence[AnyEvent]], Awaitable[None]] = _nothing
-    begin: Callable[[], None] = _begun
+    prepare: Callable[[Sequence[AnyEvent]], Awaitable[None]] = _ignore_events
+    begin: Callable[[], None] = _ignore_term
     alarms: Callable[[], list[str]] = list
     metrics: Callable[[], Iterable[Metric]] = list
-    folded: Callable[[ClusterState, ClusterState, Entry], None] = _unseen
+    folded: Callable[[ClusterState, ClusterState, Entry], None] = _ignore_entry
 
     def add_alarms(self, more: Callable[[], list[str]]) -> None:
-        """Those of one more part of this process."""
+        """Add the alarms of one more part of this process."""
         before = self.alarms
         self.alarms = lambda: [*before(), *more()]

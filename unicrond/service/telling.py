@@ -1,6 +1,6 @@
-"""What of the coordinator's process tells others what has happened: notices (notifier.py), traces (tracing.py).
+"""Starts what exports events to the outside: notices (notifier.py), traces (tracing.py).
 
-Where the configuration names nobody, there is nothing of them.
+Where the configuration names no destination, nothing starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unicrond.service.notifier import Notifier
 
 
 def telling(config: Config, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
-    """Those that are wanted, running. Raises MissingExtra."""
+    """Start the exporters that the configuration asks for, and return their tasks. Raises MissingExtra."""
     return _notices(config, coordinator, api) + _traces(config, coordinator)
 
 
@@ -46,6 +46,7 @@ def _traces(config: Config, coordinator: Coordinator) -> list[asyncio.Task[None]
     tracing = Tracing(config.traces_url)
 
     def ended(spans: Sequence[Span]) -> None:
+        """Export the spans if this coordinator leads, without secrets."""
         if coordinator.live.is_set():
             tracing.ended(spans, mask_of(coordinator.state).text)
 

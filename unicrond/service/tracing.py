@@ -24,12 +24,12 @@ from opentelemetry.trace.status import Status, StatusCode
 from unicrond import VERSION
 from unicrond.core.spans import Span
 
-#: Until what was told last has been sent, at the end.
+#: How long the last spans may take to be sent, at the end.
 _CLOSE_MS = 2000
 
 
 class Tracing:
-    """`url`: where to post, /v1/traces of a collector."""
+    """Sends spans to a collector. `url`: where to post, /v1/traces of a collector."""
 
     def __init__(self, url: str) -> None:
         self._resource = Resource.create({"service.name": "unicrond", "service.version": VERSION})
@@ -37,12 +37,12 @@ class Tracing:
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
     def ended(self, spans: Sequence[Span], hide: Callable[[str], str] = str) -> None:
-        """To be sent. Never waits. `hide`: what becomes of a text that may hold a secret."""
+        """Send spans that have ended. Never waits. `hide`: maps a text to its form without secrets."""
         for span in spans:
             self._processor.on_end(self._readable(span, hide))
 
     async def run(self) -> None:
-        """Until cancelled; then what is left is sent, for a short time."""
+        """Wait until cancelled; then send what is left, for a short time."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -58,7 +58,10 @@ class Tracing:
             context=_context(span.trace, span.span),
             parent=_context(span.trace, span.parent) if span.parent else None,
             resource=self._resource,
-            attributes={name: hide(told) if isinstance(told, str) else told for name, told in span.about.items()},
+            attributes={
+                name: hide(attribute) if isinstance(attribute, str) else attribute
+                for name, attribute in span.about.items()
+            },
             status=Status(StatusCode.ERROR, hide(span.error)) if span.error else Status(),
             start_time=span.start_us * 1000,
             end_time=span.end_us * 1000,

@@ -9,7 +9,7 @@ from pathlib import Path
 from events import roster
 from events.certificates import BadCertificate
 from events.envelope import Envelope
-from events.seats import Telling, told_by, told_so_far
+from events.seats import PartialMembership, add_part, broadcast_seats
 from events.signing import Signer
 from events.subjects import WARRANT_HEADER
 from events.vocabulary import MembershipDecided, MembershipPart, SetMembership
@@ -22,26 +22,26 @@ def _now() -> datetime:
 
 
 class Warrants:
-    """`cert`: the file of the head's certificate and its key, which may be renewed at any time. Raises BadCertificate,
-    OSError."""
+    """Signs warrants. `cert`: the file of the head's certificate and its key, which may be renewed at any time. Raises
+    BadCertificate, OSError."""
 
     def __init__(self, cert: Path, now: Callable[[], datetime] = _now) -> None:
         self._cert = cert
         self._now = now
-        self._seen = file_state(cert)
+        self._file_version = file_state(cert)
         self._signer = Signer(cert.read_bytes())
-        self._tellings: dict[str, Telling | None] = {}
+        self._tellings: dict[str, PartialMembership | None] = {}
         #: Commands tell a membership to each node; they carry the same one.
         self._last: tuple[str, int, str] = ("", 0, "")
 
     def beside(self, envelope: Envelope) -> dict[str, str]:
-        """The headers for what is about to be appended."""
+        """Return the headers for an event that is about to be appended."""
         match envelope.event:
             case MembershipPart() as part:
-                self._tellings[part.task] = told_so_far(self._tellings.get(part.task), part, envelope.term)
-            case MembershipDecided(told=told) as decided if told is not None:
+                self._tellings[part.task] = add_part(self._tellings.get(part.task), part, envelope.term)
+            case MembershipDecided(told=broadcast) as decided if broadcast is not None:
                 telling = self._tellings.pop(decided.task, None)
-                seats = told_by(telling, told, decided.generation, envelope.term) or ()
+                seats = broadcast_seats(telling, broadcast, decided.generation, envelope.term) or ()
                 return self._header(decided.task, decided.generation, (run.node for run in seats))
             case SetMembership() as command:
                 return self._header(command.task, command.generation, (member.node for member in command.members))
@@ -58,10 +58,10 @@ class Warrants:
 
     def _look(self) -> None:
         """Sign with the newest certificate; certificates.py says what is wrong with one that cannot be used."""
-        seen = file_state(self._cert)
-        if seen == self._seen:
+        version = file_state(self._cert)
+        if version == self._file_version:
             return
-        self._seen = seen
+        self._file_version = version
         try:
             self._signer = Signer(self._cert.read_bytes())
         except (BadCertificate, OSError):

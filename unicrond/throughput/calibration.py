@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from unicrond.throughput.layouts import Job
+from unicrond.throughput.layouts import ThroughputQuery
 from unicrond.throughput.layouts import job as make_job
 from unicrond.throughput.model import Estimate, best, with_efficiencies
-from unicrond.throughput.presets import GPUS, MODELS, STACKS, Model, gpt3
+from unicrond.throughput.presets import GPUS, MODELS, STACKS, GptModel, gpt3
 
 #: What a source reports: seconds per iteration, or FLOP/s per GPU counting recomputation as work
 #: ("hardware") or not ("model").
@@ -27,12 +27,12 @@ Measure = Literal["iteration_s", "hardware_flops", "model_flops"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PublishedRun:
     """One published run. Unset tp, pp, micro_batch, chunks were not published: the model chooses."""
 
     label: str
     stack: str
-    model: Model
+    model: GptModel
     gpu: str
     gpus: int
     batch: int
@@ -45,8 +45,8 @@ class Row:
     recompute: str | None = None
 
     @property
-    def job(self) -> Job:
-        """The job of this run, for the throughput model."""
+    def job(self) -> ThroughputQuery:
+        """Return this run as a query to the throughput model."""
         return make_job(
             self.model,
             GPUS[self.gpu],
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def measured_s(self) -> float:
-        """Seconds per iteration as published, or as they follow from the published FLOP/s."""
+        """Return the seconds per iteration as published, or as they follow from the published FLOP/s."""
         if self.measure == "iteration_s":
             return self.value
         flops = self.batch * self.model.flops_per_sequence(self.model.seq)
@@ -66,17 +66,17 @@ class Row:
         return flops / (self.gpus * self.value)
 
 
-def _recomputed_flops(model: Model) -> int:
-    """FLOP per sequence of running all layers forward a second time (full recomputation)."""
-    logits = 3 * 2 * model.seq * model.hidden * model.vocab
+def _recomputed_flops(model: GptModel) -> int:
+    """Return the FLOP per sequence of running all layers forward a second time (full recomputation)."""
+    logits = 3 * 2 * model.seq * model.hidden_size * model.vocab
     return (model.flops_per_sequence(model.seq) - logits) // 3
 
 
-def _narayanan_2021() -> list[Row]:
-    """Narayanan et al. 2021 (arXiv 2104.04473, SC '21), table 1: DGX A100 80 GB, full recomputation.
+def _narayanan_2021() -> list[PublishedRun]:
+    """Return the runs of Narayanan et al. 2021 (arXiv 2104.04473, SC '21), table 1: DGX A100 80 GB, full recomputation.
 
-    TFLOP/s per GPU by the paper's formula, which counts the recomputation. Micro-batch and interleaving
-    are not in the table.
+    TFLOP/s per GPU by the paper's formula, which counts the recomputation. Micro-batch and interleaving are not in the
+    table.
     """
     table = [  # billion parameters, GPUs, tp, pp, batch, layers, hidden, heads, TFLOP/s per GPU
         (1.7, 32, 1, 1, 512, 24, 2304, 24, 137),
@@ -91,10 +91,10 @@ def _narayanan_2021() -> list[Row]:
         (1008.0, 3072, 8, 64, 3072, 128, 25600, 160, 163),
     ]
     return [
-        Row(
+        PublishedRun(
             f"{billions:g}B",
             "megatron-2021",
-            gpt3(f"gpt-{billions:g}b", layers, hidden, heads, batch=batch),
+            gpt3(f"gpt-{billions:g}b", layers, hidden_size, heads, batch=batch),
             "a100-80g",
             gpus,
             batch,
@@ -103,16 +103,16 @@ def _narayanan_2021() -> list[Row]:
             tp=tp,
             pp=pp,
         )
-        for billions, gpus, tp, pp, batch, layers, hidden, heads, tflops in table
+        for billions, gpus, tp, pp, batch, layers, hidden_size, heads, tflops in table
     ]
 
 
-def _korthikanti_2022() -> list[Row]:
-    """Korthikanti et al. 2022 (arXiv 2205.05198, MLSys '23), tables 3 and 5: A100 80 GB.
+def _korthikanti_2022() -> list[PublishedRun]:
+    """Return the runs of Korthikanti et al. 2022 (arXiv 2205.05198, MLSys '23), tables 3 and 5: A100 80 GB.
 
-    Seconds per iteration with full recomputation and with sequence parallelism and selective
-    recomputation ("present work"). Recalled, not re-read; the utilisations that follow from the times
-    are the published ones. 530B on 2,240 GPUs is from the abstract (MFU 54.2 %).
+    Seconds per iteration with full recomputation and with sequence parallelism and selective recomputation ("present
+    work"). Recalled, not re-read; the utilisations that follow from the times are the published ones. 530B on 2,240
+    GPUs is from the abstract (MFU 54.2 %).
     """
     table = [  # billion parameters, GPUs, pp, batch, micro-batch, chunks, layers, hidden, heads, s full, s selective
         (22, 8, 1, 4, 4, 1, 48, 6144, 64, 1.42, 1.10),
@@ -121,14 +121,14 @@ def _korthikanti_2022() -> list[Row]:
         (1000, 512, 64, 512, 1, 1, 128, 25600, 160, 94.42, 71.49),
     ]
     rows = []
-    for billions, gpus, pp, batch, micro, chunks, layers, hidden, heads, full_s, selective_s in table:
-        model = gpt3(f"gpt-{billions}b", layers, hidden, heads, batch=batch)
+    for billions, gpus, pp, batch, micro, chunks, layers, hidden_size, heads, full_s, selective_s in table:
+        model = gpt3(f"gpt-{billions}b", layers, hidden_size, heads, batch=batch)
         for stack, recompute, seconds in (
             ("megatron-2021", "full", full_s),
             ("megatron-2022", "selective", selective_s),
         ):
             rows.append(
-                Row(
+                PublishedRun(
                     f"{billions}B {recompute}",
                     stack,
                     model,
@@ -146,7 +146,7 @@ def _korthikanti_2022() -> list[Row]:
             )
     model = gpt3("gpt-530b", 105, 20480, 128, batch=2240)
     rows.append(
-        Row(
+        PublishedRun(
             "530B dp 8",
             "megatron-2022",
             model,
@@ -165,11 +165,12 @@ def _korthikanti_2022() -> list[Row]:
     return rows
 
 
-def _smith_2022() -> list[Row]:
-    """Smith et al. 2022 (arXiv 2201.11990), section 2.4: MT-NLG 530B, DeepSpeed + Megatron, batch 1,920."""
+def _smith_2022() -> list[PublishedRun]:
+    """Return the runs of Smith et al. 2022 (arXiv 2201.11990), section 2.4: MT-NLG 530B, DeepSpeed + Megatron, batch
+    1,920."""
     model = gpt3("mt-nlg-530b", 105, 20480, 128, batch=1920)
     return [
-        Row(
+        PublishedRun(
             f"530B {gpus} GPUs",
             "mt-nlg-2021",
             model,
@@ -187,16 +188,17 @@ def _smith_2022() -> list[Row]:
     ]
 
 
-def _jiang_2024() -> list[Row]:
-    """Jiang et al. 2024 (MegaScale, arXiv 2402.15627, NSDI '24), tables 1 and 2: the Megatron-LM baseline.
+def _jiang_2024() -> list[PublishedRun]:
+    """Return the runs of Jiang et al. 2024 (MegaScale, arXiv 2402.15627, NSDI '24), tables 1 and 2: the Megatron-LM
+    baseline.
 
-    175B, strong scaling on "Ampere" GPUs (the utilisations are those of an A100), 200 Gb/s per GPU,
-    vocabulary 64,000, six chunks.
+    175B, strong scaling on "Ampere" GPUs (the utilisations are those of an A100), 200 Gb/s per GPU, vocabulary 64,000,
+    six chunks.
     """
     table = [(256, 768, 40.0), (512, 768, 21.2), (768, 768, 15.2), (1024, 768, 11.9)]
     table += [(3072, 6144, 29.02), (6144, 6144, 14.78), (8192, 6144, 12.24), (12288, 6144, 8.57)]
     return [
-        Row(
+        PublishedRun(
             f"175B {gpus} GPUs",
             "megatron-2023",
             gpt3("gpt-175b", 96, 12288, 128, batch=batch, vocab=64000),
@@ -214,26 +216,27 @@ def _jiang_2024() -> list[Row]:
     ]
 
 
-def _megatron_core_2024() -> list[Row]:
-    """Megatron-LM's README of mid 2024 ("Training Speed and Scalability"): 175B on H100, BF16.
+def _megatron_core_2024() -> list[PublishedRun]:
+    """Return the runs of Megatron-LM's README of mid 2024 ("Training Speed and Scalability"): 175B on H100, BF16.
 
-    Strong scaling at batch 1,152, 4,096 tokens, vocabulary 131,072: utilisation falls from 47 % on 96
-    GPUs to 42 % on 4,608. The layouts are not in the text: the model chooses.
+    Strong scaling at batch 1,152, 4,096 tokens, vocabulary 131,072: utilisation falls from 47 % on 96 GPUs to 42 % on
+    4,608. The layouts are not in the text: the model chooses.
     """
     model = gpt3("gpt-175b", 96, 12288, 96, batch=1152, seq=4096, vocab=131072)
     return [
-        Row(f"175B {gpus} GPUs", "mcore-2024", model, "h100-80g", gpus, 1152, "model_flops", mfu * 989.5e12)
+        PublishedRun(f"175B {gpus} GPUs", "mcore-2024", model, "h100-80g", gpus, 1152, "model_flops", mfu * 989.5e12)
         for gpus, mfu in ((96, 0.47), (4608, 0.42))
     ]
 
 
-def _llama_2024() -> list[Row]:
-    """Grattafiori et al. 2024 (Llama 3, arXiv 2407.21783), table 4: 405B on H100, Meta's own trainer.
+def _llama_2024() -> list[PublishedRun]:
+    """Return the runs of Grattafiori et al. 2024 (Llama 3, arXiv 2407.21783), table 4: 405B on H100, Meta's own
+    trainer.
 
     The third row of the table (131,072 tokens, context parallel 16) is outside this model.
     """
     return [
-        Row(
+        PublishedRun(
             f"405B {gpus} GPUs",
             "llama3-2024",
             MODELS["llama3-405b"],
@@ -250,7 +253,7 @@ def _llama_2024() -> list[Row]:
     ]
 
 
-ROWS: tuple[Row, ...] = tuple(
+ROWS: tuple[PublishedRun, ...] = tuple(
     _narayanan_2021() + _korthikanti_2022() + _smith_2022() + _jiang_2024() + _megatron_core_2024() + _llama_2024()
 )
 
@@ -263,37 +266,39 @@ TOLERANCE = 5e-4
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """What is fitted for a stack: shares of peak FLOP/s and of the adapter's line rate."""
+    """The fit of a stack: shares of peak FLOP/s and of the adapter's line rate."""
 
     gemm: float
     nic: float
 
 
-def rows_of(stack: str) -> list[Row]:
-    """The published runs of one software stack."""
+def rows_of(stack: str) -> list[PublishedRun]:
+    """Return the published runs of one software stack."""
     return [row for row in ROWS if row.stack == stack]
 
 
-def predict(row: Row, efficiencies: Efficiencies) -> Estimate:
-    """The model's answer to a row. Raises ValueError if it holds the published run impossible."""
+def predict(row: PublishedRun, efficiencies: Efficiencies) -> Estimate:
+    """Return the model's answer to a run. Raises ValueError if it holds the published run impossible."""
     answer = best(with_efficiencies(row.job, efficiencies.gemm, efficiencies.nic), row.gpus)
     if not isinstance(answer, Estimate):
         raise ValueError(f"{row.stack} {row.label}: {answer.reason}")
     return answer
 
 
-def error(row: Row, efficiencies: Efficiencies) -> float:
-    """Predicted over measured throughput, minus one: +0.05 is 5 % too fast."""
+def error(row: PublishedRun, efficiencies: Efficiencies) -> float:
+    """Return predicted over measured throughput, minus one: +0.05 is 5 % too fast."""
     return row.measured_s / predict(row, efficiencies).iteration_s - 1
 
 
-def fit(stack: str, rows: Sequence[Row]) -> Efficiencies:
-    """The efficiencies that minimise the squared log ratios of predicted and measured time over `rows`."""
+def fit(stack: str, rows: Sequence[PublishedRun]) -> Efficiencies:
+    """Return the efficiencies that minimise the squared log ratios of predicted and measured time over `rows`."""
 
     def loss(efficiencies: Efficiencies) -> float:
+        """Sum the squared log ratios."""
         return sum(math.log1p(error(row, efficiencies)) ** 2 for row in rows)
 
     def best_gemm(nic: float) -> Efficiencies:
+        """Return the best efficiencies with this share of the adapter's rate."""
         return Efficiencies(_minimise(lambda gemm: loss(Efficiencies(gemm, nic)), *GEMM_RANGE), nic)
 
     if stack not in NETWORK_FITTED:
@@ -302,30 +307,30 @@ def fit(stack: str, rows: Sequence[Row]) -> Efficiencies:
 
 
 def leave_one_out(stack: str) -> dict[str, float]:
-    """Each row's error under the parameters fitted to the stack's other rows."""
+    """Return each row's error under the parameters fitted to the stack's other rows."""
     rows = rows_of(stack)
-    return {row.label: error(row, fit(stack, [other for other in rows if other is not row])) for row in rows}
+    return {row.label: error(row, fit(stack, [run for run in rows if run is not row])) for row in rows}
 
 
 def _minimise(function: Callable[[float], float], low: float, high: float) -> float:
-    """Golden section: the argument of a unimodal function's minimum, within TOLERANCE."""
+    """Return the argument of a unimodal function's minimum, within TOLERANCE, by golden section."""
     shrink = (math.sqrt(5) - 1) / 2
-    left, right = high - shrink * (high - low), low + shrink * (high - low)
-    left_value, right_value = function(left), function(right)
+    lower, upper = high - shrink * (high - low), low + shrink * (high - low)
+    lower_value, upper_value = function(lower), function(upper)
     while high - low > TOLERANCE:
-        if left_value <= right_value:
-            high, right, right_value = right, left, left_value
-            left = high - shrink * (high - low)
-            left_value = function(left)
+        if lower_value <= upper_value:
+            high, upper, upper_value = upper, lower, lower_value
+            lower = high - shrink * (high - low)
+            lower_value = function(lower)
         else:
-            low, left, left_value = left, right, right_value
-            right = low + shrink * (high - low)
-            right_value = function(right)
+            low, lower, lower_value = lower, upper, upper_value
+            upper = low + shrink * (high - low)
+            upper_value = function(upper)
     return (low + high) / 2
 
 
 def report() -> str:
-    """The calibration as a Markdown table: docs/results/calibration.md holds it, and a test compares."""
+    """Return the calibration as a Markdown table: docs/results/calibration.md holds it, and a test compares."""
     lines = [
         "| stack | run | GPUs | measured s | model s | error % | left out % |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -337,7 +342,7 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def _report_line(row: Row, fitted: Efficiencies, left_out: float) -> str:
+def _report_line(row: PublishedRun, fitted: Efficiencies, left_out: float) -> str:
     predicted_s = predict(row, fitted).iteration_s
     return (
         f"| {row.stack} | {row.label} | {row.gpus:,} | {row.measured_s:.2f} | {predicted_s:.2f} "

@@ -1,4 +1,4 @@
-"""The questions to the throughput model, and the layouts that can answer one. The costs: `model.py`."""
+"""Queries to the throughput model, and the layouts that can answer one. The costs: `model.py`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from unicrond.throughput.presets import STACKS, Gpu, Model, Stack
+from unicrond.throughput.presets import STACKS, GptModel, Gpu, Stack
 
 MICRO_BATCHES_TRIED = (1, 2, 4, 8, 16)
 CHUNKS_MAX = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A question: this model on this GPU under this stack; `None` leaves a choice to the model.
+class ThroughputQuery:
+    """A query: this model on this GPU under this stack; `None` leaves a choice to the model.
 
-    `batch` is sequences per iteration, `seq` tokens per sequence. `uneven` allows batches that do not
-    divide evenly among the replicas.
+    `batch` is sequences per iteration, `seq` tokens per sequence. `uneven` allows batches that do not divide evenly
+    among the replicas.
     """
 
-    model: Model
+    model: GptModel
     gpu: Gpu
     stack: Stack
     batch: int
@@ -34,17 +34,20 @@ class Job:
 
     @property
     def flops_per_iteration(self) -> int:
-        """Model FLOP of one iteration."""
+        """Return the model FLOP of one iteration."""
         return self.batch * self.model.flops_per_sequence(self.seq)
 
 
-def job(model: Model, gpu: Gpu, **given: Any) -> Job:
-    """A `Job` of `given` fields; what is None has the model's batch and sequence length and the GPU's usual stack.
+def job(model: GptModel, gpu: Gpu, **options: Any) -> ThroughputQuery:
+    """Return a `ThroughputQuery` with these `options`; what is None has the model's batch and sequence length and the
+    GPU's usual stack.
 
     Raises ValueError, naming the field and the fix, for values that no layout could satisfy.
     """
     usual: dict[str, Any] = {"stack": STACKS[gpu.stack], "batch": model.batch, "seq": model.seq}
-    question = Job(model, gpu, **usual | {name: value for name, value in given.items() if value is not None})
+    question = ThroughputQuery(
+        model, gpu, **usual | {name: value for name, value in options.items() if value is not None}
+    )
     tp, pp, micro_batch, recompute = question.tp, question.pp, question.micro_batch, question.recompute
     for name in ("batch", "seq", "tp", "pp", "micro_batch", "chunks"):
         value = getattr(question, name)
@@ -73,23 +76,24 @@ class Layout:
     recompute: str
 
 
-def tensor_degrees(model: Model, gpu: Gpu) -> list[int]:
-    """Tensor-parallel degrees: powers of two inside a node that divide heads, K/V heads, ffn and vocabulary."""
+def tensor_degrees(model: GptModel, gpu: Gpu) -> list[int]:
+    """Return the tensor-parallel degrees: powers of two inside a node that divide heads, K/V heads, ffn and
+    vocabulary."""
     shared = (model.heads, model.kv_heads, model.ffn, model.vocab, gpu.per_node)
     return [tp for tp in (1, 2, 4, 8, 16) if all(size % tp == 0 for size in shared)]
 
 
-def pipeline_degrees(model: Model, stack: Stack) -> list[int]:
-    """Pipeline degrees that cut the layers into equal stages, or with a ragged stack into any."""
+def pipeline_degrees(model: GptModel, stack: Stack) -> list[int]:
+    """Return the pipeline degrees that cut the layers into equal stages, or with a ragged stack into any."""
     return [pp for pp in range(1, model.layers + 1) if layers_per_stage(model, stack, pp)]
 
 
-def layers_per_stage(model: Model, stack: Stack, pp: int) -> tuple[int, int, int] | None:
-    """Layers of the (first, middle, last) stage, or None if they cannot be cut into `pp`.
+def layers_per_stage(model: GptModel, stack: Stack, pp: int) -> tuple[int, int, int] | None:
+    """Return the layers of the (first, middle, last) stage, or None if they cannot be cut into `pp`.
 
-    With `balance_ends` embedding and output layer count as one layer each where plain equality fails
-    (Megatron's account_for_*_in_pipeline_split; Llama 3 405B's 126 layers on 16 stages). A ragged stack
-    gives the odd layers to the first stages.
+    With `balance_ends` embedding and output layer count as one layer each where plain equality fails (Megatron's
+    account_for_*_in_pipeline_split; Llama 3 405B's 126 layers on 16 stages). A ragged stack gives the odd layers to the
+    first stages.
     """
     if model.layers % pp == 0:
         return (model.layers // pp,) * 3
@@ -102,8 +106,8 @@ def layers_per_stage(model: Model, stack: Stack, pp: int) -> tuple[int, int, int
     return None
 
 
-def layouts(job: Job) -> Iterator[Layout]:
-    """Every layout worth costing, in the order that decides ties."""
+def layouts(job: ThroughputQuery) -> Iterator[Layout]:
+    """Yield every layout worth costing, in the order that decides ties."""
     tps = tensor_degrees(job.model, job.gpu) if job.tp is None else [job.tp]
     pps = pipeline_degrees(job.model, job.stack) if job.pp is None else [job.pp]
     micro_batches = MICRO_BATCHES_TRIED if job.micro_batch is None else (job.micro_batch,)
@@ -121,8 +125,8 @@ def layouts(job: Job) -> Iterator[Layout]:
                         yield Layout(tp, pp, micro_batch, chunks, recompute)
 
 
-def _chunks(job: Job, pp: int, layers: int) -> list[int]:
-    """Chunks per stage to try: 1, and with a pipeline each divisor of the stage's layers up to 12."""
+def _chunks(job: ThroughputQuery, pp: int, layers: int) -> list[int]:
+    """Return the chunks per stage to try: 1, and with a pipeline each divisor of the stage's layers up to 12."""
     if job.chunks is not None:
         return [job.chunks] if layers % job.chunks == 0 and (pp > 1 or job.chunks == 1) else []
     if pp == 1:

@@ -6,9 +6,9 @@ A task's x GPUs are cut into `dp` replicas of `tp * pp` GPUs. A *layout* says ho
 tensor and pipeline parallel degree, micro-batch, chunks per stage (interleaving), and what the backward
 pass computes again: "none", "light" (norms and activation function), "selective" (attention's core),
 "full" (the whole layer). The
-batch of an iteration is dealt to the replicas in whole micro-batches; if it does not divide, some
+batch of an iteration is divided among the replicas in whole micro-batches; if it does not divide, some
 replicas run one micro-batch more and the iteration is as long as theirs (`uneven`: plain Megatron
-refuses this, unicrond's redealing allows it). The iteration is the sum of six parts, all on the
+refuses this, unicrond's redistribution allows it). The iteration is the sum of six parts, all on the
 slowest stage of the busiest replica:
 
     compute    GEMMs at gemm_efficiency / (1 + 17.5 tp / hidden) of peak, element-wise work at 80 % of
@@ -38,13 +38,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from unicrond.throughput.layouts import Job, Layout, layers_per_stage, layouts
+from unicrond.throughput.layouts import Layout, ThroughputQuery, layers_per_stage, layouts
 from unicrond.throughput.presets import GIB, Gpu
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 #: A cost of a layout for each of an array of replica counts.
-Cost: TypeAlias = Callable[[Job, Layout, Ints], Floats]
+Cost: TypeAlias = Callable[[ThroughputQuery, Layout, Ints], Floats]
 
 #: A GEMM cut `tp` ways over a width `hidden` reaches 1 / (1 + 17.5 tp / hidden) of a wide one's rate.
 NARROW_GEMM = 17.5
@@ -74,7 +74,7 @@ class Parts:
 
     @property
     def total_s(self) -> float:
-        """Seconds of one iteration."""
+        """Return the seconds of one iteration."""
         return self.compute_s + self.tp_s + self.transfer_s + self.bubble_s + self.dp_s + self.optimizer_s
 
 
@@ -82,7 +82,7 @@ class Parts:
 class Estimate:
     """The answer for one number of GPUs: layout, parts, memory."""
 
-    job: Job
+    job: ThroughputQuery
     gpus: int
     layout: Layout
     dp: int
@@ -93,17 +93,17 @@ class Estimate:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of one iteration."""
+        """Return the seconds of one iteration."""
         return self.parts.total_s
 
     @property
     def flops_per_s(self) -> int:
-        """Achieved model FLOP/s of all GPUs together, a whole number."""
+        """Return the achieved model FLOP/s of all GPUs together, a whole number."""
         return round(self.job.flops_per_iteration / self.iteration_s)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, 0..1."""
+        """Return the model FLOPs utilisation, 0..1."""
         return self.flops_per_s / (self.gpus * self.job.gpu.peak_flops)
 
 
@@ -111,7 +111,7 @@ class Estimate:
 class Infeasible:
     """No layout runs on this many GPUs, and why."""
 
-    job: Job
+    job: ThroughputQuery
     gpus: int
     reason: str
 
@@ -128,28 +128,29 @@ class _Work:
 
     @property
     def total_s(self) -> float:
+        """Return the seconds of both together."""
         return self.compute_s + self.tp_s
 
 
-def _gemm_rate(job: Job, tp: int) -> float:
-    """FLOP/s of a layer's GEMMs on one GPU."""
-    return job.gpu.peak_flops * job.stack.gemm_efficiency / (1 + NARROW_GEMM * tp / job.model.hidden)
+def _gemm_rate(job: ThroughputQuery, tp: int) -> float:
+    """Return the FLOP/s of a layer's GEMMs on one GPU."""
+    return job.gpu.peak_flops * job.stack.gemm_efficiency / (1 + NARROW_GEMM * tp / job.model.hidden_size)
 
 
-def _all_reduce_s(job: Job, tp: int, tokens: int) -> float:
-    """One all-reduce of BF16 activations among `tp` GPUs of a node, seconds."""
-    volume_bytes = 2 * (tp - 1) / tp * tokens * job.model.hidden * 2
+def _all_reduce_s(job: ThroughputQuery, tp: int, tokens: int) -> float:
+    """Return the seconds of one all-reduce of BF16 activations among `tp` GPUs of a node."""
+    volume_bytes = 2 * (tp - 1) / tp * tokens * job.model.hidden_size * 2
     return volume_bytes / (job.gpu.nvlink_bytes_per_s * NVLINK_EFFICIENCY)
 
 
-def _layer(job: Job, layout: Layout) -> _Work:
-    """One transformer layer."""
+def _layer(job: ThroughputQuery, layout: Layout) -> _Work:
+    """Return the work of one transformer layer."""
     model, tp = job.model, layout.tp
     tokens = layout.micro_batch * job.seq
     gemm_s = 2 * tokens * model.layer_matrix_elements / tp / _gemm_rate(job, tp)
     # Flash attention skips the half above the diagonal; the older kernels compute and mask it.
     share = 0.5 if job.stack.flash_attention else 1.0
-    core_s = share * 4 * tokens * job.seq * model.hidden / tp / (_gemm_rate(job, tp) * ATTENTION_EFFICIENCY)
+    core_s = share * 4 * tokens * job.seq * model.hidden_size / tp / (_gemm_rate(job, tp) * ATTENTION_EFFICIENCY)
     memory_s, scores_s = (size / (job.gpu.hbm_bytes_per_s * HBM_EFFICIENCY) for size in _layer_traffic(job, layout))
     core_s += scores_s
     forward_s = gemm_s + memory_s + core_s
@@ -159,54 +160,54 @@ def _layer(job: Job, layout: Layout) -> _Work:
     return _Work(3 * forward_s + again_s, waits * _all_reduce_s(job, tp, tokens))
 
 
-def _layer_traffic(job: Job, layout: Layout) -> tuple[float, float]:
-    """HBM bytes of a layer's forward pass on one GPU: element-wise work, and attention scores.
+def _layer_traffic(job: ThroughputQuery, layout: Layout) -> tuple[float, float]:
+    """Return the HBM bytes of a layer's forward pass on one GPU: element-wise work, and attention scores.
 
-    In bytes per token: two norms read and write (8 h); two residual additions read two, write one and,
-    with dropout, its mask (12 h, 14 h); Q, K, V and the context are split and transposed (4 bytes per
-    element); the feed-forward activation reads and writes (4 bytes per ffn element, gated 6). Scores, if
-    they are materialised: written, masked and normalised, dropped out, read (13 bytes each).
+    In bytes per token: two norms read and write (8 h); two residual additions read two, write one and, with dropout,
+    its mask (12 h, 14 h); Q, K, V and the context are split and transposed (4 bytes per element); the feed-forward
+    activation reads and writes (4 bytes per ffn element, gated 6). Scores, if they are materialised: written, masked
+    and normalised, dropped out, read (13 bytes each).
     """
     model, tp = job.model, layout.tp
     tokens = layout.micro_batch * job.seq
-    whole = (22 if model.plain else 20) * model.hidden
-    split = 8 * (model.hidden + model.kv_width) + (6 if model.gated else 4) * model.ffn
+    whole = (22 if model.plain else 20) * model.hidden_size
+    split = 8 * (model.hidden_size + model.kv_width) + (6 if model.gated else 4) * model.ffn
     per_token = whole / (tp if job.stack.sequence_parallel else 1) + split / tp
     scores = 0 if job.stack.flash_attention else 13 * model.heads * job.seq / tp
     return tokens * per_token, tokens * scores
 
 
-def _ends(job: Job, layout: Layout) -> tuple[_Work, _Work]:
-    """What the first stage does besides its layers (embedding) and the last (logits and loss)."""
+def _ends(job: ThroughputQuery, layout: Layout) -> tuple[_Work, _Work]:
+    """Return the work of the first stage besides its layers (embedding) and of the last (logits and loss)."""
     model, tp = job.model, layout.tp
     tokens = layout.micro_batch * job.seq
     bandwidth = job.gpu.hbm_bytes_per_s * HBM_EFFICIENCY
     reduce_s = _all_reduce_s(job, tp, tokens)
-    embedding = _Work(3 * tokens * model.hidden * 6 / bandwidth, reduce_s)
-    logits_s = 3 * 2 * tokens * model.hidden * model.vocab / tp / _gemm_rate(job, tp)
+    embedding = _Work(3 * tokens * model.hidden_size * 6 / bandwidth, reduce_s)
+    logits_s = 3 * 2 * tokens * model.hidden_size * model.vocab / tp / _gemm_rate(job, tp)
     # Logits in FP32: written, read for the maximum, the sum and the gradient, written as gradient.
     loss_s = tokens * model.vocab / tp * 20 / bandwidth
     return embedding, _Work(logits_s + loss_s, 0.0 if job.stack.overlap_tp else reduce_s)
 
 
-def legal(job: Job, layout: Layout, dp: Ints) -> npt.NDArray[np.bool_]:
-    """Whether the schedule accepts the batch on each of `dp` replicas."""
-    dealt = job.batch // layout.micro_batch
-    accepted = dp <= dealt
+def legal(job: ThroughputQuery, layout: Layout, dp: Ints) -> npt.NDArray[np.bool_]:
+    """Return whether the schedule accepts the batch on each of `dp` replicas."""
+    count = job.batch // layout.micro_batch
+    accepted = dp <= count
     if not job.uneven:
-        accepted &= dealt % dp == 0
+        accepted &= count % dp == 0
     if layout.chunks > 1:  # the interleaved schedule runs groups of pp micro-batches, alike everywhere
-        accepted &= dealt % (dp * layout.pp) == 0
+        accepted &= count % (dp * layout.pp) == 0
     return accepted
 
 
-def micro_batches(job: Job, layout: Layout, dp: Ints) -> Ints:
-    """Micro-batches per iteration of the busiest replica."""
+def micro_batches(job: ThroughputQuery, layout: Layout, dp: Ints) -> Ints:
+    """Return the micro-batches per iteration of the busiest replica."""
     return -(-(job.batch // layout.micro_batch) // dp)
 
 
-def parts_s(job: Job, layout: Layout, dp: Ints) -> Floats:
-    """Seconds of one iteration under `layout` with each of `dp` replicas: a row per field of `Parts`."""
+def parts_s(job: ThroughputQuery, layout: Layout, dp: Ints) -> Floats:
+    """Return the seconds of one iteration under `layout` with each of `dp` replicas: a row per field of `Parts`."""
     cut = _cut(job, layout)
     layer, (embedding, logits) = _layer(job, layout), _ends(job, layout)
     slowest = max(_stages(cut, layout.pp, layer, embedding, logits), key=lambda stage: stage.total_s)
@@ -223,16 +224,17 @@ def parts_s(job: Job, layout: Layout, dp: Ints) -> Floats:
     return parts
 
 
-def _cut(job: Job, layout: Layout) -> tuple[int, int, int]:
+def _cut(job: ThroughputQuery, layout: Layout) -> tuple[int, int, int]:
     cut = layers_per_stage(job.model, job.stack, layout.pp)
     assert cut is not None, f"{layout} does not cut {job.model.name}"
     return cut
 
 
 def _stages(cut: tuple[int, int, int], pp: int, layer: _Work, embedding: _Work, logits: _Work) -> list[_Work]:
-    """One micro-batch's work on the distinct stages."""
+    """Return one micro-batch's work on the distinct stages."""
 
     def stage(layers: int, *extra: _Work) -> _Work:
+        """Return the work of a stage with so many layers and the extra work."""
         return _Work(
             layers * layer.compute_s + sum(work.compute_s for work in extra),
             layers * layer.tp_s + sum(work.tp_s for work in extra),
@@ -243,29 +245,29 @@ def _stages(cut: tuple[int, int, int], pp: int, layer: _Work, embedding: _Work, 
     return [stage(cut[0], embedding), stage(cut[2], logits), *([stage(cut[1])] if pp > 2 else [])]
 
 
-def _link_bytes_per_s(job: Job, gpus: Ints) -> Floats:
-    """Rate between two GPUs of the task: NVLink while all of it is on one node, else the adapter."""
+def _link_bytes_per_s(job: ThroughputQuery, gpus: Ints) -> Floats:
+    """Return the rate between two GPUs of the task: NVLink while all of it is on one node, else the adapter."""
     nvlink = job.gpu.nvlink_bytes_per_s * NVLINK_EFFICIENCY
     nic = job.gpu.nic_bytes_per_s * job.stack.nic_efficiency
     return np.where(gpus <= job.gpu.per_node, nvlink, nic)
 
 
-def _send_s(job: Job, layout: Layout, dp: Ints) -> Floats:
-    """Seconds that a micro-batch's activations and gradients take to the next stage, per chunk.
+def _send_s(job: ThroughputQuery, layout: Layout, dp: Ints) -> Floats:
+    """Return the seconds that a micro-batch's activations and gradients take to the next stage, per chunk.
 
     Each tensor-parallel peer sends its slice (scatter/gather optimisation).
     """
     if layout.pp == 1 or job.stack.overlap_pp:
         return np.zeros(dp.size)
-    size_bytes = layout.micro_batch * job.seq * job.model.hidden * 2 / layout.tp
+    size_bytes = layout.micro_batch * job.seq * job.model.hidden_size * 2 / layout.tp
     return 2 * size_bytes / _link_bytes_per_s(job, dp * layout.tp * layout.pp)
 
 
-def _stage_parameters(job: Job, layout: Layout) -> tuple[float, float]:
-    """Parameters per GPU of the first and of the last stage."""
+def _stage_parameters(job: ThroughputQuery, layout: Layout) -> tuple[float, float]:
+    """Return the parameters per GPU of the first and of the last stage."""
     cut = _cut(job, layout)
     model, tp = job.model, layout.tp
-    positions = job.seq * model.hidden if model.plain else 0
+    positions = job.seq * model.hidden_size if model.plain else 0
     first = cut[0] * model.layer_parameters + model.embedding_parameters
     if layout.pp == 1:
         first += 0 if model.tied else model.embedding_parameters
@@ -274,8 +276,8 @@ def _stage_parameters(job: Job, layout: Layout) -> tuple[float, float]:
     return first / tp + positions, last / tp
 
 
-def _synchronise_s(job: Job, layout: Layout, dp: Ints, hidden_s: float) -> Floats:
-    """Gradient reduction among replicas, and of a shared embedding between first and last stage.
+def _synchronise_s(job: ThroughputQuery, layout: Layout, dp: Ints, hidden_s: float) -> Floats:
+    """Return the seconds of gradient reduction among replicas, and of a shared embedding between first and last stage.
 
     A ring over nodes uses the adapters of all its members on a node: 8 / tp of them.
     """
@@ -294,8 +296,8 @@ def _synchronise_s(job: Job, layout: Layout, dp: Ints, hidden_s: float) -> Float
     return np.asarray(exposed_s, dtype=np.float64)
 
 
-def _optimizer_s(job: Job, layout: Layout, dp: Ints) -> Floats:
-    """Adam's pass over this GPU's parameters (or its share of them)."""
+def _optimizer_s(job: ThroughputQuery, layout: Layout, dp: Ints) -> Floats:
+    """Return the seconds of Adam's pass over this GPU's parameters (or its share of them)."""
     shards = dp if job.stack.distributed_optimizer else np.ones(dp.size)
     size_bytes = max(_stage_parameters(job, layout)) * OPTIMIZER_TRAFFIC_BYTES / shards
     return np.asarray(size_bytes / (job.gpu.hbm_bytes_per_s * HBM_EFFICIENCY), dtype=np.float64)
@@ -305,62 +307,62 @@ def _optimizer_s(job: Job, layout: Layout, dp: Ints) -> Floats:
 
 
 def usable_bytes(gpu: Gpu) -> float:
-    """Bytes of a GPU that a task's tensors may fill."""
+    """Return the bytes of a GPU that a task's tensors may fill."""
     return USABLE_SHARE * gpu.memory_bytes - RESERVED_BYTES
 
 
-def memory_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
-    """Bytes on the fuller of the first stage (most micro-batches in flight) and the last (logits)."""
+def memory_bytes(job: ThroughputQuery, layout: Layout, dp: Ints) -> Floats:
+    """Return the bytes on the fuller of the first stage (most micro-batches in flight) and the last (logits)."""
     cut = _cut(job, layout)
     first, last = _stage_parameters(job, layout)
     per_parameter = _bytes_per_parameter(job, dp)
-    kept, working = _layer_activation_bytes(job, layout)
+    resident, working = _layer_activation_bytes(job, layout)
     # 1F1B keeps pp micro-batches on the first stage; interleaving a part of another pass of them.
     in_flight = layout.pp + ((layout.pp - 1) / layout.chunks if layout.chunks > 1 else 0)
     tokens = layout.micro_batch * job.seq
     logits_bytes = tokens * job.model.vocab / layout.tp * 10  # BF16, FP32 and their gradient
     alive = np.minimum(micro_batches(job, layout, dp), in_flight)
-    first_bytes = first * per_parameter + alive * cut[0] * kept + working
-    last_bytes = last * per_parameter + cut[2] * kept + max(working, logits_bytes)
+    first_bytes = first * per_parameter + alive * cut[0] * resident + working
+    last_bytes = last * per_parameter + cut[2] * resident + max(working, logits_bytes)
     if layout.pp == 1:
         first_bytes = first_bytes + max(0.0, logits_bytes - working)
     return np.asarray(np.maximum(first_bytes, last_bytes), dtype=np.float64)
 
 
-def state_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
-    """Bytes of weights, gradients, master weights and moments on the GPU that has the most of them."""
+def state_bytes(job: ThroughputQuery, layout: Layout, dp: Ints) -> Floats:
+    """Return the bytes of weights, gradients, master weights and moments on the GPU that has the most of them."""
     return np.asarray(parameters(job, layout) * _bytes_per_parameter(job, dp), dtype=np.float64)
 
 
-def parameters(job: Job, layout: Layout) -> float:
-    """Of the GPU that has the most."""
+def parameters(job: ThroughputQuery, layout: Layout) -> float:
+    """Return the parameters on the GPU that has the most."""
     return max(_stage_parameters(job, layout))
 
 
-def _bytes_per_parameter(job: Job, dp: Ints) -> Floats:
+def _bytes_per_parameter(job: ThroughputQuery, dp: Ints) -> Floats:
     shards = dp if job.stack.distributed_optimizer else np.ones(dp.size)
     return np.asarray(WEIGHT_BYTES + job.stack.gradient_bytes + MASTER_BYTES / shards, dtype=np.float64)
 
 
-def _layer_activation_bytes(job: Job, layout: Layout) -> tuple[float, float]:
-    """Bytes that one layer keeps of a micro-batch for its backward pass, and that it needs while running.
+def _layer_activation_bytes(job: ThroughputQuery, layout: Layout) -> tuple[float, float]:
+    """Return the bytes that one layer keeps of a micro-batch for its backward pass, and that it needs while running.
 
-    Korthikanti et al. 2022 (arXiv 2205.05198), section 4, with grouped queries and SwiGLU: inputs of
-    norms, attention and feed-forward (8 h) and dropout masks (2 h) are whole without sequence
-    parallelism; Q, K, V, context and ffn activations are split by tp; scores take 5 bytes each.
+    Korthikanti et al. 2022 (arXiv 2205.05198), section 4, with grouped queries and SwiGLU: inputs of norms, attention
+    and feed-forward (8 h) and dropout masks (2 h) are whole without sequence parallelism; Q, K, V, context and ffn
+    activations are split by tp; scores take 5 bytes each.
     """
     model, tp = job.model, layout.tp
     tokens = layout.micro_batch * job.seq
-    whole = (10 if model.plain else 8) * model.hidden / (tp if job.stack.sequence_parallel else 1)
-    split = (4 * model.hidden + 4 * model.kv_width + (6 if model.gated else 4) * model.ffn) / tp
+    whole = (10 if model.plain else 8) * model.hidden_size / (tp if job.stack.sequence_parallel else 1)
+    split = (4 * model.hidden_size + 4 * model.kv_width + (6 if model.gated else 4) * model.ffn) / tp
     scores = 0.0 if job.stack.flash_attention else 5 * model.heads * job.seq / tp
     layer_bytes = tokens * (whole + split)
     if layout.recompute == "light":  # outputs of the norms (2 h each) and of the activation (2 ffn)
-        spared = 4 * model.hidden / (tp if job.stack.sequence_parallel else 1) + 2 * model.ffn / tp
+        spared = 4 * model.hidden_size / (tp if job.stack.sequence_parallel else 1) + 2 * model.ffn / tp
         return layer_bytes + tokens * (scores - spared), tokens * spared
     if layout.recompute == "full":
-        kept = tokens * 2 * model.hidden / (tp if job.stack.sequence_parallel else 1)
-        return kept, layer_bytes + tokens * scores
+        resident = tokens * 2 * model.hidden_size / (tp if job.stack.sequence_parallel else 1)
+        return resident, layer_bytes + tokens * scores
     if layout.recompute == "selective":
         return layer_bytes, tokens * scores
     return layer_bytes + tokens * scores, 0.0
@@ -369,9 +371,9 @@ def _layer_activation_bytes(job: Job, layout: Layout) -> tuple[float, float]:
 # --- the answers ---------------------------------------------------------------------------------
 
 
-def best(job: Job, gpus: int) -> Estimate | Infeasible:
-    """The fastest feasible layout on exactly `gpus` GPUs, or why there is none."""
-    found: Estimate | None = None
+def best(job: ThroughputQuery, gpus: int) -> Estimate | Infeasible:
+    """Return the fastest feasible layout on exactly `gpus` GPUs, or why there is none."""
+    fastest: Estimate | None = None
     least_bytes = np.inf
     divided = False
     for layout in layouts(job):
@@ -387,18 +389,18 @@ def best(job: Job, gpus: int) -> Estimate | Infeasible:
         if needed_bytes > usable_bytes(job.gpu):
             continue
         parts = Parts(*parts_s(job, layout, dp)[:, 0].tolist())
-        if found is None or parts.total_s < found.parts.total_s:
-            found = _estimate(job, gpus, layout, parts, needed_bytes)
-    return found or Infeasible(job, gpus, _why_none(job, gpus, divided, least_bytes))
+        if fastest is None or parts.total_s < fastest.parts.total_s:
+            fastest = _estimate(job, gpus, layout, parts, needed_bytes)
+    return fastest or Infeasible(job, gpus, _infeasibility(job, gpus, divided, least_bytes))
 
 
-def _estimate(job: Job, gpus: int, layout: Layout, parts: Parts, needed_bytes: float) -> Estimate:
+def _estimate(job: ThroughputQuery, gpus: int, layout: Layout, parts: Parts, needed_bytes: float) -> Estimate:
     dp = gpus // (layout.tp * layout.pp)
-    dealt = job.batch // layout.micro_batch
-    return Estimate(job, gpus, layout, dp, -(-dealt // dp), dealt % dp != 0, parts, int(needed_bytes))
+    count = job.batch // layout.micro_batch
+    return Estimate(job, gpus, layout, dp, -(-count // dp), count % dp != 0, parts, int(needed_bytes))
 
 
-def _why_none(job: Job, gpus: int, divided: bool, least_bytes: float) -> str:
+def _infeasibility(job: ThroughputQuery, gpus: int, divided: bool, least_bytes: float) -> str:
     if not divided:
         return f"no tp x pp of {job.model.name} divides {gpus} GPUs"
     if least_bytes == np.inf:
@@ -407,19 +409,20 @@ def _why_none(job: Job, gpus: int, divided: bool, least_bytes: float) -> str:
     return f"needs {least_bytes / GIB:.0f} GiB per GPU at least, {job.gpu.name} has {usable:.0f} GiB to use"
 
 
-def iteration_s(job: Job, layout: Layout, dp: Ints) -> Floats:
-    """Seconds of one iteration under `layout` with each of `dp` replicas."""
+def iteration_s(job: ThroughputQuery, layout: Layout, dp: Ints) -> Floats:
+    """Return the seconds of one iteration under `layout` with each of `dp` replicas."""
     return np.asarray(parts_s(job, layout, dp).sum(axis=0), dtype=np.float64)
 
 
 def table(
-    job: Job, max_workers: int, *, seconds: Cost = iteration_s, needed_bytes: Cost = memory_bytes
+    job: ThroughputQuery, max_workers: int, *, seconds: Cost = iteration_s, needed_bytes: Cost = memory_bytes
 ) -> dict[int, int]:
-    """T(x) for the planner, for every feasible x up to `max_workers`: GPUs -> achieved model FLOP/s, whole numbers.
+    """Return T(x) for the planner, for every feasible x up to `max_workers`: GPUs -> achieved model FLOP/s, whole
+    numbers.
 
-    The same answers as `best`, layout by layout instead of GPU count by GPU count; x that no layout
-    fits exactly is missing (the planner reads 0). `seconds`, `needed_bytes`: what a layout takes, where a
-    system that is not Megatron takes more.
+    The same answers as `best`, layout by layout instead of GPU count by GPU count; x that no layout fits exactly is
+    missing (the planner reads 0). `seconds`, `needed_bytes`: what a layout takes, where a system that is not Megatron
+    takes more.
     """
     fastest_s = np.full(max_workers + 1, np.inf)
     for layout in layouts(job):
@@ -436,7 +439,7 @@ def table(
     return {int(x): round(flops / float(fastest_s[x])) for x in np.flatnonzero(np.isfinite(fastest_s))}
 
 
-def with_efficiencies(job: Job, gemm_efficiency: float, nic_efficiency: float) -> Job:
-    """The same question under other efficiencies of the stack (what the calibration varies)."""
+def with_efficiencies(job: ThroughputQuery, gemm_efficiency: float, nic_efficiency: float) -> ThroughputQuery:
+    """Return the same query under other efficiencies of the stack (what the calibration varies)."""
     stack = replace(job.stack, gemm_efficiency=gemm_efficiency, nic_efficiency=nic_efficiency)
     return replace(job, stack=stack)

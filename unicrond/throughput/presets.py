@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class GptModel:
     """A decoder-only transformer.
 
     `ffn` is the width of the feed-forward layer, `gated` says SwiGLU (three matrices) instead of GELU
@@ -27,7 +27,7 @@ class Model:
 
     name: str
     layers: int
-    hidden: int
+    hidden_size: int
     heads: int
     kv_heads: int
     ffn: int
@@ -40,55 +40,57 @@ class Model:
 
     @property
     def kv_width(self) -> int:
-        """Width of K (and of V) in elements: smaller than `hidden` with grouped queries."""
-        return self.hidden // self.heads * self.kv_heads
+        """The width of K (and of V) in elements: smaller than `hidden_size` with grouped queries."""
+        return self.hidden_size // self.heads * self.kv_heads
 
     @property
     def layer_matrix_elements(self) -> int:
-        """Elements of one layer's weight matrices: what its GEMMs multiply by."""
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+        """Count the elements of one layer's weight matrices: what its GEMMs multiply by."""
+        attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * self.kv_width
+        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, norms and biases included."""
+        """Count the parameters of one layer, norms and biases included."""
         if self.plain:
-            return self.layer_matrix_elements + 7 * self.hidden + 2 * self.kv_width + self.ffn
-        return self.layer_matrix_elements + 2 * self.hidden
+            return self.layer_matrix_elements + 7 * self.hidden_size + 2 * self.kv_width + self.ffn
+        return self.layer_matrix_elements + 2 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding (and of the output layer, if that is separate: once each)."""
-        return self.vocab * self.hidden
+        """Count the parameters of the token embedding (and of the output layer, if that is separate: once each)."""
+        return self.vocab * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
-        positions = self.seq * self.hidden if self.plain else 0
-        final_norm = (2 if self.plain else 1) * self.hidden
+        """Count all parameters."""
+        positions = self.seq * self.hidden_size if self.plain else 0
+        final_norm = (2 if self.plain else 1) * self.hidden_size
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + embeddings + positions + final_norm
 
     def flops_per_sequence(self, seq: int) -> int:
-        """Model FLOP of one sequence of `seq` tokens, forward and backward.
+        """Return the model FLOP of one sequence of `seq` tokens, forward and backward.
 
         The papers' convention: full (not causal) attention, no recomputation, embedding look-up free.
         """
-        layer = 2 * seq * self.layer_matrix_elements + 4 * seq * seq * self.hidden
-        return 3 * (self.layers * layer + 2 * seq * self.hidden * self.vocab)
+        layer = 2 * seq * self.layer_matrix_elements + 4 * seq * seq * self.hidden_size
+        return 3 * (self.layers * layer + 2 * seq * self.hidden_size * self.vocab)
 
 
-def gpt3(name: str, layers: int, hidden: int, heads: int, *, batch: int, seq: int = 2048, vocab: int = 51200) -> Model:
-    """A model of GPT-3's kind: multi-head attention, GELU, ffn = 4 * hidden, tied embeddings."""
-    return Model(name, layers, hidden, heads, heads, 4 * hidden, vocab, seq, batch)
+def gpt3(
+    name: str, layers: int, hidden_size: int, heads: int, *, batch: int, seq: int = 2048, vocab: int = 51200
+) -> GptModel:
+    """Return a model of GPT-3's kind: multi-head attention, GELU, ffn = 4 * hidden_size, tied embeddings."""
+    return GptModel(name, layers, hidden_size, heads, heads, 4 * hidden_size, vocab, seq, batch)
 
 
-def llama3(name: str, layers: int, hidden: int, heads: int, ffn: int, *, batch: int, seq: int = 8192) -> Model:
-    """A model of Llama-3's kind: 8 groups of queries, SwiGLU, separate output layer, 128,256 tokens."""
-    return Model(name, layers, hidden, heads, 8, ffn, 128256, seq, batch, gated=True, tied=False, plain=False)
+def llama3(name: str, layers: int, hidden_size: int, heads: int, ffn: int, *, batch: int, seq: int = 8192) -> GptModel:
+    """Return a model of Llama-3's kind: 8 groups of queries, SwiGLU, separate output layer, 128,256 tokens."""
+    return GptModel(name, layers, hidden_size, heads, 8, ffn, 128256, seq, batch, gated=True, tied=False, plain=False)
 
 
-def _by_name(*models: Model) -> Mapping[str, Model]:
+def _by_name(*models: GptModel) -> Mapping[str, GptModel]:
     return MappingProxyType({model.name: model for model in models})
 
 
@@ -97,7 +99,7 @@ def _by_name(*models: Model) -> Mapping[str, Model]:
 #: to 51,200. The paper has no 70B: 88 layers of 8,192 are this project's choice (71 B).
 #: Llama 3: Grattafiori et al. 2024 (arXiv 2407.21783), table 3; the batch of 405B is its table 4's, the
 #: batches of 8B and 70B are this project's choice (4 M and 8 M tokens).
-MODELS: Mapping[str, Model] = _by_name(
+MODELS: Mapping[str, GptModel] = _by_name(
     gpt3("gpt3-1.3b", 24, 2048, 16, batch=512),
     gpt3("gpt3-7b", 32, 4096, 32, batch=1024),
     gpt3("gpt3-13b", 40, 5120, 40, batch=1024),
