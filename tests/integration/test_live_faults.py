@@ -30,7 +30,7 @@ from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, 
 from unicrond.core.isolation import IsolationPhase, phase
 from unicrond.core.severity import RESPONSE, SEVERITY
 from unicrond.core.state import ClusterState, Severity, TaskStatus
-from unicrond.ctl.client import RequestRefused
+from unicrond.ctl.client import ApiRefused
 from unicrond.inject import inject
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
@@ -255,7 +255,7 @@ async def test_row(live: Live, row: Row) -> None:
 @in_one_loop
 async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> None:
     await live.training(incidents=live.incidents, beyond=0)
-    with pytest.raises(RequestRefused, match="at_iteration: 1 has passed"):
+    with pytest.raises(ApiRefused, match="at_iteration: 1 has passed"):
         await inject(live.client).exception(task=TASK).at_iteration(1)
 
 

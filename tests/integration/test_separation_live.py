@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.live import TASK, Live, seats
 from tests.other_users import USER, needs_root, opened
-from unicrond.ctl.client import RequestRefused
+from unicrond.ctl.client import ApiRefused
 from unicrond.local.dev import DevCluster
 
 WORKERS = 2
@@ -51,9 +51,9 @@ async def test_a_task_of_another_user_trains_and_heals(place: Path) -> None:
         live = Live(dev, WORKERS)
         state = await live.until("all nodes", lambda state: sum(node.schedulable for node in state.nodes.values()) == 2)
         assert {node.users for node in state.nodes.values()} == {(USER,)}
-        with pytest.raises(RequestRefused, match=r"run_as: node node[12] and 1 more does not run tasks as somebody"):
+        with pytest.raises(ApiRefused, match=r"run_as: node node[12] and 1 more does not run tasks as somebody"):
             await live.submit(run_as="somebody")
-        with pytest.raises(RequestRefused, match=r"env\.LD_PRELOAD: would load other code into every process"):
+        with pytest.raises(ApiRefused, match=r"env\.LD_PRELOAD: would load other code into every process"):
             await live.submit(env={"LD_PRELOAD": "/tmp/theirs.so"})
         await live.submit(run_as=USER, checkpoint={"interval": 20})
         state = await live.training(0)

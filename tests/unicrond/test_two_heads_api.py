@@ -17,7 +17,7 @@ from events.lease import Holder, MemoryLease
 from events.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.serving import Files
 from unicrond.core.policy import Policy
-from unicrond.ctl.client import Client, ConnectionFailed, NotLeader, RequestRefused
+from unicrond.ctl.client import ApiRefused, Client, ConnectionFailed, NotLeader
 from unicrond.intake.config import Config
 from unicrond.service.access import Access
 from unicrond.service.api import Api
@@ -100,7 +100,7 @@ async def test_a_client_of_both_asks_whichever_leads(tmp_path: Path) -> None:
         client = Client(f"{stands_by.url}, {leads.url}")
         assert (await asyncio.to_thread(client.submit, {"name": "a"}))["task"] == "a"
         assert client.url == leads.url
-        with pytest.raises(RequestRefused, match="already exists"):
+        with pytest.raises(ApiRefused, match="already exists"):
             await asyncio.to_thread(client.submit, {"name": "a"})
         await leads.stop()
         leads.url = ""

@@ -52,7 +52,7 @@ class ConnectionFailed(Unreachable):
     """No connection: the request was not carried out."""
 
 
-class RequestRefused(ApiError):
+class ApiRefused(ApiError):
     """The coordinator refuses the request; `status` is HTTP's."""
 
     def __init__(self, text: str, status: int) -> None:
@@ -60,7 +60,7 @@ class RequestRefused(ApiError):
         self.status = status
 
 
-class NotLeader(RequestRefused):
+class NotLeader(ApiRefused):
     """The head that was asked does not lead."""
 
 
@@ -377,7 +377,7 @@ class Client:
             connection.close()
             raise
         connection.close()
-        raise (NotLeader if _stands_by(text) else RequestRefused)(_error_text(text, status), status)
+        raise (NotLeader if _stands_by(text) else ApiRefused)(_error_text(text, status), status)
 
     def _connection(self) -> http.client.HTTPConnection:
         if not self._tls:

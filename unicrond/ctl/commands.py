@@ -18,7 +18,7 @@ from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.core.work import achieved_waf
 from unicrond.ctl import history
 from unicrond.ctl.asking import client_of, health_of, now_us, print_json, snapshot_of
-from unicrond.ctl.client import RequestRefused
+from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.reading import events, last_events_about, logs, stacks, top, watch
@@ -140,7 +140,7 @@ def workers(options: argparse.Namespace) -> None:
     """Show the workers: rank, node, process."""
     snapshot = snapshot_of(options)
     if options.task and options.task not in snapshot.state.tasks:
-        raise RequestRefused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
+        raise ApiRefused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
     data = [
         {"task": name, "rank": ranks_of(snapshot.state.tasks[name]).get(worker), **record}
         for name, task in snapshot.body["state"]["tasks"].items()
@@ -160,7 +160,7 @@ def describe(options: argparse.Namespace) -> None:
         events = last_events_about(options, snapshot.state, options.kind, options.name)
         sections = described(snapshot.state, options.kind, options.name, events)
     except Unknown as error:
-        raise RequestRefused(str(error), 404) from None
+        raise ApiRefused(str(error), 404) from None
     for number, section in enumerate(sections):
         print("\n" * bool(number) + section.title)
         if isinstance(section.body, dict):
@@ -185,7 +185,7 @@ def doctor(options: argparse.Namespace) -> int:
             checks = client.checks(options.library, options.limit_s)
             node_report = of_nodes(checks)
             problems, notes = [*without_clocks(problems, checks["facts"]), *node_report.findings], node_report.notes
-        except RequestRefused as error:
+        except ApiRefused as error:
             notes = [f"nodes, links and storage: {error}"]
     if options.json:
         print_json([problem._asdict() for problem in problems])

@@ -16,7 +16,7 @@ from events.shape import Shape
 from unicrond.core.gpu_types import of_assignment
 from unicrond.core.gradient_memory import gradients
 from unicrond.ctl.asking import client_of, print_json, snapshot_of
-from unicrond.ctl.client import Client, RequestRefused
+from unicrond.ctl.client import ApiRefused, Client
 from unicrond.display.cluster_tables import (
     costs_table,
     departures,
@@ -136,7 +136,7 @@ def plan_whatif(options: argparse.Namespace) -> None:
     planner = _planner(options)
     try:
         body = planner.plan_whatif(changes)
-    except RequestRefused as refusal:
+    except ApiRefused as refusal:
         if refusal.status == 400:
             raise UsageError(f"--{refusal}") from None
         raise
@@ -170,7 +170,7 @@ def plan_spares(options: argparse.Namespace) -> None:
     planner = _planner(options)
     try:
         spares = planner.plan_spares(options.repair_s, options.mtbf_s)
-    except RequestRefused as refusal:
+    except ApiRefused as refusal:
         if refusal.status == 400:
             raise UsageError(f"--{refusal}".replace("_", "-") if "mtbf_s" in str(refusal) else str(refusal)) from None
         raise

@@ -19,7 +19,7 @@ from unicrond.core.spares import spares
 from unicrond.core.state import ClusterState
 from unicrond.core.survey import Survey
 from unicrond.core.what_if import WhatIfError, changes_of, table_json, table_of, what_if
-from unicrond.ctl.client import Client, RequestRefused
+from unicrond.ctl.client import ApiRefused, Client
 from unicrond.ctl.past import PointArgument, moment_at
 
 
@@ -39,15 +39,15 @@ class PastPlans:
         """Return what Client.plan_table would have returned."""
         state = self.state
         if not state.plan.epoch:
-            raise RequestRefused(f"table: there was no plan yet at entry {state.seq}; give a later --at", 503)
+            raise ApiRefused(f"table: there was no plan yet at entry {state.seq}; give a later --at", 503)
         try:
             table = table_of(Survey(state, self._policy), Planner())
             table = fill(table) if table is not None else None
         except ProblemError as error:
-            raise RequestRefused(f"table: {error}", 400) from None
+            raise ApiRefused(f"table: {error}", 400) from None
         if table is None:
             problem = f"plan {state.plan.epoch} was not made for what had just happened at entry {state.seq}"
-            raise RequestRefused(f"table: {problem}; give an --at after the next plan", 503)
+            raise ApiRefused(f"table: {problem}; give an --at after the next plan", 503)
         return {"epoch": state.plan.epoch, **msgspec.to_builtins(table_json(table))}
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class PastPlans:
         try:
             plan = what_if(self.state, self._policy, changes_of(changes))
         except (WhatIfError, ProblemError) as error:
-            raise RequestRefused(str(error), 400) from None
+            raise ApiRefused(str(error), 400) from None
         answer: dict[str, Any] = msgspec.to_builtins({"now": self.state.plan, "then": plan})
         return answer
 
@@ -64,5 +64,5 @@ class PastPlans:
         try:
             answer: dict[str, Any] = msgspec.to_builtins(spares(self.state, self._policy, repair_s, mtbf_s))
         except ValueError as error:
-            raise RequestRefused(str(error), 400) from None
+            raise ApiRefused(str(error), 400) from None
         return answer

@@ -12,7 +12,7 @@ from events.selection import Selection
 from unicrond.core.severity import kind_of, severity_of
 from unicrond.core.state import ClusterState
 from unicrond.ctl.asking import client_of, print_json
-from unicrond.ctl.client import RETRY_S, ApiError, Client, RequestRefused, Unreachable, follow
+from unicrond.ctl.client import RETRY_S, ApiError, ApiRefused, Client, Unreachable, follow
 from unicrond.ctl.past import end_of, last_of, seq_at
 from unicrond.display.event_lines import EventLine
 from unicrond.display.flight import behind, collectives_table, ranks_table
@@ -173,7 +173,7 @@ def logs(options: argparse.Namespace) -> None:
                 print(f"--- {following['worker']} on {following['node']}", file=sys.stderr)
                 following = client.logs(options.task, **target, offset=0)
             outage.end()
-        except (Unreachable, RequestRefused) as error:
+        except (Unreachable, ApiRefused) as error:
             outage.wait_after(error)  # between two lives of a worker the rank is empty
             continue
         piece = following
@@ -204,7 +204,7 @@ def stacks(options: argparse.Namespace) -> None:
     for rank in ranks:
         try:
             answer = client.stacks(options.task, rank)
-        except RequestRefused as error:
+        except ApiRefused as error:
             if len(ranks) == 1:
                 raise
             print(f"unicronctl: rank {rank}: {error}", file=sys.stderr)

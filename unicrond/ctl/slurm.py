@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from unicrond.ctl.asking import client_of
-from unicrond.ctl.client import ApiError, Client, RequestRefused
+from unicrond.ctl.client import ApiError, ApiRefused, Client
 from unicrond.ctl.reading import states
 from unicrond.ctl.slurm_nodes import SlurmNode, SyncStep, read, steps
 
@@ -60,7 +60,7 @@ def _do(client: Client, step: SyncStep, failed_steps: set[SyncStep]) -> None:
                 _slurm("scontrol", "update", f"NodeName={step.node}", "State=DRAIN", f"Reason={step.reason}")
             case _:
                 _slurm("scontrol", "update", f"NodeName={step.node}", "State=RESUME")
-    except (NoSlurm, RequestRefused) as error:
+    except (NoSlurm, ApiRefused) as error:
         if step not in failed_steps:
             print(f"unicronctl: {error}", file=sys.stderr, flush=True)
         failed_steps.add(step)

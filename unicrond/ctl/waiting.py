@@ -8,7 +8,7 @@ import time
 
 from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.ctl.asking import client_of, print_json
-from unicrond.ctl.client import RequestRefused
+from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.reading import states
 
 POLL_S = 0.5
@@ -47,7 +47,7 @@ def _tasks(state: ClusterState, options: argparse.Namespace) -> list[Task]:
     if options.all:
         return list(state.tasks.values())
     if options.task not in state.tasks:
-        raise RequestRefused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
+        raise ApiRefused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
     return [state.tasks[options.task]]
 
 
