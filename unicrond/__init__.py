@@ -1,6 +1,6 @@
 """The coordinator of unicrond: pure core (state, fold, decide, planning) and the daemon around it.
 
-`from unicrond import Local, Hook` is for training scripts; what is behind it lives in `agents.trainer`, and nothing
+`from unicrond import Hook, Local` is for training scripts; what is behind it lives in `agents.trainer`, and nothing
 else here knows it.
 """
 
@@ -17,7 +17,7 @@ VERSION = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Load `Hook` and `Alone` when a script asks for them: they bring torch."""
+    """Load `Hook` and `Local` when a script asks for them: they bring torch."""
     if name in ("Hook", "Local"):
         from agents.trainer import hook
 

@@ -17,11 +17,11 @@ import torch
 
 from agents.protocol.sampling import Sampling, work_seed
 from agents.trainer.gradients.accumulation import Accumulation
-from agents.trainer.ledger import exactly
+from agents.trainer.ledger import to_fixed_point
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class Local:
     """What a task file would say. `global_batch`, `micro_batch`: in samples."""
 
     iterations: int
@@ -30,10 +30,10 @@ class Alone:
     seed: int = 1234
 
 
-class AloneStep:
+class LocalStep:
     """As `hook.Step`."""
 
-    def __init__(self, hook: AloneHook, iteration: int) -> None:
+    def __init__(self, hook: LocalHook, iteration: int) -> None:
         self._hook = hook
         self.iteration = iteration
         self.agreed = False
@@ -42,7 +42,7 @@ class AloneStep:
     @property
     def is_last(self) -> bool:
         """Whether training ends behind it; known once its micro-batches are computed."""
-        return self.agreed and (bool(self._hook.stopped) or self.iteration >= self._hook.task.iterations)
+        return self.agreed and (bool(self._hook.stop_reason) or self.iteration >= self._hook.task.iterations)
 
     def __iter__(self) -> Iterator[int]:
         """One micro-batch at a time."""
@@ -55,7 +55,7 @@ class AloneStep:
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Account for the micro-batches just computed."""
-        self._hook._loss_sum += exactly(float(loss_sum))
+        self._hook._loss_sum += to_fixed_point(float(loss_sum))
         self._hook._tokens += int(tokens)
 
     def samples(self, micro_batch: int) -> tuple[int, ...]:
@@ -74,49 +74,51 @@ class AloneStep:
 
 
 @dataclass(slots=True)
-class AloneHook:
+class LocalHook:
     """As `hook.Hook`, of one process that is the only one."""
 
-    task: Alone
+    task: Local
     sums: Accumulation
     _sampling: Sampling
-    _began: int = 0
-    is_lead: bool = True
-    in_lead_replica: bool = True
+    _loaded_iteration: int = 0
+    is_leader: bool = True
+    in_leader_replica: bool = True
     replicas: int = 1
-    stopped: str = ""
+    stop_reason: str = ""
     _registered: dict[str, Any] = field(default_factory=dict)
-    _closing: Callable[[], None] | None = None
+    _on_finish: Callable[[], None] | None = None
     _iteration: int = 0
     _loss_sum: float = 0.0
     _tokens: int = 0
 
     @staticmethod
-    def of(task: Alone, models: Sequence[torch.nn.Module], dataset_size: int | None, brings: int | None) -> AloneHook:
+    def create(
+        task: Local, models: Sequence[torch.nn.Module], dataset_size: int | None, loaded_iteration: int | None
+    ) -> LocalHook:
         """`dataset_size`, `brings`: as for `Hook.attach`."""
         sums = Accumulation(parameter for model in models for parameter in model.parameters())
         sampling = Sampling(task.seed, task.global_batch, task.micro_batch, dataset_size)
-        return AloneHook(task, sums, sampling, brings or 0)
+        return LocalHook(task, sums, sampling, loaded_iteration or 0)
 
-    def steps(self) -> Iterator[AloneStep]:
+    def steps(self) -> Iterator[LocalStep]:
         """The iterations, one after the other. Raises RuntimeError for a step that was left."""
-        for iteration in range(self._began + 1, self.task.iterations + 1):
+        for iteration in range(self._loaded_iteration + 1, self.task.iterations + 1):
             self.sums.clear()
             self._iteration, self._loss_sum, self._tokens = iteration, 0.0, 0
-            step = AloneStep(self, iteration)
+            step = LocalStep(self, iteration)
             yield step
             if not step.agreed:
                 raise RuntimeError("the loop left a step before all its micro-batches were computed")
-            if self.stopped:
+            if self.stop_reason:
                 break
-        if self._closing is not None:
-            self._closing()
+        if self._on_finish is not None:
+            self._on_finish()
 
-    def _lists(self, step: AloneStep, at_most: int | None) -> Iterator[list[int]]:
-        every = list(range(self.task.global_batch // self.task.micro_batch))
-        size = at_most or len(every)
-        for first in range(0, len(every), size):
-            yield every[first : first + size]
+    def _lists(self, step: LocalStep, at_most: int | None) -> Iterator[list[int]]:
+        micro_batches = list(range(self.task.global_batch // self.task.micro_batch))
+        size = at_most or len(micro_batches)
+        for first in range(0, len(micro_batches), size):
+            yield micro_batches[first : first + size]
         if self._tokens <= 0:
             raise RuntimeError(f"iteration {step.iteration}: no tokens were added; call step.add(loss_sum, tokens)")
         places = [(start, self.sums.copy(bucket)) for bucket, (start, _) in enumerate(self.sums.spans)]
@@ -127,10 +129,10 @@ class AloneHook:
         """Have training end after this iteration. Raises ValueError without a reason."""
         if not reason:
             raise ValueError("hook.stop(reason): give the reason in a few words")
-        self.stopped = reason
+        self.stop_reason = reason
 
     @contextlib.contextmanager
-    def busy(self, what: str, *, at_most_s: float) -> Iterator[None]:
+    def section(self, name: str, *, timeout_s: float) -> Iterator[None]:
         """Around long work that is not training: nobody waits for it here."""
         yield
 
@@ -142,9 +144,9 @@ class AloneHook:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """A line with these numbers and the iteration."""
-        told = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
-        print(f"iteration {self._iteration}: {told}", flush=True)
+        text = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
+        print(f"iteration {self._iteration}: {text}", flush=True)
 
-    def at_end(self, save: Callable[[], None]) -> None:
+    def on_finish(self, save: Callable[[], None]) -> None:
         """Called behind the last iteration."""
-        self._closing = save
+        self._on_finish = save

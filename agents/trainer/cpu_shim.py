@@ -28,7 +28,7 @@ def apply() -> None:
     if torch.cuda.is_available() or getattr(torch.cuda, "current_device", None) is _current_device:
         return
     torch.cuda.current_device = _current_device
-    torch.cuda.synchronize = _nothing
+    torch.cuda.synchronize = _do_nothing
     torch.cuda.manual_seed = torch.random.default_generator.manual_seed
     torch.cuda.manual_seed_all = _seeds_nothing  # a function of its own: torch._dynamo knows them by name
     torch.cuda.get_rng_state = _rng_state
@@ -49,7 +49,7 @@ def _current_device() -> torch.device:
     return _CPU
 
 
-def _nothing(*_arguments: object) -> None:
+def _do_nothing(*_arguments: object) -> None:
     pass
 
 

@@ -34,26 +34,26 @@ from agents.protocol.exits import LEFT_EARLY
 from agents.protocol.messages import Ready
 from agents.protocol.sampling import Sampling, work_seed
 from agents.trainer import randomness
-from agents.trainer.alone import Alone as Alone
-from agents.trainer.alone import AloneHook
+from agents.trainer.alone import Local as Local
+from agents.trainer.alone import LocalHook
 from agents.trainer.detection import determinism
 from agents.trainer.detection.checksum import checksum
 from agents.trainer.detection.observing import Detection
-from agents.trainer.driver import Driver
+from agents.trainer.driver import LifecycleDriver
 from agents.trainer.gradients.accumulation import Accumulation
-from agents.trainer.gradients.finishing import finishing_of
+from agents.trainer.gradients.finishing import gradient_finalizer
 from agents.trainer.gradients.lanes import Lanes
 from agents.trainer.gradients.passing import Passing
 from agents.trainer.gradients.reduction import Reduction
-from agents.trainer.gradients.runs import Runs
+from agents.trainer.gradients.runs import LaneRuns
 from agents.trainer.groups.rendezvous import Rendezvous
-from agents.trainer.lifecycle import Books
+from agents.trainer.lifecycle import MemberState
 from agents.trainer.lifecycle.books import lanes_of
 from agents.trainer.lifecycle.effects import Compute, Optimize
-from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stopped, Superseded
+from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
 from agents.trainer.process import context
 from agents.trainer.process.context import Context
-from agents.trainer.process.faults import LeftEarly, NanLoss, trouble
+from agents.trainer.process.faults import LeftEarly, NanLoss, error_report
 from agents.trainer.randomness import seed_all
 from agents.trainer.sharded.optimizer import ShardedOptimizer
 from agents.trainer.sharded.sharing import Sharing
@@ -87,16 +87,16 @@ class Step:
     @property
     def is_last(self) -> bool:
         """Whether training ends behind it; known once the step is agreed."""
-        books = self._hook._driver.books
-        return self.agreed and (books.stopped or self.iteration >= books.launch.spec.iterations)
+        member = self._hook._driver.member
+        return self.agreed and (member.stop_agreed or self.iteration >= member.launch.spec.iterations)
 
     def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
         """Lists of micro-batches, as many as are left (pipeline schedules want them all at once) or `at_most`."""
         yield from self._hook._micro_batches(self, at_most)
 
-    def coming(self, taken: int) -> list[int]:
+    def upcoming(self, count: int) -> list[int]:
         """The micro-batches that this replica computes behind the next `taken`, as dealt now."""
-        return self._hook._driver.books.ledger.left()[taken:]
+        return self._hook._driver.member.ledger.remaining()[count:]
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Account for the micro-batches just computed: sum of token losses, number of tokens (both 0 in pipeline
@@ -111,10 +111,10 @@ class Step:
     def loading(self) -> Iterator[None]:
         """`with step.loading():` around what reads data: an exception or a hang there is reported as one of the
         data."""
-        here = self._hook._context
-        phase, here.phase = here.phase, "data"
+        process = self._hook._context
+        phase, process.phase = process.phase, "data"
         yield
-        here.phase = phase
+        process.phase = phase
 
     def seed(self, micro_batch: int) -> None:
         """Seed every random number drawn for the micro-batch; call it first in the forward step."""
@@ -126,13 +126,13 @@ class Hook:
     """A training process's side of unicrond. See the module's rules; make one with `attach`."""
 
     _context: Context
-    _driver: Driver
+    _driver: LifecycleDriver
     _overlap: bool
-    _over: bool = False
+    _has_ended: bool = False
     _step: Step | None = None
     _early: LeftEarly | None = None
     #: What is being computed does not count.
-    _tries: bool = False
+    _testing_bits: bool = False
 
     @staticmethod
     def attach(
@@ -142,7 +142,7 @@ class Hook:
         *,
         dataset_size: int | None = None,
         overlap: bool = False,
-        brings: int | None = None,
+        loaded_iteration: int | None = None,
         gradients: Callable[[Lanes | None, int], Accumulation] | None = None,
     ) -> Hook:
         """Take over gradient accumulation and cross-replica reduction of `model` (or model chunks).
@@ -150,35 +150,37 @@ class Hook:
         `optimizer` and `scheduler` need state_dict and load_state_dict. `dataset_size`: samples in the data set,
         over which `step.samples` permutes; None: an endless stream. `overlap`: reduce inside the last backward; only
         for loops that give each parameter at most one gradient per micro-batch (one backward for each; an iteration
-        fails where that is not so). `brings`: the iteration after which the program's state is the one that it has
+        fails where that is not so). `loaded_iteration`: the iteration after which the program's state is the one that it has
         loaded itself, 0 for none, on every replica; training goes on from there, unless a later state is found.
         `gradients`: makes the accumulation of the task's lanes, with so many bytes in a bucket, for a framework with
         buffers of its own. Raises RuntimeError outside a worker, CannotFinish for a model that would train wrongly.
         """
-        here = context.current()
+        process = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        spec = here.launch.spec
+        spec = process.launch.spec
 
         lanes = lanes_of(spec)
         make = gradients or partial(_plain_accumulation, models)
-        accumulation = make(lanes, here.patience.bucket_bytes)
+        accumulation = make(lanes, process.settings.bucket_bytes)
         sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
-        layout = partial(_layout_told, here, models, optimizer)
+        layout = partial(_describe_layout, process, models, optimizer)
         state = TrainingState(models, optimizer, scheduler, randomness, layout)
         extents, saves = ((), None) if sharded is None else (sharded.extents, sharded.saves)
-        books = Books(here.launch, len(accumulation), time.monotonic, extents, brings=brings, saves=saves)
-        reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(here)
-        driver = Driver(
-            books=books,
-            here=here,
+        member = MemberState(
+            process.launch, len(accumulation), time.monotonic, extents, loaded_iteration=loaded_iteration, saves=saves
+        )
+        reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(process)
+        driver = LifecycleDriver(
+            member=member,
+            context=process,
             state=state,
-            saving=Saving(here, state),
+            saving=Saving(process, state),
             sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
             accumulation=accumulation,
             reduction=reduction,
             rendezvous=rendezvous,
             detection=Detection(
-                here,
+                process,
                 (parameter for module in models for parameter in module.parameters()),
                 loss_scaled=_loss_scaled(optimizer),
             ),
@@ -186,47 +188,47 @@ class Hook:
         )
         if lanes is not None:
             passing = Passing(accumulation, lanes)
-            driver.runs = Runs(books, here, accumulation, reduction, rendezvous, passing)
+            driver.runs = LaneRuns(member, process, accumulation, reduction, rendezvous, passing)
         if gradients is None:
-            driver.finish = finishing_of(models)
-        hook = Hook(here, driver, overlap)
-        accumulation.arriving = partial(setattr, here.mark, "phase", "backward")
+            driver.finalize_gradients = gradient_finalizer(models)
+        hook = Hook(process, driver, overlap)
+        accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
-        here.finish = hook._finish
-        here.channel.send(Ready())
+        process.finish = hook._finish
+        process.channel.send(Ready())
         return hook
 
     @staticmethod
-    def attach_or_alone(
-        alone: Alone,
+    def attach_or_local(
+        local: Local,
         model: torch.nn.Module | Sequence[torch.nn.Module],
         optimizer: Any,
         scheduler: Any = None,
         **options: Any,
-    ) -> Hook | AloneHook:
+    ) -> Hook | LocalHook:
         """In a worker as `attach`, with its options; in any other process the same loop for `alone`, one replica
         without unicrond (`alone.py`)."""
         if context.is_worker():
             return Hook.attach(model, optimizer, scheduler, **options)
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        return AloneHook.of(alone, models, options.get("dataset_size"), options.get("brings"))
+        return LocalHook.create(local, models, options.get("dataset_size"), options.get("loaded_iteration"))
 
     @property
-    def is_lead(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this process is the one of its task that reports: true in one of all, for what is to be done once
         (a run of W&B, an evaluation). Another becomes it when it is lost; false before the first step."""
-        return self._driver.books.is_lead
+        return self._driver.member.is_leader
 
     @property
-    def in_lead_replica(self) -> bool:
+    def in_leader_replica(self) -> bool:
         """Whether this process is in the replica of the one that reports: all shards of it write a checkpoint
         together. As `is_lead`, another replica becomes it."""
-        return self._driver.books.in_lead_replica
+        return self._driver.member.in_leader_replica
 
     @property
     def replicas(self) -> int:
         """In the present group; 0 before the first step."""
-        return len(self._driver.books.peers)
+        return len(self._driver.member.peers)
 
     @property
     def sums(self) -> Accumulation:
@@ -238,26 +240,26 @@ class Hook:
         newcomers and into checkpoints. It must be the same on all replicas. Before the first step; raises ValueError
         for a name that is taken, BadState where its state_dict() holds more than plain values and tensors."""
         state = self._driver.state
-        if name in state.registered or self._driver.books.state != "new":
+        if name in state.registered or self._driver.member.state != "new":
             raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
         flatten(stateful.state_dict())
         state.registered[name] = stateful
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """A line in the lead's log with these numbers and the iteration; other processes drop it."""
-        if self.is_lead:
-            told = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
-            print(f"iteration {self._context.iteration}: {told}", flush=True)
+        if self.is_leader:
+            text = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
+            print(f"iteration {self._context.iteration}: {text}", flush=True)
 
-    def at_end(self, save: Callable[[], None]) -> None:
+    def on_finish(self, save: Callable[[], None]) -> None:
         """Have the lead's replica, all shards of it, call this behind the last iteration, before the task is complete;
         if that replica is lost meanwhile, another calls its own."""
-        self._driver.closing = save
+        self._driver.on_finish = save
 
     def steps(self) -> Iterator[Step]:
         """The iterations that are left, one after the other, from wherever the task stands."""
         driver = self._driver
-        if self._driver.books.state != "new":
+        if self._driver.member.state != "new":
             raise RuntimeError("hook.steps() has begun already: loop over it once, to its end")
         driver.begin()
         while isinstance(driver.seam, Compute):
@@ -265,12 +267,12 @@ class Hook:
             try:
                 yield step
             except GeneratorExit:
-                self._left()
+                self._note_early_exit()
                 raise
             if not step.agreed:
                 raise RuntimeError("the loop left a step before all its micro-batches were computed and agreed on")
             driver.advance()
-        self._over = True
+        self._has_ended = True
 
     def stop(self, reason: str) -> None:
         """Have training end after the iteration on whose end all replicas next agree; the loop over `steps` ends then,
@@ -278,23 +280,23 @@ class Hook:
         people. Raises ValueError without one."""
         if not reason:
             raise ValueError("hook.stop(reason): give the reason in a few words; the task's status shows it")
-        told = self._driver.books.stop(reason)
-        if told is not None:
-            self._context.channel.send(told)
+        message = self._driver.member.stop(reason)
+        if message is not None:
+            self._context.channel.send(message)
 
     @contextlib.contextmanager
-    def busy(self, what: str, *, at_most_s: float) -> Iterator[None]:
-        """`with hook.busy("evaluation", at_most_s=600):` around long work that is not training, inside the loop.
+    def section(self, name: str, *, timeout_s: float) -> Iterator[None]:
+        """`with hook.section("evaluation", timeout_s=600):` around long work that is not training, inside the loop.
 
         Within that time no worker counts as hanging; a worker that is busy for longer does, by that name. Enter it on
         every replica, whichever does the work inside: the others then wait for as long. Raises ValueError.
         """
-        if not what or not 0.0 < at_most_s <= _BUSY_MAX_S:
+        if not name or not 0.0 < timeout_s <= _BUSY_MAX_S:
             raise ValueError(
-                f"hook.busy({what!r}, at_most_s={at_most_s}): say with what, and give its most seconds (above 0,"
+                f"hook.section({name!r}, timeout_s={timeout_s}): give a name, and the most seconds that it may take (above 0,"
                 f" at most {_BUSY_MAX_S:g})"
             )
-        with self._driver.detection.busy(what[:MAX_REASON], at_most_s):
+        with self._driver.detection.section(name[:MAX_REASON], timeout_s):
             yield
 
     # --- within an iteration ---------------------------------------------------------------------
@@ -304,8 +306,8 @@ class Hook:
         while isinstance(driver.seam, Compute):
             step.iteration = driver.seam.ledger.iteration
             try:
-                yield from self._hand(at_most)
-            except (Broken, Superseded) as failure:
+                yield from self._hand_out(at_most)
+            except (GroupBroken, MembershipSuperseded) as failure:
                 driver.throw(failure)
             else:
                 driver.advance()
@@ -313,22 +315,22 @@ class Hook:
         if isinstance(driver.seam, Optimize):
             step.loss = driver.seam.loss
 
-    def _hand(self, at_most: int | None) -> Iterator[list[int]]:
+    def _hand_out(self, at_most: int | None) -> Iterator[list[int]]:
         """What is left of this replica's micro-batches. Raises Broken, Superseded, QuitAsked."""
         driver = self._driver
-        own_time, mark, ledger = driver.detection.own_time, self._context.mark, driver.books.ledger
+        own_time, mark, ledger = driver.detection.compute_time, self._context.mark, driver.member.ledger
         driver.rendezvous.look()
         yield from self._compare_bits()
         runs = driver.runs
         if runs is not None:
             runs.begin()
         while (run := ledger.run) is not None:
-            if runs is not None and not (at_most == 1 and runs.goes_ahead(run)):
+            if runs is not None and not (at_most == 1 and runs.try_ahead(run)):
                 runs.enter(run)
             todo = ledger.todo()[:at_most]
             if todo:
                 own_time.begin()
-                mark.working(ledger.finished)
+                mark.begin_micro_batch(ledger.finished)
                 driver.fire("micro_batch")
                 if self._overlap and ledger.is_last(todo):
                     driver.reduction.overlap(driver.group, len(todo))
@@ -343,23 +345,23 @@ class Hook:
     def _compare_bits(self) -> Iterator[list[int]]:
         """Have the loop compute a micro-batch twice, for its bits alone, where a task begins (`determinism.py`)."""
         driver = self._driver
-        books, wish = driver.books, self._context.patience.deterministic
-        if books.lanes is None or not books.is_new or wish == "off":
+        member, policy = driver.member, self._context.settings.deterministic
+        if member.lanes is None or not member.is_new or policy == "off":
             return
-        found = []
-        self._tries = True
+        checksums = []
+        self._testing_bits = True
         for _ in range(2):
-            with driver.accumulation.aside() as gradients:
+            with driver.accumulation.scratch_store() as gradients:
                 yield [determinism.MICRO_BATCH]
-                found.append(checksum([gradients]))
-        self._tries = False
-        driver.bits_agree(found)
+                checksums.append(checksum([gradients]))
+        self._testing_bits = False
+        driver.check_bits(checksums)
 
     def _add(self, loss_sum: float, tokens: int) -> None:
-        if self._tries:
+        if self._testing_bits:
             return
-        ledger = self._driver.books.ledger
-        loss_sum = self._context.injection.spoilt(loss_sum)
+        ledger = self._driver.member.ledger
+        loss_sum = self._context.injection.spoil_loss(loss_sum)
         if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
             raise NanLoss(f"the loss of a micro-batch of iteration {ledger.iteration} is {loss_sum}")
         ledger.add(loss_sum, tokens)
@@ -376,58 +378,60 @@ class Hook:
         if expects("backward"):
             parameter.register_hook(lambda _: fire("backward"))
         if expects("partly"):
-            self._driver.reduction.started_one = self._partly
+            self._driver.reduction.on_start = self._partly
 
     def _partly(self) -> None:
         if self._context.injection.expects("partly"):
-            with contextlib.suppress(Broken, Superseded):  # it will show again where the rest is waited for
+            with contextlib.suppress(
+                GroupBroken, MembershipSuperseded
+            ):  # it will show again where the rest is waited for
                 self._driver.group.finish()
                 self._driver.fire("partly")
 
     # --- the end of the program ------------------------------------------------------------------
 
-    def _left(self) -> None:
+    def _note_early_exit(self) -> None:
         """The program has left the loop. (Raise nothing here: no caller would see it.)"""
-        if self._over or self._context.over or not self._driver.alive:
+        if self._has_ended or self._context.has_ended or not self._driver.alive:
             return
-        if self._driver.books.stop_reason:
-            with contextlib.suppress(QuitAsked):
-                self._leave_as_said()
+        if self._driver.member.stop_reason:
+            with contextlib.suppress(QuitRequested):
+                self._leave_after_stop()
         else:
             where = f"the program left the loop over hook.steps() in iteration {self._context.iteration}"
             self._early = LeftEarly(f"{where}: {LEFT_EARLY}")
-            late = threading.Timer(_LEFT_S, self._tell_left_early)
+            late = threading.Timer(_LEFT_S, self._report_early_exit)
             late.daemon = True
             late.start()
 
-    def _tell_left_early(self) -> None:
+    def _report_early_exit(self) -> None:
         """It is gone from its loop for good. (An exception in the loop's body ends the loop as well, before anybody
         can see it; it is reported as what it is, a moment later.)"""
-        here, error = self._context, self._early
-        if here.over or error is None:
+        process, error = self._context, self._early
+        if process.has_ended or error is None:
             return
-        print(f"{here.launch.worker}: {error}", file=sys.stderr, flush=True)
-        here.channel.send(trouble(error, here.generation, here.iteration, here.phase))
-        here.channel.flush(_FLUSH_S)
-        here.over = True
+        print(f"{process.launch.worker}: {error}", file=sys.stderr, flush=True)
+        process.channel.send(error_report(error, process.generation, process.iteration, process.phase))
+        process.channel.flush(_FLUSH_S)
+        process.has_ended = True
 
     def _finish(self) -> None:
         """The program has ended, with code 0."""
-        if self._over:
+        if self._has_ended:
             return
-        if self._context.over:
+        if self._context.has_ended:
             raise SystemExit(1)  # it has been told of
         if self._early is not None:
             raise self._early
-        if not self._driver.books.stop_reason or self._step is None:
-            ran = f"in iteration {self._context.iteration} of {self._context.launch.spec.iterations}"
-            raise LeftEarly(f"the program ended {ran if self._step else 'before it trained'}: {LEFT_EARLY}")
-        self._leave_as_said()
+        if not self._driver.member.stop_reason or self._step is None:
+            position = f"in iteration {self._context.iteration} of {self._context.launch.spec.iterations}"
+            raise LeftEarly(f"the program ended {position if self._step else 'before it trained'}: {LEFT_EARLY}")
+        self._leave_after_stop()
 
-    def _leave_as_said(self) -> None:
+    def _leave_after_stop(self) -> None:
         """The program has said `stop`, and does not come back for the end of training."""
-        self._driver.throw(Stopped())
-        self._over = True
+        self._driver.throw(ProgramLeftLoop())
+        self._has_ended = True
 
 
 def _plain_accumulation(models: Sequence[torch.nn.Module], lanes: Lanes | None, bucket_bytes: int) -> Accumulation:
@@ -435,15 +439,15 @@ def _plain_accumulation(models: Sequence[torch.nn.Module], lanes: Lanes | None, 
     return Accumulation(parameters, lanes=lanes, bucket_bytes=bucket_bytes)
 
 
-def _layout_told(here: Context, models: Sequence[torch.nn.Module], optimizer: Any) -> object:
-    spec = here.launch.spec
+def _describe_layout(process: Context, models: Sequence[torch.nn.Module], optimizer: Any) -> object:
+    spec = process.launch.spec
     try:
         return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
     except Exception as error:  # a model's own account of itself: without it the state keeps its layout
-        print(f"{here.launch.worker}: no layout: {type(error).__name__}: {error}", flush=True)
+        print(f"{process.launch.worker}: no layout: {type(error).__name__}: {error}", flush=True)
         return None
 
 
 def _loss_scaled(optimizer: Any) -> bool:
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return any(getattr(one, "grad_scaler", None) is not None for one in chained)
+    return any(getattr(inner, "grad_scaler", None) is not None for inner in chained)

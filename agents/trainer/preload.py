@@ -28,8 +28,8 @@ def _compile_when_called(function: Callable[..., Any] | None = None, **options: 
     compiled = functools.cache(lambda: _compile(function, **options))
 
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        return compiled()(*arguments, **named)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return compiled()(*arguments, **keywords)
 
     return call
 

@@ -25,8 +25,8 @@ from megatron.core.transformer.module import Float16Module
 from agents.trainer import corpus
 from agents.trainer.corpus import Corpus
 from agents.trainer.hook import Hook, Step
-from agents.trainer.ledger import exactly
-from agents.trainer.progress import Progress
+from agents.trainer.ledger import to_fixed_point
+from agents.trainer.progress import ProgressLog
 from agents.trainer.randomness import seed_all
 from agents.trainer.sharded.optimizer import ShardedOptimizer
 from events.vocabulary import TaskSpec
@@ -42,14 +42,14 @@ def main(spec: TaskSpec) -> None:
     model = build_model(spec)
     optimizer, scheduler = build_optimizer(spec, model)
     hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text), overlap=True)
-    progress = Progress(time.monotonic)
+    progress = ProgressLog(time.monotonic)
     for step in hook.steps():
         for micro_batches in step.lists(at_most=1 if spec.pp == 1 else None):
             step.add(*forward_backward(spec, model, text, step, micro_batches))
         optimizer.step()
         scheduler.step(increment=spec.global_batch)
-        if told := progress.after(step.loss):
-            hook.log(told)
+        if metrics := progress.after(step.loss):
+            hook.log(metrics)
 
 
 def build_model(spec: TaskSpec) -> torch.nn.Module:
@@ -90,28 +90,28 @@ def build_model(spec: TaskSpec) -> torch.nn.Module:
 
 def build_optimizer(spec: TaskSpec, model: torch.nn.Module) -> tuple[Any, OptimizerParamScheduler]:
     """Megatron's Adam and its scheduler, counting samples."""
-    wanted, in_16_bits = spec.optimizer, spec.model.precision == "bf16"
-    decay_iterations = wanted.decay_iterations or spec.iterations
+    settings, in_16_bits = spec.optimizer, spec.model.precision == "bf16"
+    decay_iterations = settings.decay_iterations or spec.iterations
     config = OptimizerConfig(
         optimizer="adam",
-        lr=wanted.lr,
-        min_lr=wanted.min_lr,
-        weight_decay=wanted.weight_decay,
-        clip_grad=wanted.clip_grad,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
         bf16=in_16_bits,
         params_dtype=torch.bfloat16 if in_16_bits else torch.float32,
     )
-    optimizer = ShardedOptimizer(config, [model]) if wanted.distributed else get_megatron_optimizer(config, [model])
+    optimizer = ShardedOptimizer(config, [model]) if settings.distributed else get_megatron_optimizer(config, [model])
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=wanted.lr,
-        min_lr=wanted.min_lr,
-        lr_warmup_steps=wanted.warmup_iterations * spec.global_batch,
-        lr_decay_steps=max(decay_iterations, wanted.warmup_iterations + 1) * spec.global_batch,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_iterations * spec.global_batch,
+        lr_decay_steps=max(decay_iterations, settings.warmup_iterations + 1) * spec.global_batch,
         lr_decay_style="cosine",
-        start_wd=wanted.weight_decay,
-        end_wd=wanted.weight_decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
@@ -133,7 +133,7 @@ def forward_backward(
         micro_batch_size=spec.micro_batch,
         forward_only=False,
     )
-    return sum(exactly(entry["loss_sum"]) for entry in report), sum(entry["tokens"] for entry in report)
+    return sum(to_fixed_point(entry["loss_sum"]) for entry in report), sum(entry["tokens"] for entry in report)
 
 
 def _forward_step(text: Corpus, step: Step, micro_batches: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -145,8 +145,8 @@ def _forward_step(text: Corpus, step: Step, micro_batches: Iterator[int], model:
     tokens, labels = window[:, :-1].to(device), window[:, 1:].contiguous().to(device)
     length = tokens.shape[1]
     positions = torch.arange(length, device=device).expand_as(tokens)
-    hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
-    losses = model(tokens, positions, hidden, labels=labels)
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+    losses = model(tokens, positions, mask, labels=labels)
     return losses, _loss
 
 

@@ -8,21 +8,21 @@ from collections.abc import Callable
 LOG_EVERY_S = 10.0
 
 
-class Progress:
+class ProgressLog:
     """What the log says of training: of this process's first iteration, and then of the first one after each
     LOG_EVERY_S. Every process counts, so that a new lead goes on at once; the hook has the lead alone write.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._told_s: float | None = None
-        self._made = 0
+        self._last_s: float | None = None
+        self._count = 0
 
     def after(self, loss: float) -> dict[str, float]:
         """The numbers of a line; none where it is too soon. `iteration_s`: mean since the line before."""
-        now_s, last_s = self._clock(), self._told_s
-        self._made += 1  # not by their numbers: a state from before may have been taken up
+        now_s, last_s = self._clock(), self._last_s
+        self._count += 1  # not by their numbers: a state from before may have been taken up
         if last_s is not None and now_s - last_s < LOG_EVERY_S:
             return {}
-        made, self._made, self._told_s = self._made, 0, now_s
-        return {"loss": loss} if last_s is None else {"loss": loss, "iteration_s": (now_s - last_s) / made}
+        count, self._count, self._last_s = self._count, 0, now_s
+        return {"loss": loss} if last_s is None else {"loss": loss, "iteration_s": (now_s - last_s) / count}

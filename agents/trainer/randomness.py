@@ -26,8 +26,8 @@ def seed_all(seed: int) -> None:
 
 def snapshot() -> dict[str, Any]:
     """Where the generators stand, as a tree (`state.py`)."""
-    stands: Any = numpy.random.get_state()
-    _, keys, position, has_gauss, gauss = stands
+    numpy_state: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, gauss = numpy_state
     return {
         "python": random.getstate(),
         "numpy": (keys.tolist(), int(position), int(has_gauss), float(gauss)),
@@ -37,12 +37,12 @@ def snapshot() -> dict[str, Any]:
     }
 
 
-def resume(taken: dict[str, Any]) -> None:
+def resume(states: dict[str, Any]) -> None:
     """Let the generators go on from a snapshot."""
-    random.setstate(taken["python"])
-    keys, position, has_gauss, gauss = taken["numpy"]
+    random.setstate(states["python"])
+    keys, position, has_gauss, gauss = states["numpy"]
     numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(taken["torch"])
-    if taken["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(taken["cuda"][0])
-    get_cuda_rng_tracker().set_states(dict(taken["megatron"]))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"][0])
+    get_cuda_rng_tracker().set_states(dict(states["megatron"]))

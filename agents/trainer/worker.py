@@ -14,14 +14,14 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from agents.protocol.injection import Injection
+from agents.protocol.injection import FaultInjector
 from agents.protocol.marks import Marker
 from agents.protocol.messages import Launch
-from agents.trainer.lifecycle.failures import QuitAsked
+from agents.trainer.lifecycle.failures import QuitRequested
 from agents.trainer.process import context
 from agents.trainer.process.channel import AgentChannel
-from agents.trainer.process.context import Context, Patience
-from agents.trainer.process.faults import LeftEarly, trouble
+from agents.trainer.process.context import Context, WorkerSettings
+from agents.trainer.process.faults import LeftEarly, error_report
 from events import megatron_lm
 from events.vocabulary import TaskSpec
 
@@ -33,17 +33,17 @@ def run(launch: Launch) -> NoReturn:
     channel: AgentChannel | None = None
     code = 1
     try:
-        patience = Patience.from_environment()
-        channel = AgentChannel(launch, patience.lease_s)
+        settings = WorkerSettings.from_environment()
+        channel = AgentChannel(launch, settings.lease_s)
         channel.start()
-        code = _train(launch, channel, patience)
-    except QuitAsked:
+        code = _train(launch, channel, settings)
+    except QuitRequested:
         code = 0
     except SystemExit as end:  # of ours
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         if channel is not None:
-            code = 0 if channel.quit_asked() else 1
+            code = 0 if channel.quit_requested() else 1
             if code:
                 _tell(channel, error)  # before anything that may block
         traceback.print_exc()
@@ -55,11 +55,11 @@ def run(launch: Launch) -> NoReturn:
         os._exit(code)
 
 
-def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
+def _train(launch: Launch, channel: AgentChannel, settings: WorkerSettings) -> int:
     import torch
 
     from agents.trainer import cpu_shim
-    from agents.trainer.process.replica import Replica
+    from agents.trainer.process.replica import ReplicaWorld
 
     spec = launch.spec
     # Or torch's watchdog ends the process when a peer dies: what is to be done about that is decided elsewhere.
@@ -72,15 +72,15 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
     if spec.backend == "nccl" and not torch.cuda.is_available():
         raise RuntimeError("backend: nccl needs a GPU, and torch sees none; use auto or gloo")
     backend = "nccl" if torch.cuda.is_available() and spec.backend != "gloo" else "gloo"
-    injection = Injection(launch.worker, os.environ.get("UNICRON_FAULT", ""), channel.ordered)
+    injection = FaultInjector(launch.worker, os.environ.get("UNICRON_FAULT", ""), channel.ordered_faults)
     mark = Marker(Path(launch.mark) if launch.mark else None)
-    here = Context(launch, channel, Replica(launch, backend), patience, injection, mark=mark)
-    context.enter(here)
+    process = Context(launch, channel, ReplicaWorld(launch, backend), settings, injection, mark=mark)
+    context.enter(process)
     code = _run(spec)
-    if code == 0 and not channel.quit_asked():
-        if here.finish is None:
+    if code == 0 and not channel.quit_requested():
+        if process.finish is None:
             raise LeftEarly("the program ended without training: it must loop over hook.steps()")
-        here.finish()
+        process.finish()
     return code
 
 
@@ -102,7 +102,7 @@ def _run(spec: TaskSpec) -> int:
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
-        context.current().over = True  # what is left of its loop is not left early
+        context.current().has_ended = True  # what is left of its loop is not left early
         raise
     return 0
 
@@ -118,8 +118,8 @@ def _run_script(spec: TaskSpec) -> None:
 
 def _tell(channel: AgentChannel, error: BaseException) -> None:
     try:
-        here = context.current()
+        process = context.current()
     except RuntimeError:
-        channel.send(trouble(error, 0, 0, "start"))
+        channel.send(error_report(error, 0, 0, "start"))
     else:
-        channel.send(trouble(error, here.generation, here.iteration, here.phase))
+        channel.send(error_report(error, process.generation, process.iteration, process.phase))

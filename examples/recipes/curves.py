@@ -8,7 +8,7 @@ import os
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from unicrond import Alone, Hook
+from unicrond import Local, Hook
 
 torch.manual_seed(1)
 FEATURES = torch.randn(512, 8)
@@ -16,8 +16,8 @@ TARGETS = FEATURES @ torch.randn(8, 1)
 
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), 1e-1)
-hook = Hook.attach_or_alone(
-    Alone(iterations=40, global_batch=32, micro_batch=8), model, optimizer, dataset_size=len(FEATURES)
+hook = Hook.attach_or_local(
+    Local(iterations=40, global_batch=32, micro_batch=8), model, optimizer, dataset_size=len(FEATURES)
 )
 writer: SummaryWriter | None = None
 for step in hook.steps():
@@ -28,7 +28,7 @@ for step in hook.steps():
         loss.backward()
         step.add(loss.detach(), len(chosen))
     optimizer.step()
-    if hook.is_lead:  # known from the first step on; another process is it when this one is lost
+    if hook.is_leader:  # known from the first step on; another process is it when this one is lost
         if writer is None:
             writer = SummaryWriter(os.environ.get("TENSORBOARD_DIR", "runs"), purge_step=step.iteration)
         writer.add_scalar("loss", step.loss, step.iteration)

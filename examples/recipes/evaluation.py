@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unicrond import Alone, Hook
+from unicrond import Local, Hook
 
 torch.manual_seed(1)
 FEATURES = torch.randn(512, 8)
@@ -44,8 +44,8 @@ def evaluate(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> float:
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 average = Average(model, 0.9)
-hook = Hook.attach_or_alone(
-    Alone(iterations=40, global_batch=32, micro_batch=8), model, optimizer, dataset_size=len(FEATURES) - HELD_OUT
+hook = Hook.attach_or_local(
+    Local(iterations=40, global_batch=32, micro_batch=8), model, optimizer, dataset_size=len(FEATURES) - HELD_OUT
 )
 hook.register("average", average)
 for step in hook.steps():
@@ -58,6 +58,6 @@ for step in hook.steps():
     optimizer.step()
     average.update()
     if step.iteration % 10 == 0:
-        with hook.busy("evaluation", at_most_s=60):
-            if hook.is_lead:
+        with hook.section("evaluation", timeout_s=60):
+            if hook.is_leader:
                 hook.log({"loss": step.loss, "held_out": evaluate(model, average.weights)})

@@ -7,7 +7,7 @@ A task's `entry`, or `python examples/recipes/huggingface.py` (docs/use/recipes.
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unicrond import Alone, Hook
+from unicrond import Local, Hook
 
 SEQ, VOCAB = 32, 64
 
@@ -25,8 +25,8 @@ model = LlamaForCausalLM(
 )
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-hook = Hook.attach_or_alone(
-    Alone(iterations=30, global_batch=16, micro_batch=4), model, optimizer, scheduler, dataset_size=len(TEXT) - SEQ
+hook = Hook.attach_or_local(
+    Local(iterations=30, global_batch=16, micro_batch=4), model, optimizer, scheduler, dataset_size=len(TEXT) - SEQ
 )
 for step in hook.steps():
     for micro_batch in step:

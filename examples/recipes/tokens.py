@@ -5,7 +5,7 @@ A task's `entry`, or `python examples/recipes/tokens.py` (docs/use/recipes.md).
 
 import torch
 
-from unicrond import Alone, Hook
+from unicrond import Local, Hook
 
 TOKENS = 20_000
 SEQ, VOCAB = 32, 64
@@ -16,8 +16,8 @@ model = torch.nn.Sequential(
     torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, VOCAB)
 )
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-hook = Hook.attach_or_alone(
-    Alone(iterations=1000, global_batch=16, micro_batch=4), model, optimizer, dataset_size=len(TEXT) - SEQ
+hook = Hook.attach_or_local(
+    Local(iterations=1000, global_batch=16, micro_batch=4), model, optimizer, dataset_size=len(TEXT) - SEQ
 )
 for step in hook.steps():
     # Every replica comes to the same number at the same iteration. Said before its end, that is the last one.

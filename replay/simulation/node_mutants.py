@@ -13,7 +13,7 @@ from agents.state import Remembered
 from agents.trainer import ledger
 from agents.trainer.gradients import lanes
 from agents.trainer.lifecycle import dealing, dividing, iteration, meeting, regrouping, shares, verdict
-from agents.trainer.lifecycle.effects import Pending, Rows
+from agents.trainer.lifecycle.effects import GatherRows, PendingGeneration
 from replay.simulation import buckets, memory
 from replay.simulation.log_client import CommandEnd
 from replay.simulation.planting import Mutant, patch
@@ -23,11 +23,11 @@ from replay.simulation.planting import Mutant, patch
 
 def _act_on_a_stale_epoch() -> None:
     def make(commanded: Any) -> Any:
-        def unfenced(turn: Any, given: Any) -> None:
-            if (given.term, given.command.epoch) < turn.memory.fence:
+        def unfenced(turn: Any, order: Any) -> None:
+            if (order.term, order.command.epoch) < turn.memory.fence:
                 # All that would recognise it has to go: the fence is not the only defence.
-                turn.remember(fence=(0, 0), answered={}, gone={})
-            commanded(turn, given)
+                turn.remember(fence=(0, 0), answered={}, ended_workers={})
+            commanded(turn, order)
 
         return unfenced
 
@@ -36,9 +36,9 @@ def _act_on_a_stale_epoch() -> None:
 
 def _start_again() -> None:
     def make(commanded: Any) -> Any:
-        def forgetful(turn: Any, given: Any) -> None:
-            turn.remember(answered={}, gone={})
-            commanded(turn, given)
+        def forgetful(turn: Any, order: Any) -> None:
+            turn.remember(answered={}, ended_workers={})
+            commanded(turn, order)
 
         return forgetful
 
@@ -64,15 +64,19 @@ def _follow_no_task() -> None:
 
 
 def _old_parts_stay() -> None:
-    def collect(told_so_far: Any) -> Any:
+    def collect(add_part: Any) -> Any:
         def more(telling: Any, part: Any, term: int) -> Any:
-            begun = telling or told_so_far(None, msgspec.structs.replace(part, part=1, seats=()), term)
-            return msgspec.structs.replace(begun, seats=begun.seats + part.seats)
+            start = telling or add_part(None, msgspec.structs.replace(part, part=1, seats=()), term)
+            return msgspec.structs.replace(start, seats=start.seats + part.seats)
 
         return more
 
-    patch(memberships, "told_so_far", collect)
-    patch(memberships, "told_by", lambda _: lambda telling, told, *_: (telling.seats if telling else ()) + told.seats)
+    patch(memberships, "add_part", collect)
+    patch(
+        memberships,
+        "broadcast_seats",
+        lambda _: lambda telling, broadcast, *_: (telling.seats if telling else ()) + broadcast.seats,
+    )
 
 
 def _slots_are_not_counted() -> None:
@@ -88,12 +92,12 @@ def _commits_are_summed_twice() -> None:
 
 def _commit_without_agreement() -> None:
     def make(agree: Any) -> Any:
-        def hasty(books: Any) -> Any:
-            if books.shares is not None:  # there the agreement also says what is saved
-                yield from agree(books)
+        def hasty(member: Any) -> Any:
+            if member.shares is not None:  # there the agreement also says what is saved
+                yield from agree(member)
             else:
-                books.enter("agreeing")
-                books.target = yield from Pending()
+                member.enter("agreeing")
+                member.target = yield from PendingGeneration()
 
         return hasty
 
@@ -124,18 +128,21 @@ def _keep_any_bucket() -> None:
 
 
 def _deal_what_is_held() -> None:
-    def make(deal: Any) -> Any:
-        return lambda held, micro_batches: deal([()] * len(held), micro_batches)
+    def make(assign: Any) -> Any:
+        return lambda assignments, micro_batches: assign([()] * len(assignments), micro_batches)
 
-    patch(verdict, "deal", make)
-    patch(dealing, "deal", make)
+    patch(verdict, "assign", make)
+    patch(dealing, "assign", make)
 
 
 def _lanes_out_of_order() -> None:
     def make(chains: Any) -> Any:
         def reversed_behind_a_border(*arguments: Any) -> Any:
-            found = chains(*arguments)
-            return {lane: [*chain[:1], *((one, own[::-1]) for one, own in chain[1:])] for lane, chain in found.items()}
+            by_lane = chains(*arguments)
+            return {
+                lane: [*chain[:1], *((member, micro_batches[::-1]) for member, micro_batches in chain[1:])]
+                for lane, chain in by_lane.items()
+            }
 
         return reversed_behind_a_border
 
@@ -144,18 +151,20 @@ def _lanes_out_of_order() -> None:
 
 def _lanes_by_another_tree() -> None:
     patch(
-        buckets, "tree", lambda tree: lambda block, sums, add: tree(block, sums, lambda left, right: add(right, left))
+        buckets,
+        "tree",
+        lambda tree: lambda block, sums, add: tree(block, sums, lambda first, second: add(second, first)),
     )
 
 
 def _a_border_twice() -> None:
     def make(chains: Any) -> Any:
         def overlapping(*arguments: Any) -> Any:
-            found = chains(*arguments)
-            for chain in found.values():
+            by_lane = chains(*arguments)
+            for chain in by_lane.values():
                 for place, (_, before) in enumerate(chain[:-1]):
                     chain[place + 1] = chain[place + 1][0], (*before[-1:], *chain[place + 1][1][1:])
-            return found
+            return by_lane
 
         return overlapping
 
@@ -164,24 +173,24 @@ def _a_border_twice() -> None:
 
 def _final_buckets_of_its_own() -> None:
     def make(keep: Any) -> Any:
-        return lambda self, final, kept: keep(self, tuple(self.complete()), kept)
+        return lambda self, final, valid: keep(self, tuple(self.complete()), valid)
 
     patch(buckets.Buckets, "keep", make)
 
 
 def _account_for_what_is_given() -> None:
-    def make(take: Any) -> Any:
-        def greedy(self: Any, lane: int, given: Any) -> None:
-            take(self, lane, given)
-            self.taken[lane] = ledger.Running()
+    def make(receive: Any) -> Any:
+        def greedy(self: Any, lane: int, prefix: Any) -> None:
+            receive(self, lane, prefix)
+            self.from_peers[lane] = ledger.RunningSum()
 
         return greedy
 
-    patch(ledger.LaneLedger, "take", make)
+    patch(ledger.LaneLedger, "receive", make)
 
 
 def _keep_one_copy() -> None:
-    patch(shares, "placed", lambda placed: lambda nodes: [parts[:1] for parts in placed(nodes)])
+    patch(shares, "assign_holders", lambda assign: lambda nodes: [parts[:1] for parts in assign(nodes)])
 
 
 def _drop_parts_early() -> None:
@@ -191,7 +200,7 @@ def _drop_parts_early() -> None:
             effect = next(flow)
             while True:
                 try:
-                    effect = flow.send([] if isinstance(effect, Rows) else (yield effect))
+                    effect = flow.send([] if isinstance(effect, GatherRows) else (yield effect))
                 except StopIteration:
                     return
 
@@ -220,20 +229,22 @@ def _join_before_the_gathering() -> None:
 
 
 def _divide_what_is_lost() -> None:
-    patch(meeting, "covers", lambda _: lambda held, total: True)
+    patch(meeting, "covers", lambda _: lambda parts, total: True)
 
 
 def _drop_a_shard() -> None:
     def make(_: Any) -> Any:
         def careless(task: str, hosts: Any) -> Any:
-            found: dict[int, Any] = {}
+            by_iteration: dict[int, Any] = {}
             for host in hosts:
                 server = host.fork_server
-                for _, copy in server.memory.all_of(task) if host.on and server is not None and server.alive else ():
+                for _, copy in (
+                    server.memory.all_copies_of(task) if host.on and server is not None and server.alive else ()
+                ):
                     shards = copy.layout.workers
                     params = copy.state.params if shards == 1 else (*copy.state.params[:-1], 0)
-                    found.setdefault(copy.iteration, copy._replace(state=copy.state._replace(params=params)))
-            return found
+                    by_iteration.setdefault(copy.iteration, copy._replace(state=copy.state._replace(params=params)))
+            return by_iteration
 
         return careless
 

@@ -18,7 +18,7 @@ from agents.protocol.marks import Marker
 from agents.trainer import pretrain_gpt
 from agents.trainer.corpus import Corpus
 from agents.trainer.detection.observing import Detection, Sighting
-from agents.trainer.detection.own_time import OwnTime
+from agents.trainer.detection.own_time import ComputeTime
 from agents.trainer.hook import Hook
 from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
@@ -31,7 +31,7 @@ class NoMarks(Marker):
         pass
 
 
-class NoTime(OwnTime):
+class NoTime(ComputeTime):
     """Looks at no clock."""
 
     def begin(self) -> None:
@@ -46,18 +46,18 @@ class NoDetection(Detection):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.own_time = NoTime()
+        self.compute_time = NoTime()
 
-    def begun(self, iteration: int) -> None:
+    def start_iteration(self, iteration: int) -> None:
         pass
 
-    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+    def record_agreement(self, rows: Sequence[Sequence[int]]) -> None:
         pass
 
-    def committed(self, iteration: int, duration_us: int, group: Any) -> None:
+    def commit(self, iteration: int, duration_us: int, group: Any) -> None:
         pass
 
-    def sighting(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
+    def observe(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
         return Sighting(0, 0, 0.0, 0)
 
     def judge(self, *_: Any) -> None:
@@ -93,7 +93,7 @@ def main(traces: Path) -> None:
             on = step.iteration % 2 == 0
             driver.detection, here.mark = detections[on], marks[on]
             driver.group.mark = marks[on]
-            driver.accumulation.arriving = partial(setattr, marks[True], "phase", "backward") if on else _nothing
+            driver.accumulation.on_gradient = partial(setattr, marks[True], "phase", "backward") if on else _nothing
             if not on:
                 driver.reduction._norms = NoNorms()
             began = time.perf_counter(), time.process_time()

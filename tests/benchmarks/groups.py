@@ -122,7 +122,7 @@ def worker(number: int, count: int, store: tuple[str, int], standby_max: int) ->
         launch=launch,
         channel=AgentChannel(launch, 3600),
         replica=SimpleNamespace(device=torch.device("cpu"), all_true=bool, highest=lambda *values: list(values)),
-        patience=SimpleNamespace(standby_max=standby_max, collective_timeout_s=60.0, fault_wait_s=60.0),
+        settings=SimpleNamespace(standby_max=standby_max, collective_timeout_s=60.0, fault_wait_s=60.0),
         generation=0,
     )
     members = tuple(Member(worker=f"t.{one + 1}", node="n", replica=one, shard=0) for one in range(count))
@@ -143,7 +143,7 @@ def regroup_member(count: int, rounds: int, store: tuple[str, int], number: int,
         membership = msgspec.structs.replace(membership, generation=generation)
         barrier.wait(120)
         times, cpu = [time.monotonic()], time.process_time()
-        rendezvous.set_aside(keep=False, bounded=False)
+        rendezvous.keep_old_group(is_sound=False, bounded=False)
         rendezvous.follow(membership)
         rendezvous.form(membership)
         times.append(time.monotonic())
@@ -184,18 +184,18 @@ def _meet_now(server: Any, rank: int, size: int, prefix: str) -> None:
     import numpy as np
     import torch.distributed as dist
 
-    from agents.trainer.groups.gloo_words import GlooWords
-    from agents.trainer.groups.words import Words
+    from agents.trainer.groups.gloo_words import GlooStore
+    from agents.trainer.groups.words import StoreExchange
 
-    words = Words(dist.PrefixStore(prefix, server), rank, size, lambda: False)
-    words.say("standby", "-")
-    words.say("port", f"+{30000 + rank}")
-    words.heard("port")
-    told = GlooWords(words, size, f"10.0.{rank >> 8}.{rank & 255} {30000 + rank}")
+    words = StoreExchange(dist.PrefixStore(prefix, server), rank, size, lambda: False)
+    words.publish("standby", "-")
+    words.publish("port", f"+{30000 + rank}")
+    words.collect("port")
+    told = GlooStore(words, size, f"10.0.{rank >> 8}.{rank & 255} {30000 + rank}")
     told.set(f"0/{rank}", _HEAD + np.arange(size, dtype=np.int64).tobytes())
     for member in range(size):
         told.get(f"0/{member}")
-    words.unsay()
+    words.withdraw()
 
 
 def _meet_before(server: Any, rank: int, size: int, prefix: str) -> None:
@@ -270,7 +270,7 @@ def standby_member(count: int, rounds: int, store: tuple[str, int], number: int,
         rendezvous.follow(membership)
         barrier.wait(120)
         began, cpu = time.monotonic(), time.process_time()
-        rendezvous.stand_by(membership)
+        rendezvous.prepare_standby(membership)
         standby = rendezvous._standby
         rest = [workers[:lost] + workers[lost + 1 :] for lost in range(count) if lost != number]
         while not all(standby.offer(others) for others in rest):
@@ -299,16 +299,16 @@ def standby(count: int, rounds: int) -> dict[str, list[float]]:
 
 def verdict(size: int, rounds: int) -> dict[str, list[float]]:
     """From all members' rows to the verdict, and what has to travel where optimizer state is sharded: CPU time."""
-    from agents.trainer.lifecycle.shares import Shares, cut
+    from agents.trainer.lifecycle.shares import Shares, assign_parts
     from agents.trainer.lifecycle.verdict import Position, judge
 
     micro_batches = MICRO_BATCHES_PER_REPLICA * (size + 1)
     rows = [Position(True, 10, False, tuple(range(r, micro_batches, size + 1))).row(micro_batches, BUCKETS) for r in
             range(size)]  # fmt: skip
     shares = Shares([64 * 4 * size])
-    before = cut([frozenset([f"n{replica}"]) for replica in range(size + 1)])
+    before = assign_parts([frozenset([f"n{replica}"]) for replica in range(size + 1)])
     shares.layout = shares.layout_of(before)[1:]
-    wanted = cut([frozenset([f"n{replica}"]) for replica in range(1, size + 1)])
+    wanted = assign_parts([frozenset([f"n{replica}"]) for replica in range(1, size + 1)])
     found: dict[str, list[float]] = {"rows and verdict": [], "moves of parts": [], "gathering parts": []}
 
     def timed(name: str, run: Callable[[], object]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from agents.passes import Credentials
-from agents.protocol.messages import Regrouped, Taken
+from agents.protocol.messages import Regrouped, StateLoaded
 from agents.trainer import corpus
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.events.certified import Certified, now
@@ -71,14 +71,14 @@ def recovery(
         warrant = certified.warrant(nodes[0], run.task, generation, nodes)
         passes = keys[nodes[0]].passes(("n1",), run.task, warrant, now()) if sealed else None
         run.tell(generation, workers, joiners=workers, urgent=True, peers=[service], passes=passes)
-        run.until(lambda: run.of(Taken, workers[0]), 300)
+        run.until(lambda: run.of(StateLoaded, workers[0]), 300)
         yield time.monotonic() - started
         run.until(lambda: all(run.of(Regrouped, worker) for worker in workers), 300)
         yield time.monotonic() - started
         spent = [psutil.Process(run.pids[worker]).cpu_times() for worker in workers]
         yield sum(times.user + times.system for times in spent) + time.process_time() - before_s
-    (taken,) = run.of(Taken, workers[0])
-    assert isinstance(taken, Taken) and taken.source == "peer"
+    (taken,) = run.of(StateLoaded, workers[0])
+    assert isinstance(taken, StateLoaded) and taken.source == "peer"
     for worker in workers:
         run.signal(worker, signal.SIGKILL)
     run.until(lambda: all(worker in run.exits for worker in workers))

@@ -74,7 +74,7 @@ def measure(megabytes: int, directory: Path) -> dict[str, float]:
     passes, there = sealed(directory)
     with OtherNode("n2", {0: memory}, there) as service:
         timed("take: another node's memory, in TLS", lambda: from_peer(service, passes))
-    job = checkpoint.Job(directory, "t", 1, 1, 0, Shape(), "0-1", 2)
+    job = checkpoint.WriteJob(directory, "t", 1, 1, 0, Shape(), "0-1", 2)
     timed("write to storage, in a thread", lambda: checkpoint.write(job, tree))
     timed("take: storage (page cache)", lambda: checkpoint.load(directory, "t", 1, 0))
     memory.close()

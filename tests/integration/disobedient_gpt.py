@@ -101,7 +101,7 @@ def main() -> None:
     import traced_gpt
 
     from agents.trainer import pretrain_gpt
-    from agents.trainer.driver import HANDLERS
+    from agents.trainer.handlers import HANDLERS
     from agents.trainer.lifecycle.effects import Assemble
 
     plain = pretrain_gpt.forward_backward
@@ -110,7 +110,7 @@ def main() -> None:
     def forward_backward(
         spec: Any, model: torch.nn.Module, text: Any, step: Any, micro_batches: list[int]
     ) -> tuple[float, int]:
-        step._hook._driver.reduction.started_one = lambda: break_links(step)
+        step._hook._driver.reduction.on_start = lambda: break_links(step)
         for words in (orders.own(), orders.standing()):
             if words:
                 obey(words, model, step)
@@ -139,7 +139,7 @@ def main() -> None:
         plainly = HANDLERS[Assemble]
 
         def assemble(driver: Any, effect: Assemble) -> Any:
-            iteration = driver.books.ledger.iteration
+            iteration = driver.member.ledger.iteration
             if iteration > launch.spec.iterations:
                 HANDLERS[Assemble] = plainly
                 orders.obeyed("part", iteration)

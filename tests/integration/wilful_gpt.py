@@ -55,7 +55,7 @@ def main() -> None:
         whats = []
         for order in sys.argv[2:]:
             when, who, what = order.split(":")
-            meant = {"all": True, "lead": hook.is_lead, "other": not hook.is_lead, "new": is_new}[who]
+            meant = {"all": True, "lead": hook.is_leader, "other": not hook.is_leader, "new": is_new}[who]
             at = first + int(when) if who == "new" else int(when)
             if meant and at == step.iteration:
                 whats.append(what)
@@ -72,7 +72,7 @@ def main() -> None:
         for what in whats:
             if what.startswith("busy="):
                 takes_s, at_most_s = map(float, what.removeprefix("busy=").split("/"))
-                with hook.busy("evaluation", at_most_s=at_most_s):
+                with hook.section("evaluation", timeout_s=at_most_s):
                     time.sleep(takes_s)
     (Path(sys.argv[1]) / f"{launch.worker}.end").write_text(f"after {done}")
 

@@ -13,7 +13,7 @@ from agents.trainer.gradients.accumulation import Accumulation
 from agents.trainer.gradients.lanes import Lanes
 from agents.trainer.gradients.reduction import Reduction
 from agents.trainer.groups.group import Operation
-from agents.trainer.ledger import Account, Total
+from agents.trainer.ledger import ReplicaAccount, Total
 from replay.simulation.buckets import Buckets
 
 
@@ -35,9 +35,9 @@ def test_lanes_have_sums_of_their_own_and_no_more_room_than_they_need() -> None:
     accumulation = Accumulation([parameter], lanes=Lanes(8, 8))
     most = 0
     for lane in range(8):
-        accumulation.turn(lane)
+        accumulation.select_lane(lane)
         (parameter * 2.0**lane).sum().backward()
-        most = max(most, len(accumulation.sums.stored()))
+        most = max(most, len(accumulation.sums.all_sums()))
         accumulation.sums.end(lane)
     accumulation.sums.merge((0, 8))
     assert {block: store.flat.item() for block, store in accumulation.sums.of_blocks.items()} == {(0, 8): 255.0}
@@ -45,7 +45,7 @@ def test_lanes_have_sums_of_their_own_and_no_more_room_than_they_need() -> None:
     accumulation.settle([(0, torch.tensor([255.0]))], tokens=255)
     assert parameter.grad is not None and parameter.grad.item() == 1.0
     accumulation.clear()
-    accumulation.turn(3)
+    accumulation.select_lane(3)
     assert not accumulation.sums.running[3].flat.any()
 
 
@@ -53,12 +53,12 @@ def test_what_does_not_count_is_forgotten() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     accumulation = Accumulation([parameter], lanes=Lanes(4, 2))
     for lane in (0, 1):
-        accumulation.turn(lane)
+        accumulation.select_lane(lane)
         parameter.sum().backward()
     accumulation.sums.end(0)
     accumulation.keep({2})
     assert not accumulation.sums.of_blocks and accumulation.sums.running[1].flat.item() == 1.0
-    accumulation.turn(0)
+    accumulation.select_lane(0)
     assert not accumulation.sums.running[0].flat.any()
 
 
@@ -122,20 +122,20 @@ def test_a_gradient_too_many_fails_the_iteration() -> None:
         parameters[2].sum().backward()
     assert accumulation.surplus
     with pytest.raises(RuntimeError, match="overlap=False"):
-        Total(1, (Account(3, 1, 1, 0, 1.0, 1, 0, surplus=True),)).check(3, 1)
+        Total(1, (ReplicaAccount(3, 1, 1, 0, 1.0, 1, 0, surplus=True),)).check(3, 1)
 
 
 def test_only_final_sums_are_kept() -> None:
     _, _, reduction, line = three_buckets()
     reduction.start(line, nothing)
     for _, operation in line.started[:2]:
-        operation.end_well()
+        operation.mark_done()
     assert set(reduction.complete()) == {1, 2}
     reduction.keep({2})
     assert set(reduction.complete()) == {2}
     again = SimpleNamespace(all_reduce=Line().all_reduce)
     reduction.start(again, nothing)  # type: ignore[arg-type]
-    line.started[2][1].end_well()  # a straggler of the group that was left
+    line.started[2][1].mark_done()  # a straggler of the group that was left
     assert set(reduction.complete()) == {2}
     with pytest.raises(KeyError):
         reduction.sums()
@@ -163,7 +163,7 @@ def test_a_final_sum_that_is_given_up_is_made_again_from_all_that_was_computed()
 
     compute(0)
     for _, operation in line.started:
-        operation.end_well()
+        operation.mark_done()
     reduction.keep(range(3))
     simulated.keep(range(3), ())
     compute(1)

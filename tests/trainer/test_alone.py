@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unicrond import Alone, Hook
+from unicrond import Hook, Local
 
 
-def trained(alone: Alone, *, stop_at: int = 0) -> tuple[torch.nn.Module, list[float], list[str]]:
+def trained(alone: Local, *, stop_at: int = 0) -> tuple[torch.nn.Module, list[float], list[str]]:
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    hook = Hook.attach_or_alone(alone, model, optimizer, dataset_size=50)
+    hook = Hook.attach_or_local(alone, model, optimizer, dataset_size=50)
     ends: list[str] = []
-    hook.at_end(lambda: ends.append("saved"))
+    hook.on_finish(lambda: ends.append("saved"))
     losses = []
     for step in hook.steps():
         for micro_batch in step:
@@ -26,7 +26,7 @@ def trained(alone: Alone, *, stop_at: int = 0) -> tuple[torch.nn.Module, list[fl
             step.add(loss.detach(), len(samples))
         optimizer.step()
         losses.append(step.loss)
-        with hook.busy("evaluation", at_most_s=1.0):
+        with hook.section("evaluation", timeout_s=1.0):
             hook.log({"loss": step.loss})
         if step.iteration == stop_at:
             hook.stop("enough")
@@ -36,7 +36,7 @@ def trained(alone: Alone, *, stop_at: int = 0) -> tuple[torch.nn.Module, list[fl
 
 
 def test_a_program_trains_as_it_would_in_a_task(capsys: pytest.CaptureFixture[str]) -> None:
-    model, losses, ends = trained(Alone(iterations=20, global_batch=6, micro_batch=2))
+    model, losses, ends = trained(Local(iterations=20, global_batch=6, micro_batch=2))
     assert len(losses) == 20 and losses[-1] < losses[0] / 2
     assert ends == ["last 20", "saved"]
     assert f"iteration 20: loss {losses[-1]:g}" in capsys.readouterr().out
@@ -44,19 +44,19 @@ def test_a_program_trains_as_it_would_in_a_task(capsys: pytest.CaptureFixture[st
 
 
 def test_the_gradients_are_the_mean_over_the_global_batch() -> None:
-    one, _, _ = trained(Alone(iterations=3, global_batch=6, micro_batch=6))
-    many, _, _ = trained(Alone(iterations=3, global_batch=6, micro_batch=1))
+    one, _, _ = trained(Local(iterations=3, global_batch=6, micro_batch=6))
+    many, _, _ = trained(Local(iterations=3, global_batch=6, micro_batch=1))
     assert torch.allclose(one.weight, many.weight, atol=1e-7)
 
 
 def test_it_stops_where_it_is_told_to() -> None:
-    _, losses, ends = trained(Alone(iterations=20), stop_at=4)
+    _, losses, ends = trained(Local(iterations=20), stop_at=4)
     assert len(losses) == 4 and ends == ["last 4", "saved"]
 
 
 def test_a_step_that_is_left_is_an_error() -> None:
     model = torch.nn.Linear(3, 1)
-    hook = Hook.attach_or_alone(Alone(iterations=2), model, torch.optim.SGD(model.parameters(), 0.1))
+    hook = Hook.attach_or_local(Local(iterations=2), model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(RuntimeError, match="the loop left a step"):
         for step in hook.steps():
             next(iter(step))

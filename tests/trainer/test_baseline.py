@@ -32,7 +32,7 @@ def slow_at(baseline: Baseline, durations: list[int]) -> list[int]:
     told = []
     for number, duration in enumerate(durations, 1):
         baseline.add(duration)
-        if baseline.slow():
+        if baseline.detect_slowdown():
             told.append(number)
     return told
 
@@ -138,7 +138,7 @@ def test_a_limit_is_never_below_three_times_the_usual_nor_the_floor(durations: l
 
 def test_slow_for_a_while_is_told_once_and_again_after_it_was_over() -> None:
     baseline = trained(steady())
-    assert baseline.slow() == 0
+    assert baseline.detect_slowdown() == 0
     told = slow_at(baseline, steady(40, round(USUAL_US * 1.3)))
     assert len(told) == 1 and RECENT // 2 <= told[0] <= RECENT
     assert len(slow_at(baseline, steady(40, round(USUAL_US * 2)))) == 1, "it has become worse"

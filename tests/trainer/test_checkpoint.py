@@ -72,8 +72,8 @@ def tree(iteration: int) -> dict[str, Any]:
     }
 
 
-def job(directory: Path, iteration: int, shard: int = 0, shards: int = 1, keep: int = 2) -> checkpoint.Job:
-    return checkpoint.Job(directory, "t", iteration, 3, shard, Shape(shards, vpp=3), "0-3", keep)
+def job(directory: Path, iteration: int, shard: int = 0, shards: int = 1, keep: int = 2) -> checkpoint.WriteJob:
+    return checkpoint.WriteJob(directory, "t", iteration, 3, shard, Shape(shards, vpp=3), "0-3", keep)
 
 
 def write(directory: Path, *iterations: int) -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from agents.protocol.marks import Marker
-from agents.protocol.messages import Membership, Straggles
+from agents.protocol.messages import Membership, StragglerReport
 from agents.trainer.detection import determinism
 from agents.trainer.detection.baseline import LAST_WRITE_US
 from agents.trainer.detection.checksum import checksum, checksum_of_pieces
 from agents.trainer.detection.observing import Detection, Sighting
-from agents.trainer.ledger import Account, Total
-from agents.trainer.process.context import Patience
+from agents.trainer.ledger import ReplicaAccount, Total
+from agents.trainer.process.context import WorkerSettings
 from events.vocabulary import Member, StoreAddress, TaskSpec
 from tests.agents.node import committed
 
@@ -32,12 +32,12 @@ START_US = 600_000_000
 )
 def test_the_end_has_a_limit_and_no_collective_gives_up_before_it(longest_s: float | None, limit_us: int) -> None:
     mark, limits_s = Marker(None), list[float]()
-    patience = Patience(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
+    patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
-        patience=patience, launch=SimpleNamespace(spec=TaskSpec(name="t")), mark=mark, channel=None
+        settings=patience, launch=SimpleNamespace(spec=TaskSpec(name="t")), mark=mark, channel=None
     )
-    group: Any = SimpleNamespace(limit=limits_s.append)
-    Detection(context, []).ending(13, group, longest_s)
+    group: Any = SimpleNamespace(set_timeout=limits_s.append)
+    Detection(context, []).start_final_save(13, group, longest_s)
     assert mark.limit_us == limit_us, "nothing is known of the iterations"
     (limit_s,) = limits_s
     assert limit_s * 1e6 > 10 * limit_us
@@ -46,9 +46,9 @@ def test_the_end_has_a_limit_and_no_collective_gives_up_before_it(longest_s: flo
 def told_of(shard: int, rank: int) -> list[Any]:
     """What a worker sends of 60 iterations of two replicas of two shards, in which the second replica is slow."""
     sent: list[Any] = []
-    patience = Patience(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
+    patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
-        patience=patience,
+        settings=patience,
         launch=SimpleNamespace(spec=TaskSpec(name="t")),
         mark=Marker(None),
         channel=SimpleNamespace(send=sent.append),
@@ -61,11 +61,11 @@ def told_of(shard: int, rank: int) -> list[Any]:
     membership = Membership(
         generation=2, members=members, joiners=(), urgent=False, store=StoreAddress(host="127.0.0.1", port=1)
     )
-    account = Account(1, micro_batches=4, samples=4, samples_digest=0, loss_sum=1.0, tokens=1, redone=0)
+    account = ReplicaAccount(1, micro_batches=4, samples=4, samples_digest=0, loss_sum=1.0, tokens=1, redone=0)
     total = Total(2, (account, account))
     for iteration in range(1, 61):
         rows = [Sighting(400_000, 4, 1.0, 0).row(), Sighting(500_000, 4, 1.0, 0).row()]
-        detection.agreed(rows)
+        detection.record_agreement(rows)
         detection.judge(iteration, total, membership, shard, rank)
     return sent
 
@@ -77,7 +77,7 @@ def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
     clock = itertools.count(10**9, 500_000)
     monkeypatch.setattr("agents.trainer.detection.observing.now_us", lambda: next(clock))
     (told,) = told_of(shard, rank=0)
-    assert isinstance(told, Straggles)
+    assert isinstance(told, StragglerReport)
     assert (told.straggler, told.straggler_node, told.rank) == (f"t.{3 + shard}", "n1", 2 + shard)
     assert told.factor == pytest.approx(1.25) and (told.compute_us, told.others_us) == (125_000, 100_000)
     assert not told_of(shard, rank=1)
@@ -85,52 +85,52 @@ def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
 
 def test_who_is_busy_does_not_compute() -> None:
     """An evaluation in the middle of a micro-batch makes nobody a straggler."""
-    patience = Patience(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
+    patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
-        patience=patience,
+        settings=patience,
         launch=SimpleNamespace(spec=TaskSpec(name="t")),
         mark=Marker(None),
         channel=SimpleNamespace(send=lambda _: None),
     )
     detection, evaluation_s = Detection(context, []), 0.05
     began_s = time.monotonic()
-    detection.own_time.begin()
-    with detection.busy("evaluation", 60.0):
+    detection.compute_time.begin()
+    with detection.section("evaluation", 60.0):
         time.sleep(evaluation_s)
-    detection.own_time.end(1)
-    assert detection.own_time.taken_us <= (time.monotonic() - began_s - evaluation_s) * 1e6
+    detection.compute_time.end(1)
+    assert detection.compute_time.compute_us <= (time.monotonic() - began_s - evaluation_s) * 1e6
 
 
 def test_a_commit_says_the_checksum_that_all_replicas_have_made() -> None:
     """Of the parameters that its iteration began with; also where it is told again, in another group."""
     context: Any = SimpleNamespace(
-        patience=Patience(120.0, 60.0, 600.0, checksum_every=2), launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        settings=WorkerSettings(120.0, 60.0, 600.0, checksum_every=2), launch=SimpleNamespace(spec=TaskSpec(name="t")),
         mark=Marker(None), channel=SimpleNamespace(send=lambda _: None),
     )  # fmt: skip
     detection = Detection(context, [torch.nn.Parameter(torch.ones(3))])
     told = []
     for iteration in (1, 2, 3):
-        own = detection.sighting(iteration, 4, 1.0)
-        if detection.checks(iteration):
-            detection.summed(77)
-        detection.agreed([own.row(), own.row()])
-        told.append(detection.checked(committed(1, iteration)))
+        own = detection.observe(iteration, 4, 1.0)
+        if detection.checksums_due(iteration):
+            detection.record_sums(77)
+        detection.record_agreement([own.row(), own.row()])
+        told.append(detection.with_checksums(committed(1, iteration)))
     assert [(commit.checked, commit.checksum > 0) for commit in told] == [(0, False), (1, True), (0, False)]
     assert [commit.sums for commit in told] == [0, 77, 0]
-    own = detection.sighting(4, 4, 1.0)
-    detection.agreed([own.row(), replace(own, checksum=own.checksum + 1).row()])
-    assert detection.checked(committed(1, 4)).checksum == 0, "a replica has other parameters"
+    own = detection.observe(4, 4, 1.0)
+    detection.record_agreement([own.row(), replace(own, checksum=own.checksum + 1).row()])
+    assert detection.with_checksums(committed(1, 4)).checksum == 0, "a replica has other parameters"
 
 
 def test_surroundings_that_differ_from_the_first_ones_are_told() -> None:
-    own = determinism.surroundings()
-    assert torch.__version__ in own and determinism.number_of(own) == determinism.number_of(own) > 0
-    here, there = determinism.number_of(own), determinism.number_of("another GPU")
-    assert determinism.odd_places([here, here]) == ()
-    assert determinism.odd_places([here, there, here]) == (1,)
-    told = determinism.told_of((1, 2), 1, own)
+    own = determinism.environment()
+    assert torch.__version__ in own and determinism.environment_number(own) == determinism.environment_number(own) > 0
+    here, there = determinism.environment_number(own), determinism.environment_number("another GPU")
+    assert determinism.deviating_ranks([here, here]) == ()
+    assert determinism.deviating_ranks([here, there, here]) == (1,)
+    told = determinism.describe_deviation((1, 2), 1, own)
     assert told == f"replicas 1, 2 compute on something else than replica 0 (this one too: {own})"
-    assert "this one not" in determinism.told_of((1,), 0, own)
+    assert "this one not" in determinism.describe_deviation((1,), 0, own)
 
 
 def test_a_checksum_of_pieces_depends_on_no_cut() -> None:
@@ -152,15 +152,15 @@ def test_a_checksum_of_pieces_depends_on_no_cut() -> None:
     ids=["the same", "unsteady", "of another type"],
 )
 def test_bits_that_are_not_kept_are_told(rows: list[tuple[int, int]], told: str) -> None:
-    found = determinism.verdict(rows)
+    found = determinism.compare_checksums(rows)
     assert found.startswith(told) and bool(found) == bool(told)
 
 
 def test_norms_of_scaled_gradients_are_not_compared() -> None:
     """They double with the scale, and are infinite where it was too large."""
     context: Any = SimpleNamespace(
-        patience=Patience(120.0, 60.0, 600.0), launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        settings=WorkerSettings(120.0, 60.0, 600.0), launch=SimpleNamespace(spec=TaskSpec(name="t")),
         mark=Marker(None), channel=None,
     )  # fmt: skip
-    assert Detection(context, [], loss_scaled=True).sighting(1, 4, float("inf")).norm == 0.0
-    assert Detection(context, []).sighting(1, 4, 2.0).norm == 2.0
+    assert Detection(context, [], loss_scaled=True).observe(1, 4, float("inf")).norm == 0.0
+    assert Detection(context, []).observe(1, 4, 2.0).norm == 2.0

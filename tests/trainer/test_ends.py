@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from agents.trainer.groups.ends import Ends, address, mark
+from agents.trainer.groups.ends import ConnectionEnds, address, mark
 
 SIZE = 100
 RANK = 40
@@ -35,15 +35,16 @@ class Mesh:
     def listening(self) -> list[str]:
         return [address(listener.getsockname()) for listener in self.listeners]
 
-    def ends(self) -> Ends:
-        return Ends(names(self.mine.values()), self.listening, self.rank)
+    def ends(self) -> ConnectionEnds:
+        return ConnectionEnds(names(self.mine.values()), self.listening, self.rank)
 
-    def heard(self, ends: Ends) -> list[int]:
+    def heard(self, ends: ConnectionEnds) -> list[int]:
         """What all members tell this one."""
         told = [
-            Ends(names([end]), self.listening, member).told()[self.rank] for member, end in sorted(self.theirs.items())
+            ConnectionEnds(names([end]), self.listening, member).own_marks()[self.rank]
+            for member, end in sorted(self.theirs.items())
         ]
-        return [*told[: self.rank], ends.told()[self.rank], *told[self.rank :]]
+        return [*told[: self.rank], ends.own_marks()[self.rank], *told[self.rank :]]
 
     def close(self) -> None:
         for one in (*self.listeners, *self.mine.values(), *self.theirs.values()):
@@ -62,22 +63,22 @@ def mesh() -> Iterator[Mesh]:
 
 def test_each_connection_is_known_whoever_made_it(mesh: Mesh) -> None:
     ends = mesh.ends()
-    told = ends.told()
+    told = ends.own_marks()
     assert [member for member, one in enumerate(told) if one] == list(range(RANK)), "it made those to members before it"
     # Two of them may leave by one port: Linux gives it again to a connection that goes elsewhere.
     assert told[:RANK] == [mark(address(mesh.mine[member].getsockname())) for member in range(RANK)]
     mesh.theirs[7].close()
     mesh.theirs[90].close()
-    assert ends.lost() == [7], "where 90 comes from, 90 has yet to tell"
+    assert ends.lost_members() == [7], "where 90 comes from, 90 has yet to tell"
 
 
 def test_the_lost_members_are_named(mesh: Mesh) -> None:
     ends = mesh.ends()
     ends.learn(mesh.heard(ends))
-    assert ends.lost() == []
+    assert ends.lost_members() == []
     for member in (3, 64, 99):
         mesh.theirs[member].close()
-    assert ends.lost() == [3, 64, 99]
+    assert ends.lost_members() == [3, 64, 99]
 
 
 @pytest.mark.parametrize("member", [3, 99])
@@ -86,16 +87,16 @@ def test_the_member_in_an_error_is_named(mesh: Mesh, member: int) -> None:
     ends.learn(mesh.heard(ends))
     host, port = mesh.mine[member].getpeername()
     mesh.theirs[member].close()
-    assert ends.named(f"Connection closed by peer [{host}]:{socket.ntohs(port)}") == member
-    assert ends.named("Connection closed by peer [10.0.0.1]:7") is None
-    assert ends.named("Application timeout caused pair closure") is None
+    assert ends.find_member(f"Connection closed by peer [{host}]:{socket.ntohs(port)}") == member
+    assert ends.find_member("Connection closed by peer [10.0.0.1]:7") is None
+    assert ends.find_member("Application timeout caused pair closure") is None
 
 
 def test_without_the_members_addresses_nothing_is_known(mesh: Mesh) -> None:
-    ends = Ends(names(mesh.mine.values()))
+    ends = ConnectionEnds(names(mesh.mine.values()))
     mesh.theirs[3].close()
     assert not ends
-    assert (ends.told(), ends.lost()) == ([], [])
+    assert (ends.own_marks(), ends.lost_members()) == ([], [])
 
 
 def test_marks_tell_addresses_apart() -> None:

@@ -99,9 +99,9 @@ def test_every_row_has_its_examples_and_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_row_is_the_first_that_describes_its_examples(name: str) -> None:
     for error in EXAMPLES[name]:
-        row = faults.row_of(error)
+        row = faults.find_symptom(error)
         assert row is not None and row.name == name, f"{error!r}"
-        told = faults.trouble(error, 3, 7, "step")
+        told = faults.error_report(error, 3, 7, "step")
         assert (told.kind, told.phase) == (row.kind, row.phase or "step")
         assert type(error).__name__ in told.message and str(error)[:900] in told.message
         assert (told.generation, told.iteration) == (3, 7)
@@ -116,8 +116,8 @@ def test_every_kind_has_a_severity() -> None:
     [ValueError("anything else"), KeyError("loss"), AssertionError(), RuntimeError("x" * 5000), Exception("é\0")],
 )
 def test_what_no_row_describes_takes_the_default_and_keeps_its_text(error: BaseException) -> None:
-    assert faults.row_of(error) is None
-    told = faults.trouble(error, 1, 1, "backward")
+    assert faults.find_symptom(error) is None
+    told = faults.error_report(error, 1, 1, "backward")
     assert (told.kind, told.phase) == ("exception", "backward")
     assert told.message == f"{type(error).__name__}: {error}"[:1024]
 
@@ -137,7 +137,7 @@ def test_what_an_exception_was_raised_from_counts_where_it_says_more() -> None:
     cause = AcceleratorError("CUDA error: uncorrectable ECC error encountered")
     for explicit in (True, False):
         error = wrapped(cause, explicit)
-        told = faults.trouble(error, 1, 1, "step")
+        told = faults.error_report(error, 1, 1, "step")
         assert told.kind == "ecc_error" and told.message == "ValueError: the step failed"
         assert "uncorrectable ECC" in told.detail, "the traceback holds both"
     outer = wrapped(cause, True)
@@ -152,8 +152,8 @@ def test_a_circle_of_causes_ends() -> None:
 
 
 def test_the_phase_is_the_workers_unless_the_table_knows_better() -> None:
-    assert faults.trouble(ValueError("x"), 1, 1, "checkpoint").phase == "checkpoint"
-    assert faults.trouble(corpus.DataError("x"), 1, 1, "forward").phase == "data"
+    assert faults.error_report(ValueError("x"), 1, 1, "checkpoint").phase == "checkpoint"
+    assert faults.error_report(corpus.DataError("x"), 1, 1, "forward").phase == "data"
 
 
 def test_rows_are_regular_expressions_that_match_something() -> None:
@@ -176,5 +176,5 @@ def test_broken_groups_are_classified(text: str, kind: str) -> None:
 
 
 def test_trouble_fits_its_message() -> None:
-    told = faults.trouble(ValueError("x" * 100_000), 1, 1, "step")
+    told = faults.error_report(ValueError("x" * 100_000), 1, 1, "step")
     assert len(told.message) == 1024 and len(told.detail) <= 32768

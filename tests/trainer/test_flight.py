@@ -23,9 +23,9 @@ from agents.log_service import answer
 from agents.protocol.flight import Flight, TellFlight
 from agents.protocol.framing import Unframer, frame
 from agents.protocol.messages import FromWorker, Hello, Launch
-from agents.protocol.peers import told_to
+from agents.protocol.peers import message_for
 from agents.trainer.process.channel import AgentChannel
-from agents.trainer.process.flight import recorded
+from agents.trainer.process.flight import read_flight
 from events.collectives import COLLECTIVES_MAX, Collective
 from events.logs_request import LogsRequest, decode_flight, decode_reply, encode
 from events.schemas import SCHEMA
@@ -59,24 +59,24 @@ def test_gloos_own_recorder_is_read() -> None:
     options._timeout = timedelta(seconds=5)
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
     group.allreduce([torch.ones(5, 3)]).wait()
-    last = recorded().collectives[-1]
+    last = read_flight().collectives[-1]
     assert (last.library, last.name, last.is_p2p, last.is_over) == ("gloo", "all_reduce", False, True)
     assert last.sizes == "Float[5, 3]" and last.number >= 1 and last.since_us < 60_000_000
 
 
 def test_nccls_recorder_by_a_double() -> None:
-    (told,) = recorded(double(entry()), now_ns=3_500_000_000).collectives
+    (told,) = read_flight(double(entry()), now_ns=3_500_000_000).collectives
     assert told == Collective(
         library="nccl", group=3, number=17, is_p2p=False, name="all_reduce", state="started", is_over=False,
         sizes="BFloat16[4096]", since_us=2_500_000,
     )  # fmt: skip
-    (told,) = recorded(double(entry(is_p2p=True, state="completed"))).collectives
+    (told,) = read_flight(double(entry(is_p2p=True, state="completed"))).collectives
     assert told.number == 5 and told.is_over
 
 
 def test_what_has_not_ended_is_kept_before_what_has() -> None:
     ended = [entry(record_id=n, time_created_ns=n * 1_000, retired=True) for n in range(10, 200)]
-    told = recorded(double(entry(record_id=1, time_created_ns=1_000), *ended), now_ns=10**9).collectives
+    told = read_flight(double(entry(record_id=1, time_created_ns=1_000), *ended), now_ns=10**9).collectives
     assert len(told) == COLLECTIVES_MAX and not told[0].is_over
     assert [one.since_us for one in told[-2:]] == [999_802, 999_801]
 
@@ -90,13 +90,13 @@ def test_what_has_not_ended_is_kept_before_what_has() -> None:
     ],
 )
 def test_why_there_is_nothing(modules: dict[str, Any], trouble: str) -> None:
-    assert trouble in recorded(modules).trouble
-    assert recorded({MODULE: SimpleNamespace()}) == Flight(), "a build without any recorder"
+    assert trouble in read_flight(modules).trouble
+    assert read_flight({MODULE: SimpleNamespace()}) == Flight(), "a build without any recorder"
 
 
 def test_odd_numbers_and_names_stay_within_their_bounds() -> None:
     odd = entry(pg_id=-1, collective_seq_id=2**60, profiling_name="x" * 999, state=None, input_sizes=[], retired=True)
-    (told,) = recorded(double(odd), now_ns=0).collectives
+    (told,) = read_flight(double(odd), now_ns=0).collectives
     assert (told.group, told.number, len(told.name), told.state, told.since_us) == (0, 2**53 - 1, 64, "", 0)
 
 
@@ -147,7 +147,7 @@ def test_an_older_agent_hears_nothing_of_it() -> None:
     with agent_of_a_worker(3) as agent:
         hello = next_of(agent, Unframer(FromWorker))
     assert isinstance(hello, Hello) and not hello.has_flight
-    assert told_to(3, Flight()) is None and told_to(SCHEMA, Flight()) == Flight()
+    assert message_for(3, Flight()) is None and message_for(SCHEMA, Flight()) == Flight()
 
 
 async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,10 +160,10 @@ async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(flights, "TIMEOUT_S", 10)
     both = [asyncio.create_task(asking.ask("t.1")) for _ in range(2)]
     await asyncio.sleep(0)
-    asking.said("t.9", Flight())
-    asking.said("t.1", told := recorded(double(entry())))
+    asking.receive("t.9", Flight())
+    asking.receive("t.1", told := read_flight(double(entry())))
     assert [await one for one in both] == [told, told]
-    asking.said("t.1", told)  # late
+    asking.receive("t.1", told)  # late
     asking.disconnected("t.1")
     assert "does not run here" in (await asking.ask("t.1")).trouble
 
@@ -180,12 +180,12 @@ async def test_a_question_that_ends_takes_nothing_of_a_later_one(monkeypatch: py
     monkeypatch.setattr(flights, "TIMEOUT_S", 10)
     later = asyncio.create_task(asking.ask("t.1"))
     await tasks[1]
-    asking.said("t.1", told := recorded(double(entry())))
+    asking.receive("t.1", told := read_flight(double(entry())))
     assert await later == told
 
 
 async def test_a_request_for_it_is_answered(tmp_path: Any) -> None:
-    told = recorded(double(entry()))
+    told = read_flight(double(entry()))
 
     async def flight_of(worker: str) -> Flight:
         return told if worker == "t.1" else Flight(trouble="worker t.2 does not run here")

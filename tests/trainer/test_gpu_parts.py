@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from agents.trainer.groups import group as group_module
-from agents.trainer.groups.forming import Formed
-from agents.trainer.groups.group import AbortHangs, Group, Operation
+from agents.trainer.groups.forming import FormedGroup
+from agents.trainer.groups.group import AbortHangs, Operation, ShardGroup
 from agents.trainer.process.channel import AgentChannel
-from agents.trainer.process.faults import trouble
+from agents.trainer.process.faults import error_report
 from agents.trainer.states.gpu_copies import copy_staged
 from tests.gpu import acceptance, devices
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, Cell, Chain
@@ -41,8 +41,8 @@ def communicator() -> Iterator[Communicator]:
     made.mended.set()
 
 
-def on_gpu(communicator: Communicator, channel: AgentChannel) -> Group:
-    return Group(Formed(communicator), 1, 0, 2, channel, torch.device("cuda", 0))
+def on_gpu(communicator: Communicator, channel: AgentChannel) -> ShardGroup:
+    return ShardGroup(FormedGroup(communicator), 1, 0, 2, channel, torch.device("cuda", 0))
 
 
 def test_an_abort_that_hangs_is_the_processs_end(
@@ -53,7 +53,7 @@ def test_an_abort_that_hangs_is_the_processs_end(
     with pytest.raises(AbortHangs) as caught:
         group.close()
     assert communicator.aborting.is_set()
-    assert trouble(caught.value, 1, 1, "regroup").kind == "nccl_error", "SEV2: another process takes its place"
+    assert error_report(caught.value, 1, 1, "regroup").kind == "nccl_error", "SEV2: another process takes its place"
     group.close()  # nothing is left to do
 
 
@@ -68,7 +68,7 @@ def test_an_abort_that_ends_is_waited_for(
 def test_an_operation_succeeds_when_it_is_known_to_be_done() -> None:
     operation = Operation(torch.ones(1))
     assert not operation.succeeded
-    operation.end_well()
+    operation.mark_done()
     assert operation.succeeded
 
 

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from agents.protocol.messages import Launch, Membership
-from agents.trainer.driver import HANDLERS
 from agents.trainer.groups import forming
 from agents.trainer.groups import group as group_module
-from agents.trainer.groups.ends import addresses_named
-from agents.trainer.groups.forming import Attempt, Place
-from agents.trainer.groups.group import Group, form
+from agents.trainer.groups.ends import parse_addresses
+from agents.trainer.groups.forming import Attempt, GroupPlacement
+from agents.trainer.groups.group import ShardGroup, form
 from agents.trainer.groups.standby import Standby
-from agents.trainer.groups.stores import Stores
-from agents.trainer.lifecycle.effects import Begun
-from agents.trainer.lifecycle.failures import Broken, Superseded
+from agents.trainer.groups.stores import StoreConnections
+from agents.trainer.handlers import HANDLERS
+from agents.trainer.lifecycle.effects import StartClock
+from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from agents.trainer.process.channel import AgentChannel
 from events.vocabulary import StoreAddress, TaskSpec
 
@@ -52,13 +52,15 @@ def channels() -> Iterator[tuple[AgentChannel, AgentChannel]]:
         channel._wake_write.close()
 
 
-def meet(store: StoreAddress, channel: AgentChannel, rank: int, size: int = 2, timeout_s: float | None = 30) -> Group:
-    place = Place(store, "gen/t/1/0", rank, size, "127.0.0.1", CPU, collective_timeout_s=60)
+def meet(
+    store: StoreAddress, channel: AgentChannel, rank: int, size: int = 2, timeout_s: float | None = 30
+) -> ShardGroup:
+    place = GroupPlacement(store, "gen/t/1/0", rank, size, "127.0.0.1", CPU, collective_timeout_s=60)
     return form(place, 1, channel, timeout_s)
 
 
-def both(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> tuple[Group, Group]:
-    groups: dict[int, Group] = {}
+def both(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> tuple[ShardGroup, ShardGroup]:
+    groups: dict[int, ShardGroup] = {}
     other = threading.Thread(target=lambda: groups.update({1: meet(store, channels[1], 1)}))
     other.start()
     groups[0] = meet(store, channels[0], 0)
@@ -86,7 +88,7 @@ def test_closing_with_an_operation_in_flight_ends_it_here_and_there(
     assert len(group_module._parked) == parked, "the operation did not end, the group had to be parked"
     assert time.monotonic() - started < group_module._CLOSE_TIMEOUT_S
     other.all_reduce(tensor)
-    with pytest.raises(Broken, match="Connection"):
+    with pytest.raises(GroupBroken, match="Connection"):
         other.finish()
     other.close()
 
@@ -96,20 +98,20 @@ def test_who_leaves_a_broken_group_knows_whom_it_had_lost(
 ) -> None:
     """Until a connection has ended, and once the group is left, none. Which of the two connected is chance."""
     one, other = both(store, channels)
-    introduced = one.introduce(), other.introduce()
+    introduced = one.exchange_ends(), other.exchange_ends()
     for group, heard in zip((one, other), introduced, strict=True):
         group.finish()
-        group.know(heard)
-    assert one.ends.lost() == other.ends.lost() == []
+        group.learn_ends(heard)
+    assert one.ends.lost_members() == other.ends.lost_members() == []
     other.all_reduce(torch.ones(1000))
     ends = other.ends
     one.close()
-    with pytest.raises(Broken, match="Connection") as broken:
+    with pytest.raises(GroupBroken, match="Connection") as broken:
         other.finish()
-    assert ends.lost() == [0]
-    assert ends.named(str(broken.value)) == 0
+    assert ends.lost_members() == [0]
+    assert ends.find_member(str(broken.value)) == 0
     other.close()
-    assert one.ends.lost() == other.ends.lost() == []
+    assert one.ends.lost_members() == other.ends.lost_members() == []
 
 
 def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
@@ -118,7 +120,7 @@ def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
     one, other = both(store, channels)
     one.all_gather([1, 2])
     threading.Timer(0.05, tell, (channels[0], urgent(2, store))).start()
-    with pytest.raises(Superseded):
+    with pytest.raises(MembershipSuperseded):
         one.finish()
     one.close()
     other.close()
@@ -144,7 +146,7 @@ def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
     ],
 )
 def test_the_address_in_an_error(error: str, addresses: tuple[str, ...]) -> None:
-    assert addresses_named(error) == addresses
+    assert parse_addresses(error) == addresses
 
 
 def test_a_group_of_one_needs_nobody(channels: tuple[AgentChannel, AgentChannel]) -> None:
@@ -159,12 +161,12 @@ def test_forming_is_given_up_for_a_newer_membership(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
     threading.Timer(0.05, tell, (channels[0], urgent(2, store))).start()
-    with pytest.raises(Superseded):
+    with pytest.raises(MembershipSuperseded):
         meet(store, channels[0], 0)
 
 
 def test_forming_is_bounded(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
-    with pytest.raises(Broken, match=r"within 0\.1 s"):
+    with pytest.raises(GroupBroken, match=r"within 0\.1 s"):
         meet(store, channels[0], 0, timeout_s=0.1)
 
 
@@ -175,7 +177,7 @@ def test_a_member_with_an_older_hook_is_met_its_way(
     made: list[object] = []
 
     def older() -> None:
-        theirs = dist.PrefixStore("gen/t/1/0", Stores().take(store))
+        theirs = dist.PrefixStore("gen/t/1/0", StoreConnections().acquire(store))
         device, listening = forming._listen("127.0.0.1")
         theirs.set("standby/1", "-")
         theirs.set("port/1", listening.partition(" ")[2])
@@ -188,7 +190,7 @@ def test_a_member_with_an_older_hook_is_met_its_way(
     group = meet(store, channels[0], 0)
     other.join(30)
     assert made and group._formed is not None and group._formed.sockets
-    assert group.introduce() is None
+    assert group.exchange_ends() is None
     rows = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
     theirs = made[0].allgather([rows], [torch.tensor([3, 4])])  # type: ignore[attr-defined]
     told = group.all_gather([1, 2])
@@ -203,10 +205,10 @@ def test_a_member_whose_fixed_sums_are_others_is_not_met(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], port: str
 ) -> None:
     """A hook before lanes sums integers; it reads our port all the same."""
-    theirs = dist.PrefixStore("gen/t/1/0", Stores().take(store))
+    theirs = dist.PrefixStore("gen/t/1/0", StoreConnections().acquire(store))
     theirs.set("standby/1", "-")
     theirs.set("port/1", port)
-    with pytest.raises(forming.OtherSums, match=r"^members 1 of the group have an older hook, .* numerics: follow$"):
+    with pytest.raises(forming.SumsMismatch, match=r"^members 1 of the group have an older hook, .* numerics: follow$"):
         form(replace(place(store, "gen/t/1/0", 0), lanes=True), 1, channels[0], 30)
     assert int(theirs.get("port/0")) > 1023
 
@@ -223,7 +225,7 @@ def test_members_that_sum_by_lanes_meet(store: StoreAddress, channels: tuple[Age
 def test_the_connection_to_the_store_is_kept_while_the_store_lives(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
-    stores = [Stores(), Stores()]
+    stores = [StoreConnections(), StoreConnections()]
     kept = []
     for prefix in ("gen/t/1/0", "gen/t/2/0"):
         made = [Attempt(place(store, prefix, rank), channels[rank], stores=stores[rank]) for rank in range(2)]
@@ -235,8 +237,8 @@ def test_the_connection_to_the_store_is_kept_while_the_store_lives(
         kept.append([one._idle for one in stores])
     assert kept[0] == kept[1] and None not in kept[0]
     ended = _Ended()
-    stores[0].keep(store, ended)
-    assert stores[0].take(store) is not ended
+    stores[0].release(store, ended)
+    assert stores[0].acquire(store) is not ended
 
 
 class _Ended:
@@ -249,8 +251,8 @@ class _Ended:
 # --- standby groups ------------------------------------------------------------------------------
 
 
-def place(store: StoreAddress, prefix: str, rank: int, size: int = 2) -> Place:
-    return Place(store, prefix, rank, size, "127.0.0.1", CPU, collective_timeout_s=60)
+def place(store: StoreAddress, prefix: str, rank: int, size: int = 2) -> GroupPlacement:
+    return GroupPlacement(store, prefix, rank, size, "127.0.0.1", CPU, collective_timeout_s=60)
 
 
 def attempts(
@@ -271,7 +273,7 @@ def test_a_standby_group_is_used_where_all_have_it(
     standing = one._formed
     assert standing is not None
     used = attempts(store, channels, "gen/t/2/0", (("1/2", one), ("1/2", other)))
-    assert used[0].take()[0] is standing
+    assert used[0].claim()[0] is standing
     assert not one.succeeded, "it is used once"
     used[1].abandon()
 
@@ -325,7 +327,7 @@ def test_a_member_says_once_that_it_waits_for_the_others_to_meet(
     monkeypatch.setattr(group_module, "WAITS_S", 0.02)
     one, other = both(store, channels)
     said = threading.Semaphore(0)
-    one.waits = said.release
+    one.on_wait = said.release
     one.all_gather([1])
     late = threading.Thread(target=one.finish)
     late.start()
@@ -340,8 +342,8 @@ def test_a_member_says_once_that_it_waits_for_the_others_to_meet(
 
 def test_once_an_iteration_has_begun_slow_collectives_are_no_meeting() -> None:
     """Else each one would be an entry of the log, for as long as the group trains."""
-    group = Group(None, 1, 0, 1, channel=Any, device=CPU)
-    group.waits = lambda: None
-    here: Any = SimpleNamespace(detection=SimpleNamespace(begun=lambda _: None), group=group)
-    HANDLERS[Begun](here, Begun(1))
-    assert group.waits is None
+    group = ShardGroup(None, 1, 0, 1, channel=Any, device=CPU)
+    group.on_wait = lambda: None
+    here: Any = SimpleNamespace(detection=SimpleNamespace(start_iteration=lambda _: None), group=group)
+    HANDLERS[StartClock](here, StartClock(1))
+    assert group.on_wait is None

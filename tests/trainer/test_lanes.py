@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agents.trainer.gradients.lanes import Deal, Lanes, Run, Sums, begin, blocks, deal, halves, rooms, tree
+from agents.trainer.gradients.lanes import (
+    Assignment,
+    Lanes,
+    Run,
+    Sums,
+    assign,
+    blocks,
+    halves,
+    initial_assignment,
+    stores_needed,
+    tree,
+)
 
 Array: TypeAlias = NDArray[np.float32]
 
@@ -65,11 +76,11 @@ class Model:
         self.regroup()
 
     def regroup(self) -> None:
-        self.deal: Deal = deal([member.done for member in self.members], self.lanes)
+        self.deal: Assignment = assign([member.done for member in self.members], self.lanes)
         self.given: dict[tuple[int, int], tuple[Array, int]] = {}
         for rank, member in enumerate(self.members):
-            member.sums.keep(self.deal.kept[rank], self.lanes)
-            member.done, member.runs, member.into = set(self.deal.kept[rank]), self.deal.runs[rank], 0
+            member.sums.keep(self.deal.valid[rank], self.lanes)
+            member.done, member.runs, member.into = set(self.deal.valid[rank]), self.deal.runs[rank], 0
 
     def turn(self) -> bool:
         """One member that can do something does it."""
@@ -99,7 +110,7 @@ class Model:
             member.runs, member.into = member.runs[1:], 0
 
     def end(self, member: Member, run: Run) -> None:
-        length = self.lanes.running(member.done, run.lane)
+        length = self.lanes.prefix_length(member.done, run.lane)
         if run.target is not None:
             self.given[run.lane, run.target] = member.sums.running[run.lane], length
         elif length == len(self.lanes.of(run.lane)):
@@ -118,7 +129,7 @@ class Model:
         """As the owners of the chunks add it up."""
         pieces: dict[tuple[int, int], Array] = {}
         for rank, member in enumerate(self.members):
-            pieces |= {block: tree(block, member.sums.ended(), np.add) for block in self.deal.ends[rank]}
+            pieces |= {block: tree(block, member.sums.by_block(), np.add) for block in self.deal.ends[rank]}
         return tree(self.lanes.root, pieces, np.add)
 
 
@@ -166,48 +177,50 @@ def test_all_is_computed_once_and_evenly(case: tuple[list[Array], Lanes, int, in
         model.turn()
     model.mishap()
     new = model.deal
-    every = [m for rank in range(len(new.kept)) for m in (*new.kept[rank], *new.dealt(rank))]
+    every = [m for rank in range(len(new.valid)) for m in (*new.valid[rank], *new.micro_batches(rank))]
     assert sorted(every) == list(range(lanes.micro_batches))
-    totals = [len(own) + len(new.dealt(rank)) for rank, own in enumerate(new.kept)]
-    assert all(total <= min(totals) + 1 for rank, total in enumerate(totals) if new.dealt(rank))
+    totals = [len(own) + len(new.micro_batches(rank)) for rank, own in enumerate(new.valid)]
+    assert all(total <= min(totals) + 1 for rank, total in enumerate(totals) if new.micro_batches(rank))
 
 
 @given(iterations())
 def test_from_empty_hands_each_member_gets_a_stretch(case: tuple[list[Array], Lanes, int, int]) -> None:
     _, lanes, members, _ = case
-    stretches = [sorted(begin(members, lanes).dealt(rank)) for rank in range(members)]
+    stretches = [sorted(initial_assignment(members, lanes).micro_batches(rank)) for rank in range(members)]
     assert [m for own in stretches for m in own] == list(range(lanes.micro_batches))
 
 
 def test_with_a_lane_for_each_member_nothing_is_given() -> None:
-    assert begin(3, Lanes(12, 3)).runs == tuple((Run(lane, tuple(range(4 * lane, 4 * lane + 4))),) for lane in range(3))
-    assert begin(2, Lanes(12, 4)).ends == (((0, 2),), ((2, 4),))
+    assert initial_assignment(3, Lanes(12, 3)).runs == tuple(
+        (Run(lane, tuple(range(4 * lane, 4 * lane + 4))),) for lane in range(3)
+    )
+    assert initial_assignment(2, Lanes(12, 4)).ends == (((0, 2),), ((2, 4),))
 
 
 def test_a_border_inside_a_lane() -> None:
     """The earlier member computes its part first, the later one last."""
-    one, other = begin(2, Lanes(12, 3)).runs
+    one, other = initial_assignment(2, Lanes(12, 3)).runs
     assert one == (Run(1, (4, 5), target=1), Run(0, (0, 1, 2, 3)))
     assert other == (Run(2, (8, 9, 10, 11)), Run(1, (6, 7), source=0))
 
 
 def test_a_lost_lane_is_dealt_as_a_chain_and_all_else_stays() -> None:
-    new = deal([{0, 1}, {4, 5, 6, 7}], Lanes(12, 3))
-    assert new.kept == ({0, 1}, {4, 5, 6, 7})
+    new = assign([{0, 1}, {4, 5, 6, 7}], Lanes(12, 3))
+    assert new.valid == ({0, 1}, {4, 5, 6, 7})
     assert new.runs == ((Run(2, (8, 9), target=1), Run(0, (2, 3))), (Run(2, (10, 11), source=0),))
     assert new.ends == (((0, 1),), ((1, 2), (2, 3)))
 
 
 def test_of_two_that_have_a_lane_the_one_with_more_keeps_it() -> None:
-    new = deal([{4, 5}, {4, 5, 6}, {0, 1, 2, 3}], Lanes(12, 3))
-    assert [sorted(own) for own in new.kept] == [[], [4, 5, 6], [0, 1, 2, 3]]
+    new = assign([{4, 5}, {4, 5, 6}, {0, 1, 2, 3}], Lanes(12, 3))
+    assert [sorted(own) for own in new.valid] == [[], [4, 5, 6], [0, 1, 2, 3]]
     assert new.runs[1][-1] == Run(1, (7,))
 
 
 def test_whole_blocks_count_before_single_lanes() -> None:
     """They cannot be taken apart again."""
-    new = deal([{0, 1}, {0, 1, 2, 3}, {4, 5, 6, 7}, {2, 3}], Lanes(8, 4))
-    assert [sorted(own) for own in new.kept] == [[], [0, 1, 2, 3], [4, 5, 6, 7], []]
+    new = assign([{0, 1}, {0, 1, 2, 3}, {4, 5, 6, 7}, {2, 3}], Lanes(8, 4))
+    assert [sorted(own) for own in new.valid] == [[], [0, 1, 2, 3], [4, 5, 6, 7], []]
 
 
 @given(st.integers(1, 200))
@@ -230,7 +243,7 @@ def test_a_member_needs_room_for_few_sums() -> None:
     for count, members in itertools.product(range(1, 33), range(1, 33)):
         lanes = Lanes(2 * count, count)
         if members <= count:
-            most = max(rooms(runs, lanes) for runs in begin(members, lanes).runs)
+            most = max(stores_needed(runs, lanes) for runs in initial_assignment(members, lanes).runs)
             assert most <= math.log2(math.ceil(count / members)) + 4
             assert most == 1 or members != count
             assert most == 2 or 2 * members != count
@@ -238,4 +251,4 @@ def test_a_member_needs_room_for_few_sums() -> None:
 
 def test_without_members_there_is_no_deal() -> None:
     with pytest.raises(ValueError, match="done"):
-        deal([], Lanes(1, 1))
+        assign([], Lanes(1, 1))

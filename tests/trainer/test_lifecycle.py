@@ -14,17 +14,25 @@ from typing import Any
 
 import pytest
 
-from agents.protocol.messages import Committed, Completed, Launch, Membership, Parked, Regrouped, StopWanted
-from agents.trainer import lifecycle
+from agents.protocol.messages import Committed, Completed, Launch, Membership, Parked, Regrouped, StopRequest
+from agents.trainer import handlers, lifecycle
 from agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
-from agents.trainer.ledger import Account
-from agents.trainer.lifecycle import Books, run
+from agents.trainer.ledger import ReplicaAccount
+from agents.trainer.lifecycle import MemberState, run
 from agents.trainer.lifecycle import effects as e
-from agents.trainer.lifecycle.failures import Broken, NothingLeft, QuitAsked, Stopped, Stranded, Superseded
-from agents.trainer.lifecycle.results import NOTHING, Loaded, Stock
+from agents.trainer.lifecycle.failures import (
+    GroupBroken,
+    MembershipSuperseded,
+    ProgramLeftLoop,
+    QuitRequested,
+    RendezvousTimedOut,
+    StateLost,
+)
+from agents.trainer.lifecycle.results import NO_SAVE, Holdings, LoadedState
 from agents.trainer.lifecycle.table import FOLLOWS
-from agents.trainer.sharded.parts import Part
+from agents.trainer.sharded.parts import StatePart
 from events.vocabulary import CheckpointSpec, Member, StoreAddress, TaskSpec
+from replay.simulation import driver
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
 DIRECTORY = Path(lifecycle.__file__).parent
@@ -56,13 +64,13 @@ class Driven:
             worker="t.1", task="t", node="n0", address="127.0.0.1", agent_socket="", replica=0, shard=0, store=STORE,
             spec=spec,
         )  # fmt: skip
-        self.books = Books(launch, 1, lambda: 0.0, extents)
+        self.member = MemberState(launch, 1, lambda: 0.0, extents)
         self.memberships = list(memberships)
-        self.parts: list[Part] = []
-        self.staged: list[Part] = []
+        self.parts: list[StatePart] = []
+        self.staged: list[StatePart] = []
         self.done: list[e.Effect[Any]] = []
         self.answers: dict[type[e.Effect[Any]], Callable[[Any], Any]] = {}
-        self.flow = run(self.books)
+        self.flow = run(self.member)
 
     def once(self, effect: type[e.Effect[Any]], failure: BaseException) -> None:
         """The next such effect fails."""
@@ -92,42 +100,46 @@ class Driven:
         try:
             given = self.answers.get(type(effect))
             result = given(effect) if given is not None else self._plainly(effect)
-        except (Broken, Superseded, Stranded, Stopped, QuitAsked) as failure:
+        except (GroupBroken, MembershipSuperseded, RendezvousTimedOut, ProgramLeftLoop, QuitRequested) as failure:
             thrown = failure
             return lambda: self.flow.throw(thrown)
         return lambda: self.flow.send(result)
 
     def _plainly(self, effect: e.Effect[Any]) -> Any:
-        size = len(self.books.peers)
+        size = len(self.member.peers)
         match effect:
             case e.AwaitMembership():
                 if not self.memberships:
-                    raise Stranded("no membership")
+                    raise RendezvousTimedOut("no membership")
                 return self.memberships.pop(0)
-            case e.TakeStock():
-                return Stock((), tuple(span for part in self.parts for span in part.spans(self.books.extents)))
-            case e.Exchange():
+            case e.ReportHoldings():
+                return Holdings((), tuple(span for part in self.parts for span in part.spans(self.member.extents)))
+            case e.ExchangePositions():
                 return [effect.position]
-            case e.Sit():
+            case e.GroupReady():
                 return 1
-            case e.Rows() | e.Agree():
+            case e.GatherRows() | e.Agree():
                 return [effect.row] * size
             case e.AnyShard():
-                return effect.value
-            case e.Pending():
+                return effect.holds
+            case e.PendingGeneration():
                 return 0
-            case e.LookAround():
+            case e.CheckPeers():
                 return [0] * 10
             case e.Compute():
-                effect.ledger.finished = len(effect.ledger.held)
+                effect.ledger.finished = len(effect.ledger.assignment)
                 effect.ledger.add(4.0, 4)
             case e.LastStage():
                 return effect.loss_sum, effect.tokens
             case e.Reduce():
                 ledger = effect.ledger
-                return [Account(ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.redone)]
-            case e.AskDue():
-                return NOTHING
+                return [
+                    ReplicaAccount(
+                        ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.redone
+                    )
+                ]
+            case e.AskSaveSchedule():
+                return NO_SAVE
             case e.ParamsDigest():
                 return "digest"
             case e.Stage() | e.StageFirst():
@@ -135,18 +147,20 @@ class Driven:
                 return 0
             case e.Adopt():
                 self.parts = self.staged
-            case e.Forget():
+            case e.DropParts():
                 self.parts = []
             case e.AwaitQuit():
-                raise QuitAsked
+                raise QuitRequested
         return None
 
     def names(self, since: int = 0) -> list[str]:
         told = self.done[since:]
-        return [f"{type(one).__name__} {one.point}" if isinstance(one, e.At) else type(one).__name__ for one in told]
+        return [
+            f"{type(one).__name__} {one.point}" if isinstance(one, e.FaultPoint) else type(one).__name__ for one in told
+        ]
 
     def told(self, kind: type) -> list[Any]:
-        return [one.message for one in self.done if isinstance(one, e.Tell) and isinstance(one.message, kind)]
+        return [one.message for one in self.done if isinstance(one, e.Send) and isinstance(one.message, kind)]
 
 
 # --- what it is ----------------------------------------------------------------------------------
@@ -181,7 +195,18 @@ def test_the_table_in_the_essay_is_the_table() -> None:
 def test_a_step_that_the_table_does_not_have_is_a_defect() -> None:
     driven = Driven(membership(1, "t.1"))
     with pytest.raises(RuntimeError, match="from new to committing"):
-        driven.books.enter("committing")
+        driven.member.enter("committing")
+
+
+def test_every_effect_has_one_handler_in_a_process_and_in_the_simulation() -> None:
+    effects = {
+        kind
+        for kind in vars(e).values()
+        if isinstance(kind, type) and issubclass(kind, e.Effect) and kind is not e.Effect
+    }
+    assert set(handlers.HANDLERS) == effects - {e.Compute, e.Optimize}, "the seams are the training loop's"
+    simulated = [*driver.OWN_HANDLERS, *driver.RENDEZVOUS_HANDLERS, *driver.STATES_HANDLERS]
+    assert len(simulated) == len(set(simulated)) and set(simulated) == effects
 
 
 # --- without faults ------------------------------------------------------------------------------
@@ -193,9 +218,9 @@ def test_an_iteration_in_its_order() -> None:
     since = len(driven.done)
     driven.until(e.Compute)
     assert driven.names(since - 1) == [
-        "Compute", "Phase", "At computed", "LastStage", "Reduce", "At reduced", "Pending", "AnyShard", "Agree",
-        "Settle", "Phase", "At agreed", "Optimize", "Tell", "Observe", "Clear", "Begun", "At committed", "Phase",
-        "Save", "StandBy", "Phase", "Compute",
+        "Compute", "SetPhase", "FaultPoint computed", "LastStage", "Reduce", "FaultPoint reduced", "PendingGeneration",
+        "AnyShard", "Agree", "Settle", "SetPhase", "FaultPoint agreed", "Optimize", "Send", "Observe", "Clear",
+        "StartClock", "FaultPoint committed", "SetPhase", "Save", "PrepareStandby", "SetPhase", "Compute",
     ]  # fmt: skip
     assert [message.iteration for message in driven.told(Committed)] == [1]
 
@@ -203,7 +228,7 @@ def test_an_iteration_in_its_order() -> None:
 def test_a_training_from_the_seed_to_its_end() -> None:
     driven = Driven(membership(1, "t.1"))
     assert driven.until() is None
-    assert driven.books.state == "over"
+    assert driven.member.state == "over"
     assert [message.source for message in driven.told(Regrouped)] == ["init"]
     assert [message.iteration for message in driven.told(Committed)] == [1, 2]
     assert [message.iteration for message in driven.told(Completed)] == [2]
@@ -213,14 +238,14 @@ def test_a_training_from_the_seed_to_its_end() -> None:
 
 def test_a_state_that_is_not_sound_is_passed_over() -> None:
     driven = Driven(membership(1, "t.1"), iterations=9)
-    driven.answers[e.LookAround] = lambda _: [7, 5, 0, 0, 0, 0, 0, 0, 0, 0]
-    driven.answers[e.Take] = lambda effect: (
-        "torn" if effect.candidate.iteration == 7 else Loaded(5, 1.0, 10, "memory", 2.0)
+    driven.answers[e.CheckPeers] = lambda _: [7, 5, 0, 0, 0, 0, 0, 0, 0, 0]
+    driven.answers[e.LoadState] = lambda effect: (
+        "torn" if effect.candidate.iteration == 7 else LoadedState(5, 1.0, 10, "memory", 2.0)
     )
     seam = driven.until(e.Compute)
     assert isinstance(seam, e.Compute) and seam.ledger.iteration == 6
-    assert driven.books.origin == "memory" and driven.books.trained
-    assert any(isinstance(one, e.Say) and "torn" in one.text for one in driven.done)
+    assert driven.member.origin == "memory" and driven.member.has_trained
+    assert any(isinstance(one, e.Log) and "torn" in one.text for one in driven.done)
 
 
 # --- with faults ---------------------------------------------------------------------------------
@@ -230,67 +255,72 @@ def test_a_broken_group_is_left_before_it_is_told_of() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"))
     driven.until(e.Optimize)
     driven.until(e.Compute)
-    driven.once(e.Compute, Broken("connection closed"))
+    driven.once(e.Compute, GroupBroken("connection closed"))
     since = len(driven.done)
     driven.until(e.Compute)
     names = driven.names(since)
-    assert names[:6] == ["Leave", "Report", "Phase", "Idle", "TakeStock", "SetAside"]
+    assert names[:6] == ["LeaveGroup", "ReportFailure", "SetPhase", "Idle", "ReportHoldings", "KeepOldGroup"]
     assert [message.generation for message in driven.told(Regrouped)] == [1, 2]
-    assert driven.books.ledger.iteration == 2
+    assert driven.member.ledger.iteration == 2
 
 
 def test_complete_sums_are_stepped_in_the_next_group() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"))
     driven.until(e.Agree)
-    driven.once(e.Agree, Superseded())
+    driven.once(e.Agree, MembershipSuperseded())
     since = len(driven.done)
     driven.until(e.Optimize)
     assert "Compute" not in driven.names(since) and "Reduce" not in driven.names(since)
-    assert driven.books.generation == 2
+    assert driven.member.generation == 2
 
 
 def test_a_group_that_breaks_while_it_forms_is_followed_by_a_newer_one() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"))
-    driven.once(e.Form, Broken("no route"))
+    driven.once(e.FormGroup, GroupBroken("no route"))
     driven.until(e.Compute)
     names = driven.names()
-    assert names[names.index("Form") + 1 :][:4] == ["Report", "Leave", "Drop", "AwaitMembership"]
-    assert driven.books.generation == 2
+    assert names[names.index("FormGroup") + 1 :][:4] == [
+        "ReportFailure",
+        "LeaveGroup",
+        "DropOldGroup",
+        "AwaitMembership",
+    ]
+    assert driven.member.generation == 2
 
 
 def test_a_member_that_is_left_out_saves_and_parks() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.2", handover=True))
     driven.until(e.Compute)
     driven.until(e.Compute)
-    driven.once(e.Compute, Superseded())
-    with pytest.raises(QuitAsked):
+    driven.once(e.Compute, MembershipSuperseded())
+    with pytest.raises(QuitRequested):
         driven.until()
     (saved,) = [one for one in driven.done if isinstance(one, e.SaveAndWait)]
     assert saved.handover and saved.iteration == 1
     assert [message.generation for message in driven.told(Parked)] == [2]
-    assert driven.books.state == "parked"
+    assert driven.member.state == "parked"
 
 
 def test_without_a_membership_it_saves_and_ends() -> None:
     driven = Driven(membership(1, "t.1"))
     driven.until(e.Compute)
     driven.until(e.Compute)
-    driven.once(e.Compute, Broken("gone"))
-    with pytest.raises(Stranded):
+    driven.once(e.Compute, GroupBroken("gone"))
+    with pytest.raises(RendezvousTimedOut):
         driven.until()
-    assert driven.names()[-1] == "SaveAndWait" and driven.books.state == "stranded"
+    assert driven.names()[-1] == "SaveAndWait" and driven.member.state == "stranded"
 
 
 @pytest.mark.parametrize(("seam", "commits"), [(e.Compute, 0), (e.Optimize, 1)])
 def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.Effect[Any]], commits: int) -> None:
     driven = Driven(membership(1, "t.1"), iterations=9)
     driven.until(seam)
-    assert isinstance(driven.books.stop("enough"), StopWanted)
-    assert driven.books.stop("again") is None
-    driven.once(seam, Stopped())
+    assert isinstance(driven.member.stop("enough"), StopRequest)
+    assert driven.member.stop("again") is None
+    driven.once(seam, ProgramLeftLoop())
     assert driven.until() is None
     assert len(driven.told(Committed)) == commits
-    assert driven.books.state == "over"
+    assert driven.member.state == "over"
 
 
 # --- sharded optimizer state ---------------------------------------------------------------------
@@ -300,12 +330,12 @@ def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.E
 def test_between_its_step_and_the_others_parameters_nothing_is_saved(memberships: tuple[Membership, ...]) -> None:
     """It would be the state of no iteration."""
     driven = Driven(membership(1, "t.1"), *memberships, extents=(128,))
-    driven.until(e.Gather)
-    driven.until(e.Gather)
-    driven.once(e.Gather, Broken("gone"))
-    with pytest.raises((Stranded, QuitAsked)):
+    driven.until(e.GatherParameters)
+    driven.until(e.GatherParameters)
+    driven.once(e.GatherParameters, GroupBroken("gone"))
+    with pytest.raises((RendezvousTimedOut, QuitRequested)):
         driven.until()
-    assert driven.books.stepped and driven.books.state in ("stranded", "parked")
+    assert driven.member.has_stepped and driven.member.state in ("stranded", "parked")
     assert not [one for one in driven.done if isinstance(one, e.SaveAndWait)]
 
 
@@ -313,45 +343,54 @@ def test_sharded_state_begins_in_parts_and_is_gathered_before_the_commit() -> No
     driven = Driven(membership(1, "t.1"), extents=(128,))
     driven.until(e.Optimize)
     assert [type(one) for one in driven.done if isinstance(one, e.Stage | e.StageFirst)] == [e.StageFirst]
-    assert driven.parts == [Part(1, 0)]
+    assert driven.parts == [StatePart(1, 0)]
     since = len(driven.done)
     driven.until(e.Compute)
     names = driven.names(since)
-    assert names[:4] == ["At stepped", "Gather", "Tell", "Observe"]
+    assert names[:4] == ["FaultPoint stepped", "GatherParameters", "Send", "Observe"]
 
 
 def test_a_gathering_that_breaks_is_made_again_in_the_next_group() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"), extents=(128,))
-    driven.until(e.Gather)
-    driven.once(e.Gather, Broken("gone"))
+    driven.until(e.GatherParameters)
+    driven.once(e.GatherParameters, GroupBroken("gone"))
     driven.until(e.Compute)
-    names = [name for name in driven.names() if name in ("Gather", "Exchange", "Observe", "Optimize")]
-    assert names == ["Exchange", "Optimize", "Gather", "Exchange", "Gather", "Observe"]
+    names = [
+        name for name in driven.names() if name in ("GatherParameters", "ExchangePositions", "Observe", "Optimize")
+    ]
+    assert names == [
+        "ExchangePositions",
+        "Optimize",
+        "GatherParameters",
+        "ExchangePositions",
+        "GatherParameters",
+        "Observe",
+    ]
 
 
 def test_where_a_part_is_lost_all_state_is_and_untrained_members_begin_anew() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"), extents=(128,))
-    driven.until(e.Gather)
+    driven.until(e.GatherParameters)
     driven.parts = []  # as if its other holders had died with them
-    driven.once(e.Gather, Broken("gone"))
-    with pytest.raises(NothingLeft):
+    driven.once(e.GatherParameters, GroupBroken("gone"))
+    with pytest.raises(StateLost):
         driven.until()
 
 
 def test_a_state_assembled_for_one_group_is_not_saved_by_another() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"), extents=(128,))
-    driven.until(e.Ending)
+    driven.until(e.BeginFinalSave)
     driven.until(e.SaveAndWait)
-    assert driven.books.whole
-    driven.once(e.SaveAndWait, Broken("gone"))
+    assert driven.member.has_whole_state
+    driven.once(e.SaveAndWait, GroupBroken("gone"))
     driven.until(e.Assemble)
-    assert not driven.books.whole
+    assert not driven.member.has_whole_state
     assert driven.until() is None
 
 
 def test_for_a_checkpoint_that_the_program_writes_the_state_is_put_together() -> None:
     driven = Driven(membership(1, "t.1"), iterations=4, extents=(128,))
-    driven.books.saves = lambda iteration: iteration == 2
+    driven.member.saves = lambda iteration: iteration == 2
     assert driven.until() is None
     names = [name for name in driven.names() if name in ("Compute", "Assemble")]
     assert names == ["Compute", "Compute", "Assemble", "Compute", "Compute", "Assemble"]
@@ -363,11 +402,11 @@ def test_for_a_checkpoint_that_the_program_writes_the_state_is_put_together() ->
 def test_a_member_tells_what_fell_to_the_others_too() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1", "t.2"))
     driven.until(e.Compute)
-    driven.answers[e.Exchange] = lambda effect: [
-        replace(effect.position, held=(0, 1)),
-        replace(effect.position, held=(2,)),
+    driven.answers[e.ExchangePositions] = lambda effect: [
+        replace(effect.position, assignment=(0, 1)),
+        replace(effect.position, assignment=(2,)),
     ]
-    driven.once(e.Compute, Superseded("generation 2 is urgent"))
+    driven.once(e.Compute, MembershipSuperseded("generation 2 is urgent"))
     driven.until(e.Compute)
     last = driven.told(Regrouped)[-1]
     assert (last.generation, last.dealt, last.others_dealt) == (2, 0, 1)

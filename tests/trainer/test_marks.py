@@ -18,10 +18,10 @@ def test_a_mark_says_where_the_worker_is(tmp_path: Path) -> None:
     marker = Marker(path)
     mark = read(path)
     assert mark is not None and (mark.phase, mark.limit_us, mark.due_us) == ("start", 0, 0)
-    marker.moved(4)
+    marker.enter_group(4)
     before_us = marks.now_us()
-    marker.begun(17, 5_000)
-    marker.working(2)
+    marker.begin_iteration(17, 5_000)
+    marker.begin_micro_batch(2)
     mark = read(path)
     assert mark is not None
     assert (mark.phase, mark.generation, mark.iteration, mark.micro_batch) == ("forward", 4, 17, 2)
@@ -31,20 +31,20 @@ def test_a_mark_says_where_the_worker_is(tmp_path: Path) -> None:
 
 def test_collectives_are_counted_in_each_generation(tmp_path: Path) -> None:
     marker = Marker(tmp_path / "m")
-    marker.moved(1)
+    marker.enter_group(1)
     marker.entering()
     marker.leaving()
     marker.entering()
     mark = read(tmp_path / "m")
-    assert mark is not None and (mark.entered, mark.left, mark.waiting) == (2, 1, True)
-    marker.moved(2)
+    assert mark is not None and (mark.entered, mark.finished, mark.waiting) == (2, 1, True)
+    marker.enter_group(2)
     mark = read(tmp_path / "m")
     assert mark is not None and (mark.entered, mark.waiting) == (0, False)
 
 
 def test_an_idle_worker_is_never_late(tmp_path: Path) -> None:
     marker = Marker(tmp_path / "m")
-    marker.begun(1, 5_000)
+    marker.begin_iteration(1, 5_000)
     marker.idle()
     mark = read(tmp_path / "m")
     assert mark is not None and mark.due_us == 0
@@ -73,7 +73,7 @@ def test_what_is_no_mark_is_none(tmp_path: Path) -> None:
 
 def test_half_a_mark_is_none(tmp_path: Path) -> None:
     """What a reader finds whose copy overtakes the writer's: the end is older than the beginning."""
-    Marker(tmp_path / "m").begun(1, 1)
+    Marker(tmp_path / "m").begin_iteration(1, 1)
     older = (tmp_path / "m").read_bytes()
     Marker(tmp_path / "m").phase = "reduce"
     newer = bytearray((tmp_path / "m").read_bytes())
@@ -109,7 +109,7 @@ def test_a_reading_is_never_torn(tmp_path: Path) -> None:
 def test_a_number_that_no_log_takes_is_no_mark(tmp_path: Path, number: int) -> None:
     """A task may write anything into its mark; the agent reads it all the same."""
     marker = Marker(tmp_path / "m")
-    marker.begun(7, 1)
+    marker.begin_iteration(7, 1)
     assert read(tmp_path / "m") is not None
     record = bytearray((tmp_path / "m").read_bytes())
     record[4 * 8 : 5 * 8] = number.to_bytes(8, "little")  # the iteration

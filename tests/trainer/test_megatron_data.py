@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from agents.trainer.gradients.lanes import Lanes
-from agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, plan_of
-from agents.trainer.megatron.data import Behind, Dealt
+from agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
+from agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
 from agents.trainer.megatron.runs import _fitting, _Weighing
 from agents.trainer.megatron.writers import LeadWriter
 
@@ -29,27 +29,27 @@ def loader(dataset: Any, consumed: int) -> Any:
 DATASET = [[index] for index in range(SAMPLES)]
 
 
-def read(data: Dealt, iteration: int, micro_batches: list[int]) -> list[Any]:
-    data.ask(iteration, micro_batches)
+def read(data: MicroBatchLoader, iteration: int, micro_batches: list[int]) -> list[Any]:
+    data.request(iteration, micro_batches)
     return [next(data) for _ in micro_batches]
 
 
 def test_only_the_micro_batches_dealt_are_read_and_each_is_the_same_for_all() -> None:
-    data = Dealt(loader, DATASET, global_batch=6, micro_batch=2)
+    data = MicroBatchLoader(loader, DATASET, global_batch=6, micro_batch=2)
     assert read(data, 1, [0, 2]) == [[0, 1], [4, 5]]
     assert read(data, 1, [1]) == [[2, 3]]  # another replica's, after its death
     assert read(data, 2, [2]) == [[10, 11]]
 
 
 def test_it_seeks_where_a_newcomer_begins_and_where_training_goes_back() -> None:
-    data = Dealt(loader, DATASET, global_batch=6, micro_batch=2)
+    data = MicroBatchLoader(loader, DATASET, global_batch=6, micro_batch=2)
     assert read(data, 3, [0]) == [[12, 13]]
     assert read(data, 2, [0]) == [[6, 7]]
     assert read(data, 3, [2]) == [[16, 17]]
 
 
 def test_an_epoch_ends_in_the_middle_of_an_iteration() -> None:
-    data = Dealt(loader, DATASET, global_batch=6, micro_batch=2)
+    data = MicroBatchLoader(loader, DATASET, global_batch=6, micro_batch=2)
     assert read(data, 4, [0, 1, 2]) == [[18, 19], [0, 1], [2, 3]]
     assert read(data, 5, [0]) == [[4, 5]]
 
@@ -68,36 +68,36 @@ class Watched(list[Any]):
 
 def test_a_thread_reads_what_is_dealt_and_what_comes_next() -> None:
     watched = Watched()
-    data = Dealt(loader, watched, global_batch=6, micro_batch=2, reads_ahead=True)
-    data.ask(1, [0], [1])
+    data = MicroBatchLoader(loader, watched, global_batch=6, micro_batch=2, reads_ahead=True)
+    data.request(1, [0], [1])
     assert next(data) == [0, 1]
-    data.ask(1, [1])
+    data.request(1, [1])
     assert next(data) == [2, 3]
-    data.ask(2, [0], [1])  # as was guessed
+    data.request(2, [0], [1])  # as was guessed
     assert next(data) == [6, 7]
-    data.ask(2, [2])  # another one than was dealt before
+    data.request(2, [2])  # another one than was dealt before
     assert next(data) == [10, 11]
     assert {name.partition("_")[0] for _, name in watched.read} == {"data"}
     assert [index for index, _ in watched.read].count(6) == 1
-    data.ask(7, [1])
+    data.request(7, [1])
     assert next(data) == [18, 19]
 
 
 def test_what_fails_ahead_fails_where_it_is_asked_for() -> None:
     watched = Watched()
-    data = Dealt(
+    data = MicroBatchLoader(
         lambda dataset, at: SimpleNamespace(batch_sampler=[[0], [99]], collate_fn=list), watched, 2, 1, reads_ahead=True
     )
-    data.ask(1, [0], [1])
+    data.request(1, [0], [1])
     assert next(data) == [[0]]
-    data.ask(1, [1])
+    data.request(1, [1])
     with pytest.raises(IndexError):
         next(data)
 
 
 def test_validation_data_begins_where_it_is_first_read() -> None:
     consumed = [4]
-    data = iter(Behind(lambda dataset, at: dataset[at:], DATASET, lambda: consumed[0]))
+    data = iter(ValidationLoader(lambda dataset, at: dataset[at:], DATASET, lambda: consumed[0]))
     consumed[0] = 8
     assert next(data) == [8]
 
@@ -122,14 +122,14 @@ def test_a_gradient_has_the_same_bits_in_a_list_of_any_length(per_token: bool, l
     def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         return output.sum(), torch.tensor(7), {"lm loss": output.detach()}
 
-    loss, tokens, _ = weigh.around(loss_func, counts=True)(weight * 2.0)
+    loss, tokens, _ = weigh.wrap(loss_func, counts=True)(weight * 2.0)
     loss /= torch.clamp(tokens, min=1)
     loss /= length
     (loss * 1000.0).backward()
     assert weight.grad is not None
     share = 1.0 if per_token else 1.0 / torch.tensor(7.0)
     assert torch.equal(weight.grad, torch.full((2,), 2.0) * (8.0 * share))
-    total, count = weigh.told()
+    total, count = weigh.total()
     assert count == (7 if per_token else 1)
     assert total == pytest.approx(16.0 if per_token else 16.0 / 7, abs=1e-6)
 
@@ -137,10 +137,10 @@ def test_a_gradient_has_the_same_bits_in_a_list_of_any_length(per_token: bool, l
 def test_filling_has_no_weight() -> None:
     weigh = _Weighing(lambda loss: loss, per_token=False)
     weight = torch.tensor(3.0, requires_grad=True)
-    loss, _ = weigh.around(lambda output: (output, {}), counts=False)(weight * 2.0)
+    loss, _ = weigh.wrap(lambda output: (output, {}), counts=False)(weight * 2.0)
     loss.backward()
     assert weight.grad is not None and float(weight.grad) == 0.0
-    assert weigh.told() == (0.0, 0)
+    assert weigh.total() == (0.0, 0)
 
 
 # --- sums ----------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_each_lane_has_a_sum_with_all_that_belongs_to_its_micro_batches() -> Non
     sums = BufferAccumulation([wrapped], 2, Lanes(4, 2), 1 << 20)
     seen = []
     for lane, value in ((0, 2.0), (1, 3.0)):
-        sums.turn(lane)
+        sums.select_lane(lane)
         backward(wrapped, value)
         sums.present.slots[0] += value
         sums.present.tracked[1] += value
@@ -223,17 +223,17 @@ def test_each_lane_has_a_sum_with_all_that_belongs_to_its_micro_batches() -> Non
 def test_what_is_tried_stands_in_no_sum() -> None:
     wrapped = chunk()
     sums = BufferAccumulation([wrapped], 0, Lanes(2, 1), 1 << 20)
-    with sums.aside() as gradients:
+    with sums.scratch_store() as gradients:
         backward(wrapped, 2.0)
         assert gradients.any()
-    sums.turn(0)
+    sums.select_lane(0)
     assert not sums.present.flat.any()
     assert not wrapped[0].local_tokens_per_expert.any()
 
 
 def test_buckets_are_reduced_in_the_order_in_which_a_backward_finishes_them_and_the_rest_last() -> None:
     wrapped = chunk()
-    plan = plan_of([wrapped[0].buffers_of_it], 4, SLOTS)
+    plan = buffer_layout([wrapped[0].buffers_of_it], 4, SLOTS)
     end = wrapped[0].buffers_of_it.numel
     assert plan.spans[0] == (end, end + SLOTS)
     assert plan.spans[-1][0] == 0  # the last layer's bias, which is finished first

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agents.trainer.megatron.flags import to_the_task
+from agents.trainer.megatron.flags import apply_task_layout
 from events.vocabulary import TaskSpec
 
 
@@ -43,14 +43,14 @@ def inner(args: SimpleNamespace) -> tuple[object, ...]:
 def test_nothing_is_touched_where_the_task_has_what_the_flags_say() -> None:
     for spec in (task(), task(vpp=1, ep=1)):
         args = parsed()
-        assert list(to_the_task(args, spec)) == [] and args == parsed()
+        assert list(apply_task_layout(args, spec)) == [] and args == parsed()
     for flags in ({"num_layers": 8}, {"num_layers": None, "encoder_num_layers": 8}):
         args = parsed(**flags, num_layers_per_virtual_pipeline_stage=2)
-        assert list(to_the_task(args, task(vpp=2))) == []
+        assert list(apply_task_layout(args, task(vpp=2))) == []
     args = parsed(
         num_layers=7, account_for_loss_in_pipeline_split=True, num_layers_per_virtual_pipeline_stage=2
     )  # the loss counts as a layer
-    assert list(to_the_task(args, task(vpp=2))) == []
+    assert list(apply_task_layout(args, task(vpp=2))) == []
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_nothing_is_touched_where_the_task_has_what_the_flags_say() -> None:
 def test_the_flags_become_the_tasks(flags: dict[str, int], fields: dict[str, int], found: tuple[object, ...]) -> None:
     """The parts of an expert, times the workers that the experts are on, are a tensor-parallel group."""
     args = parsed(**flags)
-    list(to_the_task(args, task(**fields)))
+    list(apply_task_layout(args, task(**fields)))
     assert inner(args) == found

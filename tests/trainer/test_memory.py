@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.memory import Head, Memory, TooLarge, digest_of
+from agents.protocol.memory import Memory, StateHead, TooLarge, digest_of
 from events.shape import Shape
 
 MAX_BYTES = 1 << 20
@@ -22,7 +22,7 @@ def memory() -> Iterator[Memory]:
     made.close()
 
 
-def put(memory: Memory, iteration: int, payload: bytes, generation: int = 1) -> Head:
+def put(memory: Memory, iteration: int, payload: bytes, generation: int = 1) -> StateHead:
     draft = memory.draft(len(payload))
     assert draft is not None
     draft.view[:] = payload

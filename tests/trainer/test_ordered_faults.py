@@ -8,13 +8,13 @@ from typing import get_args
 
 import pytest
 
-from agents.protocol.injection import PHASES, POINTS, Injection
+from agents.protocol.injection import PHASES, POINTS, FaultInjector
 from events.vocabulary import Fault, FaultPhase
 
 
-def ordered(**fault: object) -> tuple[Injection, deque[Fault]]:
+def ordered(**fault: object) -> tuple[FaultInjector, deque[Fault]]:
     orders: deque[Fault] = deque()
-    injection = Injection("t.1", "", orders)
+    injection = FaultInjector("t.1", "", orders)
     orders.append(Fault(worker="t.1", **fault))  # type: ignore[arg-type]
     return injection, orders
 
@@ -39,10 +39,10 @@ def test_without_an_iteration_it_happens_at_the_next_chance() -> None:
 def test_one_loss_is_spoilt() -> None:
     injection, _ = ordered(kind="nan", at_iteration=2)
     injection.fire("micro_batch", 1, 1)
-    assert injection.spoilt(1.5) == 1.5
+    assert injection.spoil_loss(1.5) == 1.5
     injection.fire("micro_batch", 2, 1)
-    assert math.isnan(injection.spoilt(1.5))
-    assert injection.spoilt(1.5) == 1.5
+    assert math.isnan(injection.spoil_loss(1.5))
+    assert injection.spoil_loss(1.5) == 1.5
 
 
 def test_a_slow_worker_stays_slow_once_per_iteration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,20 +17,20 @@ import torch.distributed as dist
 from agents.protocol.messages import Launch
 from agents.trainer.gradients import reduction as reduction_module
 from agents.trainer.gradients.accumulation import Accumulation
-from agents.trainer.gradients.lanes import AHEAD, Deal, Lanes, Run, begin
+from agents.trainer.gradients.lanes import AHEAD, Assignment, Lanes, Run, initial_assignment
 from agents.trainer.gradients.passing import Passing
 from agents.trainer.gradients.reduction import Reduction
 from agents.trainer.groups import group as group_module
-from agents.trainer.groups.forming import Formed, Place, _connect_gloo
-from agents.trainer.groups.group import Group, Operation, Rows, form
+from agents.trainer.groups.forming import FormedGroup, GroupPlacement, _connect_gloo
+from agents.trainer.groups.group import Operation, PendingRows, ShardGroup, form
 from agents.trainer.ledger import LaneLedger
-from agents.trainer.lifecycle.failures import Broken
+from agents.trainer.lifecycle.failures import GroupBroken
 from agents.trainer.process.channel import AgentChannel
 from events.vocabulary import StoreAddress, TaskSpec
 from tests.trainer.test_lanes import reference
 
 MICRO_BATCHES = 12
-Meet: TypeAlias = Callable[..., list[Group]]
+Meet: TypeAlias = Callable[..., list[ShardGroup]]
 SHAPES = ((5,), (3, 4), (700,), (1,))
 
 
@@ -44,21 +44,23 @@ def meet() -> Iterator[Meet]:
         worker="t.1", task="t", node="n", address="127.0.0.1", agent_socket="/nowhere", replica=0, shard=0,
         store=store, spec=TaskSpec(name="t"),
     )  # fmt: skip
-    groups: list[Group] = []
+    groups: list[ShardGroup] = []
     channels: list[AgentChannel] = []
 
-    def form_all(size: int, *, to_be_left: bool = False) -> list[Group]:
-        found: dict[int, Group] = {}
+    def form_all(size: int, *, to_be_left: bool = False) -> list[ShardGroup]:
+        found: dict[int, ShardGroup] = {}
         words = dist.HashStore()
 
         def one(rank: int, channel: AgentChannel) -> None:
-            place = Place(store, f"of {size}", rank, size, "127.0.0.1", torch.device("cpu"), collective_timeout_s=30)
+            place = GroupPlacement(
+                store, f"of {size}", rank, size, "127.0.0.1", torch.device("cpu"), collective_timeout_s=30
+            )
             if to_be_left:
                 found[rank] = form(place, 1, channel, 30)
                 return
             device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-            connected = None if size == 1 else Formed(_connect_gloo(words, place, device))
-            found[rank] = Group(connected, 1, rank, size, channel, place.device)
+            connected = None if size == 1 else FormedGroup(_connect_gloo(words, place, device))
+            found[rank] = ShardGroup(connected, 1, rank, size, channel, place.device)
 
         new = [AgentChannel(launch, 60) for _ in range(size)]
         channels.extend(new)
@@ -94,7 +96,7 @@ def gradients() -> list[list[torch.Tensor]]:
 class Member:
     """Computes as the driver does, without a loop. `sums`: what it gets in the end."""
 
-    def __init__(self, group: Group, lanes: Lanes, overlap: bool) -> None:
+    def __init__(self, group: ShardGroup, lanes: Lanes, overlap: bool) -> None:
         self.group, self.lanes, self.overlaps = group, lanes, overlap
         self.parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         self.accumulation = Accumulation(self.parameters, lanes=lanes, bucket_bytes=64)
@@ -106,20 +108,20 @@ class Member:
 
     def train(self) -> None:
         ledger, reduction, passing = self.ledger, self.reduction, self.passing
-        ledger.hold(begin(self.group.size, self.lanes), self.group.rank)
-        assert ledger.the_deal is not None
-        reduction.ends = ledger.the_deal.ends
-        passing.expect(self.group, ledger.the_deal)
+        ledger.assign_lanes(initial_assignment(self.group.size, self.lanes), self.group.rank)
+        assert ledger.lane_assignment is not None
+        reduction.ends = ledger.lane_assignment.ends
+        passing.expect(self.group, ledger.lane_assignment)
         while (run := ledger.run) is not None:
-            if ledger.may_go_ahead(run) and not passing.is_here(self.group, run):
+            if ledger.may_go_ahead(run) and not passing.has_arrived(self.group, run):
                 ledger.go_ahead()
                 self.accumulation.go_ahead()
                 self.most_ahead = max(self.most_ahead, len(ledger.ahead))
             else:
-                if run.source is not None and run.lane not in ledger.taken:
+                if run.source is not None and run.lane not in ledger.from_peers:
                     passing.wait(self.group, run)
-                    ledger.take(run.lane, passing.arrived(run))
-                self.accumulation.turn(run.lane)
+                    ledger.receive(run.lane, passing.accept(run))
+                self.accumulation.select_lane(run.lane)
                 reduction.ending = (run.lane,)
             todo = ledger.todo()[:1]
             if self.overlaps and ledger.is_last(todo):
@@ -133,13 +135,13 @@ class Member:
                 ledger.end_run()
                 reduction.ending = ()
                 if run.target is not None:
-                    passing.give(self.group, run, ledger.running[run.lane])
+                    passing.send(self.group, run, ledger.running[run.lane])
                 else:
                     self.accumulation.sums.end(run.lane)
         self.reduce()
 
     def reduce(self) -> None:
-        rows: list[Rows] = []
+        rows: list[PendingRows] = []
         self.reduction.start(self.group, lambda: rows.append(self.group.all_gather([self.group.rank])))
         self.group.finish()
         assert rows[0].read() == [[rank] for rank in range(self.group.size)]
@@ -153,7 +155,7 @@ class Member:
 def test_every_member_gets_the_bits_of_the_reference(
     meet: Meet, size: int, count: int, overlap: bool, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Group, "keeps_order", in_order)
+    monkeypatch.setattr(ShardGroup, "keeps_order", in_order)
     monkeypatch.setattr(reduction_module, "STRIP", 100)
     monkeypatch.setattr(reduction_module, "CHUNK", 10)
     members = [Member(group, Lanes(MICRO_BATCHES, count), overlap) for group in meet(size)]
@@ -173,18 +175,18 @@ def test_of_two_running_sums_the_one_given_first_is_taken_first() -> None:
 
     def take(tensor: torch.Tensor, member: int, tag: int) -> Operation:
         taken.append(tag // 2)
-        return Operation(done=True)
+        return Operation(is_done=True)
 
     lanes = Lanes(12, 6)
     runs = (Run(5, (11,), source=0, target=2), Run(3, (7,), source=0))
-    deal = Deal((), ((Run(3, (), target=1), Run(5, (), target=1)), runs, ()), ())
-    group: Any = SimpleNamespace(rank=1, device=torch.device("cpu"), keeps_order=True, take=take)
+    deal = Assignment((), ((Run(3, (), target=1), Run(5, (), target=1)), runs, ()), ())
+    group: Any = SimpleNamespace(rank=1, device=torch.device("cpu"), keeps_order=True, receive=take)
     passing = Passing(Accumulation([torch.nn.Parameter(torch.zeros(3))], lanes=lanes), lanes)
     passing.expect(group, deal)
     assert taken == [], "it would hold up what is given before"
-    assert passing.is_here(group, runs[0]) and taken == [3, 3, 5, 5]
-    passing.arrived(runs[0])
-    assert passing.is_here(group, runs[1]) and taken == [3, 3, 5, 5]
+    assert passing.has_arrived(group, runs[0]) and taken == [3, 3, 5, 5]
+    passing.accept(runs[0])
+    assert passing.has_arrived(group, runs[1]) and taken == [3, 3, 5, 5]
 
 
 def test_what_is_computed_ahead_is_added_in_its_order(meet: Meet) -> None:
@@ -201,14 +203,14 @@ def test_what_is_computed_ahead_is_added_in_its_order(meet: Meet) -> None:
 def test_who_waits_for_a_running_sum_of_one_that_leaves_learns_of_it(meet: Meet) -> None:
     one, other = (Member(group, Lanes(MICRO_BATCHES, 3), False) for group in meet(2, to_be_left=True))
     threading.Timer(0.1, one.group.close).start()
-    with pytest.raises(Broken, match="onnection"):
+    with pytest.raises(GroupBroken, match="onnection"):
         other.train()
 
 
 def test_who_leaves_while_it_waits_for_a_running_sum_leaves_at_once(meet: Meet) -> None:
     _, other = (Member(group, Lanes(MICRO_BATCHES, 3), False) for group in meet(2, to_be_left=True))
-    other.ledger.hold(begin(2, other.lanes), 1)
-    other.passing.expect(other.group, begin(2, other.lanes))
+    other.ledger.assign_lanes(initial_assignment(2, other.lanes), 1)
+    other.passing.expect(other.group, initial_assignment(2, other.lanes))
     parked, started_s = len(group_module._parked), time.monotonic()
     other.group.close()
     assert len(group_module._parked) == parked and time.monotonic() - started_s < 0.5

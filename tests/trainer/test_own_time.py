@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.detection.own_time import OwnTime
+from agents.trainer.detection.own_time import ComputeTime
 
 #: Work long enough that the looks at the clock do not show.
 WORK_S = 0.05
@@ -24,7 +24,7 @@ def work(for_s: float) -> None:
 
 
 def test_sleep_and_work_count_alike() -> None:
-    own = OwnTime()
+    own = ComputeTime()
     own.begin()
     work(WORK_S)
     own.end(1)
@@ -32,18 +32,18 @@ def test_sleep_and_work_count_alike() -> None:
     time.sleep(WORK_S)
     own.end(2)
     assert own.micro_batches == 3
-    assert own.taken_us >= 2 * WORK_S * 1e6
+    assert own.compute_us >= 2 * WORK_S * 1e6
     own.clear()
-    assert (own.taken_us, own.micro_batches) == (0, 0)
+    assert (own.compute_us, own.micro_batches) == (0, 0)
 
 
 def test_what_is_apart_does_not_count() -> None:
-    own, began_s = OwnTime(), time.monotonic()
+    own, began_s = ComputeTime(), time.monotonic()
     own.begin()
-    with own.apart():
+    with own.exclude():
         time.sleep(WORK_S)
     own.end(1)
-    assert own.taken_us <= (time.monotonic() - began_s - WORK_S) * 1e6
+    assert own.compute_us <= (time.monotonic() - began_s - WORK_S) * 1e6
     own.end(1)
     assert own.micro_batches == 1, "an end without a beginning is none"
 
@@ -58,7 +58,7 @@ def test_a_wait_for_a_cpu_does_not_count() -> None:
     try:
         for other in others:
             assert other.stdout is not None and other.stdout.readline()
-        own, began_s = OwnTime(), time.monotonic()
+        own, began_s = ComputeTime(), time.monotonic()
         own.begin()
         work(4 * WORK_S)
         own.end(1)
@@ -68,6 +68,6 @@ def test_a_wait_for_a_cpu_does_not_count() -> None:
         for other in others:
             other.kill()
             other.communicate()
-    waited_us = wall_us - own.taken_us
-    assert own.taken_us >= 4 * WORK_S * 1e6 * 0.99
-    assert waited_us > own.taken_us / 2, "two others took two thirds"
+    waited_us = wall_us - own.compute_us
+    assert own.compute_us >= 4 * WORK_S * 1e6 * 0.99
+    assert waited_us > own.compute_us / 2, "two others took two thirds"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.sharded.parts import ALIGN, NowhereHeld, Part, Span, covers, givers, moves, placed
+from agents.trainer.sharded.parts import ALIGN, NoHolder, Span, StatePart, assign_holders, covers, gather_moves, moves
 
 counts = st.integers(1, 9)
 extents = st.lists(st.integers(0, 40).map(lambda units: units * ALIGN), min_size=1, max_size=3)
@@ -16,8 +16,8 @@ nodes = st.lists(st.frozensets(st.sampled_from("abcd"), min_size=1, max_size=2),
 def spread(extents: list[int], stands: list[frozenset[str]]) -> list[list[Span]]:
     """The spans that each replica holds."""
     return [
-        [span for index in indices for span in Part(len(stands), index).spans(extents) if span[0] < span[1]]
-        for indices in placed(stands)
+        [span for index in indices for span in StatePart(len(stands), index).spans(extents) if span[0] < span[1]]
+        for indices in assign_holders(stands)
     ]
 
 
@@ -27,7 +27,7 @@ def elements(spans: list[Span]) -> set[int]:
 
 @given(extents, counts)
 def test_parts_are_all_there_is_and_begin_where_arithmetic_does_not_change(extents: list[int], count: int) -> None:
-    parts = [span for index in range(count) for span in Part(count, index).spans(extents)]
+    parts = [span for index in range(count) for span in StatePart(count, index).spans(extents)]
     assert sum(stop - start for start, stop in parts) == sum(extents)
     assert elements(parts) == set(range(0, sum(extents), ALIGN))
     assert all(start % ALIGN == 0 for start, _ in parts)
@@ -35,7 +35,7 @@ def test_parts_are_all_there_is_and_begin_where_arithmetic_does_not_change(exten
 
 @given(nodes)
 def test_every_part_has_two_holders_and_on_two_nodes_where_that_can_be(stands: list[frozenset[str]]) -> None:
-    held = placed(stands)
+    held = assign_holders(stands)
     assert [parts[0] for parts in held] == list(range(len(stands)))
     for part in range(len(stands)):
         holders = [replica for replica, parts in enumerate(held) if part in parts]
@@ -47,7 +47,7 @@ def test_every_part_has_two_holders_and_on_two_nodes_where_that_can_be(stands: l
 
 def test_replicas_in_blocks_of_a_node_hold_each_others_parts_one_for_one() -> None:
     stands = [frozenset(node) for node in "aaaabbbb"]
-    assert placed(stands) == [(r, (r + 4) % 8) for r in range(8)]
+    assert assign_holders(stands) == [(r, (r + 4) % 8) for r in range(8)]
 
 
 @given(extents, nodes, st.integers(0, 8))
@@ -83,7 +83,7 @@ def test_what_travels_is_what_is_missing_and_comes_from_who_has_it(
 def test_in_a_group_that_stays_each_replica_gives_its_own_part() -> None:
     extents = [6 * ALIGN]
     held = spread(extents, [frozenset("a")] * 3)
-    given = [(move.start // ALIGN, move.stop // ALIGN, move.source) for move in givers(held, extents[0])]
+    given = [(move.start // ALIGN, move.stop // ALIGN, move.source) for move in gather_moves(held, extents[0])]
     assert given == [(0, 2, 0), (2, 4, 1), (4, 6, 2)]
     assert not moves(held, held)
 
@@ -92,5 +92,5 @@ def test_what_nobody_holds_is_missed() -> None:
     extents = [6 * ALIGN]
     held = spread(extents, [frozenset("a")] * 4)
     assert not covers([held[0], held[3]], extents[0])
-    with pytest.raises(NowhereHeld, match="elements 128 to 256"):
-        givers([held[0], held[3]], extents[0])
+    with pytest.raises(NoHolder, match="elements 128 to 256"):
+        gather_moves([held[0], held[3]], extents[0])

@@ -7,35 +7,38 @@ from pathlib import Path
 import msgspec
 
 from agents.protocol.framing import frame
-from agents.protocol.messages import Busy, Inject, Launch, Ready, Trouble
-from agents.protocol.peers import agent_schema, plain, told_to, write_schema
+from agents.protocol.messages import Busy, ErrorReport, InjectIntoWorker, Launch, Ready
+from agents.protocol.peers import agent_schema, message_for, plain, write_schema
 from agents.trainer.process.channel import AgentChannel
 from events.schemas import FIRST, SCHEMA
 from events.vocabulary import Fault, StoreAddress, TaskSpec
 from tests.agents.node import committed
 
-TROUBLE = Trouble(
+TROUBLE = ErrorReport(
     kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost=("t.2",)
 )
 BUSY = Busy(what="evaluation", at_most_us=5)
 
 
 def test_an_agent_says_nothing_that_older_workers_refuse() -> None:
-    inject = Inject(fault=Fault(kind="kill", worker="t.1", spared=True))
-    assert plain(inject) == Inject(fault=Fault(kind="kill", worker="t.1"))
+    inject = InjectIntoWorker(fault=Fault(kind="kill", worker="t.1", spared=True))
+    assert plain(inject) == InjectIntoWorker(fault=Fault(kind="kill", worker="t.1"))
     assert plain(BUSY) is BUSY
 
 
 def test_a_worker_says_what_its_agent_reads() -> None:
-    assert told_to(FIRST, BUSY) is None
-    assert told_to(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost=())
-    assert told_to(SCHEMA, BUSY) is BUSY and told_to(SCHEMA, TROUBLE) is TROUBLE
+    assert message_for(FIRST, BUSY) is None
+    assert message_for(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost=())
+    assert message_for(SCHEMA, BUSY) is BUSY and message_for(SCHEMA, TROUBLE) is TROUBLE
 
 
 def test_an_older_agent_hears_of_no_checksum() -> None:
     commit = committed(1, 50)
     checked = msgspec.structs.replace(commit, checked=49, checksum=7, sums=9)
-    assert told_to(SCHEMA, checked) == checked and told_to(SCHEMA - 1, checked) == told_to(FIRST, checked) == commit
+    assert (
+        message_for(SCHEMA, checked) == checked
+        and message_for(SCHEMA - 1, checked) == message_for(FIRST, checked) == commit
+    )
 
 
 def test_an_agent_that_says_nothing_of_its_schema_reads_the_first(tmp_path: Path) -> None:

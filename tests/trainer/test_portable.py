@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 
 from agents.trainer.states import checkpoint, portable
-from agents.trainer.states.checkpoint import Job
+from agents.trainer.states.checkpoint import WriteJob
 from agents.trainer.states.resharding import WHOLE as MARK
 from agents.trainer.states.resharding import reshard
 from agents.trainer.states.state import BadState
@@ -31,7 +31,7 @@ def test_any_form_by_way_of_the_whole(before: tuple[int, int], after: tuple[int,
 
 def saved(directory: Path, form: tuple[int, int]) -> Path:
     for shard, tree in enumerate(shards(form)):
-        checkpoint.write(Job(directory, "big", 7, 1, shard, Shape(*form), "test", 2), tree)
+        checkpoint.write(WriteJob(directory, "big", 7, 1, shard, Shape(*form), "test", 2), tree)
     return directory / "iteration-00000007"
 
 

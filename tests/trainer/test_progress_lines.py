@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agents.trainer.progress import LOG_EVERY_S, Progress
+from agents.trainer.progress import LOG_EVERY_S, ProgressLog
 
 
 def test_the_first_iteration_is_told_and_then_one_in_ten_seconds_with_the_mean_time() -> None:
     now_s = 1000.0
-    progress = Progress(lambda: now_s)
+    progress = ProgressLog(lambda: now_s)
     told = []
     for made in range(1, 251):
         now_s += 0.1
@@ -23,7 +23,7 @@ def test_the_first_iteration_is_told_and_then_one_in_ten_seconds_with_the_mean_t
 
 def test_long_iterations_are_told_one_by_one() -> None:
     now_s = 0.0
-    progress = Progress(lambda: now_s)
+    progress = ProgressLog(lambda: now_s)
     for _ in range(3):
         now_s += 2 * LOG_EVERY_S
         assert progress.after(1.0)["loss"] == 1.0

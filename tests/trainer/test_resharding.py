@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.trainer.states.layout import layout_of
-from agents.trainer.states.resharding import Layout, NoLayout, Piece, reshard
+from agents.trainer.states.resharding import NoLayout, Piece, StateLayout, reshard
 from agents.trainer.states.state import BadState
 
 LAYERS, WIDTH, DEPTH = 4, 12, 3
@@ -23,7 +23,7 @@ WHOLE = {
 forms = st.sampled_from([(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2, 4)])
 
 
-def cut(form: tuple[int, int], shard: int, whole: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Layout]:
+def cut(form: tuple[int, int], shard: int, whole: dict[str, torch.Tensor]) -> tuple[dict[str, Any], StateLayout]:
     """The tensors of one shard by their local names, and where they lie: weights cut by tp along their width, layers by
     pp; norms are the same in all tp; the output stands in the last stage."""
     (tp, pp), tensors, pieces = form, {}, {}
@@ -47,7 +47,7 @@ def cut(form: tuple[int, int], shard: int, whole: dict[str, torch.Tensor]) -> tu
             Piece("output", (WIDTH,), (begin,), (width - half,), (half,)),
             Piece("output", (WIDTH,), (begin + half,), (0,), (width - half,)),
         )
-    return tensors, Layout(tp, pp, pieces, {f"state.{number}": name for number, name in enumerate(tensors)})
+    return tensors, StateLayout(tp, pp, pieces, {f"state.{number}": name for number, name in enumerate(tensors)})
 
 
 def state(form: tuple[int, int], shard: int, *, trained: bool = True) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_fp32_masters_are_cut_as_their_parameters() -> None:
     def mixed(form: tuple[int, int], shard: int, trained: bool) -> dict[str, Any]:
         tree = state(form, shard, trained=trained)
         tensors: dict[str, torch.Tensor] = tree["tensors"]
-        layout = msgspec.convert(tree["layout"], Layout)
+        layout = msgspec.convert(tree["layout"], StateLayout)
         names = list(tensors)
         paths = {f"fp32_from_fp16_params.0.{number}": name for number, name in enumerate(names)}
         tree["optimizer"] = {

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from agents.trainer import cpu_shim
 from agents.trainer.sharded.optimizer import ShardedOptimizer
-from agents.trainer.sharded.parts import Part
+from agents.trainer.sharded.parts import StatePart
 from agents.trainer.states.state import BadState
 
 
@@ -23,7 +23,7 @@ def optimizer() -> Iterator[ShardedOptimizer]:
     parallel_state.initialize_model_parallel()
     config = OptimizerConfig(optimizer="adam", lr=0.1, min_lr=0.0, weight_decay=0.01)
     made = ShardedOptimizer(config, [torch.nn.Linear(3, 2)])
-    made.stage([made.first(Part(1, 0))])
+    made.stage([made.initial(StatePart(1, 0))])
     made.adopt()
     yield made
     parallel_state.destroy_model_parallel()
@@ -31,7 +31,7 @@ def optimizer() -> Iterator[ShardedOptimizer]:
 
 
 def test_a_state_that_is_refused_changes_nothing(optimizer: ShardedOptimizer) -> None:
-    whole = optimizer.whole_tree(optimizer.first(Part(1, 0)).rows)
+    whole = optimizer.whole_tree(optimizer.initial(StatePart(1, 0)).rows)
     spans = optimizer.spans()
     assert spans
     other = {**whole, "state": {number: entry for number, entry in whole["state"].items() if number}}

@@ -17,7 +17,7 @@ from agents.protocol.framing import BadFrame, Unframer, frame
 from agents.protocol.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
 from agents.protocol.sampling import Sampling
 from agents.trainer import corpus
-from agents.trainer.ledger import Account, Ledger, Total
+from agents.trainer.ledger import IterationLedger, ReplicaAccount, Total
 
 
 def test_ordered_faults_are_parsed() -> None:
@@ -33,24 +33,27 @@ def test_wrong_orders_are_named(text: str) -> None:
 
 
 def test_an_ordered_fault_fires_once_and_only_there() -> None:
-    ordered = injection.Injection("t.1", "raise@iteration=3,at=agreed")
+    ordered = injection.FaultInjector("t.1", "raise@iteration=3,at=agreed")
     ordered.fire("agreed", 2, 1)
     ordered.fire("reduced", 3, 1)
     with pytest.raises(RuntimeError, match="agreed of iteration 3"):
         ordered.fire("agreed", 3, 1)
     ordered.fire("agreed", 3, 1)
-    injection.Injection("t.2", "raise@worker=t.1").fire("micro_batch", 1, 1)
+    injection.FaultInjector("t.2", "raise@worker=t.1").fire("micro_batch", 1, 1)
 
 
 @given(st.floats(allow_nan=False), st.integers(0, 2**61 - 1))
 def test_accounts_travel_exactly(loss_sum: float, digest: int) -> None:
-    account = Account(5, 2, 4, digest, loss_sum, 128, 1)
-    assert Account.from_row(account.row()) == account
+    account = ReplicaAccount(5, 2, 4, digest, loss_sum, 128, 1)
+    assert ReplicaAccount.from_row(account.row()) == account
 
 
 def test_the_total_is_of_exactly_all_micro_batches() -> None:
     sampling = Sampling(1, 4, 1, None)
-    ledgers = [Ledger(2, [0, 2], finished=2, loss_sum=3.0, tokens=8), Ledger(2, [1, 3], 2, 1.0, 8, redone=1)]
+    ledgers = [
+        IterationLedger(2, [0, 2], finished=2, loss_sum=3.0, tokens=8),
+        IterationLedger(2, [1, 3], 2, 1.0, 8, redone=1),
+    ]
     total = Total(1, tuple(ledger.account(sampling) for ledger in ledgers))
     total.check(2, 4)
     assert (total.loss, total.samples, total.redone, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.protocol.memory import Memory
-from agents.trainer.lifecycle.candidates import TOLD, Candidate, Kind, newest, ordered, row_of, split
+from agents.trainer.lifecycle.candidates import OFFERS_MAX, Candidate, Kind, newest, ordered, row_of, split
 from agents.trainer.states import sources
 from agents.trainer.states.sources import Sources
 from events.shape import Shape
@@ -18,7 +18,7 @@ from events.vocabulary import TaskSpec
 from tests.integration.memory_nodes import OtherNode
 
 told = st.fixed_dictionaries(
-    {kind: st.lists(st.integers(1, 50), max_size=count, unique=True) for kind, count in TOLD.items()}
+    {kind: st.lists(st.integers(1, 50), max_size=count, unique=True) for kind, count in OFFERS_MAX.items()}
 )
 
 

@@ -10,49 +10,49 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.detection.checksum import checksum, odd_ones
+from agents.trainer.detection.checksum import checksum, minority_ranks
 from agents.trainer.detection.spikes import ENOUGH, QUIET, Spike, Spikes
 
 
 def seasoned(ranks: int = 3, usual: float = 2.0, noise: float = 0.05) -> Spikes:
     spikes, draw = Spikes(rise=1.0), random.Random(7)
     for _ in range(ENOUGH + 5):
-        assert spikes.look([usual * (1 + draw.uniform(-noise, noise)) for _ in range(ranks)]) == []
+        assert spikes.check([usual * (1 + draw.uniform(-noise, noise)) for _ in range(ranks)]) == []
     return spikes
 
 
 @pytest.mark.parametrize("value", [9.0, math.inf, math.nan, 1e30])
 def test_the_rank_that_stands_out_is_named(value: float) -> None:
-    (spike,) = seasoned().look([2.0, value, 2.1])
+    (spike,) = seasoned().check([2.0, value, 2.1])
     assert spike.rank == 1 and spike.usual == pytest.approx(2.0, rel=0.05)
     assert spike.value == value or math.isnan(value)
 
 
 def test_two_of_three_are_named_each() -> None:
-    assert [spike.rank for spike in seasoned().look([9.0, 2.0, 9.5])] == [0, 2]
+    assert [spike.rank for spike in seasoned().check([9.0, 2.0, 9.5])] == [0, 2]
 
 
 def test_a_spike_of_all_names_nobody() -> None:
-    assert [spike.rank for spike in seasoned().look([9.0, 9.1, 9.2])] == [None]
+    assert [spike.rank for spike in seasoned().check([9.0, 9.1, 9.2])] == [None]
 
 
 def test_the_only_replica_is_named() -> None:
-    assert [spike.rank for spike in seasoned(ranks=1).look([9.0])] == [0]
+    assert [spike.rank for spike in seasoned(ranks=1).check([9.0])] == [0]
 
 
 def test_the_same_is_told_again_only_after_a_while() -> None:
     spikes = seasoned()
-    told = [bool(spikes.look([2.0, 9.0, 2.0])) for _ in range(2 * QUIET)]
+    told = [bool(spikes.check([2.0, 9.0, 2.0])) for _ in range(2 * QUIET)]
     assert [number for number, one in enumerate(told) if one] == [0, QUIET]
 
 
 def test_a_value_below_the_usual_is_no_news() -> None:
-    assert seasoned().look([0.01, 2.0, 2.0]) == []
+    assert seasoned().check([0.01, 2.0, 2.0]) == []
 
 
 def test_before_enough_was_seen_nothing_is_judged() -> None:
     spikes = Spikes(rise=1.0)
-    assert all(spikes.look([float(number)]) == [] for number in range(ENOUGH))
+    assert all(spikes.check([float(number)]) == [] for number in range(ENOUGH))
 
 
 def test_a_falling_loss_with_its_noise_never_spikes() -> None:
@@ -60,14 +60,14 @@ def test_a_falling_loss_with_its_noise_never_spikes() -> None:
         spikes, draw = Spikes(rise=1.0), random.Random(seed)
         for iteration in range(400):
             mean = 2 + 4 * math.exp(-iteration / 60)
-            assert spikes.look([mean * draw.uniform(0.8, 1.25) for _ in range(3)]) == [], (seed, iteration)
+            assert spikes.check([mean * draw.uniform(0.8, 1.25) for _ in range(3)]) == [], (seed, iteration)
 
 
 @given(st.lists(st.lists(st.floats(), min_size=2, max_size=2), max_size=60))
 def test_any_numbers_are_looked_at(rows: list[list[float]]) -> None:
     spikes = Spikes(rise=1.0)
     for row in rows:
-        assert all(isinstance(spike, Spike) for spike in spikes.look(row))
+        assert all(isinstance(spike, Spike) for spike in spikes.check(row))
 
 
 # --- parameters ----------------------------------------------------------------------------------
@@ -106,4 +106,4 @@ def test_a_checksum_is_a_row_value_and_never_0() -> None:
     ],
 )
 def test_the_majority_is_right(checksums: list[int], odd: tuple[int, ...] | None) -> None:
-    assert odd_ones(checksums) == odd
+    assert minority_ranks(checksums) == odd

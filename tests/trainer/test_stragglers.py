@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.trainer.detection.stragglers import LONGEST, SAMPLE_US, WARM_UP, Finding, Stragglers
+from agents.trainer.detection.stragglers import LONGEST, SAMPLE_US, WARM_UP, StragglerFinding, Stragglers
 
 ITERATION_US = 250_000
 MICRO_BATCH_US = 30_000
@@ -40,7 +40,7 @@ class Training:
         self._noise, self._draw, self._iteration_us = noise, random.Random(seed), iteration_us
         self._now_us = 10**9
 
-    def run(self, iterations: int = 10**9, dealt: Iterable[int] = ()) -> Iterable[tuple[int, Finding]]:
+    def run(self, iterations: int = 10**9, dealt: Iterable[int] = ()) -> Iterable[tuple[int, StragglerFinding]]:
         """The findings, each with its iteration."""
         hands = list(dealt) or [4] * len(self.factors)
         for _ in range(iterations):
@@ -51,7 +51,7 @@ class Training:
                 f"t.{rank + 1}": (int(MICRO_BATCH_US * together * factor * self._noise(self._draw) * hand), hand)
                 for rank, (factor, hand) in enumerate(zip(self.factors, hands, strict=True))
             }
-            for finding in self.stragglers.look(self.iteration, self._now_us, computed):
+            for finding in self.stragglers.add(self.iteration, self._now_us, computed):
                 yield self.iteration, finding
 
     def now_us(self) -> int:
@@ -176,5 +176,5 @@ def test_any_numbers_are_borne(rows: list[list[tuple[int, int]]]) -> None:
     stragglers = Stragglers()
     for iteration, row in enumerate(rows):
         computed = {f"t.{rank}": one for rank, one in enumerate(row)}
-        for found in stragglers.look(iteration, iteration * 10**6, computed):
+        for found in stragglers.add(iteration, iteration * 10**6, computed):
             assert 0 < found.factor <= 10**3

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.trainer.gradients.lanes import Lanes
-from agents.trainer.lifecycle.dealing import deal
-from agents.trainer.lifecycle.verdict import Position, PositionsContradict, Verdict, judge, span_row, spans_of
+from agents.trainer.lifecycle.dealing import assign
+from agents.trainer.lifecycle.verdict import GroupVerdict, Position, PositionsContradict, judge, span_row, spans_of
 
 positions = st.builds(
     Position,
     has_state=st.booleans(),
     iteration=st.integers(0, 2**40),
     sums_complete=st.booleans(),
-    held=st.sets(st.integers(0, 199)).map(lambda held: tuple(sorted(held))),
+    assignment=st.sets(st.integers(0, 199)).map(lambda held: tuple(sorted(held))),
     complete=st.sets(st.integers(0, 99)).map(lambda complete: tuple(sorted(complete))),
 )
 
@@ -34,26 +34,26 @@ def test_rows_carry_positions(position: Position) -> None:
 
 
 def at(iteration: int, held: tuple[int, ...] = (), sums: bool = False) -> Position:
-    return Position(has_state=True, iteration=iteration, sums_complete=sums, held=held)
+    return Position(has_state=True, iteration=iteration, sums_complete=sums, assignment=held)
 
 
-JOINER = Position(has_state=False, iteration=0, sums_complete=False, held=())
+JOINER = Position(has_state=False, iteration=0, sums_complete=False, assignment=())
 
 
 def test_incomplete_sums_are_thrown_away_and_the_lost_work_is_dealt() -> None:
     verdict = judge([at(7, (0, 3), sums=True), at(7, (1, 4))], 6)
-    assert (verdict.iteration, verdict.step_first, verdict.dealt) == (7, frozenset(), ((2,), (5,)))
+    assert (verdict.iteration, verdict.step_first, verdict.additions) == (7, frozenset(), ((2,), (5,)))
 
 
 def test_complete_sums_everywhere_step_first() -> None:
     verdict = judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 6)
-    assert (verdict.iteration, verdict.step_first, verdict.dealt) == (8, frozenset({0, 1}), ((0, 2, 4), (1, 3, 5)))
+    assert (verdict.iteration, verdict.step_first, verdict.additions) == (8, frozenset({0, 1}), ((0, 2, 4), (1, 3, 5)))
 
 
 def test_who_is_behind_a_commit_steps_first() -> None:
     verdict = judge([at(7, (0, 2), sums=True), at(8, (1, 3))], 6)
     assert (verdict.iteration, verdict.step_first) == (8, frozenset({0}))
-    assert verdict.dealt == ((0, 2, 4), (5,))
+    assert verdict.additions == ((0, 2, 4), (5,))
 
 
 def test_what_is_done_again_is_counted_per_member() -> None:
@@ -76,7 +76,7 @@ def test_buckets_that_are_complete_everywhere_are_final() -> None:
 def test_joiners_receive_from_the_lowest_with_state() -> None:
     verdict = judge([JOINER, at(7), at(7)], 6)
     assert (verdict.source, verdict.receivers, verdict.fresh) == (1, frozenset({0}), False)
-    assert verdict.dealt == ((0, 3), (1, 4), (2, 5))
+    assert verdict.additions == ((0, 3), (1, 4), (2, 5))
 
 
 def test_nobody_has_state() -> None:
@@ -97,7 +97,7 @@ def test_who_was_left_behind_receives(late: Position) -> None:
     """It stands last; what it holds has been dealt anew, and counts once."""
     verdict = judge([at(8, (0, 1)), at(8, (2,)), late], 6)
     assert (verdict.iteration, verdict.receivers, verdict.source) == (8, frozenset({2}), 0)
-    assert sorted(n for held in ((0, 1), (2,), *verdict.dealt) for n in held) == [0, 1, 2, 3, 4, 5]
+    assert sorted(n for held in ((0, 1), (2,), *verdict.additions) for n in held) == [0, 1, 2, 3, 4, 5]
 
 
 def test_parts_of_who_was_left_behind_count_for_nothing() -> None:
@@ -110,33 +110,39 @@ def test_parts_of_who_was_left_behind_count_for_nothing() -> None:
 
 
 def having(iteration: int, done: tuple[int, ...], dealt: tuple[int, ...]) -> Position:
-    return replace(at(iteration, dealt), done=done)
+    return replace(at(iteration, dealt), in_sums=done)
 
 
 @given(positions, st.sets(st.integers(0, 199)).map(lambda done: tuple(sorted(done))))
 def test_rows_carry_what_stands_in_sums(position: Position, done: tuple[int, ...]) -> None:
-    position = replace(position, done=done)
+    position = replace(position, in_sums=done)
     assert Position.from_row(position.row(200, 100, lanes=True), 200, lanes=True) == position
 
 
 def test_what_stands_in_sums_stays_and_all_else_is_dealt_anew() -> None:
     verdict = judge([having(7, (0, 1), (0, 1, 2, 3)), having(7, (4, 5, 6, 7), (4, 5, 6, 7))], 12, lanes=Lanes(12, 3))
-    assert verdict.deal is not None and verdict.kept(0) == {0, 1} and verdict.kept(1) == {4, 5, 6, 7}
-    assert verdict.dealt == ((8, 9, 2, 3), (10, 11))
+    assert (
+        verdict.lane_assignment is not None
+        and verdict.valid_sums(0) == {0, 1}
+        and verdict.valid_sums(1) == {4, 5, 6, 7}
+    )
+    assert verdict.additions == ((8, 9, 2, 3), (10, 11))
     assert verdict.redone == (2, 2), "what was another's; 2 and 3 were its own"
 
 
 def test_of_a_running_sum_at_two_members_the_longer_one_counts() -> None:
     verdict = judge([having(7, (2,), (0, 1, 2)), having(7, (2, 3), (3, 4, 5))], 6, lanes=Lanes(6, 3))
-    assert (verdict.kept(0), verdict.kept(1)) == (frozenset(), {2, 3})
-    assert sorted((*verdict.kept(0), *verdict.kept(1), *verdict.dealt[0], *verdict.dealt[1])) == list(range(6))
+    assert (verdict.valid_sums(0), verdict.valid_sums(1)) == (frozenset(), {2, 3})
+    assert sorted(
+        (*verdict.valid_sums(0), *verdict.valid_sums(1), *verdict.additions[0], *verdict.additions[1])
+    ) == list(range(6))
 
 
 def test_who_was_left_behind_in_the_same_iteration_has_as_good_sums_as_any() -> None:
     """But not one that cannot follow to the others' iteration."""
     others = [having(8, (0, 1), (0, 1, 2)), having(8, (), (3, 4, 5))]
     verdict = judge([*others, having(8, (4, 5), (4, 5))], 6, lanes=Lanes(6, 3))
-    assert not verdict.receivers and verdict.kept(2) == {4, 5}
+    assert not verdict.receivers and verdict.valid_sums(2) == {4, 5}
     assert judge([*others, having(6, (4, 5), (4, 5))], 6, lanes=Lanes(6, 3)).receivers == {2}
 
 
@@ -186,7 +192,7 @@ class Model:
         self.draw, self.micro_batches = draw, micro_batches
         self.members = [Member() for _ in range(members)]
         self.group = list(self.members)
-        for member, hand in zip(self.members, deal([()] * members, micro_batches), strict=True):
+        for member, hand in zip(self.members, assign([()] * members, micro_batches), strict=True):
             member.begin(1, hand)
         self.kept = 0
 
@@ -215,7 +221,7 @@ class Model:
     def commit(self, member: Member) -> None:
         once = Counter(range(self.micro_batches))
         assert all(total == once for total in member.complete.values()), member.complete
-        hands = deal([()] * len(self.group), self.micro_batches)
+        hands = assign([()] * len(self.group), self.micro_batches)
         member.begin(member.iteration + 1, hands[self.group.index(member)])
 
     def die(self, member: Member) -> None:
@@ -244,18 +250,18 @@ class Model:
             self.regroup()
         assert sorted(m for member in self.members for m in member.held) == list(range(self.micro_batches))
 
-    def hear(self, member: Member, rank: int, verdict: Verdict) -> None:
+    def hear(self, member: Member, rank: int, verdict: GroupVerdict) -> None:
         if rank in verdict.step_first:
             assert member.sums(), "it steps with sums that it does not have"
             self.commit(member)
-            member.begin(verdict.iteration, verdict.dealt[rank])
+            member.begin(verdict.iteration, verdict.additions[rank])
             return
         assert member.iteration == verdict.iteration
         member.complete = {part: member.complete[part] for part in verdict.final}
         member.final = verdict.final
         member.started.clear()
         member.entered = False
-        member.compute(verdict.dealt[rank])
+        member.compute(verdict.additions[rank])
         self.kept += len(verdict.final)
 
 
@@ -285,7 +291,7 @@ def weather(seed: int, members: int, micro_batches: int) -> Model:
 
 
 def test_who_has_stepped_waits_for_the_others_step() -> None:
-    stepped = Position(True, 7, True, (0, 3), stepped=True, spans=((0, 64),))
+    stepped = Position(True, 7, True, (0, 3), has_stepped=True, spans=((0, 64),))
     verdict = judge([stepped, at(7, (1, 4), sums=True), JOINER], 6)
     assert (verdict.iteration, verdict.step_first, verdict.shares) == (8, frozenset({0, 1}), (((0, 64),), (), ()))
     assert judge([stepped, at(8)], 6).step_first == {0}
@@ -296,7 +302,7 @@ def test_who_has_stepped_waits_for_the_others_step() -> None:
 def test_where_a_part_is_lost_nobody_has_state() -> None:
     verdict = judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 4, whole=False)
     assert (verdict.fresh, verdict.receivers, verdict.shares) == (True, frozenset({0, 1}), ())
-    assert verdict.dealt == ((0, 2), (1, 3))
+    assert verdict.additions == ((0, 2), (1, 3))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**20)).map(lambda two: (two[0], two[0] + two[1]))))

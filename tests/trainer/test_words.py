@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
-from agents.trainer.groups.words import Words
+from agents.trainer.groups.words import StoreExchange
 
 SIZE = 50
 
@@ -49,13 +49,13 @@ class Counted(dist.Store):  # type: ignore[misc]
 
 def meet(stores: list[Counted]) -> list[list[bytes] | None]:
     """All members tell their ranks; what each has heard."""
-    words = [Words(store, rank, len(stores), lambda: False) for rank, store in enumerate(stores)]
+    words = [StoreExchange(store, rank, len(stores), lambda: False) for rank, store in enumerate(stores)]
     heard: list[list[bytes] | None] = [None] * len(stores)
 
     def member(rank: int) -> None:
-        words[rank].say("name", f"member {rank}")
-        heard[rank] = words[rank].heard("name")
-        words[rank].unsay()
+        words[rank].publish("name", f"member {rank}")
+        heard[rank] = words[rank].collect("name")
+        words[rank].withdraw()
 
     threads = [threading.Thread(target=member, args=(rank,)) for rank in range(len(stores))]
     for thread in threads:
@@ -78,7 +78,7 @@ def test_all_hear_all_at_a_few_messages_a_member() -> None:
 
 def test_it_is_given_up_between_two_looks() -> None:
     given_up = threading.Event()
-    words = Words(dist.HashStore(), 0, 2, given_up.is_set)
+    words = StoreExchange(dist.HashStore(), 0, 2, given_up.is_set)
     given_up.set()
-    words.say("name", "alone")
-    assert words.heard("name") is None
+    words.publish("name", "alone")
+    assert words.collect("name") is None

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from agents import cli
-from agents.trainer.process.context import Patience
+from agents.trainer.process.context import WorkerSettings
 from events.logins import HEADS_BUCKET
 from events.subjects import BEAT_STREAM, EVENT_STREAM
 from unicrond.intake.config import Config
@@ -88,10 +88,10 @@ def test_a_worker_has_these_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name in documented:
         monkeypatch.delenv(name, raising=False)
-    built_in = Patience.from_environment()
+    built_in = WorkerSettings.from_environment()
     for name, default in documented.items():
         monkeypatch.setenv(name, default)
-    assert Patience.from_environment() == built_in and len(documented) == len(Patience.__slots__)
+    assert WorkerSettings.from_environment() == built_in and len(documented) == len(WorkerSettings.__slots__)
 
 
 def variables_of_the_code() -> set[str]:

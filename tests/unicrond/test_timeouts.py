@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agents.trainer.process.context import Patience
+from agents.trainer.process.context import WorkerSettings
 from unicrond.core.policy import Policy
 from unicrond.intake.timeouts import TRAINER_DEFAULTS, contradictions
 
@@ -16,7 +16,7 @@ def test_the_defaults_are_consistent() -> None:
 def test_the_defaults_are_the_trainers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TRAINER_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
-    patience = Patience.from_environment()
+    patience = WorkerSettings.from_environment()
     assert list(TRAINER_DEFAULTS.values()) == [
         patience.fault_wait_s,
         patience.lease_s,

@@ -50,8 +50,8 @@ class Baseline:
         self._start_us = start_us
         self._durations: deque[int] = deque(maxlen=WINDOW)
         self._recent: deque[int] = deque(maxlen=RECENT)
-        self._seen = 0
-        self._before_us = self._before_longest_us = 0
+        self._iterations = 0
+        self._previous_us = self._previous_longest_us = 0
         self._first_us = 0
         self._share = 0
         self._is_first = True
@@ -59,7 +59,7 @@ class Baseline:
         self._checkpoint_us = 0
         self._best_us = 0.0
         self._noise_us = 0.0
-        self._told_us = 0.0
+        self._reported_us = 0.0
 
     @property
     def usual_us(self) -> int:
@@ -75,33 +75,33 @@ class Baseline:
         """The group has changed. `share`: micro-batches that a replica has to compute now, 0: as before. `joins`: there
         are newcomers in it."""
         if self.usual_us:
-            self._before_us, self._before_longest_us = self.usual_us, max(self._durations)
-        if share and self._share and self._before_us:
-            self._before_us = self._before_us * max(share, self._share) // self._share
-            self._before_longest_us = self._before_longest_us * max(share, self._share) // self._share
+            self._previous_us, self._previous_longest_us = self.usual_us, max(self._durations)
+        if share and self._share and self._previous_us:
+            self._previous_us = self._previous_us * max(share, self._share) // self._share
+            self._previous_longest_us = self._previous_longest_us * max(share, self._share) // self._share
         self._share = share or self._share
         self._joins = joins
-        self._is_first = self._is_first and not self._before_us
+        self._is_first = self._is_first and not self._previous_us
         self._durations.clear()
         self._recent.clear()
-        self._seen = 0
-        self._best_us = self._noise_us = self._told_us = 0.0
+        self._iterations = 0
+        self._best_us = self._noise_us = self._reported_us = 0.0
 
     def words(self) -> list[int]:
         """What a newcomer inherits: usual and longest time, a first iteration's, microseconds, and the micro-batches of
         a replica; zeros: nothing is known."""
         longest_us = max(self._durations, default=0)
-        known = (self.usual_us, longest_us) if self.usual_us else (self._before_us, self._before_longest_us)
-        return [*known, self._first_us, self._share]
+        times = (self.usual_us, longest_us) if self.usual_us else (self._previous_us, self._previous_longest_us)
+        return [*times, self._first_us, self._share]
 
     def inherit(self, words: object) -> None:
         """Take another's `words`, where this one knows nothing; anything else is ignored."""
-        if self.usual_us or self._before_us or not isinstance(words, list) or len(words) != _WORDS:
+        if self.usual_us or self._previous_us or not isinstance(words, list) or len(words) != _WORDS:
             return
         if not all(type(word) is int and word >= 0 for word in words):
             return
         share = self._share
-        self._before_us, self._before_longest_us, self._first_us, self._share = words
+        self._previous_us, self._previous_longest_us, self._first_us, self._share = words
         self._is_first = False
         self.reset(share=share, joins=True)
 
@@ -110,8 +110,8 @@ class Baseline:
         if checkpoint:
             self._checkpoint_us = max(self._checkpoint_us, duration_us)
             return
-        self._seen += 1
-        if self._seen <= WARM_UP:
+        self._iterations += 1
+        if self._iterations <= WARM_UP:
             if self._is_first:
                 self._first_us = max(self._first_us, duration_us)
             return
@@ -123,9 +123,9 @@ class Baseline:
         usual_us = self.usual_us
         if usual_us:
             limit_us = max(HANG * usual_us, 2 * max(self._durations), self._floor_us)
-        elif self._before_us:
-            limit_us = max(HANG * self._before_us, 2 * self._before_longest_us, self._floor_us)
-            if self._joins and self._seen < WARM_UP:
+        elif self._previous_us:
+            limit_us = max(HANG * self._previous_us, 2 * self._previous_longest_us, self._floor_us)
+            if self._joins and self._iterations < WARM_UP:
                 limit_us += self._first_us
         else:
             return self._start_us
@@ -142,9 +142,9 @@ class Baseline:
 
     def collective_timeout_us(self) -> int:
         """For a collective library's own time-out, the last resort: well above every limit, far below half an hour."""
-        return max(10 * self.limit_us(), 30_000_000) if self.usual_us or self._before_us else self._start_us
+        return max(10 * self.limit_us(), 30_000_000) if self.usual_us or self._previous_us else self._start_us
 
-    def slow(self) -> int:
+    def detect_slowdown(self) -> int:
         """The recent duration, once, when the iterations have become slow; else 0."""
         if len(self._durations) < WINDOW:
             return 0
@@ -154,9 +154,9 @@ class Baseline:
             noise_us = median(abs(duration - window_us) for duration in self._durations)
             self._noise_us = max(self._noise_us, noise_us)
         if recent_us <= _OVER * self._best_us:
-            self._told_us = 0.0
-        known_us = max(self._best_us, self._told_us)
-        if recent_us <= max(SLOW * known_us, known_us + _NOISE * self._noise_us):
+            self._reported_us = 0.0
+        reference_us = max(self._best_us, self._reported_us)
+        if recent_us <= max(SLOW * reference_us, reference_us + _NOISE * self._noise_us):
             return 0
-        self._told_us = recent_us
+        self._reported_us = recent_us
         return int(recent_us)

@@ -33,7 +33,8 @@ def checksum_of_pieces(tensors: Iterable[Iterable[torch.Tensor]]) -> int:
     if not sums:
         return 1
     total = sum(
-        factor * value for (factor, _), value in zip(sums, torch.stack([own for _, own in sums]).tolist(), strict=True)
+        factor * bits
+        for (factor, _), bits in zip(sums, torch.stack([sum_of_bits for _, sum_of_bits in sums]).tolist(), strict=True)
     )
     return int(total % (_MODULUS - 1)) + 1
 
@@ -43,9 +44,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(_INTEGERS[plain.element_size()])
 
 
-def odd_ones(checksums: Sequence[int]) -> tuple[int, ...] | None:
+def minority_ranks(checksums: Sequence[int]) -> tuple[int, ...] | None:
     """The ranks that differ from the majority; None without a majority."""
-    value, count = Counter(checksums).most_common(1)[0]
+    majority, count = Counter(checksums).most_common(1)[0]
     if 2 * count <= len(checksums):
         return None
-    return tuple(rank for rank, other in enumerate(checksums) if other != value)
+    return tuple(rank for rank, number in enumerate(checksums) if number != majority)

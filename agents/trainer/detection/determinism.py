@@ -29,7 +29,7 @@ class NotDeterministic(RuntimeError):
     """The task requires bits that these workers do not keep."""
 
 
-def verdict(rows: Sequence[Sequence[int]]) -> str:
+def compare_checksums(rows: Sequence[Sequence[int]]) -> str:
     """What the replicas' checksums say, each of both times, in rank order; "" where all are the same."""
     unsteady = [rank for rank, (first, second) in enumerate(rows) if first != second]
     if unsteady:
@@ -37,14 +37,14 @@ def verdict(rows: Sequence[Sequence[int]]) -> str:
             f"on {_replicas(unsteady)} a micro-batch computed twice has different bits: use deterministic kernels"
             " (torch.use_deterministic_algorithms)"
         )
-    others = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if others:
-        whose = f"{_replicas(others)} {_compute(others)}"
-        return f"{whose} other bits than replica 0: use GPUs of one type, and equal software"
+    deviating = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if deviating:
+        subject = f"{_replicas(deviating)} {_compute(deviating)}"
+        return f"{subject} other bits than replica 0: use GPUs of one type, and equal software"
     return ""
 
 
-def surroundings() -> str:
+def environment() -> str:
     """What the bits of this process's kernels depend on."""
     if torch.cuda.is_initialized():
         versions = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
@@ -53,20 +53,20 @@ def surroundings() -> str:
     return f"{platform.machine()} {instructions}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def number_of(surroundings: str) -> int:
+def environment_number(description: str) -> int:
     """It as a number to compare, above 0."""
-    return zlib.crc32(surroundings.encode()) + 1
+    return zlib.crc32(description.encode()) + 1
 
 
-def odd_places(numbers: Sequence[int]) -> tuple[int, ...]:
+def deviating_ranks(numbers: Sequence[int]) -> tuple[int, ...]:
     """The ranks whose surroundings are not the first one's."""
     return tuple(rank for rank, number in enumerate(numbers) if number != numbers[0])
 
 
-def told_of(odd: Sequence[int], rank: int, own: str) -> str:
+def describe_deviation(ranks: Sequence[int], rank: int, description: str) -> str:
     """One line for the worker of that rank."""
-    whose = "this one too" if rank in odd else "this one not"
-    return f"{_replicas(odd)} {_compute(odd)} on something else than replica 0 ({whose}: {own})"
+    this_worker = "this one too" if rank in ranks else "this one not"
+    return f"{_replicas(ranks)} {_compute(ranks)} on something else than replica 0 ({this_worker}: {description})"
 
 
 def _compute(ranks: Sequence[int]) -> str:

@@ -27,17 +27,17 @@ import msgspec
 import torch
 
 from agents.protocol.marks import Marker, now_us
-from agents.protocol.messages import Busy, CaughtUp, Committed, Degraded, Membership, Straggles, Suspected
+from agents.protocol.messages import Busy, Committed, Degraded, Membership, StragglerCleared, StragglerReport, Suspected
 from agents.protocol.sampling import DIGEST_MODULUS
 from agents.trainer.detection.baseline import RECENT, SLOW, Baseline
-from agents.trainer.detection.checksum import checksum, odd_ones
-from agents.trainer.detection.own_time import OwnTime
+from agents.trainer.detection.checksum import checksum, minority_ranks
+from agents.trainer.detection.own_time import ComputeTime
 from agents.trainer.detection.spikes import Spikes
-from agents.trainer.detection.stragglers import Finding, Stragglers
-from agents.trainer.groups.group import Group
+from agents.trainer.detection.stragglers import StragglerFinding, Stragglers
+from agents.trainer.groups.group import ShardGroup
 from agents.trainer.ledger import Total
 from agents.trainer.process.channel import AgentChannel
-from agents.trainer.process.context import Context, Patience
+from agents.trainer.process.context import Context, WorkerSettings
 from events.vocabulary import CorruptionSign
 
 #: An iteration that spent more than this part on a checkpoint is not a plain one: 1 / _SAVING.
@@ -81,42 +81,42 @@ class Detection:
         """`loss_scaled`: gradients grow with a scale that changes, and overflow when it is too large: their norms say
         nothing."""
         self._loss_scaled = loss_scaled
-        patience, spec = context.patience, context.launch.spec
+        settings, spec = context.settings, context.launch.spec
         self._mark: Marker = context.mark
         self._channel: AgentChannel = context.channel
-        self._patience: Patience = patience
+        self._settings: WorkerSettings = settings
         self._interval = (spec.checkpoint.interval or 0) if spec.checkpoint.dir else 0
         self._parameters = list(parameters)
-        self._baseline = Baseline(floor_us=int(patience.hang_floor_s * 1e6), start_us=int(patience.start_s * 1e6))
+        self._baseline = Baseline(floor_us=int(settings.hang_floor_s * 1e6), start_us=int(settings.start_s * 1e6))
         self._spikes: dict[CorruptionSign, Spikes] = {
             "loss": Spikes(rise=1.0),
             "gradient_norm": Spikes(rise=9.0),
         }
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
         self._stragglers = Stragglers()
-        self.own_time = OwnTime()
+        self.compute_time = ComputeTime()
         self._saving_us = self._busy_us = 0
         self._busiest_s = 0.0
         self._sightings: list[Sighting] = []
         #: The iteration that they are of, and the checksum that all replicas have made in it, 0 for none.
-        self._sighted = self._made = 0
+        self._iteration = self._checksum = 0
         #: Of the sums of that iteration's gradients, where this worker has made it.
         self._sums = 0
 
     # --- where the iteration stands --------------------------------------------------------------
 
-    def regrouped(self, group: Group, *, share: int = 0, joins: bool = False) -> None:
+    def start_generation(self, group: ShardGroup, *, share: int = 0, joins: bool = False) -> None:
         """The worker is in another group. `share`, `joins`: see Baseline.reset."""
-        self._mark.moved(group.generation)
+        self._mark.enter_group(group.generation)
         group.mark = self._mark
         self._baseline.reset(share=share, joins=joins)
         self._recent.clear()
         self._sightings = []
         self._stragglers.regrouped()
-        self.own_time.clear()
+        self.compute_time.clear()
         self._limit_collectives(group)
 
-    def usual(self) -> list[int]:
+    def baseline_words(self) -> list[int]:
         """What a newcomer is to know of the iterations' times; travels with the state."""
         return self._baseline.words()
 
@@ -125,17 +125,17 @@ class Detection:
         self._baseline.inherit(words)
 
     @contextmanager
-    def busy(self, what: str, at_most_s: float) -> Iterator[None]:
+    def section(self, name: str, timeout_s: float) -> Iterator[None]:
         """Around what the program declares: no hang within that time, and no plain iteration."""
         mark, channel = self._mark, self._channel
-        phase, limit_us, began_us, at_most_us = mark.phase, mark.limit_us, now_us(), int(at_most_s * 1e6)
-        self._busiest_s = max(self._busiest_s, at_most_s)
-        channel.send(Busy(what=what, at_most_us=at_most_us))
+        phase, limit_us, began_us, timeout_us = mark.phase, mark.limit_us, now_us(), int(timeout_s * 1e6)
+        self._busiest_s = max(self._busiest_s, timeout_s)
+        channel.send(Busy(what=name, at_most_us=timeout_us))
         mark.phase = "busy"
         if limit_us:
-            mark.limit_us = max(limit_us, mark.elapsed_us + at_most_us)
+            mark.limit_us = max(limit_us, mark.elapsed_us + timeout_us)
         try:
-            with self.own_time.apart():
+            with self.compute_time.exclude():
                 yield
         finally:
             took_us = now_us() - began_us
@@ -145,17 +145,17 @@ class Detection:
             self._busy_us += took_us
             channel.send(Busy(what="", at_most_us=0))
 
-    def begun(self, iteration: int) -> None:
+    def start_iteration(self, iteration: int) -> None:
         """An iteration begins, or goes on in another group."""
-        self._mark.begun(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
+        self._mark.begin_iteration(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
 
-    def ending(self, iteration: int, group: Group, longest_s: float | None) -> None:
+    def start_final_save(self, iteration: int, group: ShardGroup, longest_s: float | None) -> None:
         """All iterations are done: what is left is that the last state is written. `longest_s`: by this worker, which
         needed so long at most (0: it wrote none yet); None: by others. The others wait for as long as it
         takes: its mark says when that is too long."""
         longest_us = None if longest_s is None else int(longest_s * 1e6)
-        self._mark.begun(iteration, self._baseline.end_limit_us(longest_us))
-        group.limit(max(self._patience.collective_timeout_s, _END_S))
+        self._mark.begin_iteration(iteration, self._baseline.end_limit_us(longest_us))
+        group.set_timeout(max(self._settings.collective_timeout_s, _END_S))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -170,13 +170,13 @@ class Detection:
             self._mark.limit_us = limit_us + took_us
         self._saving_us += took_us
 
-    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+    def record_agreement(self, rows: Sequence[Sequence[int]]) -> None:
         """All have agreed; `rows` are the sightings of all replicas, in rank order."""
         self._sightings = [Sighting.from_row(row) for row in rows]
-        made = {sighting.checksum for sighting in self._sightings}
-        self._made = made.pop() if len(made) == 1 else 0
+        checksums = {sighting.checksum for sighting in self._sightings}
+        self._checksum = checksums.pop() if len(checksums) == 1 else 0
 
-    def committed(self, iteration: int, duration_us: int, group: Group) -> None:
+    def commit(self, iteration: int, duration_us: int, group: ShardGroup) -> None:
         """The iteration is over, after `duration_us`."""
         saved = _SAVING * self._saving_us > duration_us
         if _SAVING * self._busy_us <= duration_us:
@@ -188,39 +188,41 @@ class Detection:
         """The iteration's time holds the checkpoint of the one before."""
         return bool(self._interval) and iteration > 1 and (iteration - 1) % self._interval == 0
 
-    def _limit_collectives(self, group: Group) -> None:
-        timeout_s = min(self._baseline.collective_timeout_us() / 1e6, self._patience.collective_timeout_s)
-        group.limit(timeout_s + self._busiest_s)
+    def _limit_collectives(self, group: ShardGroup) -> None:
+        timeout_s = min(self._baseline.collective_timeout_us() / 1e6, self._settings.collective_timeout_s)
+        group.set_timeout(timeout_s + self._busiest_s)
 
     # --- reports to the others -------------------------------------------------------------------
 
-    def sighting(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
+    def observe(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
         """This shard's row for the agreement on `iteration`."""
-        self._sighted, self._sums = iteration, 0
-        made = checksum(self._parameters) if self.checks(iteration) else 0
-        own = self.own_time
-        compute_us = own.taken_us * micro_batches // max(1, own.micro_batches)  # some may have been of another group
-        own.clear()
-        return Sighting(compute_us, micro_batches, 0.0 if self._loss_scaled else norm, made)
+        self._iteration, self._sums = iteration, 0
+        number = checksum(self._parameters) if self.checksums_due(iteration) else 0
+        compute_time = self.compute_time
+        compute_us = (
+            compute_time.compute_us * micro_batches // max(1, compute_time.micro_batches)
+        )  # some may have been of another group
+        compute_time.clear()
+        return Sighting(compute_us, micro_batches, 0.0 if self._loss_scaled else norm, number)
 
-    def checks(self, iteration: int) -> bool:
+    def checksums_due(self, iteration: int) -> bool:
         """Whether checksums are made in the iteration."""
-        every = self._patience.checksum_every
+        every = self._settings.checksum_every
         return bool(every) and iteration % every == 0
 
-    def summed(self, made: int) -> None:
+    def record_sums(self, number: int) -> None:
         """The checksum of the sums of gradients of the iteration that was sighted last."""
-        self._sums = made
+        self._sums = number
 
-    def checked(self, commit: Committed) -> Committed:
+    def with_checksums(self, commit: Committed) -> Committed:
         """The commit with the checksums of the parameters that it began with, if all replicas have made the same, and
         of its sums."""
-        if commit.iteration != self._sighted or not self._made:
+        if commit.iteration != self._iteration or not self._checksum:
             return commit
         return msgspec.structs.replace(
             commit,
             checked=commit.iteration - 1,
-            checksum=self._made % DIGEST_MODULUS,
+            checksum=self._checksum % DIGEST_MODULUS,
             sums=self._sums % DIGEST_MODULUS,
         )
 
@@ -236,9 +238,9 @@ class Detection:
             worker: (sighting.compute_us, sighting.micro_batches)
             for worker, sighting in zip(workers, self._sightings, strict=True)
         }
-        for finding in self._stragglers.look(iteration, now_us(), computed):
+        for finding in self._stragglers.add(iteration, now_us(), computed):
             if rank == 0:
-                self._tell(finding, iteration, membership)
+                self._report_straggler(finding, iteration, membership)
         if rank:
             return
         if shard == 0:
@@ -255,16 +257,16 @@ class Detection:
         checksums = [sighting.checksum for sighting in self._sightings]
         if len(set(checksums)) == 1 or 0 in checksums:
             return
-        odd = odd_ones(checksums)
-        teller = 0 if odd is None else min(set(range(len(workers))).difference(odd))
-        if rank == teller:
-            for suspect in [""] if odd is None else [workers[one] for one in odd]:
+        minority = minority_ranks(checksums)
+        reporter = 0 if minority is None else min(set(range(len(workers))).difference(minority))
+        if rank == reporter:
+            for suspect in [""] if minority is None else [workers[suspect_rank] for suspect_rank in minority]:
                 self._suspect("checksum", suspect, 0.0, 0.0, iteration, generation)
 
     def _judge_values(
         self, sign: CorruptionSign, values: list[float], iteration: int, generation: int, workers: list[str]
     ) -> None:
-        for spike in self._spikes[sign].look(values):
+        for spike in self._spikes[sign].check(values):
             suspect = "" if spike.rank is None else workers[spike.rank]
             self._suspect(sign, suspect, spike.value, spike.usual, iteration, generation)
 
@@ -275,11 +277,11 @@ class Detection:
             Suspected(generation=generation, iteration=iteration, sign=sign, suspect=suspect, value=value, usual=usual)
         )
 
-    def _tell(self, finding: Finding, iteration: int, membership: Membership) -> None:
+    def _report_straggler(self, finding: StragglerFinding, iteration: int, membership: Membership) -> None:
         workers = [member.worker for member in membership.members]
         rank = workers.index(finding.worker)
         straggler = membership.members[rank]
-        seen: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "generation": membership.generation,
             "iteration": iteration,
             "straggler": straggler.worker,
@@ -288,11 +290,11 @@ class Detection:
             "factor": finding.factor,
         }
         if finding.over:
-            self._channel.send(CaughtUp(**seen))
+            self._channel.send(StragglerCleared(**fields))
             return
         self._channel.send(
-            Straggles(
-                **seen,
+            StragglerReport(
+                **fields,
                 compute_us=finding.own_us,
                 others_us=finding.others_us,
                 since_iteration=finding.since_iteration,
@@ -301,14 +303,14 @@ class Detection:
         )
 
     def _judge_pace(self, iteration: int, generation: int, workers: list[str]) -> None:
-        self._recent.append(tuple(one.compute_us / max(1, one.micro_batches) for one in self._sightings))
-        slow_us = self._baseline.slow()
+        self._recent.append(tuple(sighting.compute_us / max(1, sighting.micro_batches) for sighting in self._sightings))
+        slow_us = self._baseline.detect_slowdown()
         if not slow_us:
             return
         by_rank = [median(row[rank] for row in self._recent) for rank in range(len(workers))]
         slowest = max(range(len(workers)), key=by_rank.__getitem__)
-        others = [one for rank, one in enumerate(by_rank) if rank != slowest]
-        others_us = median(others) if others else 0.0
+        other_times = [sighting for rank, sighting in enumerate(by_rank) if rank != slowest]
+        others_us = median(other_times) if other_times else 0.0
         stands_out = by_rank[slowest] > SLOW * others_us
         self._channel.send(
             Degraded(

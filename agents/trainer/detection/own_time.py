@@ -22,7 +22,7 @@ from agents.protocol.marks import now_us
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
-class OwnTime:
+class ComputeTime:
     """Of one iteration's micro-batches; of the thread that makes it."""
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class OwnTime:
             self._file = None
         self._began_us: int | None = None
         self._apart_us = 0
-        self.taken_us = 0
+        self.compute_us = 0
         self.micro_batches = 0
 
     def clear(self) -> None:
         """Another iteration."""
         self._began_us = None
-        self._apart_us = self.taken_us = self.micro_batches = 0
+        self._apart_us = self.compute_us = self.micro_batches = 0
 
     def begin(self) -> None:
         """Micro-batches are given out."""
@@ -48,12 +48,12 @@ class OwnTime:
     def end(self, micro_batches: int) -> None:
         """So many have been computed since."""
         if self._began_us is not None:
-            self.taken_us += max(0, now_us() - self._waited_us() - self._began_us - self._apart_us)
+            self.compute_us += max(0, now_us() - self._waited_us() - self._began_us - self._apart_us)
             self.micro_batches += micro_batches
             self._began_us = None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def exclude(self) -> Iterator[None]:
         """Around work outside of a micro-batch."""
         began_us = now_us() - self._waited_us()
         try:

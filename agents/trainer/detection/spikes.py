@@ -40,19 +40,19 @@ class Spikes:
     def __init__(self, rise: float) -> None:
         self._rise = rise
         self._window: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
-        self._told: dict[int | None, int] = {}
+        self._last_report: dict[int | None, int] = {}
         self._iteration = 0
 
-    def look(self, values: Sequence[float]) -> list[Spike]:
+    def check(self, values: Sequence[float]) -> list[Spike]:
         """One iteration's values, in rank order; what is to be told of them."""
         self._iteration += 1
-        seen = [value for row in self._window for value in row]
+        window = [value for row in self._window for value in row]
         if len(self._window) < ENOUGH:
             if all(math.isfinite(value) for value in values):
                 self._window.append(tuple(values))
             return []
-        usual = median(seen)
-        limit = usual + max(NOISE * median(abs(value - usual) for value in seen), self._rise * abs(usual))
+        usual = median(window)
+        limit = usual + max(NOISE * median(abs(value - usual) for value in window), self._rise * abs(usual))
         high = [rank for rank, value in enumerate(values) if not value <= limit]
         if not high:
             self._window.append(tuple(values))
@@ -60,7 +60,7 @@ class Spikes:
         ranks: list[int | None] = [None] if 1 < len(high) == len(values) else [*high]
         spikes = []
         for rank in ranks:
-            if self._iteration - self._told.get(rank, -QUIET) >= QUIET:
-                self._told[rank] = self._iteration
+            if self._iteration - self._last_report.get(rank, -QUIET) >= QUIET:
+                self._last_report[rank] = self._iteration
                 spikes.append(Spike(rank, values[high[0] if rank is None else rank], usual))
         return spikes

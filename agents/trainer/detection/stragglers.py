@@ -53,7 +53,7 @@ _LATELY = 10
 _FACTOR_MAX = 1000.0
 
 
-class Finding(NamedTuple):
+class StragglerFinding(NamedTuple):
     """`worker` takes `factor` times as long as the others, since `since_us` (the clock of `look`), the beginning of
     iteration `since_iteration`. `own_us`, `others_us`: per micro-batch. `over`: it did, and does no more."""
 
@@ -74,19 +74,19 @@ class _Sample(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Samples:
+class _History:
     """A replica's. `lately`: a moving average of its lags; a quick replica is recognised at once."""
 
-    kept: deque[_Sample] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    lately: float = 0.0
+    samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    moving_average: float = 0.0
 
     def add(self, sample: _Sample) -> None:
-        self.kept.append(sample)
-        self.lately += (sample.lag - self.lately) / _LATELY
+        self.samples.append(sample)
+        self.moving_average += (sample.lag - self.moving_average) / _LATELY
 
 
 @dataclass(slots=True)
-class _Told:
+class _Report:
     factor: float
     since_iteration: int
     since_us: int
@@ -95,7 +95,7 @@ class _Told:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _OpenSample:
     """A sample under way."""
 
     iteration: int = 0
@@ -108,90 +108,92 @@ class Stragglers:
     """Of the replicas of one shard; a replica goes by its worker's name."""
 
     def __init__(self) -> None:
-        self._told: dict[str, _Told] = {}
+        self._reports: dict[str, _Report] = {}
         self.regrouped()
 
     def regrouped(self) -> None:
         """The group has changed."""
-        self._samples: dict[str, _Samples] = {}
-        self._seen = 0
-        self._taken = 0
-        self._sum = _Sum()
+        self._histories: dict[str, _History] = {}
+        self._iterations = 0
+        self._sample_count = 0
+        self._sum = _OpenSample()
         self._ended_us = 0
 
-    def look(self, iteration: int, now_us: int, computed: Mapping[str, tuple[int, int]]) -> list[Finding]:
+    def add(self, iteration: int, now_us: int, computed: Mapping[str, tuple[int, int]]) -> list[StragglerFinding]:
         """An iteration has ended at `now_us`: per worker, microseconds and for how many micro-batches. What is to be
         told."""
         began_us, self._ended_us = self._ended_us, now_us
-        self._seen += 1
-        for worker in self._told.keys() - computed.keys():
-            del self._told[worker]
-        if self._seen <= WARM_UP or len(computed) < 2:
+        self._iterations += 1
+        for worker in self._reports.keys() - computed.keys():
+            del self._reports[worker]
+        if self._iterations <= WARM_UP or len(computed) < 2:
             return []
-        self._add(iteration, began_us, computed)
+        self._collect(iteration, began_us, computed)
         if now_us - self._sum.began_us < SAMPLE_US:
             return []
-        self._take()
-        if self._taken % _EVERY:
+        self._close_sample()
+        if self._sample_count % _EVERY:
             return []
-        findings = [self._judge(worker, samples) for worker, samples in self._samples.items()]
+        findings = [self._judge(worker, samples) for worker, samples in self._histories.items()]
         return [finding for finding in findings if finding is not None]
 
-    def _add(self, iteration: int, began_us: int, computed: Mapping[str, tuple[int, int]]) -> None:
-        under_way = self._sum
-        if not under_way.iteration:
-            under_way.iteration, under_way.began_us = iteration, began_us
+    def _collect(self, iteration: int, began_us: int, computed: Mapping[str, tuple[int, int]]) -> None:
+        sample = self._sum
+        if not sample.iteration:
+            sample.iteration, sample.began_us = iteration, began_us
         for worker, (own_us, micro_batches) in computed.items():
             if own_us > 0 and micro_batches > 0:
-                under_way.own_us[worker] = under_way.own_us.get(worker, 0.0) + own_us
-                under_way.micro_batches[worker] = under_way.micro_batches.get(worker, 0) + micro_batches
+                sample.own_us[worker] = sample.own_us.get(worker, 0.0) + own_us
+                sample.micro_batches[worker] = sample.micro_batches.get(worker, 0) + micro_batches
 
-    def _take(self) -> None:
+    def _close_sample(self) -> None:
         """The sample is whole."""
-        whole, self._sum = self._sum, _Sum()
-        self._taken += 1
-        times = {worker: own_us / whole.micro_batches[worker] for worker, own_us in whole.own_us.items()}
+        sample, self._sum = self._sum, _OpenSample()
+        self._sample_count += 1
+        times = {worker: own_us / sample.micro_batches[worker] for worker, own_us in sample.own_us.items()}
         if len(times) < 2:
             return
         ranked = sorted(times.values())
         for worker, own_us in times.items():
             others_us = _median_without(ranked, own_us)
             lag = math.log(min(max(own_us / others_us, 1 / _FACTOR_MAX), _FACTOR_MAX))
-            samples = self._samples.setdefault(worker, _Samples())
-            samples.add(_Sample(lag, others_us, whole.iteration, whole.began_us))
+            samples = self._histories.setdefault(worker, _History())
+            samples.add(_Sample(lag, others_us, sample.iteration, sample.began_us))
 
-    def _judge(self, worker: str, kept: _Samples) -> Finding | None:
-        told, samples = self._told.get(worker), kept.kept
-        if told is None and kept.lately <= math.log(SLOW) / 2:
+    def _judge(self, worker: str, history: _History) -> StragglerFinding | None:
+        report, samples = self._reports.get(worker), history.samples
+        if report is None and history.moving_average <= math.log(SLOW) / 2:
             return None
         lags = [sample.lag for sample in samples]
-        if told is None:
+        if report is None:
             lag = next((lag for size in SURE if (lag := _slow(lags, size)) is not None), None)
             if lag is None:
                 return None
             since = samples[_change(lags, lag)]
-            self._told[worker] = told = _Told(math.exp(lag), since.iteration, since.at_us)
-            return self._finding(worker, told, samples)
-        told.rest -= _EVERY
-        if told.rest > 0 or len(lags) < LONGEST:
+            self._reports[worker] = report = _Report(math.exp(lag), since.iteration, since.at_us)
+            return self._finding(worker, report, samples)
+        report.rest -= _EVERY
+        if report.rest > 0 or len(lags) < LONGEST:
             return None
         recent = lags[-LONGEST:]
         lag = _middle(recent)
         if lag < math.log(OVER) and max(_by_part(recent, 2)) < math.log(SLOW):
-            del self._told[worker]
-            told.factor = math.exp(lag)
-            return self._finding(worker, told, samples, over=True)
-        change = abs(lag - math.log(told.factor))
+            del self._reports[worker]
+            report.factor = math.exp(lag)
+            return self._finding(worker, report, samples, over=True)
+        change = abs(lag - math.log(report.factor))
         if change > max(math.log(AGAIN), SURE[LONGEST][0] * _error(lags, LONGEST)) and lag > math.log(SLOW):
-            told.factor, told.rest = math.exp(lag), LONGEST
-            return self._finding(worker, told, samples)
+            report.factor, report.rest = math.exp(lag), LONGEST
+            return self._finding(worker, report, samples)
         return None
 
     @staticmethod
-    def _finding(worker: str, told: _Told, samples: deque[_Sample], *, over: bool = False) -> Finding:
+    def _finding(worker: str, report: _Report, samples: deque[_Sample], *, over: bool = False) -> StragglerFinding:
         others_us = median([sample.others_us for sample in samples][-LONGEST:])
-        own_us = int(others_us * told.factor)
-        return Finding(worker, told.factor, own_us, int(others_us), told.since_iteration, told.since_us, over)
+        own_us = int(others_us * report.factor)
+        return StragglerFinding(
+            worker, report.factor, own_us, int(others_us), report.since_iteration, report.since_us, over
+        )
 
 
 def _slow(lags: Sequence[float], size: int) -> float | None:
@@ -220,7 +222,7 @@ def _by_part(lags: Sequence[float], parts: int) -> list[float]:
 def _error(lags: Sequence[float], size: int) -> float:
     """The standard error of the middle of the last `size`. The noise is taken from all, by how much neighbours differ,
     so that a change does not count as noise; and from the last, in case it has grown."""
-    neighbours = median(abs(one - other) for one, other in pairwise(lags)) / math.sqrt(2)
+    neighbours = median(abs(one - following) for one, following in pairwise(lags)) / math.sqrt(2)
     recent = lags[-size:]
     middle = median(recent)
     deviation = _TO_DEVIATION * max(neighbours, median(abs(lag - middle) for lag in recent))
@@ -237,9 +239,9 @@ def _change(lags: Sequence[float], lag: float) -> int:
     return since
 
 
-def _median_without(ranked: Sequence[float], one: float) -> float:
+def _median_without(ranked: Sequence[float], value: float) -> float:
     """The median of all but one of the ranked values."""
-    place = bisect_left(ranked, one)
+    place = bisect_left(ranked, value)
     rest = len(ranked) - 1
 
     def at(number: int) -> float:

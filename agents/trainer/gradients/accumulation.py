@@ -14,7 +14,7 @@ Rules
   optimizers) is the mean gradient of the whole global batch, in fp32, until `clear`.
 * What may be reduced during a backward is counted: `expect` says how many gradients each parameter will still get,
   and learns of each bucket whose parameters have had theirs. A gradient beyond that is a `surplus`.
-* Where a framework adds gradients to buffers of its own, the stores are laid out as these (`Plan`), and it adds to
+* Where a framework adds gradients to buffers of its own, the stores are laid out as these (`StoreLayout`), and it adds to
   whichever is the present one (`megatron/buffers.py`).
 """
 
@@ -33,7 +33,7 @@ BUCKET_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StoreLayout:
     """How a store is laid out, in elements. `starts`: of each parameter; `spans`: of each bucket, [start, stop), in
     the order opposite to that in which a backward finishes them; `bucket_of`: each parameter's; `numel`: of a store."""
 
@@ -43,7 +43,7 @@ class Plan:
     numel: int
 
 
-def one_after_the_other(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> Plan:
+def consecutive_layout(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> StoreLayout:
     """All parameters in their order, without gaps; at most `bucket_bytes` of gradients in a bucket (a larger parameter
     has one of its own)."""
     starts: list[int] = []
@@ -56,13 +56,13 @@ def one_after_the_other(parameters: Sequence[torch.nn.Parameter], bucket_bytes: 
         for parameter in group:
             starts.append(end)
             end += parameter.numel()
-    return Plan(starts, spans, bucket_of, end)
+    return StoreLayout(starts, spans, bucket_of, end)
 
 
-class Store:
+class GradientStore:
     """Room for one gradient of each parameter: `flat`, and each parameter's place in it."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: Plan) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: StoreLayout) -> None:
         device = parameters[0].device if parameters else None
         self.flat = torch.zeros(plan.numel, dtype=torch.float32, device=device)
         self.places = [
@@ -81,41 +81,41 @@ class Accumulation:
         *,
         lanes: Lanes | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        plan: Plan | None = None,
+        plan: StoreLayout | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._lanes = lanes
-        self._plan = plan = plan or one_after_the_other(self._parameters, bucket_bytes)
+        self._plan = plan = plan or consecutive_layout(self._parameters, bucket_bytes)
         self._bucket_of = list(plan.bucket_of)
         #: Of each bucket, [start, stop) in a store.
         self.spans = list(plan.spans)
         self._members = [self._bucket_of.count(bucket) for bucket in range(len(self.spans))]
         self._first = self._new_store()
         self._present = self._first
-        self._free: list[Store] = []
-        self._ahead: list[Store] = []
-        self._most = 1
-        self.sums: Sums[Store] = Sums(self._add_up)
-        self._awaited: list[int] | None = None
+        self._free: list[GradientStore] = []
+        self._ahead: list[GradientStore] = []
+        self._stores_max = 1
+        self.sums: Sums[GradientStore] = Sums(self._add_up)
+        self._expected_counts: list[int] | None = None
         self._unready: list[int] = []
         self._ready: Callable[[int], None] | None = None
         #: Called with each finished gradient: this is a backward.
-        self.arriving: Callable[[], None] = _nothing
+        self.on_gradient: Callable[[], None] = _do_nothing
         #: Whether a parameter got more gradients than were expected.
         self.surplus = False
-        self._take_over()
+        self._install_hooks()
         self.clear()
 
-    def _new_store(self) -> Store:
-        return Store(self._parameters, self._plan)
+    def _new_store(self) -> GradientStore:
+        return GradientStore(self._parameters, self._plan)
 
-    def _take_over(self) -> None:
+    def _install_hooks(self) -> None:
         """From now on gradients are added here."""
         for index, parameter in enumerate(self._parameters):
             parameter.main_grad = self._first.places[index]
-            parameter.register_post_accumulate_grad_hook(partial(self._take, index))
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulate, index))
 
-    def _enter(self, store: Store) -> None:
+    def _enter(self, store: GradientStore) -> None:
         """Gradients are added to this store."""
         self._present = store
 
@@ -123,7 +123,7 @@ class Accumulation:
         """The number of buckets, in the parameters' order."""
         return len(self.spans)
 
-    def room_of(self, numel: int) -> torch.Tensor:
+    def allocate(self, numel: int) -> torch.Tensor:
         """Uninitialized, where the gradients are."""
         return torch.empty(numel, dtype=torch.float32, device=self._first.flat.device)
 
@@ -135,7 +135,7 @@ class Accumulation:
         """Each parameter is about to get that many gradients more: call `ready` with each bucket that has them all.
         None: nothing is expected."""
         self._ready = ready
-        self._awaited = None if ready is None else [gradients] * len(self._parameters)
+        self._expected_counts = None if ready is None else [gradients] * len(self._parameters)
         self._unready = list(self._members)
 
     def settle(self, sums: Iterable[tuple[int, torch.Tensor]], tokens: float) -> None:
@@ -151,12 +151,12 @@ class Accumulation:
         last one has needed at a time are given back."""
         self.expect(0, None)
         self.surplus = False
-        self._give_back_ahead()
-        others = [store for store in (*self.sums.stored(), *self._free) if store is not self._first]
-        self._free = [self._first, *others[: self._most - 1]]
+        self._release_ahead()
+        spares = [store for store in (*self.sums.all_sums(), *self._free) if store is not self._first]
+        self._free = [self._first, *spares[: self._stores_max - 1]]
         for store in self._free:
             store.flat.zero_()
-        self._most = 1
+        self._stores_max = 1
         self.sums = Sums(self._add_up)
         self._enter(self._first)
         self._drop_grads()
@@ -167,14 +167,14 @@ class Accumulation:
 
     # --- lanes -----------------------------------------------------------------------------------
 
-    def turn(self, lane: int) -> None:
+    def select_lane(self, lane: int) -> None:
         """From now on gradients are added to this lane's running sum."""
         if self._lanes is not None:
             if lane not in self.sums.running:
                 self.sums.merge(self._lanes.root)
-                self.sums.running[lane] = self.room()
+                self.sums.running[lane] = self.take_store()
             self._enter(self.sums.running[lane])
-            self._most = max(self._most, len(self.sums.stored()))
+            self._stores_max = max(self._stores_max, len(self.sums.all_sums()))
 
     @property
     def store_bytes(self) -> int:
@@ -192,72 +192,72 @@ class Accumulation:
 
     def go_ahead(self) -> None:
         """From now on gradients are of a micro-batch whose lane's running sum is not here yet: they are kept apart."""
-        store = self.room(spare=True)
+        store = self.take_store(spare=True)
         self._ahead.append(store)
         self._enter(store)
 
-    def go_on(self, lane: int, store: Store) -> None:
+    def resume_lane(self, lane: int, store: GradientStore) -> None:
         """That is the lane's running sum; what was computed ahead is added to it, in its order."""
         for ahead in self._ahead:
             store.flat.add_(ahead.flat)
-        self._give_back_ahead()
+        self._release_ahead()
         self.sums.running[lane] = store
 
-    def _give_back_ahead(self) -> None:
+    def _release_ahead(self) -> None:
         for store in self._ahead:
-            self._give_back(store)
+            self._release(store)
         self._ahead = []
 
-    def room(self, *, spare: bool = False) -> Store:
+    def take_store(self, *, spare: bool = False) -> GradientStore:
         """A store of zeros. `spare`: not the first, in which the means will stand."""
         places = [place for place, store in enumerate(self._free) if not spare or store is not self._first]
         return self._free.pop(places[0]) if places else self._new_store()
 
     @contextmanager
-    def aside(self) -> Iterator[torch.Tensor]:
+    def scratch_store(self) -> Iterator[torch.Tensor]:
         """What arrives meanwhile is kept apart, and then forgotten; it is given, from zeros."""
-        before, store = self._present, self.room(spare=True)
+        previous, store = self._present, self.take_store(spare=True)
         self._enter(store)
         yield store.flat
-        self._enter(before)
-        self._give_back(store)
+        self._enter(previous)
+        self._release(store)
 
-    def keep(self, kept: Collection[int]) -> None:
+    def keep(self, valid: Collection[int]) -> None:
         """What is not made of these micro-batches does not count."""
         if self._lanes is not None:
-            self._give_back_ahead()
-            for store in self.sums.keep(kept, self._lanes):
-                self._give_back(store)
+            self._release_ahead()
+            for store in self.sums.keep(valid, self._lanes):
+                self._release(store)
 
-    def _add_up(self, left: Store, right: Store) -> Store:
-        left.flat.add_(right.flat)
-        self._give_back(right)
-        return left
+    def _add_up(self, target: GradientStore, addend: GradientStore) -> GradientStore:
+        target.flat.add_(addend.flat)
+        self._release(addend)
+        return target
 
-    def _give_back(self, store: Store) -> None:
+    def _release(self, store: GradientStore) -> None:
         store.flat.zero_()
         self._free.append(store)
 
-    def _take(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _accumulate(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         self._present.places[index].add_(gradient)
-        self._arrived(index)
+        self._note_gradient(index)
 
-    def _arrived(self, index: int, *_: object) -> None:
+    def _note_gradient(self, index: int, *_: object) -> None:
         """A gradient is finished and added, in the middle of a backward."""
-        self.arriving()
-        if self._awaited is None or self._ready is None:
+        self.on_gradient()
+        if self._expected_counts is None or self._ready is None:
             return
-        self._awaited[index] -= 1
-        self.surplus |= self._awaited[index] < 0
-        if self._awaited[index] == 0:
+        self._expected_counts[index] -= 1
+        self.surplus |= self._expected_counts[index] < 0
+        if self._expected_counts[index] == 0:
             bucket = self._bucket_of[index]
             self._unready[bucket] -= 1
             if self._unready[bucket] == 0:
                 self._ready(bucket)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

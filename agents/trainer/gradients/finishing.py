@@ -38,7 +38,7 @@ class _Chunk:
         """The sum over the replicas is there."""
 
 
-def finishing_of(models: Sequence[torch.nn.Module]) -> Callable[[], None] | None:
+def gradient_finalizer(models: Sequence[torch.nn.Module]) -> Callable[[], None] | None:
     """What to call behind the sum; None where shards share nothing. Raises CannotFinish."""
     configs = [config for model in models if (config := _config(model)) is not None]
     if len(configs) < len(models) or not models:

@@ -62,9 +62,12 @@ class Lanes:
         """Where it belongs."""
         return ((micro_batch + 1) * self.count - 1) // self.micro_batches
 
-    def running(self, done: Collection[int], lane: int) -> int:
+    def prefix_length(self, in_sums: Collection[int], lane: int) -> int:
         """How many of the lane's first micro-batches are in `done`."""
-        return next((n for n, micro_batch in enumerate(self.of(lane)) if micro_batch not in done), len(self.of(lane)))
+        return next(
+            (length for length, micro_batch in enumerate(self.of(lane)) if micro_batch not in in_sums),
+            len(self.of(lane)),
+        )
 
     @property
     def root(self) -> Block:
@@ -87,10 +90,10 @@ def blocks(lanes: Iterable[int], within: Block) -> tuple[Block, ...]:
 def _blocks(lanes: Sequence[int], within: Block) -> Iterator[Block]:
     """`lanes`: in order."""
     first, stop = within
-    found = bisect_left(lanes, stop) - bisect_left(lanes, first)
-    if found == stop - first:
+    count = bisect_left(lanes, stop) - bisect_left(lanes, first)
+    if count == stop - first:
         yield within
-    elif found:
+    elif count:
         for half in halves(within):
             yield from _blocks(lanes, half)
 
@@ -99,8 +102,8 @@ def tree(block: Block, sums: Mapping[Block, T], add: Callable[[T, T], T]) -> T:
     """The block's sum, from those of blocks that it is made of. Raises KeyError where one is missing."""
     if block in sums or block[1] - block[0] == 1:
         return sums[block]
-    left, right = halves(block)
-    return add(tree(left, sums, add), tree(right, sums, add))
+    low, high = halves(block)
+    return add(tree(low, sums, add), tree(high, sums, add))
 
 
 # --- dealing -------------------------------------------------------------------------------------
@@ -118,55 +121,57 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class Assignment:
     """What each member of a group has and does, by rank. `kept`: the micro-batches in those of its sums that count.
     `runs`: in the order in which they are computed. `ends`: the blocks whose sums it has when all is computed."""
 
-    kept: tuple[frozenset[int], ...]
+    valid: tuple[frozenset[int], ...]
     runs: tuple[tuple[Run, ...], ...]
     ends: tuple[tuple[Block, ...], ...]
 
-    def dealt(self, member: int) -> tuple[int, ...]:
+    def micro_batches(self, member: int) -> tuple[int, ...]:
         """The micro-batches that it is to compute, in their order."""
         return tuple(micro_batch for run in self.runs[member] for micro_batch in run.micro_batches)
 
 
 @lru_cache(maxsize=8)
-def begin(members: int, lanes: Lanes) -> Deal:
+def initial_assignment(members: int, lanes: Lanes) -> Assignment:
     """The deal from empty hands."""
-    return deal([()] * members, lanes)
+    return assign([()] * members, lanes)
 
 
-def deal(done: Sequence[Collection[int]], lanes: Lanes) -> Deal:
+def assign(in_sums: Sequence[Collection[int]], lanes: Lanes) -> Assignment:
     """`done[m]`: the micro-batches in member m's sums: of each lane the first ones. Raises ValueError without a
     member."""
-    if not done:
+    if not in_sums:
         raise ValueError("done: no member to deal to")
-    keeper = _keepers(done, lanes)
-    kept: list[set[int]] = [set() for _ in done]
+    keeper = _keepers(in_sums, lanes)
+    valid: list[set[int]] = [set() for _ in in_sums]
     for lane, (member, length) in keeper.items():
-        kept[member].update(lanes.of(lane)[:length])
-    runs: list[list[tuple[tuple[int, bool, int], Run]]] = [[] for _ in done]
-    ending: list[set[int]] = [set() for _ in done]
-    for lane, chain in _chains(keeper, _needs([len(own) for own in kept], lanes.micro_batches), lanes).items():
-        ending[chain[-1][0]].add(lane)
-        for place, (member, own) in enumerate(chain):
-            source = chain[place - 1][0] if place else None
-            target = chain[place + 1][0] if place + 1 < len(chain) else None
-            if own or target is not None:
-                runs[member].append(((place, target is None, lane), Run(lane, own, source, target)))
-    return Deal(
-        kept=tuple(map(frozenset, kept)),
-        runs=tuple(tuple(run for _, run in sorted(own, key=itemgetter(0))) for own in runs),
-        ends=tuple(blocks(own, lanes.root) for own in ending),
+        valid[member].update(lanes.of(lane)[:length])
+    runs: list[list[tuple[tuple[int, bool, int], Run]]] = [[] for _ in in_sums]
+    final_lanes: list[set[int]] = [set() for _ in in_sums]
+    for lane, chain in _chains(keeper, _needs([len(batch) for batch in valid], lanes.micro_batches), lanes).items():
+        final_lanes[chain[-1][0]].add(lane)
+        for position, (member, batch) in enumerate(chain):
+            source = chain[position - 1][0] if position else None
+            target = chain[position + 1][0] if position + 1 < len(chain) else None
+            if batch or target is not None:
+                runs[member].append(((position, target is None, lane), Run(lane, batch, source, target)))
+    return Assignment(
+        valid=tuple(map(frozenset, valid)),
+        runs=tuple(tuple(run for _, run in sorted(batch, key=itemgetter(0))) for batch in runs),
+        ends=tuple(blocks(batch, lanes.root) for batch in final_lanes),
     )
 
 
-def _keepers(done: Sequence[Collection[int]], lanes: Lanes) -> dict[int, tuple[int, int]]:
+def _keepers(in_sums: Sequence[Collection[int]], lanes: Lanes) -> dict[int, tuple[int, int]]:
     """Lane -> the member whose sum of it counts, and how many of its micro-batches are in it."""
     claims: list[tuple[bool, int, int, Block]] = []
-    for member, own in enumerate(done):
-        length = {lane: lanes.running(own, lane) for lane in {lanes.lane(micro_batch) for micro_batch in own}}
+    for member, contents in enumerate(in_sums):
+        length = {
+            lane: lanes.prefix_length(contents, lane) for lane in {lanes.lane(micro_batch) for micro_batch in contents}
+        }
         whole = {lane for lane in length if length[lane] == len(lanes.of(lane))}
         claims += [(False, first - stop, -member, (first, stop)) for first, stop in blocks(whole, lanes.root)]
         claims += [(True, -length[lane], -member, (lane, lane + 1)) for lane in length.keys() - whole if length[lane]]
@@ -195,37 +200,37 @@ def _chains(
 ) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
     """For each lane, the members that compute it, and what; before them the one that keeps its running sum."""
     chains: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-    left: dict[int, tuple[int, ...]] = {}
+    remaining: dict[int, tuple[int, ...]] = {}
     for lane in range(lanes.count):
-        left[lane], chains[lane] = tuple(lanes.of(lane)), []
+        remaining[lane], chains[lane] = tuple(lanes.of(lane)), []
         if lane in keeper:
             member, length = keeper[lane]
-            own = left[lane][length:][: needs[member]]
-            needs[member] -= len(own)
-            chains[lane].append((member, own))
-            left[lane] = left[lane][length + len(own) :]
+            stretch = remaining[lane][length:][: needs[member]]
+            needs[member] -= len(stretch)
+            chains[lane].append((member, stretch))
+            remaining[lane] = remaining[lane][length + len(stretch) :]
     member = 0
-    for lane, rest in left.items():
+    for lane, rest in remaining.items():
         while rest:
-            member = next(one for one in range(member, len(needs)) if needs[one])
-            own, rest = rest[: needs[member]], rest[needs[member] :]
-            needs[member] -= len(own)
-            chains[lane].append((member, own))
+            member = next(candidate for candidate in range(member, len(needs)) if needs[candidate])
+            stretch, rest = rest[: needs[member]], rest[needs[member] :]
+            needs[member] -= len(stretch)
+            chains[lane].append((member, stretch))
     return chains
 
 
-def rooms(runs: Iterable[Run], lanes: Lanes) -> int:
+def stores_needed(runs: Iterable[Run], lanes: Lanes) -> int:
     """The most sums that a member has room for at a time, computing these runs from empty hands."""
-    left = list(runs)
-    sums: Sums[None] = Sums(lambda left, right: None)
-    coming = {run.lane for run in left if run.source is not None}
+    low = list(runs)
+    sums: Sums[None] = Sums(lambda low, high: None)
+    coming = {run.lane for run in low if run.source is not None}
     most = len(coming)
-    for run in left:
+    for run in low:
         if run.lane not in sums.running and run.lane not in coming:
             sums.merge(lanes.root)
         coming.discard(run.lane)
         sums.running[run.lane] = None
-        most = max(most, len(sums.stored()) + len(coming))
+        most = max(most, len(sums.all_sums()) + len(coming))
         if run.target is None:
             sums.end(run.lane)
     return most
@@ -249,22 +254,22 @@ class Sums(Generic[T]):
     def merge(self, within: Block) -> None:
         """Add up what makes a block."""
         if within not in self.of_blocks and within[1] - within[0] > 1:
-            left, right = halves(within)
-            self.merge(left)
-            self.merge(right)
-            if left in self.of_blocks and right in self.of_blocks:
-                self.of_blocks[within] = self._add(self.of_blocks.pop(left), self.of_blocks.pop(right))
+            low, high = halves(within)
+            self.merge(low)
+            self.merge(high)
+            if low in self.of_blocks and high in self.of_blocks:
+                self.of_blocks[within] = self._add(self.of_blocks.pop(low), self.of_blocks.pop(high))
 
-    def keep(self, kept: Collection[int], lanes: Lanes) -> list[T]:
+    def keep(self, valid: Collection[int], lanes: Lanes) -> list[T]:
         """Only what is made of these micro-batches counts. What does not is returned."""
-        whole = [block for block in self.of_blocks if lanes.of(block[0])[0] not in kept]
-        begun = [lane for lane in self.running if lanes.of(lane)[0] not in kept]
-        return [*map(self.of_blocks.pop, whole), *map(self.running.pop, begun)]
+        whole = [block for block in self.of_blocks if lanes.of(block[0])[0] not in valid]
+        partial = [lane for lane in self.running if lanes.of(lane)[0] not in valid]
+        return [*map(self.of_blocks.pop, whole), *map(self.running.pop, partial)]
 
-    def stored(self) -> list[T]:
+    def all_sums(self) -> list[T]:
         """All that it has."""
         return [*self.of_blocks.values(), *self.running.values()]
 
-    def ended(self, lanes: Iterable[int] = ()) -> dict[Block, T]:
+    def by_block(self, lanes: Iterable[int] = ()) -> dict[Block, T]:
         """By block, all that is whole, once these running sums are."""
         return self.of_blocks | {(lane, lane + 1): self.running[lane] for lane in lanes}

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation, Store
-from agents.trainer.gradients.lanes import Deal, Lanes, Run
-from agents.trainer.groups.group import Group, Operation
-from agents.trainer.ledger import Running
+from agents.trainer.gradients.accumulation import Accumulation, GradientStore
+from agents.trainer.gradients.lanes import Assignment, Lanes, Run
+from agents.trainer.groups.group import Operation, ShardGroup
+from agents.trainer.ledger import RunningSum
 
 
 @dataclass(slots=True)
-class _Coming:
+class _IncomingSum:
     """`flat`: where it is written to, for a group on the CPU not the store itself."""
 
-    store: Store
+    store: GradientStore
     flat: torch.Tensor
     account: torch.Tensor
     operations: tuple[Operation, Operation]
@@ -38,60 +38,62 @@ class Passing:
     def __init__(self, accumulation: Accumulation, lanes: Lanes) -> None:
         self._accumulation = accumulation
         self._lanes = lanes
-        self._coming: dict[int, _Coming] = {}
-        self._begun: set[int] = set()
+        self._incoming: dict[int, _IncomingSum] = {}
+        self._started: set[int] = set()
         #: By member, the runs here that go on with what it gives, in the order in which it does.
-        self._given_by: list[list[Run]] = []
+        self._runs_by_source: list[list[Run]] = []
 
-    def expect(self, group: Group, deal: Deal) -> None:
+    def expect(self, group: ShardGroup, assignment: Assignment) -> None:
         """Take what this member's runs go on with."""
-        self._coming, self._begun = {}, set()
-        own = {run.lane: run for run in deal.runs[group.rank] if run.source is not None}
-        self._given_by = [[own[run.lane] for run in runs if run.target == group.rank] for runs in deal.runs]
+        self._incoming, self._started = {}, set()
+        incoming_runs = {run.lane: run for run in assignment.runs[group.rank] if run.source is not None}
+        self._runs_by_source = [
+            [incoming_runs[run.lane] for run in runs if run.target == group.rank] for runs in assignment.runs
+        ]
         if not group.keeps_order:
-            for run in own.values():
-                self._begin(group, run)
+            for run in incoming_runs.values():
+                self._start(group, run)
 
-    def _take(self, group: Group, run: Run) -> _Coming:
+    def _incoming_of(self, group: ShardGroup, run: Run) -> _IncomingSum:
         assert run.source is not None
-        given = self._given_by[run.source]
-        for before in given[: given.index(run) + 1]:
-            self._begin(group, before)
-        return self._coming[run.lane]
+        queue = self._runs_by_source[run.source]
+        for earlier in queue[: queue.index(run) + 1]:
+            self._start(group, earlier)
+        return self._incoming[run.lane]
 
-    def _begin(self, group: Group, run: Run) -> None:
-        if run.lane not in self._begun:
+    def _start(self, group: ShardGroup, run: Run) -> None:
+        if run.lane not in self._started:
             assert run.source is not None
-            self._begun.add(run.lane)
-            store = self._accumulation.room(spare=True)
+            self._started.add(run.lane)
+            store = self._accumulation.take_store(spare=True)
             flat = store.flat.to(group.device)
             account = torch.zeros(2, dtype=torch.float64, device=group.device)
             operations = (
-                group.take(flat, run.source, 2 * run.lane),
-                group.take(account, run.source, 2 * run.lane + 1),
+                group.receive(flat, run.source, 2 * run.lane),
+                group.receive(account, run.source, 2 * run.lane + 1),
             )
-            self._coming[run.lane] = _Coming(store, flat, account, operations)
+            self._incoming[run.lane] = _IncomingSum(store, flat, account, operations)
 
-    def is_here(self, group: Group, run: Run) -> bool:
+    def has_arrived(self, group: ShardGroup, run: Run) -> bool:
         """Whether what the run goes on with has come to this shard."""
-        return all(operation.succeeded for operation in self._take(group, run).operations)
+        return all(operation.succeeded for operation in self._incoming_of(group, run).operations)
 
-    def wait(self, group: Group, run: Run) -> None:
-        """Until what the run goes on with is here. Raises what `Group.finish` raises."""
-        group.finish(*self._take(group, run).operations)
+    def wait(self, group: ShardGroup, run: Run) -> None:
+        """Until what the run goes on with is here. Raises what `ShardGroup.finish` raises."""
+        group.finish(*self._incoming_of(group, run).operations)
 
-    def arrived(self, run: Run) -> Running:
+    def accept(self, run: Run) -> RunningSum:
         """It is here, for all shards: from now on it is this member's."""
-        coming = self._coming.pop(run.lane)
-        if coming.flat is not coming.store.flat:
-            coming.store.flat.copy_(coming.flat)
-        self._accumulation.go_on(run.lane, coming.store)
-        loss_sum, tokens = coming.account.tolist()
-        return Running(run.micro_batches[0] - self._lanes.of(run.lane)[0], loss_sum, int(tokens))
+        incoming = self._incoming.pop(run.lane)
+        if incoming.flat is not incoming.store.flat:
+            incoming.store.flat.copy_(incoming.flat)
+        self._accumulation.resume_lane(run.lane, incoming.store)
+        loss_sum, tokens = incoming.account.tolist()
+        return RunningSum(run.micro_batches[0] - self._lanes.of(run.lane)[0], loss_sum, int(tokens))
 
-    def give(self, group: Group, run: Run, running: Running) -> None:
+    def send(self, group: ShardGroup, run: Run, running: RunningSum) -> None:
         """Start giving the next member what this one has of the run's lane."""
         assert run.target is not None
         account = torch.tensor([running.loss_sum, running.tokens], dtype=torch.float64, device=group.device)
-        group.give(self._accumulation.sums.running[run.lane].flat.to(group.device), run.target, 2 * run.lane)
-        group.give(account, run.target, 2 * run.lane + 1)
+        group.send(self._accumulation.sums.running[run.lane].flat.to(group.device), run.target, 2 * run.lane)
+        group.send(account, run.target, 2 * run.lane + 1)

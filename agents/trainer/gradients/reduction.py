@@ -8,7 +8,7 @@ Rules
 * Buckets are started from the last to the first, the order in which a backward finishes them, and never otherwise: a
   collective must be every member's n-th. One that is ready before its turn waits for it.
 * `overlap` starts buckets inside the backward of the last micro-batches, each as soon as its gradients are there;
-  `start` starts the others. Neither ever raises: a broken group shows where it is waited for (`Group.finish`).
+  `start` starts the others. Neither ever raises: a broken group shows where it is waited for (`ShardGroup.finish`).
 * `keep` throws away everything but the final sums. What is still in flight then writes where no reader is.
 
 Where the sum follows the deal, a bucket's share is copied and reduced by the library.
@@ -30,9 +30,9 @@ from functools import partial
 
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation, Store
+from agents.trainer.gradients.accumulation import Accumulation, GradientStore
 from agents.trainer.gradients.lanes import Block, Lanes, halves, tree
-from agents.trainer.groups.group import Group, Operation
+from agents.trainer.groups.group import Operation, ShardGroup
 
 #: Elements of gradients in one exchange (4 MiB), and at least in one chunk of it (64 KiB): of many members' smaller
 #: ones the messages would cost more than what is in them.
@@ -46,7 +46,7 @@ class _Strip:
     bucket: int
     start: int
     stop: int
-    sums: Mapping[Block, Store]
+    sums: Mapping[Block, GradientStore]
 
 
 @dataclass
@@ -56,13 +56,13 @@ class _Round:
     replica has for them; `ends`: the blocks that each member has, in rank order; `busy`: one is on
     its way; `beginning`: about to be. `behind`: to be done when none is left."""
 
-    group: Group | None = None
+    group: ShardGroup | None = None
     arriving: dict[int, dict[int, tuple[torch.Tensor, Operation] | None]] = field(default_factory=dict)
     strips: list[_Strip] = field(default_factory=list)
     ends: Sequence[Sequence[Block]] = ()
-    busy: bool = False
-    beginning: bool = False
-    behind: Callable[[], None] | None = None
+    is_busy: bool = False
+    is_beginning: bool = False
+    on_done: Callable[[], None] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -73,7 +73,7 @@ class Reduction:
         self._accumulation = accumulation
         self._lanes = lanes
         #: Called after each start, inside a backward or not (for ordered faults).
-        self.started_one: Callable[[], None] = _nothing
+        self.on_start: Callable[[], None] = _do_nothing
         #: The blocks that each member has, in rank order; `ending`: lanes that end with the present backward.
         self.ends: Sequence[Sequence[Block]] = ()
         self.ending: Collection[int] = ()
@@ -82,21 +82,21 @@ class Reduction:
         self._turns: list[int] = []
         self._waiting: set[int] = set()
         self._round = _Round()
-        self._taken: torch.Tensor | None = None
+        self._receive_buffer: torch.Tensor | None = None
         self.begin()
 
     def begin(self) -> None:
         """A new iteration."""
         self._final = {}
         self._norms = {}
-        self._again()
+        self._reset()
 
-    def overlap(self, group: Group, gradients: int) -> None:
+    def overlap(self, group: ShardGroup, gradients: int) -> None:
         """The last of this replica's micro-batches are about to be computed: `gradients` per parameter."""
         self._round.group = group
         self._accumulation.expect(gradients, self._ready)
 
-    def start(self, group: Group, behind: Callable[[], None]) -> None:
+    def start(self, group: ShardGroup, on_done: Callable[[], None]) -> None:
         """Start every bucket that is not final and not started, and then do `behind`, which starts another collective:
         from this thread, or from one of the group's."""
         self._round.group = group
@@ -104,7 +104,7 @@ class Reduction:
         for bucket in list(self._turns):
             self._ready(bucket)
         with self._round.lock:
-            self._round.behind = behind
+            self._round.on_done = on_done
             self._exchange(self._round)
 
     @property
@@ -114,12 +114,16 @@ class Reduction:
 
     def complete(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
         """The sums that are complete here, final ones among them: of each bucket the stretches, with their places."""
-        found = dict(self._final)
+        sums = dict(self._final)
         for bucket, stretches in self._round.arriving.items():
-            arrived = [(start, told[0]) for start, told in stretches.items() if told is not None and told[1].succeeded]
+            arrived = [
+                (start, stretch[0])
+                for start, stretch in stretches.items()
+                if stretch is not None and stretch[1].succeeded
+            ]
             if len(arrived) == len(stretches):
-                found[bucket] = arrived
-        return found
+                sums[bucket] = arrived
+        return sums
 
     def sums(self) -> list[tuple[int, torch.Tensor]]:
         """All of them, with their places. Raises KeyError unless all are complete."""
@@ -134,14 +138,14 @@ class Reduction:
         """These buckets are final, all others are to be reduced again."""
         complete = self.complete()
         self._final = {bucket: complete[bucket] for bucket in final}
-        self._taken = None
-        self._again()
+        self._receive_buffer = None
+        self._reset()
 
-    def _again(self) -> None:
+    def _reset(self) -> None:
         with self._round.lock:
-            self._round.strips, self._round.behind = [], None
-            if self._round.busy:  # what was on its way may still arrive
-                self._taken = None
+            self._round.strips, self._round.on_done = [], None
+            if self._round.is_busy:  # what was on its way may still arrive
+                self._receive_buffer = None
         self._round = _Round()
         self._turns = [bucket for bucket in reversed(range(len(self._accumulation))) if bucket not in self._final]
         self._waiting = set()
@@ -153,7 +157,7 @@ class Reduction:
         while self._turns and self._turns[0] in self._waiting:
             begin = self._all_reduce if self._lanes is None else self._ordered
             begin(self._turns.pop(0))
-            self.started_one()
+            self.on_start()
 
     def _all_reduce(self, bucket: int) -> None:
         group = self._round.group
@@ -162,85 +166,91 @@ class Reduction:
         self._note_norm(bucket, copy)
         self._round.arriving[bucket] = {self._accumulation.spans[bucket][0]: (copy, group.all_reduce(copy))}
 
-    def _note_norm(self, place: int, *given: torch.Tensor) -> None:
-        if place not in self._norms and given:
-            self._norms[place] = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in given]))
+    def _note_norm(self, place: int, *shares: torch.Tensor) -> None:
+        if place not in self._norms and shares:
+            self._norms[place] = torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(share) for share in shares])
+            )
 
     # --- a fixed sum -----------------------------------------------------------------------------
 
     def _ordered(self, bucket: int) -> None:
         first, last = self._accumulation.spans[bucket]
-        sums = self._accumulation.sums.ended(self.ending)
-        this = self._round
-        assert this.group is not None
-        length = max(STRIP, CHUNK * this.group.size)
+        sums = self._accumulation.sums.by_block(self.ending)
+        current = self._round
+        assert current.group is not None
+        length = max(STRIP, CHUNK * current.group.size)
         strips = [_Strip(bucket, start, min(start + length, last), sums) for start in range(first, last, length)]
-        with this.lock:
-            this.ends = self.ends
-            this.arriving[bucket] = dict.fromkeys(strip.start for strip in strips)
-            this.strips += strips
-            self._exchange(this)
+        with current.lock:
+            current.ends = self.ends
+            current.arriving[bucket] = dict.fromkeys(strip.start for strip in strips)
+            current.strips += strips
+            self._exchange(current)
 
-    def _exchange(self, this: _Round) -> None:
+    def _exchange(self, current: _Round) -> None:
         """Begin the next strip's, unless one is on its way; behind the last, what is to be done there."""
-        if this.beginning:
+        if current.is_beginning:
             return
-        this.beginning = True
-        while this.strips and not this.busy:
-            self._begin(this, this.strips.pop(0))
-        this.beginning = False
-        if not this.busy and this.behind is not None:
-            behind, this.behind = this.behind, None
-            behind()
+        current.is_beginning = True
+        while current.strips and not current.is_busy:
+            self._begin(current, current.strips.pop(0))
+        current.is_beginning = False
+        if not current.is_busy and current.on_done is not None:
+            on_done, current.on_done = current.on_done, None
+            on_done()
 
-    def _begin(self, this: _Round, strip: _Strip) -> None:
-        this.busy = True
-        group, size = this.group, strip.stop - strip.start
+    def _begin(self, current: _Round, strip: _Strip) -> None:
+        current.is_busy = True
+        group, size = current.group, strip.stop - strip.start
         assert group is not None
         have = {block: store.flat[strip.start : strip.stop] for block, store in strip.sums.items()}
-        mine = [tree(block, have, torch.add) for block in this.ends[group.rank]]
+        mine = [tree(block, have, torch.add) for block in current.ends[group.rank]]
         self._note_norm(strip.start, *mine)
         if group.size == 1:
-            this.arriving[strip.bucket][strip.start] = mine[0].clone(), Operation(done=True)
-            this.busy = False
+            current.arriving[strip.bucket][strip.start] = mine[0].clone(), Operation(is_done=True)
+            current.is_busy = False
             return
         chunk = -(-size // group.size)
         lengths = [max(0, min(chunk, size - member * chunk)) for member in range(group.size)]
-        own = lengths[group.rank]
-        given = mine[0] if len(mine) == 1 else self._by_owner(mine, lengths)
-        taken = self._room(sum(map(len, this.ends)) * own)
+        own_length = lengths[group.rank]
+        outgoing = mine[0] if len(mine) == 1 else self._by_owner(mine, lengths)
+        incoming = self._room(sum(map(len, current.ends)) * own_length)
         group.all_to_all(
-            taken,
-            given,
-            [len(blocks) * own for blocks in this.ends],
+            incoming,
+            outgoing,
+            [len(blocks) * own_length for blocks in current.ends],
             [len(mine) * length for length in lengths],
-            then=partial(self._gather, this, strip, taken, chunk, own),
+            callback=partial(self._gather, current, strip, incoming, chunk, own_length),
         )
 
-    def _gather(self, this: _Round, strip: _Strip, taken: torch.Tensor, chunk: int, own: int) -> None:
+    def _gather(self, current: _Round, strip: _Strip, incoming: torch.Tensor, chunk: int, own_length: int) -> None:
         """All have given this member its chunk: add it up, and have all gather it."""
-        group = this.group
+        group = current.group
         assert group is not None and self._lanes is not None
-        every = [block for blocks in this.ends for block in blocks]
-        pieces = dict(zip(every, taken.split(own) if own else [taken] * len(every), strict=True))
-        whole = self._accumulation.room_of(chunk * group.size)
+        all_blocks = [block for blocks in current.ends for block in blocks]
+        pieces = dict(
+            zip(all_blocks, incoming.split(own_length) if own_length else [incoming] * len(all_blocks), strict=True)
+        )
+        whole = self._accumulation.allocate(chunk * group.size)
         part = whole[group.rank * chunk : (group.rank + 1) * chunk]
-        _sum_into(part[:own], self._lanes.root, pieces)
-        with this.lock:
-            this.arriving[strip.bucket][strip.start] = whole[: strip.stop - strip.start], group.gather(whole, part)
-            this.busy = False
-            self._exchange(this)
+        _sum_into(part[:own_length], self._lanes.root, pieces)
+        with current.lock:
+            current.arriving[strip.bucket][strip.start] = whole[: strip.stop - strip.start], group.gather(whole, part)
+            current.is_busy = False
+            self._exchange(current)
 
     def _room(self, numel: int) -> torch.Tensor:
         """What the chunks of one strip arrive in: the same for all, as long as no group breaks."""
-        if self._taken is None or self._taken.numel() < numel:
-            self._taken = self._accumulation.room_of(numel)
-        return self._taken[:numel]
+        if self._receive_buffer is None or self._receive_buffer.numel() < numel:
+            self._receive_buffer = self._accumulation.allocate(numel)
+        return self._receive_buffer[:numel]
 
     def _by_owner(self, pieces: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
         """What each owner gets of all pieces, one owner after the other."""
-        cut = [piece.split(list(lengths)) for piece in pieces]
-        return torch.cat([self._accumulation.room_of(0), *(own for owner in zip(*cut, strict=True) for own in owner)])
+        pieces_by_owner = [piece.split(list(lengths)) for piece in pieces]
+        return torch.cat(
+            [self._accumulation.allocate(0), *(own for owner in zip(*pieces_by_owner, strict=True) for own in owner)]
+        )
 
 
 def _sum_into(part: torch.Tensor, block: Block, pieces: Mapping[Block, torch.Tensor]) -> None:
@@ -248,9 +258,9 @@ def _sum_into(part: torch.Tensor, block: Block, pieces: Mapping[Block, torch.Ten
     if block in pieces:
         part.copy_(pieces[block])
     else:
-        left, right = (tree(half, pieces, torch.Tensor.add_) for half in halves(block))
-        torch.add(left, right, out=part)
+        low, high = (tree(half, pieces, torch.Tensor.add_) for half in halves(block))
+        torch.add(low, high, out=part)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

@@ -24,7 +24,7 @@ _TCP_ESTABLISHED = 1
 _ADDRESS = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%\w+)?\]:(\d{1,5})\b")
 
 
-class Ends:
+class ConnectionEnds:
     """Of the connections of member `rank`. `sockets`: descriptor -> the kernel's name; `listening`: the addresses that
     the members listen on, in rank order, () where they are not known: then nothing is."""
 
@@ -43,26 +43,26 @@ class Ends:
     def __bool__(self) -> bool:
         return bool(self._listening)
 
-    def told(self) -> list[int]:
+    def own_marks(self) -> list[int]:
         """For each member: the mark of this side of the connection that was made to it from here; else 0."""
         return [mark(self._near[member]) if member in self._near else 0 for member in range(len(self._listening))]
 
     def learn(self, marks: Sequence[int]) -> None:
         """What each member has told of its connection to this one."""
-        members = {told: member for member, told in enumerate(marks) if told}
+        members = {peer_mark: member for member, peer_mark in enumerate(marks) if peer_mark}
         for fd, far in self._far.items():
             if fd not in self._ranks and mark(far) in members:
                 self._ranks[fd] = members[mark(far)]
 
-    def lost(self) -> list[int]:
+    def lost_members(self) -> list[int]:
         """The members to whom connections have ended, while the sockets are open."""
         return sorted({member for fd, member in self._ranks.items() if not is_connected(fd, self._sockets[fd])})
 
-    def named(self, error: str) -> int | None:
+    def find_member(self, error: str) -> int | None:
         """The member that gloo's error is about; None where it names none that is known."""
-        for named in addresses_named(error):
+        for named_address in parse_addresses(error):
             for fd, far in self._far.items():
-                if far == named and fd in self._ranks:
+                if far == named_address and fd in self._ranks:
                     return self._ranks[fd]
         return None
 
@@ -87,13 +87,13 @@ def is_connected(fd: int, name: str) -> bool:
     return False
 
 
-def addresses_named(error: str) -> tuple[str, ...]:
+def parse_addresses(error: str) -> tuple[str, ...]:
     """The address of the peer that gloo's error is about, the likeliest first; none if it names none.
 
     Gloo writes a port's bytes in the network's order (gloo/transport/tcp/address.cc, torch 2.13): 57238 as 38623.
     """
-    found = _ADDRESS.search(error)
-    if found is None:
+    match = _ADDRESS.search(error)
+    if match is None:
         return ()
-    host, port = found[1], int(found[2]) & 0xFFFF
+    host, port = match[1], int(match[2]) & 0xFFFF
     return (f"{host} {socket.ntohs(port)}", f"{host} {port}")

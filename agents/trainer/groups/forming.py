@@ -41,9 +41,9 @@ import torch
 import torch.distributed as dist
 
 from agents.trainer.groups.ends import address
-from agents.trainer.groups.gloo_words import GlooWords
-from agents.trainer.groups.stores import Stores
-from agents.trainer.groups.words import Words
+from agents.trainer.groups.gloo_words import GlooStore
+from agents.trainer.groups.stores import StoreConnections
+from agents.trainer.groups.words import StoreExchange
 from agents.trainer.process.channel import AgentChannel
 from events.vocabulary import StoreAddress
 
@@ -57,12 +57,12 @@ _POLL_CUDA_S = 0.002
 _listening = threading.Lock()
 
 
-class OtherSums(RuntimeError):
+class SumsMismatch(RuntimeError):
     """A member has another version of the hook, whose fixed sums are others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupPlacement:
     """A member's place in a group that is to be formed. `address`: its own, to listen on. `lanes`: the task's sums are
     fixed."""
 
@@ -77,8 +77,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
-    """A group. `sockets`: descriptor -> the kernel's name; `listening`: see `Ends`; both empty with NCCL."""
+class FormedGroup:
+    """A group. `sockets`: descriptor -> the kernel's name; `listening`: see `ConnectionEnds`; both empty with NCCL."""
 
     process_group: object
     sockets: dict[int, str] = field(default_factory=dict)
@@ -97,19 +97,19 @@ class Attempt:
     failed."""
 
     def __init__(
-        self, place: Place, channel: AgentChannel, standby: tuple[str, Attempt] | None = None,
-        stores: Stores | None = None,
+        self, place: GroupPlacement, channel: AgentChannel, standby: tuple[str, Attempt] | None = None,
+        stores: StoreConnections | None = None,
     ) -> None:  # fmt: skip
         self._place = place
         self._channel = channel
         self._standby = standby
-        self._stores = stores or Stores()
+        self._stores = stores or StoreConnections()
         self._lock = threading.Lock()
         self._abandoned = False
-        self._formed: Formed | None = None
+        self._formed: FormedGroup | None = None
         self._error: str | None = None
         #: It can never succeed.
-        self.hopeless: OtherSums | None = None
+        self.fatal: SumsMismatch | None = None
         #: What is left to do in the store when the main thread goes on.
         self._tidy: Callable[[], None] = lambda: None
         self.over = False
@@ -122,7 +122,7 @@ class Attempt:
         with self._lock:
             return self._formed is not None
 
-    def take(self) -> tuple[Formed | None, str | None]:
+    def claim(self) -> tuple[FormedGroup | None, str | None]:
         """The group, and what went wrong; from now on a later result is closed by the thread."""
         with self._lock:
             self._abandoned = True
@@ -131,18 +131,18 @@ class Attempt:
 
     def abandon(self) -> None:
         """Walk away, and close what there is."""
-        formed, _ = self.take()
+        formed, _ = self.claim()
         if formed is not None:
             formed.end()
 
     def _run(self) -> None:
-        formed: Formed | None = None
+        formed: FormedGroup | None = None
         error: str | None = None
         try:
-            server = self._stores.take(self._place.store)
+            server = self._stores.acquire(self._place.store)
             formed = self._build(self._place, server)
-        except OtherSums as failure:
-            self.hopeless, error = failure.with_traceback(None), str(failure)
+        except SumsMismatch as failure:
+            self.fatal, error = failure.with_traceback(None), str(failure)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         with self._lock:
@@ -159,52 +159,52 @@ class Attempt:
             with contextlib.suppress(RuntimeError):
                 self._tidy()
                 if self._place.device.type != "cuda":  # NCCL goes on using it
-                    self._stores.keep(self._place.store, server)
+                    self._stores.release(self._place.store, server)
 
-    def _build(self, place: Place, server: object) -> Formed | None:
+    def _build(self, place: GroupPlacement, server: object) -> FormedGroup | None:
         """None where the attempt was abandoned."""
         name, standby = self._standby or (_NO_STANDBY, None)
         store = dist.PrefixStore(place.prefix, server)
-        words = Words(store, place.rank, place.size, lambda: self._abandoned)
-        words.say("standby", name)
+        words = StoreExchange(store, place.rank, place.size, lambda: self._abandoned)
+        words.publish("standby", name)
         if standby is not None:
-            names = words.heard("standby")
+            names = words.collect("standby")
             if names is not None and set(names) == {name.encode()}:
-                return standby.take()[0]
+                return standby.claim()[0]
         cuda = place.device.type == "cuda"
         device, listening = (None, " 0") if cuda else _listen(place.address)
         own = listening.rpartition(" ")[2]
-        words.say("port", (_LANES if place.lanes else _SIGN) + own)
-        ports = words.heard("port")
+        words.publish("port", (_LANES if place.lanes else _SIGN) + own)
+        ports = words.collect("port")
         if ports is None:
             return None
-        others = [rank for rank, port in enumerate(ports) if place.lanes and not port.startswith(_LANES.encode())]
-        if others:
-            raise OtherSums(
-                f"members {', '.join(map(str, others))} of the group have an older hook, whose fixed sums are others:"
+        outdated = [rank for rank, port in enumerate(ports) if place.lanes and not port.startswith(_LANES.encode())]
+        if outdated:
+            raise SumsMismatch(
+                f"members {', '.join(map(str, outdated))} of the group have an older hook, whose fixed sums are others:"
                 " have their nodes leave and join, or submit the task with numerics: follow"
             )
         alike = all(port.startswith(_SIGN.encode()) for port in ports)
         if alike:
-            self._tidy = words.unsay
+            self._tidy = words.withdraw
         if cuda:
             return self._connect_nccl(store, place)
-        told = GlooWords(words, place.size, listening) if alike else None
-        process_group = _connect_gloo(store if told is None else told, place, device)
+        gloo_store = GlooStore(words, place.size, listening) if alike else None
+        process_group = _connect_gloo(store if gloo_store is None else gloo_store, place, device)
         sockets = _sockets_of(int(own), {int(port) for port in ports})
-        return Formed(process_group, sockets, told.listening if told is not None else ())
+        return FormedGroup(process_group, sockets, gloo_store.listening if gloo_store is not None else ())
 
-    def _connect_nccl(self, store: object, place: Place) -> Formed | None:
+    def _connect_nccl(self, store: object, place: GroupPlacement) -> FormedGroup | None:
         """None where the attempt was abandoned."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=place.collective_timeout_s)
         process_group: object = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
         process_group.eager_connect_single_device(place.device)  # type: ignore[attr-defined]
-        formed = Formed(process_group)
-        stream, one = torch.cuda.Stream(place.device), torch.zeros(1, device=place.device)
-        met = event_behind(process_group.allreduce([one]), stream)  # type: ignore[attr-defined]
-        while not met.query():
-            trouble = failure(process_group)
+        formed = FormedGroup(process_group)
+        stream, tensor = torch.cuda.Stream(place.device), torch.zeros(1, device=place.device)
+        event = event_after(process_group.allreduce([tensor]), stream)  # type: ignore[attr-defined]
+        while not event.query():
+            trouble = nccl_error(process_group)
             if trouble or self._abandoned:
                 formed.end()
                 if trouble:
@@ -214,7 +214,7 @@ class Attempt:
         return formed
 
 
-def _connect_gloo(store: object, place: Place, device: object) -> object:
+def _connect_gloo(store: object, place: GroupPlacement, device: object) -> object:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=place.collective_timeout_s)
     options._devices = [device]
@@ -226,23 +226,23 @@ def _listen(host: str) -> tuple[object, str]:
     with _listening:
         before = {name for _, name, _ in _tcp_sockets(listening=True)}
         device = dist.ProcessGroupGloo.create_device(hostname=host)
-        new = [found.getsockname() for _, name, found in _tcp_sockets(listening=True) if name not in before]
+        new = [duplicate.getsockname() for _, name, duplicate in _tcp_sockets(listening=True) if name not in before]
     (listens,) = new
     return device, address(listens)
 
 
-def _sockets_of(own: int, ports: Collection[int]) -> dict[int, str]:
+def _sockets_of(port: int, ports: Collection[int]) -> dict[int, str]:
     """The sockets of the group whose members listen on these ports: descriptor -> the kernel's name."""
-    return {fd: name for fd, (name, (here, there)) in _connected().items() if here == own or there in ports}
+    return {fd: name for fd, (name, (near, far)) in _connected().items() if near == port or far in ports}
 
 
 def _connected() -> dict[int, tuple[str, tuple[int, int]]]:
     """Connected TCP sockets: descriptor -> name, ports on this side and on the other."""
-    found = {}
+    sockets = {}
     for fd, name, duplicate in _tcp_sockets(listening=False):
         with contextlib.suppress(OSError):
-            found[fd] = (name, (duplicate.getsockname()[1], duplicate.getpeername()[1]))
-    return found
+            sockets[fd] = (name, (duplicate.getsockname()[1], duplicate.getpeername()[1]))
+    return sockets
 
 
 def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
@@ -259,17 +259,17 @@ def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
                     yield int(entry.name), name, duplicate
 
 
-def event_behind(work: object, stream: torch.cuda.Stream) -> torch.cuda.Event:
+def event_after(work: object, stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event that happens when the GPU is done with a NCCL operation. `stream`: one that nothing else waits in."""
     with torch.cuda.stream(stream):
         work.wait()  # type: ignore[attr-defined]  # queues it behind the operation; does not block
         return stream.record_event()
 
 
-def failure(process_group: object) -> str:
+def nccl_error(process_group: object) -> str:
     """What NCCL's watchdog says has gone wrong with the communicator, "" for nothing."""
-    told = process_group.get_error()  # type: ignore[attr-defined]
-    return "" if told.name == "SUCCESS" else f"NCCL error: {told.name.lower().replace('_', ' ')}"
+    error = process_group.get_error()  # type: ignore[attr-defined]
+    return "" if error.name == "SUCCESS" else f"NCCL error: {error.name.lower().replace('_', ' ')}"
 
 
 def shut_down(sockets: dict[int, str]) -> None:

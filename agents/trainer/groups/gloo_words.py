@@ -17,46 +17,46 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 
-from agents.trainer.groups.words import Words
+from agents.trainer.groups.words import StoreExchange
 
 
-class _Word(msgspec.Struct, frozen=True, array_like=True):
+class _GlooWord(msgspec.Struct, frozen=True, array_like=True):
     listens: str
     value: bytes
-    counted: bool
+    is_regular: bool
 
 
-class GlooWords(dist.Store):  # type: ignore[misc]
+class GlooStore(dist.Store):  # type: ignore[misc]
     """The store of one group's forming. `listens`: the address that this member listens on."""
 
-    def __init__(self, words: Words, size: int, listens: str) -> None:
+    def __init__(self, exchange: StoreExchange, size: int, listens: str) -> None:
         super().__init__()
-        self._words = words
+        self._exchange = exchange
         self._listens = listens
         self._numbers = np.arange(size, dtype=np.int64).tobytes()
-        self._told: list[_Word] = []
+        self._words: list[_GlooWord] = []
 
     @property
     def listening(self) -> list[str]:
         """Where the members listen, in rank order; none before gloo has asked for another's word."""
-        return [word.listens for word in self._told]
+        return [word.listens for word in self._words]
 
     def set(self, _key: str, value: bytes) -> None:
         """Tell the members where this one listens."""
-        counted = value.endswith(self._numbers)
-        own = value[: -len(self._numbers)] if counted else value
-        self._words.say("gloo", msgspec.msgpack.encode(_Word(self._listens, own, counted)))
+        is_regular = value.endswith(self._numbers)
+        address = value[: -len(self._numbers)] if is_regular else value
+        self._exchange.publish("gloo", msgspec.msgpack.encode(_GlooWord(self._listens, address, is_regular)))
 
     def wait(self, _keys: list[str], _timeout: timedelta | None = None) -> None:
         """Wait for the words of all, whatever is asked for. Raises RuntimeError where forming was given up."""
-        if not self._told:
-            heard = self._words.heard("gloo")
-            if heard is None:
+        if not self._words:
+            encoded = self._exchange.collect("gloo")
+            if encoded is None:
                 raise RuntimeError("forming was given up")
-            self._told = [msgspec.msgpack.decode(word, type=_Word) for word in heard]
+            self._words = [msgspec.msgpack.decode(word, type=_GlooWord) for word in encoded]
 
     def get(self, key: str) -> bytes:
         """What the member of that rank has set; "0/7" is the seventh's."""
         self.wait([key])
-        word = self._told[int(key.rpartition("/")[2])]
-        return word.value + self._numbers if word.counted else word.value
+        word = self._words[int(key.rpartition("/")[2])]
+        return word.value + self._numbers if word.is_regular else word.value

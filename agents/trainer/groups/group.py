@@ -34,17 +34,17 @@ import torch
 import torch.distributed as dist
 
 from agents.protocol.marks import Marker
-from agents.protocol.messages import Waits
-from agents.trainer.groups.ends import Ends
+from agents.protocol.messages import MembershipWait
+from agents.trainer.groups.ends import ConnectionEnds
 from agents.trainer.groups.forming import (
     Attempt,
-    Formed,
-    Place,
-    event_behind,
-    failure,
+    FormedGroup,
+    GroupPlacement,
+    event_after,
+    nccl_error,
 )
-from agents.trainer.groups.stores import Stores
-from agents.trainer.lifecycle.failures import Broken, Superseded
+from agents.trainer.groups.stores import StoreConnections
+from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from agents.trainer.process.channel import AgentChannel
 
 _POLL_CUDA_S = 0.002
@@ -60,11 +60,11 @@ class AbortHangs(RuntimeError):
     """The NCCL communicator cannot be got rid of: this process is of no use any more."""
 
 
-class Group:
+class ShardGroup:
     """A member's end of the group of `generation`. `rank` and `size` count replicas."""
 
     def __init__(
-        self, formed: Formed | None, generation: int, rank: int, size: int, channel: AgentChannel,
+        self, formed: FormedGroup | None, generation: int, rank: int, size: int, channel: AgentChannel,
         device: torch.device,
     ) -> None:  # fmt: skip
         self.generation = generation
@@ -74,14 +74,14 @@ class Group:
         self._formed = formed
         self._process_group = formed.process_group if formed else None
         #: Of its connections; none once it is left.
-        self.ends = Ends(formed.sockets, formed.listening, rank) if formed else Ends({})
+        self.ends = ConnectionEnds(formed.sockets, formed.listening, rank) if formed else ConnectionEnds({})
         self._channel = channel
         self._in_flight = _InFlight(channel, self._nccl)
         self._timeout_s = 0.0
         #: Where it is noted that the worker waits here for its peers.
         self.mark = Marker(None)
         #: While its members meet: called by each `finish` that takes longer than WAITS_S.
-        self.waits: Callable[[], None] | None = None
+        self.on_wait: Callable[[], None] | None = None
 
     @property
     def _nccl(self) -> object | None:
@@ -93,30 +93,30 @@ class Group:
         """Its operations run one after the other, in the order in which they were begun."""
         return self._nccl is not None
 
-    def introduce(self) -> torch.Tensor | None:
+    def exchange_ends(self) -> torch.Tensor | None:
         """Start telling each member which end of the connection to it is this member's (`ends.py`): `know` what comes,
         when it has come. None with NCCL, or where a member's hook is older."""
         if not self.ends:
             return None
-        told = torch.tensor(self.ends.told(), dtype=torch.int64)
-        heard = torch.zeros_like(told)
-        each = [1] * self.size
-        self.all_to_all(heard, told, each, each)
-        return heard
+        own_marks = torch.tensor(self.ends.own_marks(), dtype=torch.int64)
+        peer_marks = torch.zeros_like(own_marks)
+        counts = [1] * self.size
+        self.all_to_all(peer_marks, own_marks, counts, counts)
+        return peer_marks
 
-    def know(self, heard: torch.Tensor | None) -> None:
+    def learn_ends(self, peer_marks: torch.Tensor | None) -> None:
         """What `introduce` has brought."""
-        if heard is not None:
-            self.ends.learn(heard.tolist())
+        if peer_marks is not None:
+            self.ends.learn(peer_marks.tolist())
 
-    def limit(self, timeout_s: float) -> None:
+    def set_timeout(self, timeout_s: float) -> None:
         """Have collectives from now on time out after about so long (the library's own time-out, the last resort)."""
         if self._process_group is None or abs(timeout_s - self._timeout_s) < 0.25 * self._timeout_s:
             return
         self._timeout_s = timeout_s
         self._process_group._set_default_timeout(timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
 
-    def all_gather(self, row: Sequence[int]) -> Rows:
+    def all_gather(self, row: Sequence[int]) -> PendingRows:
         """Start gathering every member's row of signed 64-bit integers (all of one length)."""
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
@@ -125,47 +125,47 @@ class Group:
         else:
             begin = partial(self._process_group.allgather, [rows], [mine])  # type: ignore[attr-defined]
             self._in_flight.start(begin, mine, *rows)
-        return Rows(rows)
+        return PendingRows(rows)
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
         """Start summing the tensor over the members, in place. Never raises: `finish` does."""
         if self.size == 1:
-            return Operation(done=True)
+            return Operation(is_done=True)
         return self._in_flight.start(lambda: self._process_group.allreduce([tensor]), tensor)  # type: ignore[attr-defined]
 
     def all_to_all(
-        self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: Sequence[int], given_sizes: Sequence[int],
-        then: Callable[[], None] | None = None,
+        self, target: torch.Tensor, source: torch.Tensor, target_sizes: Sequence[int], source_sizes: Sequence[int],
+        callback: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """Start exchanging: member m gets `given_sizes[m]` elements of `given`, in rank order, and `taken` is filled
         with `taken_sizes[m]` elements of each; `then` do that."""
         if self.size == 1:
-            taken.copy_(given)
-            if then is not None:
-                then()
+            target.copy_(source)
+            if callback is not None:
+                callback()
             return
-        sizes = list(taken_sizes), list(given_sizes)
+        sizes = list(target_sizes), list(source_sizes)
 
         def begin() -> object:
-            return self._process_group.alltoall_base(taken, given, *sizes, dist.AllToAllOptions())  # type: ignore[attr-defined]
+            return self._process_group.alltoall_base(target, source, *sizes, dist.AllToAllOptions())  # type: ignore[attr-defined]
 
-        self._in_flight.start(begin, taken, given, then=then)
+        self._in_flight.start(begin, target, source, callback=callback)
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor) -> Operation:
         """Start filling `whole` with every member's part, in rank order; all have the same length."""
         if self.size == 1:
-            return Operation(done=True)
+            return Operation(is_done=True)
         return self._in_flight.start(lambda: self._process_group._allgather_base(whole, part), whole, part)  # type: ignore[attr-defined]
 
-    def give(self, tensor: torch.Tensor, member: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, member: int, tag: int) -> None:
         """Start giving the tensor to a member, which takes it by the same tag; it must not change meanwhile."""
-        self._in_flight.start(lambda: self._process_group.send([tensor], member, tag), tensor, waited_for=True)  # type: ignore[attr-defined]
+        self._in_flight.start(lambda: self._process_group.send([tensor], member, tag), tensor, in_thread=True)  # type: ignore[attr-defined]
 
-    def take(self, tensor: torch.Tensor, member: int, tag: int) -> Operation:
+    def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Operation:
         """Start overwriting the tensor with what the member gives by the same tag."""
         return self._in_flight.start(
             lambda: self._process_group.recv([tensor], member, tag),  # type: ignore[attr-defined]
-            tensor, waited_for=True,
+            tensor, in_thread=True,
         )  # fmt: skip
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -186,17 +186,17 @@ class Group:
             return flight.settled(*only) or self._channel.newest(self.generation, urgent_only=True) is not None
 
         poll_s = None if self._nccl is None else _POLL_CUDA_S
-        waits, late_s = self.waits, time.monotonic() + WAITS_S
-        while not self._channel.wait(settled, WAITS_S if waits and poll_s is None else poll_s):
-            if waits is not None and time.monotonic() >= late_s:
-                waits()
-                waits = None
+        on_wait, late_s = self.on_wait, time.monotonic() + WAITS_S
+        while not self._channel.wait(settled, WAITS_S if on_wait and poll_s is None else poll_s):
+            if on_wait is not None and time.monotonic() >= late_s:
+                on_wait()
+                on_wait = None
         if flight.error is not None:
-            raise Broken(flight.error)
+            raise GroupBroken(flight.error)
         if not flight.settled(*only):
-            raise Superseded(f"generation {self.generation} is superseded")
+            raise MembershipSuperseded(f"generation {self.generation} is superseded")
         if not only:
-            flight.forget()
+            flight.reset()
         self.mark.leaving()
 
     def close(self) -> None:
@@ -211,10 +211,10 @@ class Group:
             return
         assert self._formed is not None
         self._formed.end()
-        self._formed, self.ends = None, Ends({})
+        self._formed, self.ends = None, ConnectionEnds({})
         if not flight.wait_until_over(_CLOSE_TIMEOUT_S):
             _parked.append(process_group)
-        flight.forget()
+        flight.reset()
 
 
 def _abort(nccl: object, flight: _InFlight) -> None:
@@ -226,7 +226,7 @@ def _abort(nccl: object, flight: _InFlight) -> None:
             nccl.abort()  # type: ignore[attr-defined]
         except RuntimeError as error:
             print(f"aborting the NCCL communicator: {error}", file=sys.stderr)
-        flight.forget()
+        flight.reset()
         over.set()
 
     threading.Thread(target=abort, name="abort", daemon=True).start()
@@ -234,8 +234,8 @@ def _abort(nccl: object, flight: _InFlight) -> None:
         raise AbortHangs(f"the NCCL communicator cannot be aborted within {_ABORT_TIMEOUT_S:g} s")
 
 
-class Rows:
-    """Rows that are being gathered; read them after `Group.finish`."""
+class PendingRows:
+    """Rows that are being gathered; read them after `ShardGroup.finish`."""
 
     def __init__(self, rows: list[torch.Tensor]) -> None:
         self._rows = rows
@@ -248,28 +248,28 @@ class Rows:
 class Operation:
     """One collective under way. `held`: what it writes to and reads from, which must live as long."""
 
-    __slots__ = ("_done", "_held", "_lands", "over", "work")
+    __slots__ = ("_is_done", "_lands", "_tensors", "over", "work")
 
-    def __init__(self, *held: torch.Tensor, done: bool = False) -> None:
+    def __init__(self, *tensors: torch.Tensor, is_done: bool = False) -> None:
         self.work: object = None
         #: With NCCL: the event behind it.
         self.over: torch.cuda.Event | None = None
-        self._held = held
-        self._done = done
+        self._tensors = tensors
+        self._is_done = is_done
         self._lands = False
 
-    def end_well(self, *, lands: bool = False) -> None:
+    def mark_done(self, *, lands: bool = False) -> None:
         """It is known to be done, and done well. `lands`: on streams without a waiter yet. From any thread."""
-        self._lands = lands and any(tensor.is_cuda for tensor in self._held)
-        self._done = True
+        self._lands = lands and any(tensor.is_cuda for tensor in self._tensors)
+        self._is_done = True
 
     @property
     def succeeded(self) -> bool:
         """Done, and done well: what the caller's stream does from now on sees the result."""
-        if self._done and self._lands:
+        if self._is_done and self._lands:
             self.work.wait()  # type: ignore[attr-defined]
             self._lands = False
-        return self._done
+        return self._is_done
 
 
 class _InFlight:
@@ -289,39 +289,39 @@ class _InFlight:
         self.error: str | None = None
 
     def start(
-        self, begin: Callable[[], object], *held: torch.Tensor, then: Callable[[], None] | None = None,
-        waited_for: bool = False,
+        self, begin: Callable[[], object], *tensors: torch.Tensor, callback: Callable[[], None] | None = None,
+        in_thread: bool = False,
     ) -> Operation:  # fmt: skip
         """Begin an operation. One that cannot even begin counts as failed; what comes after it is not tried."""
-        operation = Operation(*held)
+        operation = Operation(*tensors)
         if self.error is not None:
             return operation
         try:
             operation.work = work = begin()
             if self._nccl is not None:
-                self._stream = self._stream or torch.cuda.Stream(held[0].device)
-                operation.over = event_behind(work, self._stream)
+                self._stream = self._stream or torch.cuda.Stream(tensors[0].device)
+                operation.over = event_after(work, self._stream)
         except (AttributeError, RuntimeError) as error:  # no attributes: the group has been left meanwhile
             self.error = str(error)
             return operation
         self._operations.append(operation)
         if self._nccl is not None:
-            if then is not None:
+            if callback is not None:
                 with torch.cuda.stream(self._stream):
-                    then()
-        elif waited_for:
+                    callback()
+        elif in_thread:
             ending = partial(self._note, operation, work.wait, None)  # type: ignore[attr-defined]
             threading.Thread(target=ending, name="waits", daemon=True).start()
         else:
-            work.get_future().add_done_callback(lambda future: self._note(operation, future.value, then))  # type: ignore[attr-defined]
+            work.get_future().add_done_callback(lambda future: self._note(operation, future.value, callback))  # type: ignore[attr-defined]
         return operation
 
-    def _note(self, operation: Operation, ended: Callable[[], object], then: Callable[[], None] | None) -> None:
+    def _note(self, operation: Operation, wait: Callable[[], object], callback: Callable[[], None] | None) -> None:
         try:
-            ended()
-            operation.end_well(lands=True)
-            if then is not None and operation.succeeded:
-                then()
+            wait()
+            operation.mark_done(lands=True)
+            if callback is not None and operation.succeeded:
+                callback()
         except Exception as error:
             self.error = self.error or str(error) or repr(error)
         with self._over:
@@ -333,34 +333,34 @@ class _InFlight:
         """Whether one has failed or all, or only these, are done."""
         if self._nccl is not None:
             self._poll(self._nccl)
-        done = all(operation.succeeded for operation in only) if only else self._finished == len(self._operations)
-        return self.error is not None or done
+        are_done = all(operation.succeeded for operation in only) if only else self._finished == len(self._operations)
+        return self.error is not None or are_done
 
     def _poll(self, nccl: object) -> None:
         """In their order: that is how they run."""
-        self.error = self.error or failure(nccl) or None
+        self.error = self.error or nccl_error(nccl) or None
         while self.error is None and self._finished < len(self._operations):
             operation = self._operations[self._finished]
             assert operation.over is not None
             if not operation.over.query():
                 return
             torch.cuda.current_stream().wait_event(operation.over)
-            operation.end_well()
+            operation.mark_done()
             self._finished += 1
 
     def wait_until_over(self, timeout_s: float) -> bool:
         with self._over:
             return self._over.wait_for(lambda: self._finished == len(self._operations), timeout_s)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._operations = []
         self._finished = 0
 
 
 def form(
-    place: Place, generation: int, channel: AgentChannel, timeout_s: float | None,
-    standby: tuple[str, Attempt] | None = None, stores: Stores | None = None,
-) -> Group:  # fmt: skip
+    place: GroupPlacement, generation: int, channel: AgentChannel, timeout_s: float | None,
+    standby: tuple[str, Attempt] | None = None, stores: StoreConnections | None = None,
+) -> ShardGroup:  # fmt: skip
     """Form the group of `generation` with its other members; returns when this member is connected to all.
 
     `standby`: a group that may be used instead; `stores`: where the connection to the store is kept. Raises Superseded
@@ -368,7 +368,7 @@ def form(
     OtherSums where a member has an older hook, QuitAsked.
     """
     if place.size == 1:
-        return Group(None, generation, place.rank, place.size, channel, place.device)
+        return ShardGroup(None, generation, place.rank, place.size, channel, place.device)
     attempt = Attempt(place, channel, standby, stores)
 
     def over() -> bool:
@@ -377,18 +377,18 @@ def form(
     try:
         in_time = channel.wait(over, WAITS_S if timeout_s is None else min(WAITS_S, timeout_s))
         if not in_time:
-            channel.send(Waits(generation=generation))
+            channel.send(MembershipWait(generation=generation))
             in_time = channel.wait(over, None if timeout_s is None else max(0.0, timeout_s - WAITS_S))
     except BaseException:
         attempt.abandon()
         raise
-    formed, error = attempt.take()
-    if attempt.hopeless is not None:
-        raise attempt.hopeless
+    formed, error = attempt.claim()
+    if attempt.fatal is not None:
+        raise attempt.fatal
     if formed is None:
         if error is not None:
-            raise Broken(error)
+            raise GroupBroken(error)
         if in_time:
-            raise Superseded(f"generation {generation} was superseded while it formed")
-        raise Broken(f"not all members of generation {generation} joined within {timeout_s} s")
-    return Group(formed, generation, place.rank, place.size, channel, place.device)
+            raise MembershipSuperseded(f"generation {generation} was superseded while it formed")
+        raise GroupBroken(f"not all members of generation {generation} joined within {timeout_s} s")
+    return ShardGroup(formed, generation, place.rank, place.size, channel, place.device)

@@ -21,15 +21,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from agents.protocol.messages import Membership, Trouble, Waits
-from agents.trainer.detection.determinism import number_of, surroundings
-from agents.trainer.groups.ends import Ends
-from agents.trainer.groups.forming import Place
-from agents.trainer.groups.group import Group, form
+from agents.protocol.messages import ErrorReport, Membership, MembershipWait
+from agents.trainer.detection.determinism import environment, environment_number
+from agents.trainer.groups.ends import ConnectionEnds
+from agents.trainer.groups.forming import GroupPlacement
+from agents.trainer.groups.group import ShardGroup, form
 from agents.trainer.groups.reporting import report_after_s
 from agents.trainer.groups.standby import Standby
-from agents.trainer.groups.stores import Stores
-from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
+from agents.trainer.groups.stores import StoreConnections
+from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, QuitRequested, RendezvousTimedOut
 from agents.trainer.lifecycle.verdict import Position, span_row, spans_of
 from agents.trainer.process.context import Context
 from agents.trainer.process.faults import classify_broken
@@ -50,31 +50,31 @@ class Rendezvous:
         self._context = context
         self._channel = context.channel
         self._replica = context.replica
-        self._stores = Stores()
-        self._standby = Standby(context.channel, context.patience.standby_max, self._stores)
-        self.group: Group | None = None
+        self._stores = StoreConnections()
+        self._standby = Standby(context.channel, context.settings.standby_max, self._stores)
+        self.group: ShardGroup | None = None
         self.generation = 0
         #: The group before, sound, until the next one stands.
-        self._aside: Group | None = None
+        self._old_group: ShardGroup | None = None
         #: Monotonic seconds by which a membership must have led to a group; None: whenever.
         self._deadline_s: float | None = None
         #: The present group's, of this shard, in rank order.
         self._workers: list[str] = []
         #: Of the last group's connections, also when it is left.
-        self._ends = Ends({})
+        self._ends = ConnectionEnds({})
         #: With fixed sums: what each member of the present group computes on, as a number.
-        self.surroundings: tuple[int, ...] = ()
+        self.environments: tuple[int, ...] = ()
         #: To whom the connections were dead when the last group was left.
-        self._lost: tuple[str, ...] = ()
+        self._lost_workers: tuple[str, ...] = ()
 
     def look(self) -> None:
         """Raise Superseded if an urgent membership has come, QuitAsked if the agent wants the worker to end."""
         urgent = self._channel.newest(self.generation, urgent_only=True)
         (newest,) = self._replica.highest(0 if urgent is None else urgent.generation)
-        if self._channel.quit_asked():
-            raise QuitAsked
+        if self._channel.quit_requested():
+            raise QuitRequested
         if newest:
-            raise Superseded(f"generation {newest} is urgent")
+            raise MembershipSuperseded(f"generation {newest} is urgent")
 
     def pending(self) -> int:
         """The newest membership that every shard of this replica holds and that is not followed yet; else 0."""
@@ -85,13 +85,13 @@ class Rendezvous:
 
     def together(self, attempt: Callable[[], T]) -> T:
         """Do something with this shard's group; raises Broken or Superseded if it failed for any shard."""
-        failure: Broken | Superseded | None = None
+        failure: GroupBroken | MembershipSuperseded | None = None
         try:
             result = attempt()
-        except (Broken, Superseded) as error:
+        except (GroupBroken, MembershipSuperseded) as error:
             failure = error.with_traceback(None)
         if not self._replica.all_true(failure is None):
-            raise failure or Superseded("another shard of this replica has left its group")
+            raise failure or MembershipSuperseded("another shard of this replica has left its group")
         return result
 
     def leave(self) -> None:
@@ -101,24 +101,24 @@ class Rendezvous:
             self.group.close()
             self.group = None
 
-    def stand_by(self, membership: Membership) -> None:
+    def prepare_standby(self, membership: Membership) -> None:
         """Prepare for the next loss, once in each generation; called where an iteration has been committed in it."""
         if self.group is not None and self._standby.generation != self.generation == membership.generation:
             launch = self._context.launch
             workers = [member.worker for member in membership.members if member.shard == launch.shard]
             prefix = f"standby/{launch.task}/{self.generation}/{launch.shard}"
-            self._standby.prepare(self.generation, workers, self._place(membership, workers, prefix))
+            self._standby.prepare(self.generation, workers, self._placement(membership, workers, prefix))
 
-    def _place(self, membership: Membership, workers: list[str], prefix: str) -> Place:
+    def _placement(self, membership: Membership, workers: list[str], prefix: str) -> GroupPlacement:
         launch = self._context.launch
-        return Place(
+        return GroupPlacement(
             store=membership.store,
             prefix=prefix,
             rank=workers.index(launch.worker),
             size=len(workers),
             address=launch.address,
             device=self._replica.device,
-            collective_timeout_s=self._context.patience.collective_timeout_s,
+            collective_timeout_s=self._context.settings.collective_timeout_s,
             lanes=launch.spec.lanes > 0,
         )
 
@@ -127,13 +127,13 @@ class Rendezvous:
         a member that has not noticed waits in this group for a boundary that no member reaches."""
         if self.group is not None:
             self._note_losses()
-        peer = self._ends.named(failure)
+        peer = self._ends.find_member(failure)
         kind = classify_broken(failure)
         if self.group is None and kind in ("connection_broken", "collective_timeout"):
-            self._let_others_report()  # one that is still open is left first: others may wait in it
+            self._wait_for_peer_reports()  # one that is still open is left first: others may wait in it
         if self._channel.newest(self.generation, urgent_only=True) is None:
             self._channel.send(
-                Trouble(
+                ErrorReport(
                     kind=kind,
                     generation=self.generation,
                     iteration=iteration,
@@ -141,35 +141,35 @@ class Rendezvous:
                     message=failure[:_MESSAGE_CHARS],
                     detail="",
                     peer="" if peer is None else self._workers[peer],
-                    lost=self._lost if kind == "connection_broken" else (),  # a time-out ends them all
+                    lost=self._lost_workers if kind == "connection_broken" else (),  # a time-out ends them all
                 )
             )
 
-    def _let_others_report(self) -> None:
+    def _wait_for_peer_reports(self) -> None:
         if self._workers:
             after_s = report_after_s(self._workers.index(self._context.launch.worker), len(self._workers))
-            with contextlib.suppress(QuitAsked):  # the wait for a membership raises it again
+            with contextlib.suppress(QuitRequested):  # the wait for a membership raises it again
                 self._channel.wait(lambda: self._channel.newest(self.generation, urgent_only=True) is not None, after_s)
 
     def _note_losses(self) -> None:
         """Before the group is left: that ends them all."""
-        lost = {self._workers[rank] for rank in self._ends.lost()} - {self._context.launch.worker}
-        self._lost = tuple(sorted(lost)) if len(lost) <= LOST_MAX else ()
+        workers = {self._workers[rank] for rank in self._ends.lost_members()} - {self._context.launch.worker}
+        self._lost_workers = tuple(sorted(workers)) if len(workers) <= LOST_MAX else ()
 
     # --- the way to the next group ----------------------------------------------------------------
 
-    def set_aside(self, *, keep: bool, bounded: bool) -> None:
+    def keep_old_group(self, *, is_sound: bool, bounded: bool) -> None:
         """Look for another group. `keep`: the present one stays open until `drop`. `bounded`: see the rules."""
-        self._aside, self.group = self.group, None
-        if not keep:
-            self.drop()
-        self._deadline_s = time.monotonic() + self._context.patience.fault_wait_s if bounded else None
+        self._old_group, self.group = self.group, None
+        if not is_sound:
+            self.drop_old_group()
+        self._deadline_s = time.monotonic() + self._context.settings.fault_wait_s if bounded else None
 
-    def drop(self) -> None:
+    def drop_old_group(self) -> None:
         """Close the group that was set aside."""
-        if self._aside is not None:
-            self._aside.close()
-            self._aside = None
+        if self._old_group is not None:
+            self._old_group.close()
+            self._old_group = None
 
     def follow(self, membership: Membership) -> None:
         """This one is tried now; older ones never again."""
@@ -179,18 +179,18 @@ class Rendezvous:
         """Form the membership's group. Raises Broken, Superseded, QuitAsked."""
         launch = self._context.launch
         workers = [member.worker for member in membership.members if member.shard == launch.shard]
-        place = self._place(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
-        self._ends, self._lost = Ends({}), ()
+        place = self._placement(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
+        self._ends, self._lost_workers = ConnectionEnds({}), ()
 
         def meet() -> None:
-            left_s = self._left_s()
+            left_s = self._remaining_s()
             standby = self._standby.offer(workers)
             self.group = form(place, membership.generation, self._channel, left_s, standby, self._stores)
 
         self.together(meet)
         group = self.group
         assert group is not None
-        group.waits = partial(self._channel.send, Waits(generation=membership.generation))
+        group.on_wait = partial(self._channel.send, MembershipWait(generation=membership.generation))
         self._workers = workers
 
     def exchange(self, position: Position, micro_batches: int, buckets: int, *, sharded: bool) -> list[Position]:
@@ -202,38 +202,41 @@ class Rendezvous:
         assert group is not None
         lanes = self._context.launch.spec.lanes > 0
         unused = [0] * (len(workers) if len(workers) <= _NUMBERS_MAX and not lanes else 0)
-        ends = group.introduce()
-        own = [number_of(surroundings())] if lanes else []
+        ends = group.exchange_ends()
+        environment_row = [environment_number(environment())] if lanes else []
         row = position.row(micro_batches, buckets, lanes=lanes)
-        rows = group.all_gather([len(position.spans), *own, *unused, *row])
+        rows = group.all_gather([len(position.spans), *environment_row, *unused, *row])
         group.finish()
-        group.know(ends)
+        group.learn_ends(ends)
         self._ends = group.ends
-        told = rows.read()
-        begins = 1 + len(own) + len(unused)
-        positions = [Position.from_row(row[begins:], micro_batches, lanes=lanes) for row in told]
-        self.surroundings = tuple(row[1] for row in told) if lanes else ()
+        gathered_rows = rows.read()
+        first = 1 + len(environment_row) + len(unused)
+        positions = [Position.from_row(row[first:], micro_batches, lanes=lanes) for row in gathered_rows]
+        self.environments = tuple(row[1] for row in gathered_rows) if lanes else ()
         if not sharded:
             return positions
-        length = max(row[0] for row in told)
+        length = max(row[0] for row in gathered_rows)
         spans = group.all_gather(span_row(position.spans, length))
         group.finish()
-        return [replace(one, spans=spans_of(row)) for one, row in zip(positions, spans.read(), strict=True)]
+        return [
+            replace(peer_position, spans=spans_of(row))
+            for peer_position, row in zip(positions, spans.read(), strict=True)
+        ]
 
-    def _left_s(self) -> float | None:
+    def _remaining_s(self) -> float | None:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def await_membership(self) -> Membership:
         """The newest membership that any shard of this replica knows, newer than the one last tried. Raises Stranded,
         QuitAsked."""
 
-        def await_shared(known: Callable[[], Membership | None]) -> int:
-            self._channel.wait(lambda: known() is not None, self._left_s())
-            membership = known()
+        def await_shared(find: Callable[[], Membership | None]) -> int:
+            self._channel.wait(lambda: find() is not None, self._remaining_s())
+            membership = find()
             mine = 0 if membership is None else membership.generation
             newest, missing = self._replica.highest(mine, int(membership is None))
             if missing:
-                raise Stranded(f"no membership after generation {self.generation} arrived in time")
+                raise RendezvousTimedOut(f"no membership after generation {self.generation} arrived in time")
             return newest
 
         newest = await_shared(lambda: self._channel.newest(self.generation))

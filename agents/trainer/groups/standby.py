@@ -19,8 +19,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agents.trainer.groups.forming import Attempt, Place
-from agents.trainer.groups.stores import Stores
+from agents.trainer.groups.forming import Attempt, GroupPlacement
+from agents.trainer.groups.stores import StoreConnections
 from agents.trainer.process.channel import AgentChannel
 
 _REPLICAS_MIN = 3
@@ -29,26 +29,29 @@ _REPLICAS_MIN = 3
 class Standby:
     """This shard's standby groups. `generation`: of the membership they were built after; 0: none."""
 
-    def __init__(self, channel: AgentChannel, replicas_max: int, stores: Stores | None = None) -> None:
+    def __init__(self, channel: AgentChannel, replicas_max: int, stores: StoreConnections | None = None) -> None:
         self._channel = channel
         self._stores = stores
         self._replicas_max = replicas_max
         self._attempts: dict[tuple[str, ...], tuple[str, Attempt]] = {}
         self.generation = 0
 
-    def prepare(self, generation: int, workers: Sequence[str], place: Place) -> None:
+    def prepare(self, generation: int, workers: Sequence[str], place: GroupPlacement) -> None:
         """Begin to build the groups that follow the present one. `workers`: its members in rank order; `place`: this
         member's own in it, its prefix that of all standby groups of the generation."""
         self.close()
         self.generation = generation
         if place.device.type != "cpu" or not _REPLICAS_MIN <= len(workers) <= self._replicas_max:
             return
-        for lost in range(len(workers)):
-            if lost != place.rank:
-                others = tuple(worker for worker in workers if worker != workers[lost])
-                rank = place.rank - (lost < place.rank)
-                wanted = replace(place, prefix=f"{place.prefix}/{lost}", rank=rank, size=len(others))
-                self._attempts[others] = (f"{generation}/{lost}", Attempt(wanted, self._channel, stores=self._stores))
+        for missing in range(len(workers)):
+            if missing != place.rank:
+                survivors = tuple(worker for worker in workers if worker != workers[missing])
+                rank = place.rank - (missing < place.rank)
+                placement = replace(place, prefix=f"{place.prefix}/{missing}", rank=rank, size=len(survivors))
+                self._attempts[survivors] = (
+                    f"{generation}/{missing}",
+                    Attempt(placement, self._channel, stores=self._stores),
+                )
 
     def offer(self, workers: Sequence[str]) -> tuple[str, Attempt] | None:
         """The standby group of exactly these members, where it is whole here."""

@@ -20,14 +20,14 @@ from events.vocabulary import StoreAddress
 _MEET_TIMEOUT = timedelta(seconds=10)
 
 
-class Stores:
+class StoreConnections:
     """One member's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: tuple[StoreAddress, object] | None = None
 
-    def take(self, address: StoreAddress) -> object:
+    def acquire(self, address: StoreAddress) -> object:
         """A connection to the store at that address, for one meeting. Raises dist.DistError."""
         with self._lock:
             idle, self._idle = self._idle, None
@@ -35,7 +35,7 @@ class Stores:
             return idle[1]
         return dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
 
-    def keep(self, address: StoreAddress, server: object) -> None:
+    def release(self, address: StoreAddress, server: object) -> None:
         """The meeting is over, and nothing waits in this connection."""
         with self._lock:
             self._idle = address, server

@@ -23,47 +23,47 @@ import torch.distributed as dist
 _LOOK_AGAIN = timedelta(seconds=60)
 
 
-class Words:
+class StoreExchange:
     """One member's, in a store of the attempt's own (a prefix). `given_up`: asked between two looks."""
 
-    def __init__(self, store: object, rank: int, size: int, given_up: Callable[[], bool]) -> None:
+    def __init__(self, store: object, rank: int, size: int, is_abandoned: Callable[[], bool]) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        self._given_up = given_up
-        self._said: list[str] = []
+        self._is_abandoned = is_abandoned
+        self._keys: list[str] = []
 
-    def say(self, what: str, word: bytes | str) -> None:
+    def publish(self, kind: str, word: bytes | str) -> None:
         """This member's word of a kind."""
-        self._said.append(f"{what}/{self._rank}")
-        self._store.set(self._said[-1], word)  # type: ignore[attr-defined]
+        self._keys.append(f"{kind}/{self._rank}")
+        self._store.set(self._keys[-1], word)  # type: ignore[attr-defined]
 
-    def unsay(self) -> None:
+    def withdraw(self) -> None:
         """Take this member's words back, when no member will ask for them: the store outlives many groups."""
-        while self._said:
-            self._store.delete_key(self._said.pop())  # type: ignore[attr-defined]
+        while self._keys:
+            self._store.delete_key(self._keys.pop())  # type: ignore[attr-defined]
 
-    def heard(self, what: str) -> list[bytes] | None:
+    def collect(self, kind: str) -> list[bytes] | None:
         """What all members have said, in rank order, as soon as all have; None where it was given up."""
-        own = str(self._rank)
-        teller = bytes(self._store.compare_set(f"{what}/teller", "", own)).decode()  # type: ignore[attr-defined]
-        if teller != own:
-            return self._told(what)
-        everyone = [f"{what}/{member}" for member in range(self._size)]
-        if not self._wait(everyone):
+        own_rank = str(self._rank)
+        collector = bytes(self._store.compare_set(f"{kind}/teller", "", own_rank)).decode()  # type: ignore[attr-defined]
+        if collector != own_rank:
+            return self._read_all(kind)
+        keys = [f"{kind}/{member}" for member in range(self._size)]
+        if not self._wait(keys):
             return None
-        words = [bytes(word) for word in self._store.multi_get(everyone)]  # type: ignore[attr-defined]
-        self._store.set(f"{what}/all", zlib.compress(msgspec.msgpack.encode(words), 1))  # type: ignore[attr-defined]
+        words = [bytes(word) for word in self._store.multi_get(keys)]  # type: ignore[attr-defined]
+        self._store.set(f"{kind}/all", zlib.compress(msgspec.msgpack.encode(words), 1))  # type: ignore[attr-defined]
         return words
 
-    def _told(self, what: str) -> list[bytes] | None:
-        if not self._wait([f"{what}/all"]):
+    def _read_all(self, kind: str) -> list[bytes] | None:
+        if not self._wait([f"{kind}/all"]):
             return None
-        told = zlib.decompress(bytes(self._store.get(f"{what}/all")))  # type: ignore[attr-defined]
-        return msgspec.msgpack.decode(told, type=list[bytes])
+        packed = zlib.decompress(bytes(self._store.get(f"{kind}/all")))  # type: ignore[attr-defined]
+        return msgspec.msgpack.decode(packed, type=list[bytes])
 
     def _wait(self, keys: list[str]) -> bool:
-        while not self._given_up():
+        while not self._is_abandoned():
             try:
                 self._store.wait(keys, _LOOK_AGAIN)  # type: ignore[attr-defined]
             except dist.DistStoreError:

@@ -54,38 +54,38 @@ Any state but parked, stranded and over goes to regrouping when the group breaks
 loop's own) and committing's first half, which needs no group.
 """  # noqa: E501  # a table
 
-from agents.trainer.lifecycle.books import Books
-from agents.trainer.lifecycle.boundary import commit, gathered
-from agents.trainer.lifecycle.effects import Flow, Optimize, Phase
-from agents.trainer.lifecycle.ending import complete, leave_as_said
-from agents.trainer.lifecycle.failures import Stopped
+from agents.trainer.lifecycle.books import MemberState
+from agents.trainer.lifecycle.boundary import commit, gather_parameters
+from agents.trainer.lifecycle.effects import Flow, Optimize, SetPhase
+from agents.trainer.lifecycle.ending import complete, leave_after_stop
+from agents.trainer.lifecycle.failures import ProgramLeftLoop
 from agents.trainer.lifecycle.iteration import iterate
 from agents.trainer.lifecycle.regrouping import regroup
 
-__all__ = ["Books", "run"]
+__all__ = ["MemberState", "run"]
 
 
-def run(books: Books) -> Flow[None]:
+def run(member: MemberState) -> Flow[None]:
     """From the first membership to the end of training, or of this member's part in it."""
-    left = False
+    has_left = False
     try:
-        yield from _train(books)
-        yield from Phase("done")
-    except Stopped:
-        left = True
-    if left:
-        yield from leave_as_said(books)
-    books.enter("over")
+        yield from _train(member)
+        yield from SetPhase("done")
+    except ProgramLeftLoop:
+        has_left = True
+    if has_left:
+        yield from leave_after_stop(member)
+    member.enter("over")
 
 
-def _train(books: Books) -> Flow[None]:
-    yield from regroup(books)
+def _train(member: MemberState) -> Flow[None]:
+    yield from regroup(member)
     is_complete = False
     while not is_complete:
-        while books.goes_on:
-            loss = yield from iterate(books)
-            books.enter("stepping")
-            yield from Optimize(books.ledger.iteration, loss)
-            if (yield from gathered(books)):
-                yield from commit(books)
-        is_complete = yield from complete(books)
+        while member.is_training:
+            loss = yield from iterate(member)
+            member.enter("stepping")
+            yield from Optimize(member.ledger.iteration, loss)
+            if (yield from gather_parameters(member)):
+                yield from commit(member)
+        is_complete = yield from complete(member)

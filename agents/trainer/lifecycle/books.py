@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agents.protocol.messages import Committed, Launch, Membership, StopWanted
-from agents.trainer.gradients.lanes import Lanes
-from agents.trainer.gradients.lanes import begin as dealt_fairly
-from agents.trainer.ledger import LaneLedger, Ledger, Total
-from agents.trainer.lifecycle.effects import Begun, Clear, Flow, Leave, Report, Tell
-from agents.trainer.lifecycle.results import NOTHING, Due, Stock
+from agents.protocol.messages import Committed, Launch, Membership, StopRequest
+from agents.trainer.gradients.lanes import Lanes, initial_assignment
+from agents.trainer.ledger import IterationLedger, LaneLedger, Total
+from agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
+from agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSchedule
 from agents.trainer.lifecycle.shares import Shares
 from agents.trainer.lifecycle.table import FOLLOWS, State
-from agents.trainer.lifecycle.verdict import Position, Verdict
+from agents.trainer.lifecycle.verdict import GroupVerdict, Position
 from events.vocabulary import Member, Phase, StateSource, TaskSpec
 
 _REASON_CHARS = 512
 
 
 @dataclass(slots=True)
-class Turn:
+class PendingWork:
     """What the last verdict left to do: a transfer that is owed, and, if `deals_next`, the next iteration's
     micro-batches. `tried`: a micro-batch has been computed for its bits alone (`detection/determinism.py`)."""
 
-    verdict: Verdict
-    transfer_owed: bool
-    deals_next: bool = False
-    tried: bool = False
+    verdict: GroupVerdict
+    transfer_pending: bool
+    assigns_next: bool = False
+    bits_tested: bool = False
 
 
 @dataclass(slots=True)
-class Books:
+class MemberState:
     """`clock`: monotonic seconds. `buckets`: of gradients. `extents`: elements of each space of the sharded optimizer
     state; none: it is not sharded. `brings`: the program came with the state after this iteration, 0: with the seed's;
     None: no program of this task brings any.
@@ -49,26 +48,26 @@ class Books:
     state: State = "new"
     membership: Membership | None = None
     generation: int = 0
-    ledger: Ledger = field(default_factory=lambda: Ledger(iteration=0))
+    ledger: IterationLedger = field(default_factory=lambda: IterationLedger(iteration=0))
     total: Total | None = None
     agreed: bool = False
-    turn: Turn | None = None
+    pending_work: PendingWork | None = None
     target: int = 0
     has_state: bool = False
     origin: StateSource = "own"
     loss: float = 0.0
     pace_s: float = 0.0
     shares: Shares | None = None
-    stepped: bool = False
-    trained: bool = False
-    whole: bool = False
-    due: Due = NOTHING
-    committed: Committed | None = None
-    committed_told: bool = False
+    has_stepped: bool = False
+    has_trained: bool = False
+    has_whole_state: bool = False
+    save_schedule: SaveSchedule = NO_SAVE
+    last_commit: Committed | None = None
+    commit_reported: bool = False
     stop_reason: str = ""
-    stopped: bool = False
+    stop_agreed: bool = False
     boundary_s: float = 0.0
-    brings: int | None = None
+    loaded_iteration: int | None = None
     saves: Callable[[int], bool] | None = None
 
     def __post_init__(self) -> None:
@@ -100,26 +99,26 @@ class Books:
         return [member.worker for member in self.peers].index(self.worker)
 
     @property
-    def is_lead(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker is the first member."""
         return self.membership is not None and self.membership.members[0].worker == self.worker
 
     @property
-    def in_lead_replica(self) -> bool:
+    def in_leader_replica(self) -> bool:
         """Whether this worker is in the first member's replica."""
         members = () if self.membership is None else self.membership.members
-        mine = [member.replica for member in members if member.worker == self.worker]
-        return bool(mine) and mine[0] == members[0].replica
+        replicas = [member.replica for member in members if member.worker == self.worker]
+        return bool(replicas) and replicas[0] == members[0].replica
 
     # --- where it stands -------------------------------------------------------------------------
 
     @property
-    def goes_on(self) -> bool:
+    def is_training(self) -> bool:
         """Iterations are left."""
-        return self.ledger.iteration <= self.launch.spec.iterations and not self.stopped
+        return self.ledger.iteration <= self.launch.spec.iterations and not self.stop_agreed
 
     @property
-    def last(self) -> int:
+    def last_iteration(self) -> int:
         """The last committed iteration, 0 before the first."""
         return max(0, self.ledger.iteration - 1)
 
@@ -132,46 +131,46 @@ class Books:
         """Of one iteration, over all replicas."""
         return self.launch.spec.micro_batches
 
-    def position(self, stock: Stock) -> Position:
+    def position(self, stock: Holdings) -> Position:
         """What it tells the next group."""
         return Position(
             has_state=self.has_state,
             iteration=self.ledger.iteration if self.has_state else 0,
             sums_complete=self.total is not None,
-            held=tuple(self.ledger.held) if self.has_state else (),
-            done=self.ledger.done if self.has_state else (),
+            assignment=tuple(self.ledger.assignment) if self.has_state else (),
+            in_sums=self.ledger.in_sums if self.has_state else (),
             complete=stock.complete if self.has_state else (),
-            stepped=self.stepped,
+            has_stepped=self.has_stepped,
             spans=stock.spans if self.has_state else (),
         )
 
     @property
     def is_new(self) -> bool:
         """No member of the present group had state when it met, and none has computed anything yet."""
-        return self.turn is not None and self.turn.verdict.fresh and not self.turn.tried
+        return self.pending_work is not None and self.pending_work.verdict.fresh and not self.pending_work.bits_tested
 
     @property
     def lanes(self) -> Lanes | None:
         """None: the sum follows the deal."""
         return lanes_of(self.launch.spec)
 
-    def hold(self, verdict: Verdict | None, *, redone: bool = False) -> None:
+    def assign(self, verdict: GroupVerdict | None, *, redone: bool = False) -> None:
         """Hold what the verdict deals this member, or a fair share of an iteration (what is dealt to empty hands).
         `redone`: what is new to it was another's."""
         rank, size, ledger = self.rank, len(self.peers), self.ledger
         if isinstance(ledger, LaneLedger):
-            deal = dealt_fairly(size, ledger.lanes) if verdict is None else verdict.deal
-            assert deal is not None
-            ledger.hold(deal, rank, verdict.redone[rank] if verdict is not None and redone else 0)
+            lane_assignment = initial_assignment(size, ledger.lanes) if verdict is None else verdict.lane_assignment
+            assert lane_assignment is not None
+            ledger.assign_lanes(lane_assignment, rank, verdict.redone[rank] if verdict is not None and redone else 0)
         else:
-            ledger.deal(range(rank, self.micro_batches, size) if verdict is None else verdict.dealt[rank], redone)
+            ledger.assign(range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], redone)
 
-    def stop(self, reason: str) -> StopWanted | None:
+    def stop(self, reason: str) -> StopRequest | None:
         """The program wants training to end; what is to be told of it. None: it has been told."""
         if self.stop_reason:
             return None
         self.stop_reason = reason[:_REASON_CHARS]
-        return StopWanted(iteration=self.last, reason=self.stop_reason)
+        return StopRequest(iteration=self.last_iteration, reason=self.stop_reason)
 
 
 def lanes_of(spec: TaskSpec) -> Lanes | None:
@@ -179,34 +178,34 @@ def lanes_of(spec: TaskSpec) -> Lanes | None:
     return Lanes(spec.micro_batches, spec.lanes) if spec.lanes else None
 
 
-def begin(books: Books, iteration: int) -> Flow[None]:
+def begin_iteration(member: MemberState, iteration: int) -> Flow[None]:
     """Another iteration, with empty hands."""
     yield from Clear(iteration)
-    lanes = books.lanes
-    books.ledger = Ledger(iteration) if lanes is None else LaneLedger(iteration, lanes=lanes)
+    lanes = member.lanes
+    member.ledger = IterationLedger(iteration) if lanes is None else LaneLedger(iteration, lanes=lanes)
 
 
-def stand_after(books: Books, iteration: int) -> Flow[None]:
+def resume_after(member: MemberState, iteration: int) -> Flow[None]:
     """It has the state after `iteration`; what it was dealt stays dealt."""
-    before = books.ledger
-    yield from begin(books, iteration + 1)
-    books.ledger = before.anew(iteration + 1)
-    books.has_state = True
+    previous = member.ledger
+    yield from begin_iteration(member, iteration + 1)
+    member.ledger = previous.for_iteration(iteration + 1)
+    member.has_state = True
 
 
-def start_clock(books: Books) -> Flow[None]:
+def start_clock(member: MemberState) -> Flow[None]:
     """The iteration begins now."""
-    yield from Begun(books.ledger.iteration)
+    yield from StartClock(member.ledger.iteration)
 
 
-def tell_committed(books: Books) -> Flow[None]:
+def report_commit(member: MemberState) -> Flow[None]:
     """The lead tells the newest commit, once; a new lead the one that the old lead may have taken with it."""
-    if books.committed is not None and not books.committed_told and books.is_lead:
-        yield from Tell(books.committed)
-        books.committed_told = True
+    if member.last_commit is not None and not member.commit_reported and member.is_leader:
+        yield from Send(member.last_commit)
+        member.commit_reported = True
 
 
-def leave_broken(books: Books, failure: str, phase: Phase) -> Flow[None]:
+def leave_broken_group(member: MemberState, failure: str, phase: Phase) -> Flow[None]:
     """The group is broken: leave it before anything else, and tell."""
-    yield from Leave()
-    yield from Report(failure, books.ledger.iteration, phase)
+    yield from LeaveGroup()
+    yield from ReportFailure(failure, member.ledger.iteration, phase)

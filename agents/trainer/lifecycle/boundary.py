@@ -4,74 +4,81 @@ from __future__ import annotations
 
 from agents.protocol.messages import Committed, Membership
 from agents.trainer.ledger import Total
-from agents.trainer.lifecycle.books import Books, Turn, begin, leave_broken, start_clock, tell_committed
+from agents.trainer.lifecycle.books import (
+    MemberState,
+    PendingWork,
+    begin_iteration,
+    leave_broken_group,
+    report_commit,
+    start_clock,
+)
 from agents.trainer.lifecycle.dividing import gather, leave_parts
-from agents.trainer.lifecycle.effects import At, Flow, MembershipOf, Observe, StandBy
-from agents.trainer.lifecycle.failures import Broken, Superseded
+from agents.trainer.lifecycle.effects import FaultPoint, Flow, GetMembership, Observe, PrepareStandby
+from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from agents.trainer.lifecycle.keeping import save
 from agents.trainer.lifecycle.regrouping import regroup, transfer
 
 
-def gathered(books: Books) -> Flow[bool]:
+def gather_parameters(member: MemberState) -> Flow[bool]:
     """Have all parameters that other replicas have stepped. False: the live state was lost meanwhile, another
     iteration begins instead."""
-    books.trained = True
-    shares = books.shares
+    member.has_trained = True
+    shares = member.shares
     if shares is None:
         return True
-    books.stepped = True
-    yield from At("stepped", books.ledger.iteration, books.ledger.finished)
+    member.has_stepped = True
+    yield from FaultPoint("stepped", member.ledger.iteration, member.ledger.finished)
     while True:
-        books.enter("gathering")
+        member.enter("gathering")
         failure = ""
         try:
             yield from gather(shares)
-            books.stepped = False
+            member.has_stepped = False
             return True
-        except Broken as broken:
+        except GroupBroken as broken:
             failure = str(broken)
-        except Superseded:
+        except MembershipSuperseded:
             pass
         if failure:
-            yield from leave_broken(books, failure, "step")
-        if not (yield from regroup(books)):
+            yield from leave_broken_group(member, failure, "step")
+        if not (yield from regroup(member)):
             return False
 
 
-def commit(books: Books) -> Flow[None]:
+def commit(member: MemberState) -> Flow[None]:
     """The step is made, on all replicas: report, save, and go to the next iteration's group."""
-    books.enter("committing")
-    membership, total, iteration = books.membership, books.total, books.ledger.iteration
+    member.enter("committing")
+    membership, total, iteration = member.membership, member.total, member.ledger.iteration
     assert membership is not None and total is not None
-    duration_us = yield from _tell(books, total)
+    duration_us = yield from _tell(member, total)
     yield from Observe(iteration, total, duration_us, membership)
-    turn, books.turn = books.turn, None
-    yield from begin(books, iteration + 1)
-    yield from start_clock(books)
-    yield from At("committed", books.ledger.iteration)
-    target = (yield from MembershipOf(books.target)) if books.target else None
+    pending_work, member.pending_work = member.pending_work, None
+    yield from begin_iteration(member, iteration + 1)
+    yield from start_clock(member)
+    yield from FaultPoint("committed", member.ledger.iteration)
+    target = (yield from GetMembership(member.target)) if member.target else None
     failure = ""
     try:
-        yield from save(books, iteration, duration_us)
-        if (yield from _stay(books, membership, turn, target)):
+        yield from save(member, iteration, duration_us)
+        if (yield from _stay(member, membership, pending_work, target)):
             return
-    except Broken as broken:
+    except GroupBroken as broken:
         failure, target = str(broken), None
-    except Superseded:
+    except MembershipSuperseded:
         target = None
     if failure:
-        yield from leave_broken(books, failure, "regroup")
-    yield from regroup(books, target)
+        yield from leave_broken_group(member, failure, "regroup")
+    yield from regroup(member, target)
 
 
-def _tell(books: Books, total: Total) -> Flow[int]:
+def _tell(member: MemberState, total: Total) -> Flow[int]:
     """The iteration is committed; its duration in microseconds."""
-    now_s = books.clock()
-    duration_us = int((now_s - books.boundary_s) * 1e6)
-    books.loss = total.loss
-    books.committed = Committed(
+    now_s = member.clock()
+    duration_us = int((now_s - member.boundary_s) * 1e6)
+    member.loss = total.loss
+    member.last_commit = Committed(
         generation=total.generation,
-        iteration=books.ledger.iteration,
+        iteration=member.ledger.iteration,
         samples=total.samples,
         samples_digest=total.samples_digest,
         loss=total.loss,
@@ -79,25 +86,27 @@ def _tell(books: Books, total: Total) -> Flow[int]:
         micro_batches_by_rank=total.micro_batches_by_rank,
         redone=total.redone,
     )
-    books.committed_told = False
-    books.boundary_s = now_s
-    books.total = None
-    yield from tell_committed(books)
+    member.commit_reported = False
+    member.boundary_s = now_s
+    member.total = None
+    yield from report_commit(member)
     return duration_us
 
 
-def _stay(books: Books, present: Membership, turn: Turn | None, target: Membership | None) -> Flow[bool]:
+def _stay(
+    member: MemberState, present: Membership, pending_work: PendingWork | None, target: Membership | None
+) -> Flow[bool]:
     """Get ready for the next iteration in this group, with what the last verdict left to do. False: it is to happen in
     the target's. Throws Broken, Superseded."""
-    verdict = turn.verdict if turn is not None and turn.deals_next else None
-    if turn is not None and turn.transfer_owed:
-        books.hold(turn.verdict)
-        yield from transfer(books, turn)
+    verdict = pending_work.verdict if pending_work is not None and pending_work.assigns_next else None
+    if pending_work is not None and pending_work.transfer_pending:
+        member.assign(pending_work.verdict)
+        yield from transfer(member, pending_work)
         return True
     if target is None:
-        books.hold(verdict)
-        yield from StandBy(present)
+        member.assign(verdict)
+        yield from PrepareStandby(present)
         return True
-    if books.shares is not None:
-        yield from leave_parts(books, books.shares, present, target)
+    if member.shares is not None:
+        yield from leave_parts(member, member.shares, present, target)
     return False

@@ -19,8 +19,8 @@ from typing import Literal, TypeAlias, get_args
 Kind: TypeAlias = Literal["memory", "peer", "checkpoint"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 #: How many iterations of each kind a member offers, the newest first.
-TOLD: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
-ROW_WORDS = sum(TOLD.values())
+OFFERS_MAX: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
+ROW_WORDS = sum(OFFERS_MAX.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,16 @@ class Candidate:
 
 def ordered(rows: Sequence[Sequence[int]]) -> list[Candidate]:
     """All that the gathered rows name, best first. `rows[m]`: member m's iterations by kind, 0 for none."""
-    found = [
+    candidates = [
         Candidate(iteration, kind, rank)
         for rank, row in enumerate(rows)
         for kind, iterations in split(row).items()
         for iteration in iterations
     ]
-    return sorted(dict.fromkeys(found), key=lambda one: (-one.iteration, KINDS.index(one.kind), one.rank))
+    return sorted(
+        dict.fromkeys(candidates),
+        key=lambda candidate: (-candidate.iteration, KINDS.index(candidate.kind), candidate.rank),
+    )
 
 
 def newest(rows: Sequence[Sequence[int]], kind: Kind) -> int:
@@ -51,20 +54,20 @@ def newest(rows: Sequence[Sequence[int]], kind: Kind) -> int:
     return max((iteration for row in rows for iteration in split(row)[kind]), default=0)
 
 
-def row_of(told: dict[Kind, list[int]]) -> list[int]:
+def row_of(offers: dict[Kind, list[int]]) -> list[int]:
     """The row that a member gathers."""
     row: list[int] = []
     for kind in KINDS:
-        iterations = sorted(told.get(kind, []), reverse=True)[: TOLD[kind]]
-        row += iterations + [0] * (TOLD[kind] - len(iterations))
+        iterations = sorted(offers.get(kind, []), reverse=True)[: OFFERS_MAX[kind]]
+        row += iterations + [0] * (OFFERS_MAX[kind] - len(iterations))
     return row
 
 
 def split(row: Sequence[int]) -> dict[Kind, list[int]]:
     """The inverse of `row_of`."""
-    told: dict[Kind, list[int]] = {}
+    offers: dict[Kind, list[int]] = {}
     start = 0
     for kind in KINDS:
-        told[kind] = [iteration for iteration in row[start : start + TOLD[kind]] if iteration > 0]
-        start += TOLD[kind]
-    return told
+        offers[kind] = [iteration for iteration in row[start : start + OFFERS_MAX[kind]] if iteration > 0]
+        start += OFFERS_MAX[kind]
+    return offers

@@ -16,23 +16,23 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
 
-def deal(held: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[int, ...], ...]:
+def assign(assignments: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[int, ...], ...]:
     """The micro-batches newly dealt to each replica.
 
     `held[r]`: what replica `r` holds, a subset of range(micro_batches), pairwise disjoint (ValueError if not).
     """
-    if not held:
+    if not assignments:
         raise ValueError("held: no replica to deal to")
-    taken = [micro_batch for own in held for micro_batch in own]
-    if len(set(taken)) != len(taken):
-        raise ValueError(f"held: {held} has a micro-batch twice")
-    if any(not 0 <= micro_batch < micro_batches for micro_batch in taken):
-        raise ValueError(f"held: {held} has a micro-batch outside 0..{micro_batches - 1}")
-    counts = [(len(own), replica) for replica, own in enumerate(held)]
+    present = [micro_batch for batch in assignments for micro_batch in batch]
+    if len(set(present)) != len(present):
+        raise ValueError(f"held: {assignments} has a micro-batch twice")
+    if any(not 0 <= micro_batch < micro_batches for micro_batch in present):
+        raise ValueError(f"held: {assignments} has a micro-batch outside 0..{micro_batches - 1}")
+    counts = [(len(batch), replica) for replica, batch in enumerate(assignments)]
     heapify(counts)
-    dealt: list[list[int]] = [[] for _ in held]
-    for micro_batch in sorted(set(range(micro_batches)).difference(taken)):
+    additions: list[list[int]] = [[] for _ in assignments]
+    for micro_batch in sorted(set(range(micro_batches)).difference(present)):
         count, replica = counts[0]
-        dealt[replica].append(micro_batch)
+        additions[replica].append(micro_batch)
         heapreplace(counts, (count + 1, replica))
-    return tuple(tuple(own) for own in dealt)
+    return tuple(tuple(batch) for batch in additions)

@@ -14,46 +14,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agents.protocol.messages import Membership
-from agents.trainer.lifecycle.books import Books
-from agents.trainer.lifecycle.effects import Adopt, Assemble, At, Flow, Gather, Rows, Say, Stage, StageFirst
-from agents.trainer.lifecycle.shares import Shares, cut, nodes_of
-from agents.trainer.sharded.parts import Part
+from agents.trainer.lifecycle.books import MemberState
+from agents.trainer.lifecycle.effects import (
+    Adopt,
+    Assemble,
+    FaultPoint,
+    Flow,
+    GatherParameters,
+    GatherRows,
+    Log,
+    Stage,
+    StageFirst,
+)
+from agents.trainer.lifecycle.shares import Shares, assign_parts, nodes_of
+from agents.trainer.sharded.parts import StatePart
 
 
 def gather(shares: Shares) -> Flow[None]:
     """All members have all parameters that any of them has stepped. Throws Broken, Superseded."""
-    yield from Gather(shares.gathering())
+    yield from GatherParameters(shares.gathering())
 
 
-def divide(books: Books, shares: Shares, wanted: Sequence[Sequence[Part]], *, first: bool = False) -> Flow[None]:
+def divide(
+    member: MemberState, shares: Shares, new_parts: Sequence[Sequence[StatePart]], *, first: bool = False
+) -> Flow[None]:
     """Have each member hold its parts, `wanted[rank]`, and nothing else. `first`: training begins, nothing is held
     yet. Throws Broken, Superseded."""
-    started_s, parts, received_bytes = books.clock(), wanted[books.rank], 0
+    started_s, parts, received_bytes = member.clock(), new_parts[member.rank], 0
     if first:
         yield from StageFirst(parts)
     else:
-        received_bytes = yield from Stage(parts, shares.dividing(wanted))
-    yield from At("dividing", books.ledger.iteration, books.ledger.finished)
-    yield from Rows([1])
+        received_bytes = yield from Stage(parts, shares.dividing(new_parts))
+    yield from FaultPoint("dividing", member.ledger.iteration, member.ledger.finished)
+    yield from GatherRows([1])
     yield from Adopt()
-    shares.layout = shares.layout_of(wanted)
-    held = ", ".join(f"{part.index + 1} of {part.count}" for part in parts) or "none"
-    took = f"{received_bytes} bytes of them from other replicas, {(books.clock() - started_s) * 1e3:.0f} ms"
-    yield from Say(f"holds parts {held}; {took}")
+    shares.layout = shares.layout_of(new_parts)
+    indices = ", ".join(f"{part.index + 1} of {part.count}" for part in parts) or "none"
+    details = f"{received_bytes} bytes of them from other replicas, {(member.clock() - started_s) * 1e3:.0f} ms"
+    yield from Log(f"holds parts {indices}; {details}")
 
 
-def assemble(books: Books, shares: Shares, *, at_boundary: bool = False) -> Flow[None]:
+def assemble(member: MemberState, shares: Shares, *, at_boundary: bool = False) -> Flow[None]:
     """Have the lead's replica hold the whole state, to be saved; all take part. Throws Broken, Superseded."""
     yield from Assemble(shares.assembling(), at_boundary)
-    books.whole = books.rank == 0
+    member.has_whole_state = member.rank == 0
 
 
-def leave_parts(books: Books, shares: Shares, present: Membership, target: Membership) -> Flow[None]:
+def leave_parts(member: MemberState, shares: Shares, present: Membership, target: Membership) -> Flow[None]:
     """Before leaving for a planned membership: have those that stay hold every part, or, if none stays, the lead hold
     everything, to be saved. Throws Broken, Superseded."""
-    named = {member.worker for member in target.members}
-    staying = [rank for rank, member in enumerate(books.peers) if member.worker in named]
+    target_workers = {peer.worker for peer in target.members}
+    staying = [rank for rank, peer in enumerate(member.peers) if peer.worker in target_workers]
     if not staying:
-        yield from assemble(books, shares)
+        yield from assemble(member, shares)
     elif not shares.are_whole([shares.layout[rank] for rank in staying]):
-        yield from divide(books, shares, cut(nodes_of(present), staying))
+        yield from divide(member, shares, assign_parts(nodes_of(present), staying))

@@ -6,7 +6,7 @@ Rules
 * A *seam* (`Compute`, `Optimize`) is the training loop's own turn; every other effect is the driver's alone.
 * An effect is the whole replica's: a driver that runs one shard of several puts what happened to it to the vote of all
   shards, so that all shards get the same result or the same kind of failure.
-* Effects that note something (`Tell`, `At`, `Phase`, ...) come in the order in which they are to be noted, and return
+* Effects that note something (`Send`, `FaultPoint`, `SetPhase`, ...) come in the order in which they are to be noted, and return
   at once.
 
 No IO here: nothing of torch, sockets or clocks.
@@ -14,17 +14,16 @@ No IO here: nothing of torch, sockets or clocks.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from agents.protocol.messages import FromWorker, Membership
-from agents.trainer.ledger import Account, Ledger, Total
+from agents.trainer.ledger import IterationLedger, ReplicaAccount, Total
 from agents.trainer.lifecycle.candidates import Candidate
-from agents.trainer.lifecycle.results import Due, Loaded, Stock
+from agents.trainer.lifecycle.results import Holdings, LoadedState, SaveSchedule
 from agents.trainer.lifecycle.verdict import Position
-from agents.trainer.sharded.parts import Move, Part
+from agents.trainer.sharded.parts import SpanMove, StatePart
 from events import vocabulary as v
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Compute(Effect[None]):
     micro-batches the driver looks for an urgent membership. Before a run it waits for the running sum that another
     member gives, behind it it gives its own away. Throws Broken, Superseded, QuitAsked, Stopped."""
 
-    ledger: Ledger
+    ledger: IterationLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,47 +70,32 @@ class Optimize(Effect[None]):
 Seam: TypeAlias = Compute | Optimize
 
 
-def handlers(*owners: object) -> dict[type[Effect[Any]], Callable[..., Any]]:
-    """The methods for all effects but the seams, by name (`SaveAndWait` is `_save_and_wait`), each from the first of a
-    driver's classes or objects that has it. Raises LookupError where none has."""
-    every = (found for found in globals().values() if isinstance(found, type) and issubclass(found, Effect))
-    found: dict[type[Effect[Any]], Callable[..., Any]] = {}
-    for effect in every:
-        if effect not in (Effect, Compute, Optimize):
-            name = re.sub("(?=[A-Z])", "_", effect.__name__).lower()
-            methods = [getattr(owner, name) for owner in owners if hasattr(owner, name)]
-            if not methods:
-                raise LookupError(f"no method {name} for the effect {effect.__name__}")
-            found[effect] = methods[0]
-    return found
-
-
 # Noting.
 
 
 @dataclass(frozen=True, slots=True)
-class Tell(Effect[None]):
+class Send(Effect[None]):
     """Say this to the agent."""
 
     message: FromWorker
 
 
 @dataclass(frozen=True, slots=True)
-class Say(Effect[None]):
+class Log(Effect[None]):
     """A line for the worker's log."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Phase(Effect[None]):
+class SetPhase(Effect[None]):
     """The worker's phase mark."""
 
     phase: v.Phase
 
 
 @dataclass(frozen=True, slots=True)
-class At(Effect[None]):
+class FaultPoint(Effect[None]):
     """A point at which a fault may have been ordered (`injection.py`)."""
 
     point: Point
@@ -121,22 +105,22 @@ class At(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Idle(Effect[None]):
-    """No iteration runs: nothing is late until `Begun`."""
+    """No iteration runs: nothing is late until `StartClock`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Begun(Effect[None]):
+class StartClock(Effect[None]):
     """An iteration begins, or goes on in another group: its clock starts."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ending(Effect[None]):
+class BeginFinalSave(Effect[None]):
     """Training is over; what is left is the last state. `writes`: this replica writes it, others wait."""
 
     iteration: int
-    writes: bool
+    is_writer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +144,16 @@ class Flush(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStock(Effect[Stock]):
+class ReportHoldings(Effect[Holdings]):
     """What does this member hold?"""
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside(Effect[None]):
-    """Look for another group. `keep`: the present one is sound and stays open until `Drop`, else it is closed.
+class KeepOldGroup(Effect[None]):
+    """Look for another group. `keep`: the present one is sound and stays open until `DropOldGroup`, else it is closed.
     `bounded`: give up after the fault wait (Stranded)."""
 
-    keep: bool
+    is_sound: bool
     bounded: bool
 
 
@@ -179,21 +163,21 @@ class AwaitMembership(Effect[Membership]):
 
 
 @dataclass(frozen=True, slots=True)
-class Follow(Effect[None]):
+class FollowMembership(Effect[None]):
     """This membership is tried now; older ones never again."""
 
     membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
-class Form(Effect[None]):
+class FormGroup(Effect[None]):
     """Form the membership's group. Throws Broken, Superseded, QuitAsked."""
 
     membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Effect[Sequence[Position]]):
+class ExchangePositions(Effect[Sequence[Position]]):
     """The positions of all members of the new group, in rank order. `sharded`: with their spans. Throws Broken,
     Superseded, QuitAsked."""
 
@@ -202,12 +186,12 @@ class Exchange(Effect[Sequence[Position]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Drop(Effect[None]):
+class DropOldGroup(Effect[None]):
     """Close the group that was set aside."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sit(Effect[int]):
+class GroupReady(Effect[int]):
     """A group has exchanged positions. `share`: micro-batches of an iteration that fall to a replica; `joins`: there
     are newcomers. Returns the microseconds since the membership was received."""
 
@@ -217,12 +201,12 @@ class Sit(Effect[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Effect[None]):
+class LeaveGroup(Effect[None]):
     """Leave the present group at once, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Effect[None]):
+class ReportFailure(Effect[None]):
     """Tell the agent of a broken group, unless the answer is already here."""
 
     failure: str
@@ -231,7 +215,7 @@ class Report(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class StandBy(Effect[None]):
+class PrepareStandby(Effect[None]):
     """The group works: prepare for its next loss."""
 
     membership: Membership
@@ -256,23 +240,23 @@ class AwaitUrgent(Effect[None]):
 class AnyShard(Effect[bool]):
     """Whether it holds for any shard of this replica."""
 
-    value: bool
+    holds: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Effect[Sequence[Sequence[int]]]):
+class GatherRows(Effect[Sequence[Sequence[int]]]):
     """Every member's row of signed 64-bit integers, in rank order. Throws Broken, Superseded, QuitAsked."""
 
     row: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Pending(Effect[int]):
+class PendingGeneration(Effect[int]):
     """The newest membership that every shard of this replica holds and that is not followed yet; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class MembershipOf(Effect[Membership | None]):
+class GetMembership(Effect[Membership | None]):
     """The membership of that generation, if it was received."""
 
     generation: int
@@ -280,7 +264,7 @@ class MembershipOf(Effect[Membership | None]):
 
 @dataclass(frozen=True, slots=True)
 class Agree(Effect[Sequence[Sequence[int]]]):
-    """As `Rows`, at the end of an iteration; drivers may add words of their own, which they keep. The point `agreeing`
+    """As `GatherRows`, at the end of an iteration; drivers may add words of their own, which they keep. The point `agreeing`
     is passed while it is under way."""
 
     row: Sequence[int]
@@ -302,7 +286,7 @@ class KeepSums(Effect[None]):
     sums count here."""
 
     final: frozenset[int]
-    kept: frozenset[int]
+    valid: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +298,11 @@ class LastStage(Effect[tuple[float, int]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce(Effect[Sequence[Account]]):
+class Reduce(Effect[Sequence[ReplicaAccount]]):
     """Complete all buckets' sums over the members; their accounts of the iteration, in rank order. The point
     `reducing` is passed while it is under way. Throws Broken, Superseded, QuitAsked."""
 
-    ledger: Ledger
+    ledger: IterationLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +316,7 @@ class Settle(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class LookAround(Effect[Sequence[int]]):
+class CheckPeers(Effect[Sequence[int]]):
     """What this replica can offer (`candidates.row_of`). `is_first`: it also asks peers and looks at storage."""
 
     is_first: bool
@@ -340,14 +324,14 @@ class LookAround(Effect[Sequence[int]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Take(Effect[Loaded | str]):
+class LoadState(Effect[LoadedState | str]):
     """Live in the candidate's state, all shards or none; why not, where it is not sound for all."""
 
     candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
-class Give(Effect[None]):
+class BroadcastState(Effect[None]):
     """Broadcast this member's state after `iteration`. Throws Broken, Superseded, QuitAsked."""
 
     iteration: int
@@ -356,7 +340,7 @@ class Give(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Receive(Effect[Loaded | None]):
+class ReceiveState(Effect[LoadedState | None]):
     """Take part in member `source`'s broadcast; `keep`: and live in it. Throws Broken, Superseded, QuitAsked."""
 
     source: int
@@ -372,12 +356,12 @@ class ParamsDigest(Effect[str]):
 
 
 @dataclass(frozen=True, slots=True)
-class AskDue(Effect[Due]):
+class AskSaveSchedule(Effect[SaveSchedule]):
     """What is to be saved after `iteration`, with sharded optimizer state. `leads`: this is the lead's replica."""
 
     iteration: int
     membership: Membership
-    leads: bool
+    in_leader_replica: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,8 +372,8 @@ class Save(Effect[None]):
     duration_us: int
     loss: float
     membership: Membership
-    leads: bool
-    due: Due | None
+    in_leader_replica: bool
+    schedule: SaveSchedule | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,18 +389,18 @@ class SaveAndWait(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Gather(Effect[None]):
+class GatherParameters(Effect[None]):
     """Each move's stretch of the parameters, from its source to all members. The point `gathering` is passed while it
     is under way. Throws Broken, Superseded, QuitAsked."""
 
-    moves: Sequence[Move]
+    moves: Sequence[SpanMove]
 
 
 @dataclass(frozen=True, slots=True)
 class StageFirst(Effect[None]):
     """Stage these parts as training begins: made from the parameters."""
 
-    parts: Sequence[Part]
+    parts: Sequence[StatePart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,8 +408,8 @@ class Stage(Effect[int]):
     """Stage these parts beside what is held, from what is held and from the moves; the bytes received. Throws Broken,
     Superseded, QuitAsked."""
 
-    parts: Sequence[Part]
-    moves: Sequence[Move]
+    parts: Sequence[StatePart]
+    moves: Sequence[SpanMove]
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +418,7 @@ class Adopt(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Forget(Effect[None]):
+class DropParts(Effect[None]):
     """Drop all parts."""
 
 
@@ -443,5 +427,5 @@ class Assemble(Effect[None]):
     """The first member puts the whole optimizer state together, for `Save` and `SaveAndWait`. `at_boundary`: the
     clock of a checkpoint runs. Throws Broken, Superseded, QuitAsked."""
 
-    moves: Sequence[Move]
+    moves: Sequence[SpanMove]
     at_boundary: bool

@@ -5,12 +5,22 @@ After the last iteration no member leaves before the lead has saved: if the lead
 
 from __future__ import annotations
 
-from agents.protocol.messages import Completed, StopWanted
-from agents.trainer.lifecycle.books import Books, leave_broken
-from agents.trainer.lifecycle.boundary import commit, gathered
+from agents.protocol.messages import Completed, StopRequest
+from agents.trainer.lifecycle.books import MemberState, leave_broken_group
+from agents.trainer.lifecycle.boundary import commit, gather_parameters
 from agents.trainer.lifecycle.dividing import assemble
-from agents.trainer.lifecycle.effects import AwaitUrgent, Ending, Flow, Flush, Leave, ParamsDigest, Phase, Rows, Tell
-from agents.trainer.lifecycle.failures import Broken, Superseded
+from agents.trainer.lifecycle.effects import (
+    AwaitUrgent,
+    BeginFinalSave,
+    Flow,
+    Flush,
+    GatherRows,
+    LeaveGroup,
+    ParamsDigest,
+    Send,
+    SetPhase,
+)
+from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from agents.trainer.lifecycle.keeping import save_and_wait
 from agents.trainer.lifecycle.regrouping import regroup
 
@@ -20,61 +30,61 @@ _COMPLETED_FLUSH_S = 5.0
 _PARTING_S = 5.0
 
 
-def complete(books: Books) -> Flow[bool]:
+def complete(member: MemberState) -> Flow[bool]:
     """Let the lead save and say that the task is complete; leave together. False: the live state was lost before that,
     and iterations are left."""
-    told = False
-    stores = bool(books.launch.spec.checkpoint.dir)
+    is_reported = False
+    stores = bool(member.launch.spec.checkpoint.dir)
     while True:
-        books.enter("ending")
-        yield from Ending(books.ledger.iteration, books.in_lead_replica and stores)
+        member.enter("ending")
+        yield from BeginFinalSave(member.ledger.iteration, member.in_leader_replica and stores)
         failure = ""
         try:
-            if books.shares is not None and (stores or books.saves is not None):
-                yield from assemble(books, books.shares)
-            if books.in_lead_replica and not told:
-                yield from save_and_wait(books)
-                told = True
-                if books.is_lead:
-                    yield from _tell(books)
-            yield from Rows([books.ledger.iteration])
+            if member.shares is not None and (stores or member.saves is not None):
+                yield from assemble(member, member.shares)
+            if member.in_leader_replica and not is_reported:
+                yield from save_and_wait(member)
+                is_reported = True
+                if member.is_leader:
+                    yield from _tell(member)
+            yield from GatherRows([member.ledger.iteration])
             return True
-        except Broken as broken:
+        except GroupBroken as broken:
             failure = str(broken)
-        except Superseded:
+        except MembershipSuperseded:
             pass
         if failure:
-            yield from leave_broken(books, failure, "checkpoint")
+            yield from leave_broken_group(member, failure, "checkpoint")
         else:
-            yield from Leave()
-        yield from regroup(books)
-        if books.goes_on:
+            yield from LeaveGroup()
+        yield from regroup(member)
+        if member.is_training:
             return False
 
 
-def _tell(books: Books) -> Flow[None]:
+def _tell(member: MemberState) -> Flow[None]:
     digest = yield from ParamsDigest()
-    yield from Tell(Completed(iteration=books.last, loss=books.loss, params_digest=digest))
+    yield from Send(Completed(iteration=member.last_iteration, loss=member.loss, params_digest=digest))
     yield from Flush(_COMPLETED_FLUSH_S)
 
 
-def leave_as_said(books: Books) -> Flow[None]:
+def leave_after_stop(member: MemberState) -> Flow[None]:
     """The program has said `stop`, and does not come back for the end of training: commit what it has stepped. If all
     have agreed on the end by then, they go it together. Else the others wait for this one in the next iteration; where
     they all have left as well, the log knows, and asks all to end; where not, they go on without it and end after their
     next. (A part of sharded optimizer state is not saved alone: newer processes train on from the last that was.)"""
-    if books.agreed and (yield from gathered(books)):
-        yield from commit(books)
-    if books.stopped and (yield from complete(books)):
-        yield from Phase("done")
+    if member.agreed and (yield from gather_parameters(member)):
+        yield from commit(member)
+    if member.stop_agreed and (yield from complete(member)):
+        yield from SetPhase("done")
         return
-    books.enter("ending")
-    yield from Ending(books.ledger.iteration, True)
-    if books.shares is None:
-        if books.in_lead_replica:
-            yield from save_and_wait(books)
-        yield from Tell(StopWanted(iteration=books.last, reason=books.stop_reason, left=True))
-        yield from AwaitUrgent(max(_PARTING_S, 2.0 * books.pace_s))
-    yield from Phase("done")
+    member.enter("ending")
+    yield from BeginFinalSave(member.ledger.iteration, True)
+    if member.shares is None:
+        if member.in_leader_replica:
+            yield from save_and_wait(member)
+        yield from Send(StopRequest(iteration=member.last_iteration, reason=member.stop_reason, left=True))
+        yield from AwaitUrgent(max(_PARTING_S, 2.0 * member.pace_s))
+    yield from SetPhase("done")
     yield from Flush(_FLUSH_S)
-    yield from Leave()
+    yield from LeaveGroup()

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 
-class Broken(Exception):
+class GroupBroken(Exception):
     """A collective, or the forming of the group, failed: most likely a member is gone."""
 
 
-class Superseded(Exception):
+class MembershipSuperseded(Exception):
     """A newer membership has come; this group is of no use any more."""
 
 
-class Stranded(Exception):
+class RendezvousTimedOut(Exception):
     """No membership came in time."""
 
 
-class Stopped(Exception):
+class ProgramLeftLoop(Exception):
     """At a seam: the program has said `stop` and has left its loop."""
 
 
-class QuitAsked(BaseException):
+class QuitRequested(BaseException):
     """The agent has asked the worker to end. No Exception: a training script must not catch it by accident."""
 
 
-class NothingLeft(RuntimeError):
+class StateLost(RuntimeError):
     """All holders of a part of the optimizer's state are lost, nothing was saved, and no process is as the seed made
     it: training has to begin anew, in new processes."""

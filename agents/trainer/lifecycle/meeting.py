@@ -14,27 +14,27 @@ from __future__ import annotations
 
 from agents.protocol.messages import Membership
 from agents.trainer.lifecycle import verdict
-from agents.trainer.lifecycle.books import Books
+from agents.trainer.lifecycle.books import MemberState
 from agents.trainer.lifecycle.effects import (
     AnyShard,
-    At,
     AwaitMembership,
-    Drop,
-    Exchange,
+    DropOldGroup,
+    ExchangePositions,
+    FaultPoint,
     Flow,
-    Follow,
-    Form,
-    Leave,
-    Report,
-    SetAside,
-    TakeStock,
+    FollowMembership,
+    FormGroup,
+    KeepOldGroup,
+    LeaveGroup,
+    ReportFailure,
+    ReportHoldings,
 )
-from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
-from agents.trainer.lifecycle.verdict import Position, Verdict
+from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, QuitRequested, RendezvousTimedOut
+from agents.trainer.lifecycle.verdict import GroupVerdict, Position
 from agents.trainer.sharded.parts import covers
 
 
-class LeftOut(Exception):
+class NotAMember(Exception):
     """The membership to follow does not name this worker."""
 
     def __init__(self, membership: Membership) -> None:
@@ -42,51 +42,55 @@ class LeftOut(Exception):
         self.membership = membership
 
 
-def join(books: Books, target: Membership | None) -> Flow[tuple[Membership, Verdict]]:
+def join(member: MemberState, target: Membership | None) -> Flow[tuple[Membership, GroupVerdict]]:
     """Follow the membership, and any newer one that comes meanwhile, until a group has drawn a verdict.
 
     `target`: leave a sound group for it. None: wait for one. Raises LeftOut (what was set aside stays open), Stranded.
     """
-    position = books.position((yield from TakeStock()))
-    yield from SetAside(keep=target is not None, bounded=position.has_state)
+    position = member.position((yield from ReportHoldings()))
+    yield from KeepOldGroup(is_sound=target is not None, bounded=position.has_state)
     try:
         while True:
             membership = target or (yield from AwaitMembership())
             target = None
-            books.generation = membership.generation
-            yield from Follow(membership)
-            if all(member.worker != books.worker for member in membership.members):
-                raise LeftOut(membership)
+            member.generation = membership.generation
+            yield from FollowMembership(membership)
+            if all(peer.worker != member.worker for peer in membership.members):
+                raise NotAMember(membership)
             failure = ""
             try:
-                verdict = yield from _attempt(books, membership, position)
+                verdict = yield from _attempt(member, membership, position)
                 break
-            except Broken as broken:
+            except GroupBroken as broken:
                 failure = str(broken)
-            except Superseded:
+            except MembershipSuperseded:
                 pass
             if failure:
-                yield from Report(failure, position.iteration, "regroup")
-            yield from Leave()
-            yield from Drop()
-    except (Stranded, QuitAsked):
-        yield from Drop()
+                yield from ReportFailure(failure, position.iteration, "regroup")
+            yield from LeaveGroup()
+            yield from DropOldGroup()
+    except (RendezvousTimedOut, QuitRequested):
+        yield from DropOldGroup()
         raise
     return membership, verdict
 
 
-def _attempt(books: Books, membership: Membership, position: Position) -> Flow[Verdict]:
-    yield from At("forming", position.iteration)
-    yield from Form(membership)
-    yield from At("formed", position.iteration)
-    shares = books.shares
-    positions = yield from Exchange(position, shares is not None)
-    whole = True
+def _attempt(member: MemberState, membership: Membership, position: Position) -> Flow[GroupVerdict]:
+    yield from FaultPoint("forming", position.iteration)
+    yield from FormGroup(membership)
+    yield from FaultPoint("formed", position.iteration)
+    shares = member.shares
+    positions = yield from ExchangePositions(position, shares is not None)
+    is_whole_everywhere = True
     if shares is not None:
-        late = verdict.left_behind(positions, lanes=books.lanes is not None)
-        able = [one for member, one in enumerate(positions) if one.has_state and member not in late]
-        held = covers((one.spans for one in able), shares.total)
-        whole = not (yield from AnyShard(not held))  # what one shard has lost counts as lost on all
-    drawn = verdict.judge(positions, books.micro_batches, whole=whole, lanes=books.lanes)
-    yield from At("exchanged", position.iteration)
-    return drawn
+        late = verdict.find_left_behind(positions, lanes=member.lanes is not None)
+        able_positions = [
+            peer_position
+            for rank, peer_position in enumerate(positions)
+            if peer_position.has_state and rank not in late
+        ]
+        is_whole = covers((peer_position.spans for peer_position in able_positions), shares.total)
+        is_whole_everywhere = not (yield from AnyShard(not is_whole))  # what one shard has lost counts as lost on all
+    group_verdict = verdict.judge(positions, member.micro_batches, whole=is_whole_everywhere, lanes=member.lanes)
+    yield from FaultPoint("exchanged", position.iteration)
+    return group_verdict

@@ -9,7 +9,7 @@ from events.vocabulary import StateSource
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class Holdings:
     """`complete`: buckets of the present iteration whose sums are complete here. `spans`: of the sharded optimizer
     state, in elements, staged ones included."""
 
@@ -18,7 +18,7 @@ class Stock:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedState:
     """A state that this member now lives in: the state after `iteration`. `size_bytes`: what was read for it.
     `pace_s`: of an iteration, 0 where it is not known. `resharded_from`: the other layout that it was kept in."""
 
@@ -31,14 +31,14 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class SaveSchedule:
     """Where to the state after an iteration is to be saved."""
 
     to_memory: bool
     to_storage: bool
 
     @property
-    def anything(self) -> bool:
+    def is_due(self) -> bool:
         """Whether anything is to be saved."""
         return self.to_memory or self.to_storage
 
@@ -47,9 +47,9 @@ class Due:
         return int(self.to_memory) + 2 * int(self.to_storage)
 
     @staticmethod
-    def of(word: int) -> Due:
+    def of(word: int) -> SaveSchedule:
         """From a word with bit 0 for memory and bit 1 for storage."""
-        return Due(bool(word & 1), bool(word & 2))
+        return SaveSchedule(bool(word & 1), bool(word & 2))
 
 
-NOTHING = Due(False, False)
+NO_SAVE = SaveSchedule(False, False)

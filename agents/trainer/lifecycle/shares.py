@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agents.protocol.messages import Membership
-from agents.trainer.sharded.parts import Move, Part, Span, covers, givers, moves, placed
+from agents.trainer.sharded.parts import Span, SpanMove, StatePart, assign_holders, covers, gather_moves, moves
 
 
 class Shares:
@@ -21,36 +21,39 @@ class Shares:
         """Whether these members together hold everything."""
         return covers(layout, self.total)
 
-    def layout_of(self, cut: Sequence[Sequence[Part]]) -> list[Sequence[Span]]:
+    def layout_of(self, parts_by_rank: Sequence[Sequence[StatePart]]) -> list[Sequence[Span]]:
         """The spans of each member's parts."""
-        return [[span for part in parts for span in part.spans(self.extents) if span[0] < span[1]] for parts in cut]
+        return [
+            [span for part in member_parts for span in part.spans(self.extents) if span[0] < span[1]]
+            for member_parts in parts_by_rank
+        ]
 
-    def gathering(self) -> list[Move]:
+    def gathering(self) -> list[SpanMove]:
         """Which member gives what to all after a step; `target` is meaningless. Raises NowhereHeld."""
-        return givers(self.layout, self.total)
+        return gather_moves(self.layout, self.total)
 
-    def dividing(self, cut: Sequence[Sequence[Part]]) -> list[Move]:
+    def dividing(self, parts_by_rank: Sequence[Sequence[StatePart]]) -> list[SpanMove]:
         """What has to travel so that each member holds its parts of the cut. Raises NowhereHeld."""
-        return moves(self.layout, self.layout_of(cut))
+        return moves(self.layout, self.layout_of(parts_by_rank))
 
-    def assembling(self) -> list[Move]:
+    def assembling(self) -> list[SpanMove]:
         """What has to travel so that the first member has everything. Raises NowhereHeld."""
         return moves(self.layout, [[(0, self.total)], *([] for _ in self.layout[1:])])
 
 
-def cut(nodes: Sequence[frozenset[str]], staying: Sequence[int] | None = None) -> list[list[Part]]:
+def assign_parts(nodes: Sequence[frozenset[str]], staying: Sequence[int] | None = None) -> list[list[StatePart]]:
     """The parts that each member is to hold. `nodes[r]`: where replica r stands; `staying`: the ranks that hold any,
     None: all."""
     ranks = range(len(nodes)) if staying is None else staying
-    found: list[list[Part]] = [[] for _ in nodes]
-    for rank, indices in zip(ranks, placed([nodes[rank] for rank in ranks]), strict=True):
-        found[rank] = [Part(len(ranks), index) for index in indices]
-    return found
+    parts: list[list[StatePart]] = [[] for _ in nodes]
+    for rank, indices in zip(ranks, assign_holders([nodes[rank] for rank in ranks]), strict=True):
+        parts[rank] = [StatePart(len(ranks), index) for index in indices]
+    return parts
 
 
 def nodes_of(membership: Membership) -> list[frozenset[str]]:
     """The nodes that each replica stands on, in rank order."""
-    found: dict[int, set[str]] = {}
+    nodes_by_replica: dict[int, set[str]] = {}
     for member in membership.members:
-        found.setdefault(member.replica, set()).add(member.node)
-    return [frozenset(nodes) for nodes in found.values()]
+        nodes_by_replica.setdefault(member.replica, set()).add(member.node)
+    return [frozenset(nodes) for nodes in nodes_by_replica.values()]

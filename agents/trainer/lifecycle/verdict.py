@@ -72,9 +72,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agents.trainer.gradients.lanes import Deal, Lanes
-from agents.trainer.gradients.lanes import deal as lanes_deal
-from agents.trainer.lifecycle.dealing import deal
+from agents.trainer.gradients.lanes import Assignment, Lanes
+from agents.trainer.gradients.lanes import assign as assign_lanes
+from agents.trainer.lifecycle.dealing import assign
 from agents.trainer.sharded.parts import Span
 
 _WORD_BITS = 62
@@ -108,18 +108,18 @@ class Position:
     has_state: bool
     iteration: int
     sums_complete: bool
-    held: tuple[int, ...]
+    assignment: tuple[int, ...]
     complete: tuple[int, ...] = ()
-    done: tuple[int, ...] = ()
-    stepped: bool = False
+    in_sums: tuple[int, ...] = ()
+    has_stepped: bool = False
     spans: tuple[Span, ...] = ()
 
     def row(self, micro_batches: int, buckets: int, *, lanes: bool = False) -> list[int]:
         """As signed 64-bit integers: has_state, iteration, sums_complete, stepped, then `held`, with lanes `done`, and
         `complete` as words of 62 bits."""
-        fixed = [int(self.has_state), self.iteration, int(self.sums_complete), int(self.stepped)]
-        done = _words(self.done, micro_batches) if lanes else []
-        return [*fixed, *_words(self.held, micro_batches), *done, *_words(self.complete, buckets)]
+        fixed = [int(self.has_state), self.iteration, int(self.sums_complete), int(self.has_stepped)]
+        sum_words = _words(self.in_sums, micro_batches) if lanes else []
+        return [*fixed, *_words(self.assignment, micro_batches), *sum_words, *_words(self.complete, buckets)]
 
     @staticmethod
     def from_row(row: Sequence[int], micro_batches: int, *, lanes: bool = False) -> Position:
@@ -130,9 +130,9 @@ class Position:
             has_state=bool(row[0]),
             iteration=row[1],
             sums_complete=bool(row[2]),
-            stepped=bool(row[3]),
-            held=_numbers(row[_FIXED:middle]),
-            done=_numbers(row[middle:behind]),
+            has_stepped=bool(row[3]),
+            assignment=_numbers(row[_FIXED:middle]),
+            in_sums=_numbers(row[middle:behind]),
             complete=_numbers(row[behind:]),
         )
 
@@ -145,14 +145,14 @@ def _words(numbers: Sequence[int], limit: int) -> list[int]:
 
 
 def _numbers(words: Sequence[int]) -> tuple[int, ...]:
-    found = []
+    numbers = []
     for word, bits in enumerate(words):
-        left = bits & ((1 << _WORD_BITS) - 1)
-        while left:  # of many members each holds little: nearly all words are 0
-            lowest = left & -left
-            found.append(word * _WORD_BITS + lowest.bit_length() - 1)
-            left ^= lowest
-    return tuple(found)
+        rest = bits & ((1 << _WORD_BITS) - 1)
+        while rest:  # of many members each holds little: nearly all words are 0
+            lowest = rest & -rest
+            numbers.append(word * _WORD_BITS + lowest.bit_length() - 1)
+            rest ^= lowest
+    return tuple(numbers)
 
 
 def _word_count(limit: int) -> int:
@@ -160,7 +160,7 @@ def _word_count(limit: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GroupVerdict:
     """What follows for the group.
 
     `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
@@ -175,30 +175,30 @@ class Verdict:
     step_first: frozenset[int]
     source: int
     receivers: frozenset[int]
-    dealt: tuple[tuple[int, ...], ...]
+    additions: tuple[tuple[int, ...], ...]
     fresh: bool
     redone: tuple[int, ...] = ()
     final: frozenset[int] = frozenset()
     shares: tuple[tuple[Span, ...], ...] = ()
-    deal: Deal | None = None
+    lane_assignment: Assignment | None = None
 
-    def kept(self, member: int) -> frozenset[int]:
+    def valid_sums(self, member: int) -> frozenset[int]:
         """With lanes: the micro-batches in those of its sums that count."""
-        return frozenset() if self.deal is None else self.deal.kept[member]
+        return frozenset() if self.lane_assignment is None else self.lane_assignment.valid[member]
 
 
-def left_behind(positions: Sequence[Position], *, lanes: bool = False) -> frozenset[int]:
+def find_left_behind(positions: Sequence[Position], *, lanes: bool = False) -> frozenset[int]:
     """The members, of those with state, that others have gone on without. `positions`: in rank order."""
     late: set[int] = set()
-    taken: set[int] = set()
+    assigned: set[int] = set()
     top = -1
     for member, position in enumerate(positions):
         if not position.has_state:
             continue
         if position.iteration > top:
-            top, taken = position.iteration, set(position.held)
-        elif position.iteration == top and (lanes or taken.isdisjoint(position.held)):
-            taken.update(position.held)
+            top, assigned = position.iteration, set(position.assignment)
+        elif position.iteration == top and (lanes or assigned.isdisjoint(position.assignment)):
+            assigned.update(position.assignment)
         elif position.iteration == top or position.iteration < top - 1 or not position.sums_complete:
             late.add(member)
     return frozenset(late)
@@ -206,23 +206,23 @@ def left_behind(positions: Sequence[Position], *, lanes: bool = False) -> frozen
 
 def judge(
     positions: Sequence[Position], micro_batches: int, *, whole: bool = True, lanes: Lanes | None = None
-) -> Verdict:
+) -> GroupVerdict:
     """The verdict on the members' positions, in rank order. `whole`: they hold all parts between them. `lanes`: of a
     fixed sum."""
-    late = left_behind(positions, lanes=lanes is not None)
-    able = [member for member, position in enumerate(positions) if position.has_state and member not in late]
-    with_state = able if whole else []
+    late = find_left_behind(positions, lanes=lanes is not None)
+    able_members = [member for member, position in enumerate(positions) if position.has_state and member not in late]
+    with_state = able_members if whole else []
     receivers = frozenset(range(len(positions))).difference(with_state)
     if not with_state:
-        dealt, new = _deal([()] * len(positions), [()] * len(positions), micro_batches, lanes)
-        return Verdict(
+        additions, lane_assignment = _deal([()] * len(positions), [()] * len(positions), micro_batches, lanes)
+        return GroupVerdict(
             iteration=0,
             step_first=frozenset(),
             source=0,
             receivers=receivers,
-            dealt=dealt,
+            additions=additions,
             fresh=True,
-            deal=new,
+            lane_assignment=lane_assignment,
         )
     top = max(positions[member].iteration for member in with_state)
     behind = frozenset(member for member in with_state if positions[member].iteration < top)
@@ -232,32 +232,37 @@ def judge(
     step_first, iteration = behind, top
     if not behind and all(positions[member].sums_complete for member in with_state):
         step_first, iteration = frozenset(with_state), top + 1
-    if not step_first.issuperset(member for member in with_state if positions[member].stepped):
+    if not step_first.issuperset(member for member in with_state if positions[member].has_stepped):
         raise PositionsContradict(f"a member has stepped what others have not reduced: {list(positions)}")
     going_on = [member in with_state and member not in step_first for member in range(len(positions))]
-    held = [position.held if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
-    done = [position.done if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
+    assignments = [
+        position.assignment if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)
+    ]
+    in_sums = [position.in_sums if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
     complete = [frozenset(positions[member].complete) for member in with_state]
-    dealt, new = _deal(held, done, micro_batches, lanes)
-    others = set(range(micro_batches)).difference(*held)
-    return Verdict(
+    additions, lane_assignment = _deal(assignments, in_sums, micro_batches, lanes)
+    unassigned = set(range(micro_batches)).difference(*assignments)
+    return GroupVerdict(
         iteration=iteration,
         step_first=step_first,
         source=with_state[0],
         receivers=receivers,
-        dealt=dealt,
+        additions=additions,
         fresh=False,
-        redone=tuple(len(others.intersection(own)) if before else 0 for before, own in zip(held, dealt, strict=True)),
+        redone=tuple(
+            len(unassigned.intersection(new_batches)) if old_batches else 0
+            for old_batches, new_batches in zip(assignments, additions, strict=True)
+        ),
         final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
         shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
-        deal=new,
+        lane_assignment=lane_assignment,
     )
 
 
 def _deal(
-    held: Sequence[Sequence[int]], done: Sequence[Sequence[int]], micro_batches: int, lanes: Lanes | None
-) -> tuple[tuple[tuple[int, ...], ...], Deal | None]:
+    assignments: Sequence[Sequence[int]], in_sums: Sequence[Sequence[int]], micro_batches: int, lanes: Lanes | None
+) -> tuple[tuple[tuple[int, ...], ...], Assignment | None]:
     if lanes is None:
-        return deal(held, micro_batches), None
-    new = lanes_deal(done, lanes)
-    return tuple(map(new.dealt, range(len(done)))), new
+        return assign(assignments, micro_batches), None
+    lane_assignment = assign_lanes(in_sums, lanes)
+    return tuple(map(lane_assignment.micro_batches, range(len(in_sums)))), lane_assignment

@@ -27,10 +27,10 @@ from typing import Any
 from agents.trainer.hook import Hook, Step
 from agents.trainer.megatron import cpu, flags
 from agents.trainer.megatron.buffers import BufferAccumulation
-from agents.trainer.megatron.checkpointed import CheckpointedOptimizer, NotWhole
-from agents.trainer.megatron.data import Behind, Dealt
+from agents.trainer.megatron.checkpointed import CheckpointedOptimizer, StateIncomplete
+from agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
 from agents.trainer.megatron.index_lock import index_lock
-from agents.trainer.megatron.runs import Runs
+from agents.trainer.megatron.runs import ScheduleRuns
 from agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
 from agents.trainer.megatron.trackers import Trackers
 from agents.trainer.megatron.writers import LeadWriter
@@ -38,36 +38,36 @@ from agents.trainer.process.context import Context
 from agents.trainer.states.saving import unsaved
 
 
-class _Elsewhere(Exception):
+class _IterationChanged(Exception):
     """Training goes on in another iteration than Megatron's loop expects."""
 
 
 class Adapter:
     """One worker's. `modules`: of Megatron-LM, by name."""
 
-    def __init__(self, here: Context, modules: dict[str, Any], *, on_gpu: bool) -> None:
-        self._here = here
+    def __init__(self, context: Context, modules: dict[str, Any], *, on_gpu: bool) -> None:
+        self._context = context
         self._modules = modules
         self._training = modules["training"]
         self._on_gpu = on_gpu
         self._real: dict[str, Callable[..., Any]] = {}
-        self._taken: flags.Taken | None = None
+        self._replaced: flags.ReplacedFlags | None = None
         self._hook: Hook | None = None
         self._steps: Iterator[Step] = iter(())
         self._step: Step | None = None
         self._sharded: CheckpointedOptimizer | None = None
-        self._runs: Runs | None = None
-        self._data: list[Dealt] = []
+        self._runs: ScheduleRuns | None = None
+        self._data: list[MicroBatchLoader] = []
         self._loaders = 0
         self._evaluations = 0
-        self._at = 0
+        self._iteration = 0
         self._began_s = time.monotonic()
         #: The last checkpoint was not written.
         self._unsaved = False
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line for this worker's log."""
-        print(f"{self._here.launch.worker}: {text}", flush=True)
+        print(f"{self._context.launch.worker}: {text}", flush=True)
 
     def install(self) -> None:
         """Replace what stands at the seams. What stood there is called from here."""
@@ -86,8 +86,8 @@ class Adapter:
             raise RuntimeError("the state was lost behind the last iteration: training must go on, in a new process")
 
     @property
-    def _leads(self) -> bool:
-        return self._hook is not None and self._hook.in_lead_replica
+    def _in_leader_replica(self) -> bool:
+        return self._hook is not None and self._hook.in_leader_replica
 
     @property
     def _args(self) -> Any:
@@ -97,38 +97,38 @@ class Adapter:
 
     def validate_args(self, args: Any, *rest: Any, **options: Any) -> Any:
         """Megatron's, and what unicrond refuses, takes over or knows better."""
-        spec = self._here.launch.spec
-        for line in flags.to_the_task(args, spec):
-            self.say(line)
+        spec = self._context.launch.spec
+        for line in flags.apply_task_layout(args, spec):
+            self.log(line)
         if not self._on_gpu and (changed := cpu.set_flags(args)):
-            self.say(f"set for the CPU: {', '.join(changed)}")
+            self.log(f"set for the CPU: {', '.join(changed)}")
         args = self._real["validate_args"](args, *rest, **options) or args
         flags.require(args, spec, on_gpu=self._on_gpu)
-        self._taken = flags.take_over(args, self.say)
+        self._replaced = flags.take_over(args, self.log)
         return args
 
     def _set_tensorboard_writer(self, args: Any) -> None:
-        self._by_the_lead("_set_tensorboard_writer", "_GLOBAL_TENSORBOARD_WRITER", "tensorboard_dir", args)
+        self._install_lead_writer("_set_tensorboard_writer", "_GLOBAL_TENSORBOARD_WRITER", "tensorboard_dir", args)
 
     def _set_wandb_writer(self, args: Any) -> None:
-        self._by_the_lead("_set_wandb_writer", "_GLOBAL_WANDB_WRITER", "wandb_project", args)
+        self._install_lead_writer("_set_wandb_writer", "_GLOBAL_WANDB_WRITER", "wandb_project", args)
 
-    def _by_the_lead(self, name: str, holder: str, flag: str, args: Any) -> None:
+    def _install_lead_writer(self, name: str, holder: str, flag: str, args: Any) -> None:
         module = self._modules["global_vars"]
 
         def make() -> Any:
             setattr(module, holder, None)
-            counted, args.world_size = args.world_size, args.rank + 1  # it may be the whole task's (`training_log`)
+            world_size, args.world_size = args.world_size, args.rank + 1  # it may be the whole task's (`training_log`)
             try:
                 self._real[name](args)
             finally:
-                args.world_size = counted
-                made = getattr(module, holder)
+                args.world_size = world_size
+                real_writer = getattr(module, holder)
                 setattr(module, holder, writer)
-            return made
+            return real_writer
 
         if getattr(args, flag, None) and args.rank == args.world_size - 1:
-            writer = LeadWriter(lambda: self._leads, make)
+            writer = LeadWriter(lambda: self._in_leader_replica, make)
             setattr(module, holder, writer)
 
     def _compile_once(self) -> None:
@@ -141,15 +141,15 @@ class Adapter:
 
     def get_megatron_optimizer(self, config: Any, model: Any, *rest: Any, **options: Any) -> Any:
         """Megatron's, or in place of its DistributedOptimizer the one whose parts move between replicas."""
-        assert self._taken is not None
-        if self._taken.distributed:
-            self._sharded = CheckpointedOptimizer(config, model, flags.saves(self._args))
+        assert self._replaced is not None
+        if self._replaced.distributed:
+            self._sharded = CheckpointedOptimizer(config, model, flags.save_predicate(self._args))
             return self._sharded
         return self._real["get_megatron_optimizer"](config, model, *rest, **options)
 
     def build_train_valid_test_datasets(self, *arguments: Any, **options: Any) -> Any:
         """One process at a time builds indices on one file system."""
-        with index_lock(self._args, self._here.replica.shard == 0):
+        with index_lock(self._args, self._context.replica.shard == 0):
             return self._real["build_train_valid_test_datasets"](*arguments, **options)
 
     def build_pretraining_data_loader(self, dataset: Any, consumed: int, *rest: Any, **options: Any) -> Any:
@@ -164,11 +164,11 @@ class Adapter:
         build = partial(real, *rest, **options)
         if name == "train":
             ahead = args.num_workers > 0
-            data = Dealt(build, dataset, args.global_batch_size, args.micro_batch_size, reads_ahead=ahead)
+            data = MicroBatchLoader(build, dataset, args.global_batch_size, args.micro_batch_size, reads_ahead=ahead)
             self._data.append(data)
             return data
         if name == "valid" and not args.full_validation:
-            return Behind(build, dataset, self._validated)
+            return ValidationLoader(build, dataset, self._validated)
         return real(dataset, consumed, *rest, **options)
 
     def _validated(self) -> int:
@@ -180,11 +180,11 @@ class Adapter:
 
     def train(self, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
         """Attach the hook, go where the task stands, and let Megatron's loop train from there."""
-        args, taken = self._args, self._taken
-        assert taken is not None
-        brings = args.iteration
-        if self._sharded is not None and brings:
-            self._sharded.bring()
+        args, replaced = self._args, self._replaced
+        assert replaced is not None
+        loaded_iteration = args.iteration
+        if self._sharded is not None and loaded_iteration:
+            self._sharded.adopt_loaded_parameters()
         config = self._training.get_model_config(model[0])
         trackers = Trackers(config)
         one_stage = self._training.mpu.get_pipeline_model_parallel_world_size() == 1
@@ -192,34 +192,34 @@ class Adapter:
             model,
             optimizer,
             scheduler,
-            overlap=taken.overlap and one_stage,
-            brings=brings,
+            overlap=replaced.overlap and one_stage,
+            loaded_iteration=loaded_iteration,
             gradients=partial(BufferAccumulation, model, trackers.numel),
         )
         for chunk in model:  # its own reduction has nothing to do, and would wait for one that began in the backward
             chunk.ddp_config.overlap_grad_reduce = False
         args.overlap_grad_reduce = args.exit_signal_handler = False
-        self._runs = Runs(hook, config, trackers, self._data, self._training.mpu, len(model))
-        brought_flop = args.num_floating_point_operations_so_far
+        self._runs = ScheduleRuns(hook, config, trackers, self._data, self._training.mpu, len(model))
+        loaded_flop = args.num_floating_point_operations_so_far
         flop = self._training.num_floating_point_operations(args, args.global_batch_size)
         self._steps = hook.steps()
         self._step = next(self._steps, None)
         while self._step is not None:
-            self._stand_at(self._step.iteration - 1)
-            args.num_floating_point_operations_so_far = brought_flop + (args.iteration - brings) * flop
+            self._set_iteration(self._step.iteration - 1)
+            args.num_floating_point_operations_so_far = loaded_flop + (args.iteration - loaded_iteration) * flop
             try:
                 return self._real["train"](forward_step, model, optimizer, scheduler, *rest, **options)
-            except _Elsewhere:
+            except _IterationChanged:
                 with contextlib.suppress(AssertionError):
                     self._training.get_timers()("interval-time").stop()
                 if self._step is not None and self._step.is_last:
-                    self._stand_at(self._step.iteration)
+                    self._set_iteration(self._step.iteration)
                     break
         return args.iteration, args.num_floating_point_operations_so_far
 
-    def _stand_at(self, iteration: int) -> None:
+    def _set_iteration(self, iteration: int) -> None:
         args = self._args
-        args.iteration = self._at = iteration
+        args.iteration = self._iteration = iteration
         args.consumed_train_samples = iteration * args.global_batch_size
         self._evaluations = iteration // args.eval_interval if args.eval_interval else 0
         args.consumed_valid_samples = self._validated() if not isinstance(args.eval_iters, list) else 0
@@ -232,20 +232,20 @@ class Adapter:
             if keywords.get("forward_only", False):
                 return schedule(*positional, **keywords)
             assert self._step is not None and self._runs is not None
-            self._say_stop(self._step.iteration)
+            self._request_stop(self._step.iteration)
             return self._runs.compute(self._step, partial(schedule, *positional), keywords)
 
         return forward_backward
 
-    def _say_stop(self, iteration: int) -> None:
+    def _request_stop(self, iteration: int) -> None:
         """What ends training early must be known before the iteration is agreed on."""
-        taken, hook = self._taken, self._hook
-        assert taken is not None and hook is not None
-        if taken.exit_interval and iteration % taken.exit_interval == 0:
-            hook.stop(f"--exit-interval {taken.exit_interval}")
-        if taken.exit_after_s and time.monotonic() - self._began_s > taken.exit_after_s:
-            hook.stop(f"--exit-duration-in-mins {taken.exit_after_s / 60:g}")
-        if taken.exit_signal and any(self._training.get_signal_handler().signals_received()):
+        replaced, hook = self._replaced, self._hook
+        assert replaced is not None and hook is not None
+        if replaced.exit_interval and iteration % replaced.exit_interval == 0:
+            hook.stop(f"--exit-interval {replaced.exit_interval}")
+        if replaced.exit_after_s and time.monotonic() - self._began_s > replaced.exit_after_s:
+            hook.stop(f"--exit-duration-in-mins {replaced.exit_after_s / 60:g}")
+        if replaced.exit_signal and any(self._training.get_signal_handler().signals_received()):
             hook.stop("--exit-signal-handler: the signal has come")
 
     def train_step(self, *arguments: Any, **options: Any) -> Any:
@@ -253,43 +253,48 @@ class Adapter:
         result = self._real["train_step"](*arguments, **options)
         step = self._step
         assert step is not None
-        self._at += 1
-        if step.is_last and step.iteration == self._at:
+        self._iteration += 1
+        if step.is_last and step.iteration == self._iteration:
             return result
         if not step.is_last:
             self._step = next(self._steps, None)
-        if step.is_last or step.iteration != self._at or self._step is None or self._step.iteration != self._at + 1:
-            raise _Elsewhere
+        if (
+            step.is_last
+            or step.iteration != self._iteration
+            or self._step is None
+            or self._step.iteration != self._iteration + 1
+        ):
+            raise _IterationChanged
         return result
 
     # --- between iterations ----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _busy(self, what: str) -> Iterator[None]:
+    def _section(self, name: str) -> Iterator[None]:
         """Megatron's own collectives may take that long."""
         assert self._hook is not None
-        with self._hook.busy(what, at_most_s=60.0 * self._args.distributed_timeout_minutes):
+        with self._hook.section(name, timeout_s=60.0 * self._args.distributed_timeout_minutes):
             yield
 
     def training_log(self, *arguments: Any, **options: Any) -> Any:
         """With the whole task's workers, which rates are told for."""
         args = self._args
-        own, args.world_size = args.world_size, args.world_size * (self._hook.replicas if self._hook else 1)
+        world_size, args.world_size = args.world_size, args.world_size * (self._hook.replicas if self._hook else 1)
         try:
             return self._real["training_log"](*arguments, **options)
         finally:
-            args.world_size = own
+            args.world_size = world_size
 
     def print_rank_last(self, message: Any, *rest: Any, **options: Any) -> None:
         """Once for the task."""
-        if self._hook is None or self._leads:
+        if self._hook is None or self._in_leader_replica:
             self._real["print_rank_last"](message, *rest, **options)
 
     def evaluate_and_print_results(self, *arguments: Any, **options: Any) -> Any:
         """Megatron's, on every replica: so none waits for another."""
         if self._hook is None:
             return self._real["evaluate_and_print_results"](*arguments, **options)
-        with self._busy("evaluation"):
+        with self._section("evaluation"):
             result = self._real["evaluate_and_print_results"](*arguments, **options)
         self._evaluations += 1
         return result
@@ -298,7 +303,7 @@ class Adapter:
         """Megatron's; it also ends where all have agreed on the end."""
         args, step = self._args, self._step
         before = args.exit_interval
-        if step is not None and step.is_last and self._at < args.train_iters:
+        if step is not None and step.is_last and self._iteration < args.train_iters:
             args.exit_interval = 1
         try:
             return self._real["checkpoint_and_decide_exit"](*arguments, **options)
@@ -311,16 +316,16 @@ class Adapter:
         if self._hook is None:
             save()
         elif self._step is None or self._step.is_last:
-            self._hook.at_end(partial(self._save_last, save))
+            self._hook.on_finish(partial(self._save_last, save))
         else:
-            with self._busy("checkpoint"):
-                if self._leads:
+            with self._section("checkpoint"):
+                if self._in_leader_replica:
                     self._save(save)
 
     def _save_last(self, save: Callable[[], None]) -> None:
         args = self._args
         args.async_save = False  # no later call would complete it
-        with self._busy("checkpoint"):
+        with self._section("checkpoint"):
             self._save(save)
 
     def maybe_finalize_async_save(self, *arguments: Any, **options: Any) -> None:
@@ -329,15 +334,15 @@ class Adapter:
         if self._hook is None or not self._args.async_save:
             finalize()
         elif options.get("blocking"):
-            with self._busy("checkpoint"):
+            with self._section("checkpoint"):
                 self._save(finalize, is_new=False)
         else:
             self._save(finalize, is_new=False)
 
     def _require_whole(self, optimizer: CheckpointedOptimizer) -> None:
         """In every shard of this replica, or in none: they write it together. Raises NotWhole."""
-        if not self._here.replica.all_true(optimizer.assembled is not None):
-            raise NotWhole("the lead changed while the optimizer's state was put together; the next save has it")
+        if not self._context.replica.all_true(optimizer.assembled is not None):
+            raise StateIncomplete("the lead changed while the optimizer's state was put together; the next save has it")
 
     def _save(self, save: Callable[[], object], *, is_new: bool = True) -> None:
         """Whatever a storage does: the checkpoint before stays, an alarm says so until another is saved, or begun
@@ -347,10 +352,10 @@ class Adapter:
                 self._require_whole(self._sharded)
             save()
         except Exception as error:
-            self.say(f"Megatron's checkpoint was not saved: {type(error).__name__}: {error}")
-            self._here.channel.send(unsaved(self._at, "program", error))
+            self.log(f"Megatron's checkpoint was not saved: {type(error).__name__}: {error}")
+            self._context.channel.send(unsaved(self._iteration, "program", error))
             self._unsaved = True
         else:
             if self._unsaved and is_new:
-                self._here.channel.send(unsaved(self._at, "program"))
+                self._context.channel.send(unsaved(self._iteration, "program"))
                 self._unsaved = False

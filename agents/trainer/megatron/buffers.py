@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation, Plan, Store
+from agents.trainer.gradients.accumulation import Accumulation, GradientStore, StoreLayout
 from agents.trainer.gradients.lanes import Lanes
 
 #: Numbers for the log: two for each name.
@@ -29,10 +29,10 @@ SLOTS = 64
 _COUNTER = "local_tokens_per_expert"
 
 
-class BufferStore(Store):
+class BufferStore(GradientStore):
     """`beside`: elements of what stands behind the gradients: `slots`, `tracked`, and a counter for each router."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: Plan, beside: Sequence[int]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: StoreLayout, beside: Sequence[int]) -> None:
         super().__init__(parameters, plan)
         self.slots, self.tracked, *self.counters = self.flat[plan.spans[0][0] :].split(list(beside))
 
@@ -52,13 +52,13 @@ class BufferAccumulation(Accumulation):
         self._hooked: list[Any] = []
         parameters = [parameter for buffer in self._buffers for parameter in reversed(buffer.params)]
         self._beside = [SLOTS, tracked, *(getattr(router, _COUNTER).numel() for router in self._routers)]
-        plan = plan_of(self._buffers, bucket_bytes, sum(self._beside))
+        plan = buffer_layout(self._buffers, bucket_bytes, sum(self._beside))
         super().__init__(parameters, lanes=lanes, plan=plan)
 
     def _new_store(self) -> BufferStore:
         return BufferStore(self._parameters, self._plan, self._beside)
 
-    def _take_over(self) -> None:
+    def _install_hooks(self) -> None:
         """Have Megatron's buffers lie in the first store, and learn of each gradient behind DDP's own hook, which adds
         it."""
         end = 0
@@ -71,7 +71,7 @@ class BufferAccumulation(Accumulation):
         for index, parameter in enumerate(self._parameters):
             parameter.main_grad = self._first.places[index]
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            node.register_hook(partial(self._arrived, index))
+            node.register_hook(partial(self._note_gradient, index))
             self._hooked.append(node)
         for router, counter in zip(self._routers, self._first_store.counters, strict=True):
             setattr(router, _COUNTER, counter)
@@ -84,7 +84,7 @@ class BufferAccumulation(Accumulation):
         assert isinstance(self._first, BufferStore)
         return self._first
 
-    def _enter(self, store: Store) -> None:
+    def _enter(self, store: GradientStore) -> None:
         if store is self._present:
             return
         assert isinstance(store, BufferStore)
@@ -112,7 +112,7 @@ class BufferAccumulation(Accumulation):
         self._enter(self._first)
 
 
-def plan_of(buffers: Sequence[Any], bucket_bytes: int, beside: int) -> Plan:
+def buffer_layout(buffers: Sequence[Any], bucket_bytes: int, beside: int) -> StoreLayout:
     """Of Megatron's buffers, which hold parameters in the order in which a backward finishes them, and `beside`
     elements behind them, which are a bucket of their own, the last to be reduced."""
     starts: list[int] = []
@@ -129,7 +129,7 @@ def plan_of(buffers: Sequence[Any], bucket_bytes: int, beside: int) -> Plan:
         end += buffer.numel
     last = len(buckets)
     spans = [(end, end + beside), *reversed(buckets)]
-    return Plan(starts, spans, [last - bucket for bucket in bucket_of], end + beside)
+    return StoreLayout(starts, spans, [last - bucket for bucket in bucket_of], end + beside)
 
 
 def _places(buffer: Any) -> Iterator[tuple[int, int]]:

@@ -22,11 +22,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 
-from agents.trainer.sharded.optimizer import MASTER, Chunk, Held, Rows, ShardedOptimizer
-from agents.trainer.sharded.parts import Part
+from agents.trainer.sharded.optimizer import MASTER, Holding, ModelChunk, Rows, ShardedOptimizer
+from agents.trainer.sharded.parts import StatePart
 
 
-class NotWhole(RuntimeError):
+class StateIncomplete(RuntimeError):
     """The state is not here as a whole. One line."""
 
 
@@ -80,15 +80,15 @@ class CheckpointedOptimizer(ShardedOptimizer):
             return
         rows, groups = self._empty(), state_dict["optimizer"]["param_groups"]
         whole, self._read = self._read, None
-        whole._set_main_param_and_optimizer_states = partial(self._take, rows)
+        whole._set_main_param_and_optimizer_states = partial(self._copy_parameter, rows)
         whole.load_state_dict(state_dict)
         for options, theirs in zip(self._options, whole.optimizer.param_groups, strict=True):
             options.update({name: value for name, value in theirs.items() if name not in ("params", "step")})
         self.steps = max((int(group["step"]) for group in groups if group.get("step") is not None), default=0)
-        self._bring(rows)
+        self._stage_loaded(rows)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _take(self, rows: Rows, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _copy_parameter(self, rows: Rows, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
         """What is read of one parameter. (In place of Megatron's, which with torch's Adam mistakes its step counts.)"""
         number = self._space_of(parameter)
         start, stop = self.spaces[number].places[parameter]
@@ -97,21 +97,21 @@ class CheckpointedOptimizer(ShardedOptimizer):
         if MASTER not in self.spaces[number].fields:
             parameter.copy_(tensors["param"].view(parameter.shape))
 
-    def bring(self) -> None:
+    def adopt_loaded_parameters(self) -> None:
         """The program has loaded parameters, and training goes on from there; without moments where it has none."""
-        if self.brought is None:
-            self._bring(self.first(Part(1, 0)).rows)
+        if self.loaded_rows is None:
+            self._stage_loaded(self.initial(StatePart(1, 0)).rows)
 
     def _empty(self) -> Rows:
         return {row: torch.zeros(self.spaces[row[0]].extent) for row in self.rows}
 
-    def _bring(self, rows: Rows) -> None:
-        self.brought = rows
-        self.stage([Held(Part(1, 0), rows)])
+    def _stage_loaded(self, rows: Rows) -> None:
+        self.loaded_rows = rows
+        self.stage([Holding(StatePart(1, 0), rows)])
 
     def save_parameter_state(self, *_: Any, **__: Any) -> None:
         """Of another format than torch_dist."""
-        raise NotWhole("--ckpt-format: with --use-distributed-optimizer torch_dist only")
+        raise StateIncomplete("--ckpt-format: with --use-distributed-optimizer torch_dist only")
 
     load_parameter_state = save_parameter_state
 
@@ -119,21 +119,21 @@ class CheckpointedOptimizer(ShardedOptimizer):
 
     def _of_one_rank(self, rows: Rows) -> Any:
         """It holds `rows`, aliased, but for masters of float32 parameters, which are the parameters."""
-        known = [
+        saved_attributes = [
             (parameter, {name: value for name, value in vars(parameter).items() if name.startswith("main_param")})
             for parameter in chain(*self.whole_groups)
         ]
         whole = self._distributed(
-            [Chunk(self._ddp_config)] * len(self._buffers),
+            [ModelChunk(self._ddp_config)] * len(self._buffers),
             self._buffers,
             data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             data_parallel_group_gloo=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
             data_parallel_group_idx=torch.distributed.get_rank(parallel_state.get_model_parallel_group()),
         )
-        for parameter, before in known:  # it makes its own known there
+        for parameter, attributes in saved_attributes:  # it makes its own known there
             for name in [name for name in vars(parameter) if name.startswith("main_param")]:
                 delattr(parameter, name)
-            vars(parameter).update(before)
+            vars(parameter).update(attributes)
         for parameter, shard in _pairs(whole):
             number = self._space_of(parameter)
             start, stop = self.spaces[number].places[parameter]

@@ -83,7 +83,7 @@ def set_flags(args: Any) -> list[str]:
     return [f"{name}={FLAGS[name]}" for name in changed]
 
 
-def behind_imports() -> None:
+def apply_after_import() -> None:
     """What can be redirected only once `megatron.training` is imported."""
     fused = sys.modules.get("megatron.legacy.fused_kernels")  # it asks nvcc for its version; gone in core_v0.19
     if fused is not None:
@@ -176,13 +176,13 @@ def _norms_for_sequence_parallelism() -> None:
     plain = torch_norm.WrappedTorchNorm.__new__
 
     def marked(cls: type, config: Any, *arguments: Any, **options: Any) -> torch.nn.Module:
-        wanted, config.sequence_parallel = config.sequence_parallel, False
+        is_parallel, config.sequence_parallel = config.sequence_parallel, False
         try:
             norm: torch.nn.Module = plain(cls, config, *arguments, **options)
         finally:
-            config.sequence_parallel = wanted
+            config.sequence_parallel = is_parallel
         for parameter in norm.parameters():
-            parameter.sequence_parallel = wanted
+            parameter.sequence_parallel = is_parallel
         return norm
 
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(marked)

@@ -25,7 +25,7 @@ _SEEDS_ALL = "RandomSeedDataset"
 _AHEAD = 2
 
 
-class Dealt:
+class MicroBatchLoader:
     """Training data, in place of one of Megatron's loaders: `next` gives the micro-batches asked for, in that order.
     `build`: Megatron's loader of a data set, from a number of consumed samples on. `reads_ahead`: in a thread."""
 
@@ -43,52 +43,52 @@ class Dealt:
         self._next = -1
         self._collate: Callable[[list[Any]], Any] = list
         self._iteration = 0
-        self._asked: list[int] = []
+        self._queue: list[int] = []
         self._loading: Loading = nullcontext
         threads = reads_ahead and type(dataset).__name__ != _SEEDS_ALL
         self._reader = ThreadPoolExecutor(1, "data") if threads else None
-        self._coming: dict[tuple[int, int], Future[Any]] = {}
+        self._pending: dict[tuple[int, int], Future[Any]] = {}
         self._first = 0
 
-    def ask(
+    def request(
         self, iteration: int, micro_batches: Sequence[int], coming: Sequence[int] = (), loading: Loading = nullcontext
     ) -> None:
         """These are read next, inside of `loading`. `coming`: this replica computes them behind these."""
         if iteration != self._iteration:
             self._iteration, self._first = iteration, micro_batches[0] if micro_batches else 0
-            self._indices = {known: lists for known, lists in self._indices.items() if known == iteration}
-        self._asked, self._loading = list(micro_batches), loading
+            self._indices = {loaded: lists for loaded, lists in self._indices.items() if loaded == iteration}
+        self._queue, self._loading = list(micro_batches), loading
         if self._reader is not None:
-            wanted = [(iteration, one) for one in (*micro_batches, *coming[:_AHEAD])]
+            places = [(iteration, number) for number in (*micro_batches, *coming[:_AHEAD])]
             if not coming:
-                wanted.append((iteration + 1, self._first))
-            self._read_ahead(self._reader, wanted)
+                places.append((iteration + 1, self._first))
+            self._read_ahead(self._reader, places)
 
-    def _read_ahead(self, reader: ThreadPoolExecutor, wanted: Sequence[tuple[int, int]]) -> None:
-        for place in self._coming.keys() - set(wanted):
-            self._coming.pop(place).cancel()
-        for iteration, micro_batch in wanted:
-            if (iteration, micro_batch) not in self._coming:
+    def _read_ahead(self, reader: ThreadPoolExecutor, places: Sequence[tuple[int, int]]) -> None:
+        for place in self._pending.keys() - set(places):
+            self._pending.pop(place).cancel()
+        for iteration, micro_batch in places:
+            if (iteration, micro_batch) not in self._pending:
                 try:
-                    indices = self._of(iteration)[micro_batch]
+                    indices = self._indices_of(iteration)[micro_batch]
                 except (StopIteration, AssertionError):  # behind the last iteration there is no more
                     continue
-                self._coming[iteration, micro_batch] = reader.submit(self._read, indices)
+                self._pending[iteration, micro_batch] = reader.submit(self._read, indices)
 
-    def _of(self, iteration: int) -> list[Any]:
+    def _indices_of(self, iteration: int) -> list[Any]:
         """The indices of the iteration's micro-batches."""
         if iteration not in self._indices:
             first = (iteration - 1) * self._micro_batches
             if self._next != first:
                 self._seek(first)
-            self._indices[iteration] = [self._following() for _ in range(self._micro_batches)]
+            self._indices[iteration] = [self._next_indices() for _ in range(self._micro_batches)]
         return self._indices[iteration]
 
     def _seek(self, micro_batch: int) -> None:
         loader = self._build(self._dataset, micro_batch * self._micro_batch)
         self._collate, self._lists, self._next = loader.collate_fn, iter(loader.batch_sampler), micro_batch
 
-    def _following(self) -> Any:
+    def _next_indices(self) -> Any:
         """The sampler's next list; a cyclic one begins another epoch."""
         indices = next(self._lists, None)
         if indices is None:
@@ -105,12 +105,12 @@ class Dealt:
 
     def __next__(self) -> Any:
         with self._loading():
-            micro_batch = self._asked.pop(0)
-            coming = self._coming.pop((self._iteration, micro_batch), None)
-            return self._read(self._of(self._iteration)[micro_batch]) if coming is None else coming.result()
+            micro_batch = self._queue.pop(0)
+            future = self._pending.pop((self._iteration, micro_batch), None)
+            return self._read(self._indices_of(self._iteration)[micro_batch]) if future is None else future.result()
 
 
-class Behind:
+class ValidationLoader:
     """Validation data, in place of one of Megatron's loaders: it is built where it is first read, and begins where an
     unbroken run would stand then. `consumed`: samples, as known then."""
 
@@ -120,13 +120,13 @@ class Behind:
         self._consumed = consumed
         self._loader: Any = None
 
-    def _built(self) -> Any:
+    def _real_loader(self) -> Any:
         if self._loader is None:
             self._loader = self._build(self._dataset, self._consumed())
         return self._loader
 
     def __len__(self) -> int:
-        return len(self._built())
+        return len(self._real_loader())
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._built()
+        yield from self._real_loader()

@@ -41,19 +41,19 @@ def main(spec: TaskSpec) -> None:
     for place in dict.fromkeys((Path.cwd(), script.resolve().parent)):  # a script of one's own lies where it likes
         sys.path.insert(0, str(place))
         _same_core(place)
-    here = context.current()
+    process = context.current()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         cpu.apply()
-    os.environ.update(RANK=str(here.launch.shard), WORLD_SIZE=str(spec.replica_workers), LOCAL_RANK="0")
+    os.environ.update(RANK=str(process.launch.shard), WORLD_SIZE=str(spec.replica_workers), LOCAL_RANK="0")
     modules = _modules()
     seams.require(modules)
-    adapter = Adapter(here, modules, on_gpu=on_gpu)
+    adapter = Adapter(process, modules, on_gpu=on_gpu)
     if not on_gpu:
-        cpu.behind_imports()
-        adapter.say("no GPU here: Megatron-LM runs on the CPU, with what it asks of CUDA redirected")
+        cpu.apply_after_import()
+        adapter.log("no GPU here: Megatron-LM runs on the CPU, with what it asks of CUDA redirected")
     if warning := seams.warning(seams.version(modules)):
-        adapter.say(warning)
+        adapter.log(warning)
     adapter.install()
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -65,26 +65,26 @@ def main(spec: TaskSpec) -> None:
 
 def _modules() -> dict[str, Any]:
     """Of `megatron.training`, by name. Raises NoCheckout."""
-    found: dict[str, Any] = {"core": importlib.import_module("megatron.core")}
+    modules: dict[str, Any] = {"core": importlib.import_module("megatron.core")}
     try:
         for name in ("arguments", "initialize", "global_vars", "training"):
-            found[name] = importlib.import_module(f"megatron.training.{name}")
+            modules[name] = importlib.import_module(f"megatron.training.{name}")
     except ImportError as error:
         raise NoCheckout(
             f"megatron.training: {error}; cwd must be a checkout of Megatron-LM, and the node must have its packages"
         ) from None
-    return found
+    return modules
 
 
 def _same_core(checkout: Path) -> None:
     """Raises NoCheckout where the checkout's Megatron-core is another version than the one that is imported."""
-    told = checkout / "megatron" / "core" / "package_info.py"
-    if not told.is_file():
+    package_info = checkout / "megatron" / "core" / "package_info.py"
+    if not package_info.is_file():
         return
     core = importlib.import_module("megatron.core")
     if Path(core.__file__ or "").resolve().is_relative_to(checkout):
         return
-    specification = importlib.util.spec_from_file_location("_package_info", told)
+    specification = importlib.util.spec_from_file_location("_package_info", package_info)
     assert specification is not None and specification.loader is not None
     theirs = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(theirs)

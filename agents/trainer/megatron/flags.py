@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from events.megatron_lm import ASKED, REFUSED, TESTED, refusals
+from events.megatron_lm import CHECKED_FLAGS, REFUSED_FLAGS, TESTED, refusals
 from events.vocabulary import TaskSpec
 
-__all__ = ["TESTED", "Refused", "Taken", "require", "take_over", "to_the_task"]
+__all__ = ["TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "require", "take_over"]
 
 
-class Refused(SystemExit):
+class FlagsRefused(SystemExit):
     """Training with these flags would not be what Megatron alone does, or not what the task says. One line."""
 
 
 @dataclass(slots=True)
-class Taken:
+class ReplacedFlags:
     """What the flags asked for that unicrond does in Megatron's place. `exit_after_s`: of one process; 0: never."""
 
     overlap: bool
@@ -32,7 +32,7 @@ class Taken:
     exit_signal: bool
 
 
-def to_the_task(args: Any, spec: TaskSpec) -> Iterator[str]:
+def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
     """Set the layout to the task's, which may have been reshaped since it was submitted; what was changed. The
     vocabulary stays padded as for the flags' own tp: the model is the same in every layout. Where the task says nothing
     of vpp and ep, the flags hold; the parts of an expert, times ep, are tp in any case."""
@@ -48,40 +48,40 @@ def to_the_task(args: Any, spec: TaskSpec) -> Iterator[str]:
     if args.tensor_model_parallel_size != spec.tp:
         padded_to = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         if padded_to % spec.tp:
-            raise Refused(f"args: --make-vocab-size-divisible-by: {padded_to} does not divide among tp {spec.tp}")
+            raise FlagsRefused(f"args: --make-vocab-size-divisible-by: {padded_to} does not divide among tp {spec.tp}")
         args.make_vocab_size_divisible_by = padded_to // spec.tp
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of tp above 1 Megatron asks for it
-    for name, wanted in (
+    for name, expected in (
         ("tensor_model_parallel_size", spec.tp),
         ("pipeline_model_parallel_size", spec.pp),
         ("micro_batch_size", spec.micro_batch),
     ):
-        if getattr(args, name) != wanted:
-            yield f"--{name.replace('_', '-')}: {wanted}, as the task says ({getattr(args, name)} on the command line)"
-            setattr(args, name, wanted)
+        if getattr(args, name) != expected:
+            yield f"--{name.replace('_', '-')}: {expected}, as the task says ({getattr(args, name)} on the command line)"
+            setattr(args, name, expected)
 
 
 def _vpp_of(args: Any) -> int:
     """What the flags come to, before Megatron has validated them."""
-    each, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
-    if each is None:
+    stage_layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if stage_layers is None:
         return int(chunks or 1)
-    counted = (args.num_layers or getattr(args, "encoder_num_layers", None) or 0) + sum(
+    layers = (args.num_layers or getattr(args, "encoder_num_layers", None) or 0) + sum(
         bool(getattr(args, name, False))
         for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     )
-    return int(counted // args.pipeline_model_parallel_size // each)
+    return int(layers // args.pipeline_model_parallel_size // stage_layers)
 
 
 def require(args: Any, spec: TaskSpec, *, on_gpu: bool) -> None:
     """Raises Refused."""
     for reason in _reasons(args, spec, on_gpu=on_gpu):
-        raise Refused(f"args: {reason}")
+        raise FlagsRefused(f"args: {reason}")
 
 
 def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
-    values = {refusal.flag: getattr(args, refusal.name, None) for refusal in REFUSED}
-    for flag in ASKED:
+    values = {refusal.flag: getattr(args, refusal.name, None) for refusal in REFUSED_FLAGS}
+    for flag in CHECKED_FLAGS:
         values[flag] = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
     yield from refusals(values)
     if getattr(args, "fp8", None) and not on_gpu:
@@ -95,28 +95,28 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
             yield "--use-distributed-optimizer: Adam in fp32 or bf16 only; leave it out"
         if args.ckpt_format != "torch_dist":
             yield "--ckpt-format: with --use-distributed-optimizer torch_dist only"
-    for flag, found, wanted in (
+    for flag, actual, expected in (
         ("--global-batch-size", args.global_batch_size, spec.global_batch),
         ("--seed", args.seed, spec.seed),
     ):
-        if found != wanted:
-            yield f"{flag}: Megatron reads {found}, the task says {wanted}; submit the task again"
+        if actual != expected:
+            yield f"{flag}: Megatron reads {actual}, the task says {expected}; submit the task again"
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if iterations != spec.iterations:
         yield f"--train-iters: Megatron reads {iterations}, the task says {spec.iterations}; submit the task again"
 
 
-def saves(args: Any) -> Callable[[int], bool] | None:
+def save_predicate(args: Any) -> Callable[[int], bool] | None:
     """After which iterations Megatron writes checkpoints; None: it never does."""
-    rhythms = [getattr(args, name, None) for name in ("save_interval", "non_persistent_save_interval")]
+    intervals = [getattr(args, name, None) for name in ("save_interval", "non_persistent_save_interval")]
     if not args.save:
         return None
-    return lambda iteration: any(every and iteration % every == 0 for every in rhythms)
+    return lambda iteration: any(interval and iteration % interval == 0 for interval in intervals)
 
 
-def take_over(args: Any, say: Any) -> Taken:
+def take_over(args: Any, say: Any) -> ReplacedFlags:
     """Switch off what unicrond does. `say`: takes one line for each thing that a person may miss."""
-    taken = Taken(
+    replaced = ReplacedFlags(
         overlap=bool(args.overlap_grad_reduce),
         distributed=bool(args.use_distributed_optimizer),
         exit_after_s=60.0 * (args.exit_duration_in_mins or 0.0),
@@ -134,4 +134,4 @@ def take_over(args: Any, say: Any) -> Taken:
         args.grad_reduce_in_bf16 = False
         if args.bf16 or args.fp16:
             say("gradients are added and reduced in fp32 (--accumulate-allreduce-grads-in-fp32)")
-    return taken
+    return replaced

@@ -17,13 +17,13 @@ from typing import Any
 @contextlib.contextmanager
 def index_lock(args: Any, builds: bool) -> Iterator[None]:
     """Hold the lock. `builds`: this process is the one of its replica that builds; others wait for it in Megatron."""
-    place = _place(args)
-    if not builds or place is None:
+    directory = _place(args)
+    if not builds or directory is None:
         yield
         return
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        fd = os.open(place / ".unicron-index.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory / ".unicron-index.lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:  # read only: the index must be there already
         yield
         return

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from agents.trainer.hook import Hook, Step
-from agents.trainer.ledger import exactly
+from agents.trainer.ledger import to_fixed_point
 from agents.trainer.megatron.buffers import SLOTS, BufferAccumulation
-from agents.trainer.megatron.data import Dealt
+from agents.trainer.megatron.data import MicroBatchLoader
 from agents.trainer.megatron.trackers import Trackers
 
 
@@ -31,12 +31,12 @@ class TooManyNames(RuntimeError):
     """The script's loss function reports more than there is room for."""
 
 
-class Runs:
+class ScheduleRuns:
     """`config`: the model's. `trackers`: of its auxiliary losses. `data`: the loaders of this process. `mpu`:
     Megatron's. `chunks`: of the model."""
 
     def __init__(
-        self, hook: Hook, config: Any, trackers: Trackers, data: Sequence[Dealt], mpu: Any, chunks: int
+        self, hook: Hook, config: Any, trackers: Trackers, data: Sequence[MicroBatchLoader], mpu: Any, chunks: int
     ) -> None:
         assert isinstance(hook.sums, BufferAccumulation)
         self._sums = hook.sums
@@ -57,7 +57,7 @@ class Runs:
         try:
             config.finalize_model_grads_func = None
             for micro_batches in step.lists(at_most=1 if self._stages == 1 else None):
-                self._run(step, schedule, micro_batches, options)
+                self._compute_list(step, schedule, micro_batches, options)
         finally:
             config.grad_scale_func, config.finalize_model_grads_func = scale, finalize
             if self._interleaved:
@@ -68,39 +68,41 @@ class Runs:
         finalize(options["model"], None)
         return self._report(step) if self._in_last_stage else []
 
-    def _run(self, step: Step, schedule: Callable[..., Any], micro_batches: list[int], options: dict[str, Any]) -> None:
+    def _compute_list(
+        self, step: Step, schedule: Callable[..., Any], micro_batches: list[int], options: dict[str, Any]
+    ) -> None:
         config, whole = self._config, len(micro_batches)
-        every = self._filled(micro_batches)
+        padded = self._pad(micro_batches)
         for data in self._data:
-            data.ask(step.iteration, every, step.coming(whole), step.loading)
+            data.request(step.iteration, padded, step.upcoming(whole), step.loading)
         scale = config.grad_scale_func
         weigh = _Weighing(scale, per_token=config.calculate_per_token_loss)
         forward_step = options["forward_step_func"]
-        passed: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
 
         def seeded(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
-            place = passed[id(model)]  # of chunks of a model, each takes the micro-batches in their order
-            passed[id(model)] += 1
-            step.seed(every[place])
+            place = counts[id(model)]  # of chunks of a model, each takes the micro-batches in their order
+            counts[id(model)] += 1
+            step.seed(padded[place])
             output, loss = forward_step(data_iterator, model, *rest, **keywords)
-            return output, weigh.around(loss, counts=place < whole)
+            return output, weigh.wrap(loss, counts=place < whole)
 
         if not config.calculate_per_token_loss:  # auxiliary losses are scaled by it, and divided by the call's length
-            config.grad_scale_func = lambda loss: scale(loss) * len(every)
+            config.grad_scale_func = lambda loss: scale(loss) * len(padded)
         try:
-            reports = schedule(**{**options, "forward_step_func": seeded, "num_microbatches": len(every)})
+            reports = schedule(**{**options, "forward_step_func": seeded, "num_microbatches": len(padded)})
         finally:
             config.grad_scale_func = scale
         self._note(reports[:whole])
         self._trackers.take(self._sums.present.tracked)
-        step.add(*weigh.told())
+        step.add(*weigh.total())
 
-    def _filled(self, micro_batches: list[int]) -> list[int]:
+    def _pad(self, micro_batches: list[int]) -> list[int]:
         if not self._interleaved:
             return micro_batches
-        every = micro_batches + micro_batches[-1:] * max(0, self._stages - len(micro_batches))
-        self._config.microbatch_group_size_per_vp_stage = _fitting(_group_size(self._config), len(every), self._stages)
-        return every
+        padded = micro_batches + micro_batches[-1:] * max(0, self._stages - len(micro_batches))
+        self._config.microbatch_group_size_per_vp_stage = _fitting(_group_size(self._config), len(padded), self._stages)
+        return padded
 
     def _note(self, reports: Sequence[dict[str, Any]]) -> None:
         slots = self._sums.present.slots
@@ -132,7 +134,7 @@ class _Weighing:
         self._losses: list[torch.Tensor] = []
         self._tokens: list[torch.Tensor] = []
 
-    def around(self, loss_func: Any, *, counts: bool) -> Any:
+    def wrap(self, loss_func: Any, *, counts: bool) -> Any:
         """The script's loss function, with a weight for its gradient. `counts`: the micro-batch is no filling."""
         if loss_func is None:
             return None
@@ -141,8 +143,8 @@ class _Weighing:
             outputs = loss_func(output, *rest, **keywords)
             if keywords.get("non_loss_data"):
                 return outputs
-            loss, *others = outputs
-            tokens = others[0] if len(others) == 2 else None
+            loss, *extras = outputs
+            tokens = extras[0] if len(extras) == 2 else None
             whole = loss.new_ones(()) if tokens is None else torch.as_tensor(tokens).to(loss).clamp(min=1)
             share = whole.new_ones(()) if self._per_token else 1.0 / whole
             if counts:
@@ -150,16 +152,16 @@ class _Weighing:
                 if self._per_token and tokens is not None:
                     self._tokens.append(torch.as_tensor(tokens).detach().double().reshape(()))
             weight = self._scale(share.reshape(1)).reshape(()) * float(counts)
-            return _Weighted.apply(loss, weight), *others
+            return _Weighted.apply(loss, weight), *extras
 
         return weighed
 
-    def told(self) -> tuple[float, int]:
+    def total(self) -> tuple[float, int]:
         """The sum of the losses, and what it is to be divided by; both 0 where there is no loss."""
         if not self._losses:
             return 0.0, 0
         count, values = len(self._losses), torch.stack([*self._losses, *self._tokens]).tolist()
-        return sum(map(exactly, values[:count])), int(sum(values[count:])) if self._tokens else count
+        return sum(map(to_fixed_point, values[:count])), int(sum(values[count:])) if self._tokens else count
 
 
 class _Weighted(torch.autograd.Function):  # type: ignore[misc]

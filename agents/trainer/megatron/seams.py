@@ -32,7 +32,7 @@ class Seam:
     module: str
     name: str
     users: tuple[str, ...]
-    why: str
+    purpose: str
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -72,11 +72,11 @@ def missing(lookups: Lookups) -> Iterator[str]:
 
 
 def _missing(seam: Seam, lookups: Lookups) -> str:
-    used, where = lookups(seam.module), f"megatron.training.{seam.module}"
-    if used is None or seam.name not in used.get("", ()):
-        return f"{where}.{seam.name} is not there ({seam.why})"
-    silent = [user for user in seam.users if seam.name not in used.get(user, ())]
-    return f"{where}.{silent[0]} does not call {seam.name} ({seam.why})" if silent else ""
+    names_by_function, module_name = lookups(seam.module), f"megatron.training.{seam.module}"
+    if names_by_function is None or seam.name not in names_by_function.get("", ()):
+        return f"{module_name}.{seam.name} is not there ({seam.purpose})"
+    silent = [user for user in seam.users if seam.name not in names_by_function.get(user, ())]
+    return f"{module_name}.{silent[0]} does not call {seam.name} ({seam.purpose})" if silent else ""
 
 
 def lookups_of(modules: dict[str, Any]) -> Lookups:
@@ -105,8 +105,8 @@ def version(modules: dict[str, Any]) -> str:
     return str(getattr(modules.get("core"), "__version__", ""))
 
 
-def warning(found: str) -> str:
+def warning(release: str) -> str:
     """What to say of a version; "" where it was tested."""
-    if not found or any(found.startswith(tested.rpartition(".")[0] + ".") for tested in TESTED):
+    if not release or any(release.startswith(known_release.rpartition(".")[0] + ".") for known_release in TESTED):
         return ""
-    return f"Megatron-LM {found} is not among the tested versions ({', '.join(TESTED)}); its seams are there"
+    return f"Megatron-LM {release} is not among the tested versions ({', '.join(TESTED)}); its seams are there"

@@ -29,16 +29,16 @@ class Trackers:
 
     def take(self, room: torch.Tensor) -> None:
         """Move what the trackers hold into `room`."""
-        for place, values in self._held(room):
+        for place, values in self._pairs(room):
             place[: values.numel()] += values.detach()
             values.zero_()
 
     def put_back(self, room: torch.Tensor) -> None:
         """Let the trackers hold what is in `room`."""
-        for place, values in self._held(room):
+        for place, values in self._pairs(room):
             values.copy_(place[: values.numel()])
 
-    def _held(self, room: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, room: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         places = room.split(self._layers) if self.numel else ()
         for place, values in zip(places, _values() if self.numel else (), strict=True):
             if values is not None:

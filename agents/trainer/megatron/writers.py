@@ -17,19 +17,19 @@ class LeadWriter:
     def __init__(self, leads: Callable[[], bool], make: Callable[[], Any]) -> None:
         self._leads = leads
         self._make = make
-        self._made: list[Any] = []
+        self._writers: list[Any] = []
 
     def __bool__(self) -> bool:
         return self._leads() and self._real() is not None
 
     def _real(self) -> Any:
-        if not self._made:
-            self._made.append(self._make())
-        return self._made[0]
+        if not self._writers:
+            self._writers.append(self._make())
+        return self._writers[0]
 
     def __getattr__(self, name: str) -> Any:
         if not self._leads():
-            real = self._made[0] if self._made and name in ("flush", "finish", "close") else None
+            real = self._writers[0] if self._writers and name in ("flush", "finish", "close") else None
             return getattr(real, name) if real is not None else _Dropped()
         return getattr(self._real(), name)
 

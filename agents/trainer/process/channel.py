@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from agents.protocol.discreet import discreet, mask_of
+from agents.protocol.discreet import redact, mask_of
 from agents.protocol.exits import EXIT_NO_AGENT
 from agents.protocol.flight import TellFlight
 from agents.protocol.framing import BadFrame, Unframer, frame
@@ -36,22 +36,22 @@ from agents.protocol.messages import (
     Busy,
     Committed,
     Completed,
+    ErrorReport,
     FromWorker,
     Hello,
-    Inject,
+    InjectIntoWorker,
     Launch,
     Membership,
     Quit,
     Ready,
     Regrouped,
-    Saved,
-    StopWanted,
+    SaveFinished,
+    StopRequest,
     ToWorker,
-    Trouble,
 )
-from agents.protocol.peers import FLIGHT, told_to
-from agents.trainer.lifecycle.failures import QuitAsked
-from agents.trainer.process.flight import recorded
+from agents.protocol.peers import FLIGHT, message_for
+from agents.trainer.lifecycle.failures import QuitRequested
+from agents.trainer.process.flight import read_flight
 from events.schemas import SCHEMA
 from events.vocabulary import Fault
 
@@ -59,7 +59,7 @@ QUIT_GRACE_S = 2.0
 _PAUSE_MIN_S = 0.02
 _PAUSE_MAX_S = 0.5
 _QUEUE_MAX_MESSAGES = 65536
-_REPEATED = (Regrouped, Committed, Saved, Completed, Busy, StopWanted)
+_REPEATED = (Regrouped, Committed, SaveFinished, Completed, Busy, StopRequest)
 
 
 class AgentChannel:
@@ -67,7 +67,7 @@ class AgentChannel:
 
     def __init__(self, launch: Launch, lease_s: float) -> None:
         #: Ordered faults, for injection.py to take.
-        self.ordered: deque[Fault] = deque()
+        self.ordered_faults: deque[Fault] = deque()
         self._launch = launch
         self._mask = mask_of(launch.spec)
         self._line = Line(launch.line_fd)
@@ -80,7 +80,7 @@ class AgentChannel:
         self._quit_reason: str | None = None
         self._quit_at = 0.0
         self._queue: deque[FromWorker] = deque()
-        self._repeat: dict[type, FromWorker] = {}
+        self._remembered: dict[type, FromWorker] = {}
         self._agent_schema = SCHEMA
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -97,8 +97,8 @@ class AgentChannel:
 
         Secrets of the task do not show in what is told of a trouble.
         """
-        if isinstance(message, Trouble):
-            message = discreet(message, self._mask)
+        if isinstance(message, ErrorReport):
+            message = redact(message, self._mask)
         with self._condition:
             if isinstance(message, Ready):
                 self._ready = True
@@ -128,25 +128,25 @@ class AgentChannel:
         """When its membership first came (monotonic seconds)."""
         return self._received[generation]
 
-    def forget(self, below: int) -> None:
+    def drop_below(self, below: int) -> None:
         """Drop the memberships of lower generations than `below`."""
         with self._condition:
-            for generation in [known for known in self._memberships if known < below]:
+            for generation in [older for older in self._memberships if older < below]:
                 del self._memberships[generation], self._received[generation]
 
-    def quit_asked(self) -> bool:
+    def quit_requested(self) -> bool:
         """Whether the agent wants this worker to end."""
         return self._quit_reason is not None
 
-    def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+    def wait(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait until `done()`, which is asked again at every message and every `wake`. False on timeout.
 
         Raises QuitAsked as soon as the agent asks the worker to end.
         """
         with self._condition:
-            satisfied = self._condition.wait_for(lambda: self._quit_reason is not None or done(), timeout_s)
+            satisfied = self._condition.wait_for(lambda: self._quit_reason is not None or predicate(), timeout_s)
         if self._quit_reason is not None:
-            raise QuitAsked(self._quit_reason)
+            raise QuitRequested(self._quit_reason)
         return satisfied
 
     def wake(self) -> None:
@@ -175,9 +175,9 @@ class AgentChannel:
             if connection is not None:
                 self._serve(connection)
                 pause_s, connected_at = _PAUSE_MIN_S, time.monotonic()
-            self._end_if_due()
+            self._exit_if_overdue()
             if time.monotonic() - connected_at > self._lease_s:
-                self._end(f"no agent for {self._lease_s} s: ending", EXIT_NO_AGENT)
+                self._exit(f"no agent for {self._lease_s} s: ending", EXIT_NO_AGENT)
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, _PAUSE_MAX_S)
 
@@ -198,8 +198,10 @@ class AgentChannel:
             ready=self._ready,
             has_flight=self._agent_schema >= FLIGHT,
         )
-        repeated = [self._repeat[kind] for kind in _REPEATED if kind in self._repeat]
-        repeated = [told for message in repeated if (told := told_to(self._agent_schema, message)) is not None]
+        repeated = [self._remembered[kind] for kind in _REPEATED if kind in self._remembered]
+        repeated = [
+            lowered for message in repeated if (lowered := message_for(self._agent_schema, message)) is not None
+        ]
         unanswered = self._ready and self._generation == 0 and not any(isinstance(m, Ready) for m in self._queue)
         return [hello, *([Ready()] if unanswered else []), *repeated]
 
@@ -214,7 +216,7 @@ class AgentChannel:
             selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
             in_flight: FromWorker | None = None
             while True:
-                self._end_if_due()
+                self._exit_if_overdue()
                 timeout_s = None if self._quit_reason is None else QUIT_GRACE_S / 4
                 for key, events in selector.select(timeout_s):
                     if key.fileobj is self._wake_read:
@@ -237,25 +239,25 @@ class AgentChannel:
                 interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(connection, interest)
 
-    def _next_outgoing(self, sent: FromWorker | None) -> tuple[FromWorker | None, memoryview]:
+    def _next_outgoing(self, previous: FromWorker | None) -> tuple[FromWorker | None, memoryview]:
         """Take note that `sent` is in the socket, and give the next message; it stays queued until it is sent."""
         with self._condition:
-            if sent is not None:
-                if self._queue and self._queue[0] is sent:
+            if previous is not None:
+                if self._queue and self._queue[0] is previous:
                     self._queue.popleft()
-                self._keep_for_repetition(sent)
+                self._remember(previous)
                 self._condition.notify_all()
             while self._queue:
-                told = told_to(self._agent_schema, self._queue[0])
-                if told is not None:
-                    return self._queue[0], memoryview(frame(told))
-                self._keep_for_repetition(self._queue.popleft())  # a younger agent may come yet
+                lowered = message_for(self._agent_schema, self._queue[0])
+                if lowered is not None:
+                    return self._queue[0], memoryview(frame(lowered))
+                self._remember(self._queue.popleft())  # a younger agent may come yet
             self._condition.notify_all()
             return None, memoryview(b"")
 
-    def _keep_for_repetition(self, message: FromWorker) -> None:
+    def _remember(self, message: FromWorker) -> None:
         if isinstance(message, _REPEATED):
-            self._repeat[type(message)] = message
+            self._remembered[type(message)] = message
 
     def _receive(self, connection: socket.socket, incoming: Unframer[ToWorker]) -> bool:
         """Take what has arrived; False at the end of the stream."""
@@ -265,10 +267,10 @@ class AgentChannel:
                 if isinstance(message, Membership):
                     self._memberships.setdefault(message.generation, message)
                     self._received.setdefault(message.generation, time.monotonic())
-                elif isinstance(message, Inject):
-                    self.ordered.append(message.fault)
+                elif isinstance(message, InjectIntoWorker):
+                    self.ordered_faults.append(message.fault)
                 elif isinstance(message, TellFlight):  # a library's lock must not hold up this thread
-                    threading.Thread(target=lambda: self.send(recorded()), name="flight", daemon=True).start()
+                    threading.Thread(target=lambda: self.send(read_flight()), name="flight", daemon=True).start()
                 elif isinstance(message, Quit) and self._quit_reason is None:
                     self._quit_reason = message.reason
                     self._quit_at = time.monotonic()
@@ -280,10 +282,10 @@ class AgentChannel:
             while self._wake_read.recv(4096):
                 pass
 
-    def _end_if_due(self) -> None:
+    def _exit_if_overdue(self) -> None:
         if self._quit_reason is not None and time.monotonic() - self._quit_at > QUIT_GRACE_S:
-            self._end(f"asked to end ({self._quit_reason}) and the main thread does not react: ending", 0)
+            self._exit(f"asked to end ({self._quit_reason}) and the main thread does not react: ending", 0)
 
-    def _end(self, why: str, code: int) -> None:
-        print(f"{self._launch.worker}: {why}", file=sys.stderr, flush=True)
+    def _exit(self, reason: str, code: int) -> None:
+        print(f"{self._launch.worker}: {reason}", file=sys.stderr, flush=True)
         os._exit(code)

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agents.protocol.injection import Injection
+from agents.protocol.injection import FaultInjector
 from agents.protocol.marks import Marker
 from agents.protocol.messages import Launch
 from agents.trainer.process.channel import AgentChannel
 from events.vocabulary import DETERMINISM, DETERMINISTIC, Phase
 
 if TYPE_CHECKING:
-    from agents.trainer.process.replica import Replica
+    from agents.trainer.process.replica import ReplicaWorld
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class WorkerSettings:
     """How long a worker waits: for a membership after a fault, for an agent, for a silent collective (at most: see
     baseline.py); and how many bytes of gradients it reduces at a time.
 
@@ -38,11 +38,11 @@ class Patience:
     deterministic: str = "check"
 
     @staticmethod
-    def from_environment() -> Patience:
+    def from_environment() -> WorkerSettings:
         """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600), UNICRON_HANG_FLOOR_S
         (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50) UNICRON_STANDBY_MAX
         (8) and UNICRON_DETERMINISTIC (check), which must be the same for all workers of a task."""
-        return Patience(
+        return WorkerSettings(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
             collective_timeout_s=_seconds("UNICRON_COLLECTIVE_TIMEOUT_S", 600.0),
@@ -55,17 +55,19 @@ class Patience:
         )
 
 
-def _one_of(name: str, wishes: Sequence[str]) -> str:
-    text = os.environ.get(name, "") or wishes[0]
-    if text not in wishes:
-        raise ValueError(f"{name}: {text!r} is not one of {', '.join(wishes)}")
+def _one_of(name: str, choices: Sequence[str]) -> str:
+    text = os.environ.get(name, "") or choices[0]
+    if text not in choices:
+        raise ValueError(f"{name}: {text!r} is not one of {', '.join(choices)}")
     return text
 
 
-def _count(name: str, default: int, of: str) -> int:
+def _count(name: str, default: int, unit: str) -> int:
     text = os.environ.get(name, "")
     if text and not text.isdecimal():
-        raise ValueError(f"{name}: {text!r} is not a number of {of}; give a whole number, 0 for never, or leave it out")
+        raise ValueError(
+            f"{name}: {text!r} is not a number of {unit}; give a whole number, 0 for never, or leave it out"
+        )
     return int(text) if text else default
 
 
@@ -93,16 +95,16 @@ class Context:
 
     launch: Launch
     channel: AgentChannel
-    replica: Replica
-    patience: Patience
-    injection: Injection
+    replica: ReplicaWorld
+    settings: WorkerSettings
+    injection: FaultInjector
     generation: int = 0
     iteration: int = 0
     mark: Marker = field(default_factory=lambda: Marker(None))
     #: What is left to do where the program ends by itself with code 0; it raises LeftEarly in mid-training.
     finish: Callable[[], None] | None = None
     #: The program has ended.
-    over: bool = False
+    has_ended: bool = False
 
     @property
     def phase(self) -> Phase:

@@ -6,7 +6,7 @@ import re
 import traceback
 from dataclasses import dataclass
 
-from agents.protocol.messages import Trouble
+from agents.protocol.messages import ErrorReport
 from events.vocabulary import ErrorKind, Phase
 
 _MESSAGE_CHARS = 1024
@@ -105,12 +105,12 @@ SYMPTOMS: tuple[Symptom, ...] = (
 DEFAULT: ErrorKind = "exception"
 
 
-def row_of(error: BaseException) -> Symptom | None:
+def find_symptom(error: BaseException) -> Symptom | None:
     """The row that describes the exception, or else what it was raised from."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
         symptom = _symptom(type(link).__name__, str(link))
         if symptom is not None:
             return symptom
@@ -120,7 +120,7 @@ def row_of(error: BaseException) -> Symptom | None:
 
 def classify(error: BaseException) -> tuple[ErrorKind, Phase | None]:
     """The kind of `error`, and the phase where the table knows it better than the worker."""
-    symptom = row_of(error)
+    symptom = find_symptom(error)
     return (DEFAULT, None) if symptom is None else (symptom.kind, symptom.phase)
 
 
@@ -138,11 +138,11 @@ def _symptom(name: str, text: str) -> Symptom | None:
     return None
 
 
-def trouble(error: BaseException, generation: int, iteration: int, phase: Phase) -> Trouble:
+def error_report(error: BaseException, generation: int, iteration: int, phase: Phase) -> ErrorReport:
     """The message that tells the agent of `error`: type and text, and the traceback's end."""
     kind, known_phase = classify(error)
     detail = "".join(traceback.format_exception(error))
-    return Trouble(
+    return ErrorReport(
         kind=kind,
         generation=generation,
         iteration=iteration,

@@ -24,7 +24,7 @@ _NAME_CHARS = 64
 _NUMBER_MAX = 2**53 - 1
 
 
-class _Entry(msgspec.Struct):
+class _RecordedCollective(msgspec.Struct):
     """Of a dump; other fields are passed over, and any may be missing in another version of torch."""
 
     record_id: int = 0
@@ -41,32 +41,33 @@ class _Entry(msgspec.Struct):
 
 
 class _Dump(msgspec.Struct):
-    entries: list[_Entry] = []
+    entries: list[_RecordedCollective] = []
 
 
-def recorded(modules: Mapping[str, Any] = sys.modules, now_ns: int | None = None) -> Flight:
+def read_flight(modules: Mapping[str, Any] = sys.modules, now_ns: int | None = None) -> Flight:
     """The last collectives: those that have not ended first of all, and of the others the newest."""
     torch = modules.get("torch._C._distributed_c10d")
     if torch is None:
         return Flight(trouble="torch.distributed is not loaded in this worker")
     now_ns = time.time_ns() if now_ns is None else now_ns
-    found: list[tuple[int, int, Collective]] = []
+    collectives: list[tuple[int, int, Collective]] = []
     try:
         for library, name in _DUMPS.items():
             dump = getattr(torch, name, None)
             if dump is not None:
-                told = msgspec.json.decode(dump(includeCollectives=True, onlyActive=False), type=_Dump)
-                found += [
-                    (one.time_created_ns, one.record_id, _collective(one, library, now_ns)) for one in told.entries
+                decoded = msgspec.json.decode(dump(includeCollectives=True, onlyActive=False), type=_Dump)
+                collectives += [
+                    (entry.time_created_ns, entry.record_id, _collective(entry, library, now_ns))
+                    for entry in decoded.entries
                 ]
     except Exception as error:  # whatever this version of torch does
         return Flight(trouble=f"the flight recorder cannot be read: {type(error).__name__}: {error}"[:400])
-    found.sort(key=lambda one: (not one[2].is_over, *one[:2]))
-    kept = sorted(found[-COLLECTIVES_MAX:], key=lambda one: one[:2])
-    return Flight(collectives=tuple(one for _, _, one in kept))
+    collectives.sort(key=lambda entry: (not entry[2].is_over, *entry[:2]))
+    newest = sorted(collectives[-COLLECTIVES_MAX:], key=lambda entry: entry[:2])
+    return Flight(collectives=tuple(entry for _, _, entry in newest))
 
 
-def _collective(entry: _Entry, library: str, now_ns: int) -> Collective:
+def _collective(entry: _RecordedCollective, library: str, now_ns: int) -> Collective:
     name = entry.profiling_name.removeprefix(f"{library}:")
     sizes = " ".join(f"{kind}{size}" for kind, size in zip(entry.input_dtypes, entry.input_sizes, strict=False))
     return Collective(

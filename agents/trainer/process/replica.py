@@ -26,7 +26,7 @@ from events.interfaces import interface_of
 _MEET_TIMEOUT = timedelta(minutes=5)
 
 
-class Replica:
+class ReplicaWorld:
     """This process's place in its replica: shard `shard` of `size`."""
 
     def __init__(self, launch: Launch, backend: str) -> None:
@@ -66,9 +66,9 @@ class Replica:
         """The values of the replica's last rank, which is in the last pipeline stage, where the loss is."""
         if self.size == 1:
             return list(values)
-        told = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(told, src=self.size - 1)
-        return [float(value) for value in told.tolist()]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(tensor, src=self.size - 1)
+        return [float(value) for value in tensor.tolist()]
 
     def gather(self, row: bytes) -> list[bytes]:
         """Every shard's row; all of the same length."""
@@ -77,7 +77,7 @@ class Replica:
         mine = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine)
-        return [bytes(told.tolist()) for told in rows]
+        return [bytes(gathered.tolist()) for gathered in rows]
 
     def _vote(self, values: Sequence[int], operation: object) -> list[int]:
         if self.size == 1:

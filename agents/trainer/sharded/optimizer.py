@@ -43,7 +43,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from agents.trainer.sharded.parts import ALIGN, Part, Span
+from agents.trainer.sharded.parts import ALIGN, Span, StatePart
 from agents.trainer.states.state import BadState
 
 MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -75,10 +75,10 @@ class Space:
 
 
 @dataclass(slots=True)
-class Held:
+class Holding:
     """A part's rows, each as long as the part's span of its space; `stepper`: None until it is to be stepped."""
 
-    part: Part
+    part: StatePart
     rows: Rows
     stepper: DistributedOptimizer | None = None
 
@@ -116,15 +116,15 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self.spaces = [Space(parameters) for parameters in by_dtype.values()]
         self.steps = 0
         self._options = [{**group, "params": []} for group in groups]
-        self._held: list[Held] = []
-        self._staged: list[Held] = []
+        self._holdings: list[Holding] = []
+        self._staged: list[Holding] = []
         #: All rows, as the program has loaded them itself, until the first step.
-        self.brought: Rows | None = None
+        self.loaded_rows: Rows | None = None
         #: After which iterations the program writes a checkpoint of its own; None: it never does. It finds the whole
         #: state in `assembled` then, at the lead's replica.
         self.saves: Callable[[int], bool] | None = None
         self.assembled: Rows | None = None
-        probe = self._stepper(Part(1, 0), {})
+        probe = self._stepper(StatePart(1, 0), {})
         self._options = [{**group, "params": []} for group in probe.optimizer.param_groups]
 
     # --- what Megatron's training loop asks for ---------------------------------------------------
@@ -148,12 +148,12 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self) -> Any:
         """Step all parts that are held here. The parameters are whole again when the hook has them gathered."""
-        if not self._held or self._staged:
+        if not self._holdings or self._staged:
             raise RuntimeError("the program stepped a sharded optimizer outside of hook.steps()")
-        done = super().step()
+        outcome = super().step()
         self.steps += 1
-        self.brought = None
-        return done
+        self.loaded_rows = None
+        return outcome
 
     def reload_model_params(self, state_dict: object = None) -> None:
         """Nothing: masters are part of the state."""
@@ -167,18 +167,18 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
         Raises BadState where it is not of these parameters; then nothing has changed.
         """
-        staged: list[Held] = []
+        staged: list[Holding] = []
         if "state" in state_dict.get("optimizer", state_dict):
             rows, steps, groups = self._whole_rows(state_dict)
-            staged = [Held(Part(1, 0), rows)]
+            staged = [Holding(StatePart(1, 0), rows)]
         else:
             steps, groups = int(state_dict["steps"]), state_dict["groups"]
         if len(groups) != len(self._options):
             raise BadState(
                 f"optimizer: the state has {len(groups)} groups of parameters, there are {len(self._options)}"
             )
-        self.brought = None
-        self.forget()
+        self.loaded_rows = None
+        self.drop_parts()
         self._staged, self.steps = staged, steps
         for options, theirs in zip(self._options, groups, strict=True):
             options.update(_plain(theirs))
@@ -197,20 +197,23 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     def spans(self) -> list[Span]:
         """Of all that is held here, staged or not."""
-        spans = [span for held in (*self._held, *self._staged) for span in held.part.spans(self.extents)]
+        spans = [span for holding in (*self._holdings, *self._staged) for span in holding.part.spans(self.extents)]
         return sorted({span for span in spans if span[0] < span[1]})
 
-    def forget(self) -> None:
+    def drop_parts(self) -> None:
         """Drop all parts but what the program has brought, before the first step."""
-        self._held, self._staged = [], [] if self.brought is None else [Held(Part(1, 0), self.brought)]
+        self._holdings, self._staged = (
+            [],
+            [] if self.loaded_rows is None else [Holding(StatePart(1, 0), self.loaded_rows)],
+        )
         self.chained_optimizers: list[DistributedOptimizer] = []
 
     def read(self, row: Row, start: int, stop: int) -> torch.Tensor:
         """A stretch of a row that one part held here has all of, counted within its space; not a copy."""
-        for held in (*self._held, *self._staged):
-            here, there = held.part.within(self.spaces[row[0]].extent)
-            if here <= start and stop <= there:
-                return held.rows[row][start - here : stop - here]
+        for holding in (*self._holdings, *self._staged):
+            first, last = holding.part.within(self.spaces[row[0]].extent)
+            if first <= start and stop <= last:
+                return holding.rows[row][start - first : stop - first]
         raise KeyError(f"elements {start} to {stop} of {row} are not on this replica")
 
     def bytes_at(self, start: int, stop: int) -> torch.Tensor:
@@ -221,7 +224,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             start, stop = start - space.extent, stop - space.extent
         raise IndexError("behind the last space")
 
-    def first(self, part: Part) -> Held:
+    def initial(self, part: StatePart) -> Holding:
         """The part as training begins: no moments, masters as the parameters are."""
         rows: Rows = {}
         for row in self.rows:
@@ -229,20 +232,20 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             start, stop = part.within(space.extent)
             master = space.data[start:stop].float()
             rows[row] = master if name == MASTER else torch.zeros_like(master)
-        return Held(part, rows)
+        return Holding(part, rows)
 
-    def stage(self, arrived: Sequence[Held]) -> None:
+    def stage(self, arrived: Sequence[Holding]) -> None:
         """Hold these beside all others."""
         self._staged = list(arrived)
 
     def adopt(self) -> None:
         """Step what is staged from now on, and drop all others."""
-        self._held, self._staged = self._staged, []
-        for held in self._held:
-            held.stepper = self._stepper(held.part, held.rows)
-        self.chained_optimizers = [held.stepper for held in self._held]
+        self._holdings, self._staged = self._staged, []
+        for holding in self._holdings:
+            holding.stepper = self._stepper(holding.part, holding.rows)
+        self.chained_optimizers = [holding.stepper for holding in self._holdings]
 
-    def _stepper(self, part: Part, rows: Rows) -> DistributedOptimizer:
+    def _stepper(self, part: StatePart, rows: Rows) -> DistributedOptimizer:
         """Megatron's optimizer of the part, which goes on from `rows` (where there are any)."""
         rank = _Rank(part)
         ddp_config = DistributedDataParallelConfig(
@@ -251,10 +254,10 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             overlap_param_gather=True,  # the step itself gathers nothing
         )
         buffers = {0: [_Buffer(space, rank, ddp_config) for space in self.spaces]}
-        stepper = self._distributed([Chunk(ddp_config)], buffers, data_parallel_group=rank)
+        stepper = self._distributed([ModelChunk(ddp_config)], buffers, data_parallel_group=rank)
         if rows:
             with torch.no_grad():
-                self._put(stepper, rows)
+                self._attach_rows(stepper, rows)
         return stepper
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -273,7 +276,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             **groups,
         )
 
-    def _put(self, stepper: DistributedOptimizer, rows: Rows) -> None:
+    def _attach_rows(self, stepper: DistributedOptimizer, rows: Rows) -> None:
         models = [*stepper.model_float16_groups, *stepper.model_fp32_groups]
         shards = [*stepper.shard_fp32_from_float16_groups, *stepper.shard_fp32_groups]
         for model_group, shard_group in zip(models, shards, strict=True):
@@ -349,7 +352,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 class _Rank:
     """In place of a data-parallel process group: which part of how many."""
 
-    part: Part
+    part: StatePart
 
     def rank(self) -> int:
         return self.part.index
@@ -359,7 +362,7 @@ class _Rank:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ModelChunk:
     """In place of a model chunk."""
 
     ddp_config: DistributedDataParallelConfig
@@ -368,7 +371,7 @@ class Chunk:
 class _Bucket:
     """The only bucket of its buffer: one whole space."""
 
-    def __init__(self, space: Space, part: Part) -> None:
+    def __init__(self, space: Space, part: StatePart) -> None:
         self.offset = 0
         self.params_list = list(space.places)
         self.param_data = space.data

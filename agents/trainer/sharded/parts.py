@@ -31,12 +31,12 @@ Span: TypeAlias = tuple[int, int]
 ALIGN = 64
 
 
-class NowhereHeld(Exception):
+class NoHolder(Exception):
     """No remaining member holds a stretch of the state: all holders of a part are lost."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class StatePart:
     """One of `count` equal parts."""
 
     count: int
@@ -53,16 +53,16 @@ class Part:
 
     def spans(self, extents: Sequence[int]) -> list[Span]:
         """Its span of each space, counted through all of them; empty ones as well."""
-        found, base = [], 0
+        spans, base = [], 0
         for extent in extents:
             start, stop = self.within(extent)
-            found.append((base + start, base + stop))
+            spans.append((base + start, base + stop))
             base += extent
-        return found
+        return spans
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SpanMove:
     """Member `target` takes a stretch from member `source`."""
 
     start: int
@@ -76,19 +76,19 @@ class Move:
         return self.stop - self.start
 
 
-def placed(nodes: Sequence[frozenset[str]]) -> list[tuple[int, ...]]:
+def assign_holders(nodes: Sequence[frozenset[str]]) -> list[tuple[int, ...]]:
     """The indices of the parts that each replica holds, its own first. `nodes[r]`: the nodes replica r stands on."""
     count = len(nodes)
-    held = [[replica] for replica in range(count)]
+    holders = [[replica] for replica in range(count)]
     if count > 1:
         shift, near = _shift(nodes)
         for part in range(count):
             if part in near:
-                apart = (step for step in range(1, count) if not nodes[part] & nodes[(part + step) % count])
-                held[(part + next(apart, shift)) % count].append(part)
+                distant_steps = (step for step in range(1, count) if not nodes[part] & nodes[(part + step) % count])
+                holders[(part + next(distant_steps, shift)) % count].append(part)
             else:
-                held[(part + shift) % count].append(part)
-    return [tuple(parts) for parts in held]
+                holders[(part + shift) % count].append(part)
+    return [tuple(parts) for parts in holders]
 
 
 def _shift(nodes: Sequence[frozenset[str]]) -> tuple[int, frozenset[int]]:
@@ -103,70 +103,70 @@ def _shift(nodes: Sequence[frozenset[str]]) -> tuple[int, frozenset[int]]:
     return best
 
 
-def covers(held: Iterable[Sequence[Span]], total: int) -> bool:
+def covers(spans_by_member: Iterable[Sequence[Span]], total: int) -> bool:
     """Whether the members together hold all `total` elements."""
     reached = 0
-    for start, stop in sorted(span for spans in held for span in spans):
+    for start, stop in sorted(span for spans in spans_by_member for span in spans):
         if start > reached:
             return False
         reached = max(reached, stop)
     return reached >= total
 
 
-def givers(held: Sequence[Sequence[Span]], total: int) -> list[Move]:
+def gather_moves(spans_by_member: Sequence[Sequence[Span]], total: int) -> list[SpanMove]:
     """Which member gives what to all, so that each has everything; `target` is meaningless. Raises NowhereHeld."""
-    return _divided(held, [(0, 0, total)])
+    return _divided(spans_by_member, [(0, 0, total)])
 
 
-def moves(held: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[Move]:
+def moves(current: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[SpanMove]:
     """What has to travel so that each member has what it wants, by target and start. Raises NowhereHeld."""
     missing = [
-        (target, start, stop) for target, spans in enumerate(wanted) for span in spans
-        for start, stop in _without(span, held[target])
+        (rank, start, stop) for rank, spans in enumerate(wanted) for span in spans
+        for start, stop in _without(span, current[rank])
     ]  # fmt: skip
-    return _divided(held, missing)
+    return _divided(current, missing)
 
 
-def _divided(held: Sequence[Sequence[Span]], missing: Sequence[tuple[int, int, int]]) -> list[Move]:
+def _divided(spans_by_member: Sequence[Sequence[Span]], missing: Sequence[tuple[int, int, int]]) -> list[SpanMove]:
     """Each missing (target, start, stop), cut where the holders change."""
-    cuts = sorted({cut for spans in held for span in spans for cut in span})
-    holders_from = _holders(held, cuts)
-    given = [0] * len(held)
-    found = []
+    cuts = sorted({cut for spans in spans_by_member for span in spans for cut in span})
+    holders_from = _holders(spans_by_member, cuts)
+    loads = [0] * len(spans_by_member)
+    moves = []
     for target, start, stop in missing:
         edges = [start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]
-        for here, there in pairwise(edges):
-            if here == there:
+        for begin, end in pairwise(edges):
+            if begin == end:
                 continue
-            between = bisect_right(cuts, here)
+            between = bisect_right(cuts, begin)
             holders = holders_from[cuts[between - 1]] if 0 < between < len(cuts) else ()
             if not holders:
-                raise NowhereHeld(f"no member holds elements {here} to {there}")
-            source = min(holders, key=lambda member: (given[member], member))
-            given[source] += there - here
-            found.append(Move(here, there, source, target))
-    return found
+                raise NoHolder(f"no member holds elements {begin} to {end}")
+            source = min(holders, key=lambda member: (loads[member], member))
+            loads[source] += end - begin
+            moves.append(SpanMove(begin, end, source, target))
+    return moves
 
 
-def _holders(held: Sequence[Sequence[Span]], cuts: Sequence[int]) -> dict[int, list[int]]:
+def _holders(spans_by_member: Sequence[Sequence[Span]], cuts: Sequence[int]) -> dict[int, list[int]]:
     """Cut -> the members that hold everything from it to the next."""
-    found: dict[int, list[int]] = {cut: [] for cut in cuts}
-    for member, spans in enumerate(held):
+    holders: dict[int, list[int]] = {cut: [] for cut in cuts}
+    for member, spans in enumerate(spans_by_member):
         for start, stop in spans:
             for cut in cuts[bisect_left(cuts, start) : bisect_left(cuts, stop)]:
-                found[cut].append(member)
-    return found
+                holders[cut].append(member)
+    return holders
 
 
-def _without(span: Span, held: Sequence[Span]) -> list[Span]:
+def _without(span: Span, others: Sequence[Span]) -> list[Span]:
     """What of the span no held span has."""
-    left, (start, stop) = [], span
-    for here, there in sorted(held):
-        if here >= stop or there <= start:
+    gaps, (start, stop) = [], span
+    for begin, end in sorted(others):
+        if begin >= stop or end <= start:
             continue
-        if here > start:
-            left.append((start, here))
-        start = max(start, there)
+        if begin > start:
+            gaps.append((start, begin))
+        start = max(start, end)
     if start < stop:
-        left.append((start, stop))
-    return left
+        gaps.append((start, stop))
+    return gaps

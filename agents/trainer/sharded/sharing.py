@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from agents.trainer.groups.group import Group
-from agents.trainer.sharded.optimizer import Held, Row, Rows, ShardedOptimizer
-from agents.trainer.sharded.parts import Move, Part
+from agents.trainer.groups.group import ShardGroup
+from agents.trainer.sharded.optimizer import Holding, Row, Rows, ShardedOptimizer
+from agents.trainer.sharded.parts import SpanMove, StatePart
 
 
 class Sharing:
@@ -28,8 +28,8 @@ class Sharing:
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
 
-    def gather(self, group: Group, travelling: Sequence[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Start giving the stepped parameters to all (`target` is meaningless); `Group.finish` it, and `land` what is
+    def gather(self, group: ShardGroup, travelling: Sequence[SpanMove]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Start giving the stepped parameters to all (`target` is meaningless); `ShardGroup.finish` it, and `land` what is
         returned."""
         arriving = []
         for move in travelling:
@@ -46,49 +46,49 @@ class Sharing:
         for place, data in arrived:
             place.copy_(data)
 
-    def stage_first(self, parts: Sequence[Part]) -> None:
+    def stage_first(self, parts: Sequence[StatePart]) -> None:
         """Training begins: stage these parts, made from the parameters."""
-        self.optimizer.stage([self.optimizer.first(part) for part in parts])
+        self.optimizer.stage([self.optimizer.initial(part) for part in parts])
 
-    def stage(self, group: Group, parts: Sequence[Part], travelling: Sequence[Move]) -> int:
+    def stage(self, group: ShardGroup, parts: Sequence[StatePart], travelling: Sequence[SpanMove]) -> int:
         """Stage these parts, from what is held here and from what travels; the bytes received. Raises what
-        `Group.finish` raises."""
-        arrived = [Held(part, self._empty(part)) for part in parts]
+        `ShardGroup.finish` raises."""
+        arrived = [Holding(part, self._empty(part)) for part in parts]
         received_bytes = 0
         for row, pieces in self._exchange(group, travelling):
             extent = self.optimizer.spaces[row[0]].extent
-            for held in arrived:
-                here, there = held.part.within(extent)
-                for start, stop, piece in (*self._own(row, here, there), *pieces):
-                    _lay(held.rows[row], here, there, start, stop, piece)
+            for holding in arrived:
+                begin, end = holding.part.within(extent)
+                for start, stop, piece in (*self._local_pieces(row, begin, end), *pieces):
+                    _lay(holding.rows[row], begin, end, start, stop, piece)
             received_bytes += sum(piece.nbytes for _, _, piece in pieces)
         self.optimizer.stage(arrived)
         return received_bytes
 
-    def alone(self) -> Rows:
+    def copy_rows(self) -> Rows:
         """All rows, whole, copied; this replica holds everything."""
         whole: Rows = {}
         for row in self.optimizer.rows:
             extent = self.optimizer.spaces[row[0]].extent
             whole[row] = torch.zeros(extent)
-            for start, stop, piece in self._own(row, 0, extent):
+            for start, stop, piece in self._local_pieces(row, 0, extent):
                 _lay(whole[row], 0, extent, start, stop, piece)
         return whole
 
-    def assemble(self, group: Group, travelling: Sequence[Move]) -> Rows | None:
-        """All rows, whole, at rank 0; None elsewhere. Raises what `Group.finish` raises."""
+    def assemble(self, group: ShardGroup, travelling: Sequence[SpanMove]) -> Rows | None:
+        """All rows, whole, at rank 0; None elsewhere. Raises what `ShardGroup.finish` raises."""
         whole: Rows = {}
         for row, pieces in self._exchange(group, travelling):
             if group.rank == 0:
                 extent = self.optimizer.spaces[row[0]].extent
                 whole[row] = torch.zeros(extent)
-                for start, stop, piece in (*self._own(row, 0, extent), *pieces):
+                for start, stop, piece in (*self._local_pieces(row, 0, extent), *pieces):
                     _lay(whole[row], 0, extent, start, stop, piece)
         return whole if group.rank == 0 else None
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _empty(self, part: Part) -> Rows:
+    def _empty(self, part: StatePart) -> Rows:
         rows: Rows = {}
         for row in self.optimizer.rows:
             space = self.optimizer.spaces[row[0]]
@@ -96,16 +96,16 @@ class Sharing:
             rows[row] = torch.zeros(stop - start, device=space.data.device)
         return rows
 
-    def _own(self, row: Row, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _local_pieces(self, row: Row, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """What is held here of a stretch of a row."""
         base = sum(self.optimizer.extents[: row[0]])
-        for here, there in self.optimizer.spans():
-            first, last = max(here - base, start), min(there - base, stop)
+        for begin, end in self.optimizer.spans():
+            first, last = max(begin - base, start), min(end - base, stop)
             if first < last:
                 yield first, last, self.optimizer.read(row, first, last)
 
     def _exchange(
-        self, group: Group, travelling: Sequence[Move]
+        self, group: ShardGroup, travelling: Sequence[SpanMove]
     ) -> Iterator[tuple[Row, list[tuple[int, int, torch.Tensor]]]]:
         """Row by row, the pieces that travel to this member: start and stop within the space."""
         for row in self.optimizer.rows:
@@ -114,25 +114,27 @@ class Sharing:
             mine = [move for move in travelling if base <= move.start and move.stop <= end]
             yield row, self._travel(group, row, base, mine) if mine else []
 
-    def _travel(self, group: Group, row: Row, base: int, travelling: list[Move]) -> list[tuple[int, int, torch.Tensor]]:
+    def _travel(
+        self, group: ShardGroup, row: Row, base: int, travelling: list[SpanMove]
+    ) -> list[tuple[int, int, torch.Tensor]]:
         leaving = sorted((move for move in travelling if move.source == group.rank), key=lambda move: move.target)
         coming = sorted((move for move in travelling if move.target == group.rank), key=lambda move: move.source)
         out = [self.optimizer.read(row, move.start - base, move.stop - base).to(group.device) for move in leaving]
-        given = torch.cat(out) if out else torch.empty(0, device=group.device)
-        taken = torch.empty(sum(move.size for move in coming), device=group.device)
+        send_buffer = torch.cat(out) if out else torch.empty(0, device=group.device)
+        receive_buffer = torch.empty(sum(move.size for move in coming), device=group.device)
         group.all_to_all(
-            taken,
-            given,
+            receive_buffer,
+            send_buffer,
             [sum(move.size for move in coming if move.source == member) for member in range(group.size)],
             [sum(move.size for move in leaving if move.target == member) for member in range(group.size)],
         )
         group.finish()
-        pieces = taken.split([move.size for move in coming])
+        pieces = receive_buffer.split([move.size for move in coming])
         return [(move.start - base, move.stop - base, piece) for move, piece in zip(coming, pieces, strict=True)]
 
 
-def _lay(target: torch.Tensor, here: int, there: int, start: int, stop: int, piece: torch.Tensor) -> None:
+def _lay(target: torch.Tensor, begin: int, end: int, start: int, stop: int, piece: torch.Tensor) -> None:
     """Copy what `piece` [start, stop) has of `target` [here, there)."""
-    first, last = max(here, start), min(there, stop)
+    first, last = max(begin, start), min(end, stop)
     if first < last:
-        target[first - here : last - here].copy_(piece[first - start : last - start])
+        target[first - begin : last - begin].copy_(piece[first - start : last - start])

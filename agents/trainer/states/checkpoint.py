@@ -32,7 +32,7 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from agents.trainer.states.state import BadState, flatten, shapes, unflatten
-from agents.trainer.states.state_bytes import check, named
+from agents.trainer.states.state_bytes import check, named_tensors
 from events.shape import Shape
 
 FORMAT = 3
@@ -43,7 +43,7 @@ _SKELETON = "skeleton"
 _CHUNK_BYTES = 1 << 20
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class TensorLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Where one tensor lies: a file of the shard, offset and length in bytes; a stream of torch.save."""
 
     file: str
@@ -63,11 +63,11 @@ class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One shard's files, and the places of its skeleton and of its tensors in the skeleton's order."""
 
     files: tuple[File, ...]
-    skeleton: Place
-    tensors: tuple[Place, ...]
+    skeleton: TensorLocation
+    tensors: tuple[TensorLocation, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a checkpoint consists of."""
 
     format: int
@@ -92,7 +92,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class WrittenCheckpoint:
     """A checkpoint that was written: where, and its size over all shards."""
 
     path: Path
@@ -100,7 +100,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WriteJob:
     """What is to be written, of which this is `shard` of a replica in `layout`. `writer` keeps the drafts of different
     attempts apart and is the same for all shards of one."""
 
@@ -114,7 +114,7 @@ class Job:
     keep: int
 
 
-def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> Saved | None:
+def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None) -> WrittenCheckpoint | None:
     """Write this shard's part; the shard that comes last publishes, and is the one that gets a result.
 
     Needs no communication, so any thread may do it. Removes checkpoints older than the newest `keep`. `midway` is
@@ -127,9 +127,9 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
     midway()
     _write_synced(draft / f"shard-{job.shard}.json", msgspec.json.encode(record))
     records = [_record(draft, shard) for shard in range(job.layout.workers)]
-    if any(other is None for other in records) or not _is_publisher(draft):
+    if any(shard_record is None for shard_record in records) or not _is_publisher(draft):
         return None
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         format=FORMAT,
         task=job.task,
         iteration=job.iteration,
@@ -138,40 +138,40 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
         pp=job.layout.pp,
         vpp=job.layout.vpp,
         ep=job.layout.ep,
-        shards=tuple(other for other in records if other is not None),
+        shards=tuple(shard_record for shard_record in records if shard_record is not None),
     )
     _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     _sync_directory(draft)
     _publish(draft, final)
     _sync_directory(job.directory)
     _remove_old(job.directory, job.keep)
-    return Saved(final, manifest.size_bytes)
+    return WrittenCheckpoint(final, manifest.size_bytes)
 
 
-def manifest_of(path: Path) -> Manifest:
+def manifest_of(path: Path) -> CheckpointManifest:
     """Of the checkpoint in this directory. Raises OSError, BadState."""
     match = _NAME.match(path.name)
     if match is None:
         raise BadState("is no checkpoint's directory (iteration-<number>)")
     try:
-        told = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=CheckpointManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadState(f"{_MANIFEST}: {error}") from None
-    return _manifest(path, told.task, int(match[1]))
+    return _manifest(path, manifest.task, int(match[1]))
 
 
 def newest_iterations(directory: Path, task: str) -> dict[int, Shape]:
     """Iterations of the checkpoints that look whole (manifest and sizes), newest first, and the layout of each;
     others are told on stderr."""
-    found = {}
-    for iteration, path in _found(directory):
+    layouts = {}
+    for iteration, path in _list_checkpoints(directory):
         try:
             manifest = _manifest(path, task, iteration)
         except (OSError, BadState) as error:
             print(f"skipping checkpoint {path}: {error}", file=sys.stderr, flush=True)
         else:
-            found[iteration] = manifest.layout
-    return found
+            layouts[iteration] = manifest.layout
+    return layouts
 
 
 def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
@@ -195,18 +195,18 @@ def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[s
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _found(directory: Path) -> list[tuple[int, Path]]:
+def _list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """Checkpoints by name, newest first."""
     if not directory.is_dir():
         return []
-    named_so = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))]
-    return sorted(named_so, reverse=True)
+    matches = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))]
+    return sorted(matches, reverse=True)
 
 
-def _manifest(path: Path, task: str, iteration: int) -> Manifest:
+def _manifest(path: Path, task: str, iteration: int) -> CheckpointManifest:
     content = (path / _MANIFEST).read_bytes()
     try:
-        manifest = msgspec.json.decode(content, type=Manifest)
+        manifest = msgspec.json.decode(content, type=CheckpointManifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise BadState(f"{_MANIFEST}: {error}") from None
     if (manifest.format, manifest.task, manifest.iteration) != (FORMAT, task, iteration):
@@ -227,7 +227,7 @@ def _manifest(path: Path, task: str, iteration: int) -> Manifest:
     return manifest
 
 
-def _read(path: Path, place: Place) -> torch.Tensor:
+def _read(path: Path, place: TensorLocation) -> torch.Tensor:
     with (path / place.file).open("rb") as file:
         file.seek(place.offset)
         data = file.read(place.length)
@@ -253,7 +253,7 @@ def _digest(path: Path) -> str:
 
 def _write_shard(draft: Path, shard: int, tree: object) -> ShardRecord:
     skeleton, tensors = flatten(tree)
-    keys = [name for name, _ in named(tree)]
+    keys = [name for name, _ in named_tensors(tree)]
     if len(set(keys)) != len(keys) or _SKELETON in keys:
         raise BadState("two tensors of the state have the same path")
     entries = {key: tensor.cpu() for key, tensor in zip(keys, tensors, strict=True)}
@@ -269,7 +269,7 @@ def _write_shard(draft: Path, shard: int, tree: object) -> ShardRecord:
     return ShardRecord(files, places[_SKELETON], tuple(places[key] for key in keys))
 
 
-def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, TensorLocation]:
     """What `torch.distributed.checkpoint.save` does for a single process; where each entry was put."""
     writer, planner = FileSystemWriter(directory), DefaultSavePlanner()
     writer.reset()
@@ -280,7 +280,7 @@ def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tenso
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     writer.finish(metadata, [results])
     return {
-        result.index.fqn: Place(
+        result.index.fqn: TensorLocation(
             f"{directory.name}/{result.storage_data.relative_path}",
             result.storage_data.offset,
             result.storage_data.length,
@@ -319,12 +319,12 @@ def _publish(draft: Path, final: Path) -> None:
 
 def _remove_old(directory: Path, keep: int) -> None:
     """Keep the newest checkpoints; drafts of lower iterations were left by writers that died."""
-    found = _found(directory)
-    for _, path in found[keep:]:
+    checkpoints = _list_checkpoints(directory)
+    for _, path in checkpoints[keep:]:
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.iterdir():
         match = _DRAFT.match(path.name)
-        if match and int(match[1]) < found[0][0]:
+        if match and int(match[1]) < checkpoints[0][0]:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -17,25 +17,25 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from agents.trainer.states.resharding import Layout, Piece
+from agents.trainer.states.resharding import Piece, StateLayout
 
 
-def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: int) -> Layout | None:
+def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: int) -> StateLayout | None:
     """The layout of the tensors by the names of `TrainingState`, None where it is not told in full."""
     described = [model for model in models if hasattr(model, "sharded_state_dict")]
     if len(described) != len(models):
         return None
-    told = {
-        id(found.data): found
+    sharded = {
+        id(entry.data): entry
         for model in described
-        for found in nested_values(model.sharded_state_dict())
-        if isinstance(found, ShardedTensor | ShardedTensorFactory)
+        for entry in nested_values(model.sharded_state_dict())
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
     tensors: dict[str, tuple[Piece, ...]] = {}
     names: dict[int, str] = {}
     for number, model in enumerate(models):
-        for name, tensor in _kept(model):
-            pieces = _pieces(told[id(tensor)], tensor) if id(tensor) in told else None
+        for name, tensor in _persistent_tensors(model):
+            pieces = _pieces(sharded[id(tensor)], tensor) if id(tensor) in sharded else None
             if pieces is None:
                 return None
             tensors[f"{number}.{name}"] = pieces
@@ -44,23 +44,23 @@ def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: in
         paths = {path: names[id(parameter)] for path, parameter in _owners(optimizer)}
     except _Unknown:
         return None
-    return Layout(tp, pp, tensors, paths)
+    return StateLayout(tp, pp, tensors, paths)
 
 
-def _kept(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _persistent_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and the buffers that are not merely derived from the configuration."""
     yield from model.named_parameters()
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     yield from ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in saved)
 
 
-def _pieces(told: ShardedTensor | ShardedTensorFactory, tensor: torch.Tensor) -> tuple[Piece, ...] | None:
-    if isinstance(told, ShardedTensor):
-        return (_piece(told, (0,) * tensor.dim(), tuple(tensor.shape)),)
+def _pieces(sharded: ShardedTensor | ShardedTensorFactory, tensor: torch.Tensor) -> tuple[Piece, ...] | None:
+    if isinstance(sharded, ShardedTensor):
+        return (_piece(sharded, (0,) * tensor.dim(), tuple(tensor.shape)),)
     # A factory cuts a tensor in several (the halves of a gated layer): seen by cutting the elements' numbers.
     numbers = torch.arange(tensor.numel()).reshape(tensor.shape)
     pieces = []
-    for part in nested_values(told.build_fn(told.key, numbers, told.replica_id, told.flattened_range)):
+    for part in nested_values(sharded.build_fn(sharded.key, numbers, sharded.replica_id, sharded.flattened_range)):
         if not isinstance(part, ShardedTensor) or part.data.dim() != tensor.dim() or not part.data.numel():
             return None
         within = tuple(int(place) for place in torch.unravel_index(part.data.flatten()[0], tensor.shape))
@@ -72,8 +72,8 @@ def _pieces(told: ShardedTensor | ShardedTensorFactory, tensor: torch.Tensor) ->
     return tuple(pieces)
 
 
-def _piece(told: ShardedTensor, within: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
-    return Piece(told.key, tuple(told.global_shape), tuple(told.global_offset), within, shape)
+def _piece(sharded: ShardedTensor, within: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+    return Piece(sharded.key, tuple(sharded.global_shape), tuple(sharded.global_offset), within, shape)
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _plain_owners(whole_groups)
     elif type(optimizer) is ChainedOptimizer:
         chained = optimizer.chained_optimizers
-        for number, one in enumerate(chained):
+        for number, inner in enumerate(chained):
             ahead = "" if len(chained) == 1 else f"{number}."
-            yield from ((f"{ahead}{path}", parameter) for path, parameter in _owners(one))
+            yield from ((f"{ahead}{path}", parameter) for path, parameter in _owners(inner))
     elif type(optimizer) is FP32Optimizer:
         yield from _torch_owners(optimizer.optimizer, {})
     elif type(optimizer) is Float16OptimizerWithFloat16Params:

@@ -26,8 +26,8 @@ import msgspec
 import torch
 
 from agents.trainer.states import checkpoint
-from agents.trainer.states.checkpoint import Job
-from agents.trainer.states.resharding import WHOLE, Layout, Piece, layout_in, reshard
+from agents.trainer.states.checkpoint import WriteJob
+from agents.trainer.states.resharding import WHOLE, Piece, StateLayout, layout_in, reshard
 from agents.trainer.states.state import BadState
 from events.shape import Shape
 
@@ -48,15 +48,17 @@ def whole(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 nowhere = (0,) * len(part.whole)
                 pieces[part.key] = (Piece(part.key, part.whole, nowhere, nowhere, part.whole),)
     optimizer, paths = _optimizer(shards, layouts)
-    own = {
-        "layout": msgspec.to_builtins(Layout(1, 1, pieces, paths)),
+    target = {
+        "layout": msgspec.to_builtins(StateLayout(1, 1, pieces, paths)),
         "tensors": tensors,
         "optimizer": optimizer,
     }
-    return {**reshard(own, shards), WHOLE: True}
+    return {**reshard(target, shards), WHOLE: True}
 
 
-def _optimizer(shards: Sequence[dict[str, Any]], layouts: Sequence[Layout]) -> tuple[dict[str, Any], dict[str, str]]:
+def _optimizer(
+    shards: Sequence[dict[str, Any]], layouts: Sequence[StateLayout]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The frame of an optimizer's state for whole tensors, and the tensor of each path in it. Each group has the
     tensors that it has in any shard."""
     ahead = {match[1] for layout in layouts for path in layout.optimizer if (match := _STATE.match(path))}
@@ -94,7 +96,7 @@ def _add(groups: list[dict[str, None]], number: int, keys: Iterator[str]) -> Non
     groups[number] |= dict.fromkeys(keys)
 
 
-def _keys(layout: Layout, names: Any) -> Iterator[str]:
+def _keys(layout: StateLayout, names: Any) -> Iterator[str]:
     for name in names:
         yield from (part.key for part in layout.tensors.get(name, ()))
 
@@ -130,7 +132,7 @@ def _write(directory: Path, task: str, iteration: int, tree: dict[str, Any]) -> 
     final = directory / f"iteration-{iteration:08d}"
     if final.exists():
         raise BadState(f"{final} is there already; give another directory, or remove it")
-    job = Job(directory, task, iteration, 0, 0, Shape(), "portable", _KEEP_ALL)
+    job = WriteJob(directory, task, iteration, 0, 0, Shape(), "portable", _KEEP_ALL)
     checkpoint.write(job, tree)
     return final
 
@@ -142,16 +144,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--task", default="")
-    chosen = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     try:
-        if chosen.what == "export":
-            written = export_to(chosen.source, chosen.directory)
+        if arguments.what == "export":
+            path = export_to(arguments.source, arguments.directory)
         else:
-            written = import_to(chosen.source, chosen.directory, chosen.task)
+            path = import_to(arguments.source, arguments.directory, arguments.task)
     except (OSError, BadState) as error:
-        print(f"unicronctl: {chosen.source}: {error}", file=sys.stderr)
+        print(f"unicronctl: {arguments.source}: {error}", file=sys.stderr)
         return 1
-    print(written)
+    print(path)
     return 0
 
 

@@ -64,7 +64,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
         return tensor[tuple(slice(within + lo - at, within + hi - at) for within, at, (lo, hi) in places)]
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StateLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a shard's tensors lie in the whole. `tensors`: by their name in the state. `optimizer`: the name, by path
     in the optimizer's part of the state."""
 
@@ -79,21 +79,21 @@ class NoLayout(BadState):
     worker's model does not, or the wholes differ."""
 
 
-def layout_in(tree: dict[str, Any]) -> Layout:
+def layout_in(tree: dict[str, Any]) -> StateLayout:
     """The layout that the state carries. Raises BadState."""
     if tree.get("layout") is None:
         raise NoLayout("cannot be resharded: its model or optimizer does not say where its tensors lie in the whole")
     try:
-        return msgspec.convert(tree["layout"], Layout)
+        return msgspec.convert(tree["layout"], StateLayout)
     except msgspec.ValidationError as error:
         raise BadState(f"cannot read its layout: {error}") from None
 
 
-def reshard(own: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def reshard(target: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The state that a worker is to live in. `own`: its state as it is, for names, shapes and places; `shards`: all
     shards of one replica of the other layout. Raises BadState."""
-    layout = layout_in(own)
-    assembly = _Assembly(layout, own["tensors"])
+    layout = layout_in(target)
+    assembly = _Assembly(layout, target["tensors"])
     first: dict[str, Any] | None = None
     for shard in shards:
         theirs = layout_in(shard)
@@ -112,12 +112,12 @@ def reshard(own: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, 
     tensors = {name: assembly.tensor("", name) for name in layout.tensors}
     return {
         **first,
-        "layout": own["layout"],
+        "layout": target["layout"],
         # A tensor that is not a parameter and has no place in the whole (a mask, say) stays as the model has just
         # built it.
-        "tensors": {name: tensors.get(name, tensor) for name, tensor in own["tensors"].items()},
-        "optimizer": _optimizer(own["optimizer"], first["optimizer"], layout, assembly),
-        "generators": _generators(own.get("generators"), first.get("generators")),
+        "tensors": {name: tensors.get(name, tensor) for name, tensor in target["tensors"].items()},
+        "optimizer": _optimizer(target["optimizer"], first["optimizer"], layout, assembly),
+        "generators": _generators(target.get("generators"), first.get("generators")),
     }
 
 
@@ -125,20 +125,20 @@ def reshard(own: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, 
 class _Assembly:
     """What has come so far. `role`: "" for the model's tensors, else what the optimizer calls it."""
 
-    layout: Layout
+    layout: StateLayout
     tensors: dict[str, torch.Tensor]
     roles: dict[str, None] = field(default_factory=dict)
-    _wanted: dict[str, list[tuple[str, Piece]]] = field(default_factory=dict)
-    _made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    _pieces: dict[str, list[tuple[str, Piece]]] = field(default_factory=dict)
+    _tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     _covered: dict[tuple[str, str], dict[tuple[str, Box], int]] = field(default_factory=dict)
     _numbers: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, pieces in self.layout.tensors.items():
             for piece in pieces:
-                self._wanted.setdefault(piece.key, []).append((name, piece))
+                self._pieces.setdefault(piece.key, []).append((name, piece))
 
-    def take(self, role: str, name: str, value: Any, shape: Sequence[int], theirs: Layout) -> None:
+    def take(self, role: str, name: str, value: Any, shape: Sequence[int], theirs: StateLayout) -> None:
         """What this worker needs of one value of another shard, which belongs to the tensor `name` of `shape` there."""
         self.roles.setdefault(role)
         is_number = not isinstance(value, torch.Tensor) or (not value.dim() and len(shape) > 0)
@@ -146,53 +146,53 @@ class _Assembly:
             shapes = f"{name} is {tuple(shape)}, its optimizer state {tuple(value.shape)}"
             raise NoLayout(f"cannot be resharded: {role}: {shapes}")
         for piece in theirs.tensors.get(name, ()):
-            for own_name, wanted in self._wanted.get(piece.key, ()):
+            for own_name, own_piece in self._pieces.get(piece.key, ()):
                 if is_number:
                     self._numbers.setdefault((role, own_name), value)
                     continue
-                _require_same(piece, wanted)
-                shared = _intersection(piece.box, wanted.box)
+                _require_same(piece, own_piece)
+                shared = _intersection(piece.box, own_piece.box)
                 if shared is not None:
-                    self._copy(role, own_name, value, piece, wanted, shared)
+                    self._copy(role, own_name, value, piece, own_piece, shared)
 
-    def _copy(self, role: str, name: str, value: torch.Tensor, piece: Piece, wanted: Piece, shared: Box) -> None:
+    def _copy(self, role: str, name: str, value: torch.Tensor, piece: Piece, own_piece: Piece, shared: Box) -> None:
         key = (role, name)
-        if key not in self._made:
+        if key not in self._tensors:
             like = self.tensors[name]
-            self._made[key] = torch.empty(like.shape, dtype=value.dtype)
+            self._tensors[key] = torch.empty(like.shape, dtype=value.dtype)
         covered = self._covered.setdefault(key, {})
         if (piece.key, shared) in covered:
             return
         source = piece.view(value, shared)
-        place = wanted.view(self._made[key], shared)
+        place = own_piece.view(self._tensors[key], shared)
         place.copy_(source.reshape(place.shape))  # one of the two may have an axis of layers more
         covered[piece.key, shared] = source.numel()
 
     def tensor(self, role: str, name: str) -> torch.Tensor:
         """The whole of it. Raises BadState where some is missing."""
-        made, covered = self._made.get((role, name)), self._covered.get((role, name), {})
-        if made is None or sum(covered.values()) != made.numel():
-            come = sum(covered.values())
-            raise BadState(f"{role or 'model'}: of {name} {come} of {self.tensors[name].numel()} numbers are present")
-        return made
+        assembled, covered = self._tensors.get((role, name)), self._covered.get((role, name), {})
+        if assembled is None or sum(covered.values()) != assembled.numel():
+            count = sum(covered.values())
+            raise BadState(f"{role or 'model'}: of {name} {count} of {self.tensors[name].numel()} numbers are present")
+        return assembled
 
     def value(self, role: str, name: str) -> Any:
         """A tensor, a number of the tensor's own, or None where no shard has it."""
         if (role, name) in self._numbers:
             number = self._numbers[role, name]
             return number.clone() if isinstance(number, torch.Tensor) else number
-        return self.tensor(role, name) if (role, name) in self._made else None
+        return self.tensor(role, name) if (role, name) in self._tensors else None
 
 
-def _require_same(piece: Piece, wanted: Piece) -> None:
-    if piece.whole != wanted.whole:
+def _require_same(piece: Piece, own_piece: Piece) -> None:
+    if piece.whole != own_piece.whole:
         raise NoLayout(
-            f"cannot be resharded: {piece.key} is {piece.whole} as a whole in the state, {wanted.whole} here"
+            f"cannot be resharded: {piece.key} is {piece.whole} as a whole in the state, {own_piece.whole} here"
         )
 
 
-def _intersection(one: Box, other: Box) -> Box | None:
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+def _intersection(first: Box, second: Box) -> Box | None:
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return shared if all(begin < end for begin, end in shared) else None
 
 
@@ -204,7 +204,7 @@ def _values(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
     found = _at(optimizer, path)
     family = ".".join(part for part in path.split(".") if not part.isdecimal())
     if isinstance(found, dict):
-        yield from ((f"{family}:{entry}", value) for entry, value in found.items())
+        yield from ((f"{family}:{key}", value) for key, value in found.items())
     elif found is not None:
         yield family, found
 
@@ -220,9 +220,9 @@ def _at(tree: Any, path: str) -> Any:
     return tree
 
 
-def _optimizer(own: Any, theirs: Any, layout: Layout, assembly: _Assembly) -> Any:
+def _optimizer(target: Any, theirs: Any, layout: StateLayout, assembly: _Assembly) -> Any:
     """Groups and numbers as they were there, parameters and their state as they are cut here."""
-    merged = _merged(own, theirs, "", frozenset(layout.optimizer))
+    merged = _merged(target, theirs, "", frozenset(layout.optimizer))
     for path, name in layout.optimizer.items():
         parent, _, last = path.rpartition(".")
         family = ".".join(part for part in path.split(".") if not part.isdecimal())
@@ -240,43 +240,43 @@ def _optimizer(own: Any, theirs: Any, layout: Layout, assembly: _Assembly) -> An
     return merged
 
 
-def _without(tree: Any, paths: frozenset[str], here: str = "") -> Any:
+def _without(tree: Any, paths: frozenset[str], prefix: str = "") -> Any:
     """The tree without what stands at the paths."""
     if isinstance(tree, dict):
-        inner = {key: f"{here}.{key}".strip(".") for key in tree}
+        inner = {key: f"{prefix}.{key}".strip(".") for key in tree}
         return {key: _without(value, paths, inner[key]) for key, value in tree.items() if inner[key] not in paths}
     if isinstance(tree, list | tuple):
-        inside = [(value, f"{here}.{number}".strip(".")) for number, value in enumerate(tree)]
-        return type(tree)(_without(value, paths, at) for value, at in inside if at not in paths)
+        inside = [(value, f"{prefix}.{number}".strip(".")) for number, value in enumerate(tree)]
+        return type(tree)(_without(value, paths, path) for value, path in inside if path not in paths)
     return tree
 
 
-def _merged(own: Any, theirs: Any, here: str, paths: frozenset[str]) -> Any:
+def _merged(target: Any, theirs: Any, prefix: str, paths: frozenset[str]) -> Any:
     """Their values in this worker's structure. `params` are numbers of this worker's parameters."""
-    if not here and isinstance(own, list) and isinstance(theirs, dict):
-        theirs = [theirs] * len(own)  # experts on workers of their own have an optimizer of their own
-    elif not here and isinstance(own, dict) and isinstance(theirs, list) and theirs:
+    if not prefix and isinstance(target, list) and isinstance(theirs, dict):
+        theirs = [theirs] * len(target)  # experts on workers of their own have an optimizer of their own
+    elif not prefix and isinstance(target, dict) and isinstance(theirs, list) and theirs:
         theirs = theirs[0]
-    if isinstance(own, dict) and isinstance(theirs, dict):
-        merged = {key: value for key, value in theirs.items() if key not in own}
-        for key, value in own.items():
-            at = f"{here}.{key}".strip(".")
-            if at not in paths:
+    if isinstance(target, dict) and isinstance(theirs, dict):
+        merged = {key: value for key, value in theirs.items() if key not in target}
+        for key, value in target.items():
+            path = f"{prefix}.{key}".strip(".")
+            if path not in paths:
                 is_own = key in _OF_THE_GROUP or key not in theirs
-                merged[key] = value if is_own else _merged(value, theirs[key], at, paths)
+                merged[key] = value if is_own else _merged(value, theirs[key], path, paths)
         return merged
-    if isinstance(own, list) and isinstance(theirs, list):
-        if any(f"{here}.{number}".strip(".") in paths for number in range(len(own))):
+    if isinstance(target, list) and isinstance(theirs, list):
+        if any(f"{prefix}.{number}".strip(".") in paths for number in range(len(target))):
             return []
-        if own and all(isinstance(group, dict) and _is_told_apart(group) for group in (*own, *theirs)):
-            theirs = [_like(group, theirs, number) for number, group in enumerate(own)]
-        elif own and all(isinstance(place, list) and not place for place in theirs):
-            theirs = [[] for _ in own]  # of groups, whose parameters are put there later
-        if len(own) != len(theirs):
-            counts = f"{len(theirs)} entries in the state, {len(own)} here"
-            raise NoLayout(f"cannot be resharded: optimizer: {here or 'it'} has {counts}")
-        inside = zip(own, theirs, range(len(own)), strict=True)
-        return [_merged(mine, other, f"{here}.{number}".strip("."), paths) for mine, other, number in inside]
+        if target and all(isinstance(group, dict) and _is_told_apart(group) for group in (*target, *theirs)):
+            theirs = [_like(group, theirs, number) for number, group in enumerate(target)]
+        elif target and all(isinstance(place, list) and not place for place in theirs):
+            theirs = [[] for _ in target]  # of groups, whose parameters are put there later
+        if len(target) != len(theirs):
+            counts = f"{len(theirs)} entries in the state, {len(target)} here"
+            raise NoLayout(f"cannot be resharded: optimizer: {prefix or 'it'} has {counts}")
+        inside = zip(target, theirs, range(len(target)), strict=True)
+        return [_merged(mine, their, f"{prefix}.{number}".strip("."), paths) for mine, their, number in inside]
     return theirs
 
 
@@ -287,11 +287,11 @@ def _is_told_apart(group: dict[str, Any]) -> bool:
 
 def _like(own: dict[str, Any], theirs: list[dict[str, Any]], number: int) -> dict[str, Any]:
     """Of their groups the one whose rates and decay are this one's: here it may hold experts alone."""
-    alike = (group for group in theirs if all(group.get(name) == own.get(name) for name in _OF_ALIKE))
-    found = next(alike, theirs[number] if number < len(theirs) else None)
-    if found is None:
+    alike = (candidate for candidate in theirs if all(candidate.get(name) == own.get(name) for name in _OF_ALIKE))
+    match = next(alike, theirs[number] if number < len(theirs) else None)
+    if match is None:
         raise NoLayout(f"cannot be resharded: optimizer: group {number} is none of those in the state")
-    return found
+    return match
 
 
 def _copied(tree: Any) -> Any:
@@ -305,7 +305,7 @@ def _copied(tree: Any) -> Any:
     return tree
 
 
-def _generators(own: Any, theirs: Any) -> Any:
-    if isinstance(own, dict) and isinstance(theirs, dict) and "megatron" in own:
-        return {**theirs, "megatron": own["megatron"]}
+def _generators(target: Any, theirs: Any) -> Any:
+    if isinstance(target, dict) and isinstance(theirs, dict) and "megatron" in target:
+        return {**theirs, "megatron": target["megatron"]}
     return theirs

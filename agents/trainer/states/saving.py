@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from agents.protocol.memory import Draft, Memory, TooLarge
-from agents.protocol.messages import Captured, Membership, Saved, Unsaved
-from agents.trainer.lifecycle.results import NOTHING, Due
+from agents.protocol.messages import Captured, Membership, SaveError, SaveFinished
+from agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
 from agents.trainer.process.context import Context
 from agents.trainer.states import checkpoint, interval
 from agents.trainer.states.state import BadState, TrainingState
@@ -68,7 +68,7 @@ class Rhythm:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class AssembledState:
     """A state of the optimizer that was put together for saving, and the time that training stood still for it."""
 
     tree: dict[str, Any]
@@ -95,11 +95,11 @@ class Saving:
         self._pace_s = 0.0
         self._was_lead = False
         #: What is known of the iterations' times (baseline.py), for the next owner of the state.
-        self.usual: list[int] = []
+        self.baseline_words: list[int] = []
         #: What writing a state to storage took at most; 0: none was written.
         self.longest_write_s = 0.0
         #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
-        self.whole: Whole | None = None
+        self.assembled: AssembledState | None = None
 
     # --- at a boundary ---------------------------------------------------------------------------
 
@@ -114,16 +114,16 @@ class Saving:
 
     def boundary(
         self, iteration: int, duration_s: float, loss: float, membership: Membership, *, leads: bool,
-        due: Due | None = None,
+        schedule: SaveSchedule | None = None,
     ) -> None:  # fmt: skip
         """`iteration` is committed, after `duration_s`; save what is due. `leads`: in the lead's replica. `due`: as it
         has been found already."""
         self._pace_s = self._pace_s * (1 - _PACE_WEIGHT) + duration_s * _PACE_WEIGHT if self._pace_s else duration_s
-        due = self.due(iteration, membership, leads=leads) if due is None else due
-        if leads and due.anything:
-            self._capture(iteration, loss, membership.generation, to_storage=due.to_storage)
+        schedule = self.schedule(iteration, membership, leads=leads) if schedule is None else schedule
+        if leads and schedule.is_due:
+            self._capture(iteration, loss, membership.generation, to_storage=schedule.to_storage)
 
-    def due(self, iteration: int, membership: Membership, *, leads: bool) -> Due:
+    def schedule(self, iteration: int, membership: Membership, *, leads: bool) -> SaveSchedule:
         """What is to be saved after `iteration`."""
         self._collect()
         if leads and not self._was_lead:
@@ -131,15 +131,15 @@ class Saving:
             self._to_memory.look_at = self._to_storage.look_at = iteration
         self._was_lead = leads
         if not leads or iteration >= self._context.launch.spec.iterations:
-            return NOTHING
+            return NO_SAVE
         mtbf_s = membership.mtbf_us / 1e6
         to_memory = self._to_memory.may_be_due(iteration) and self._is_due(
             self._to_memory, iteration, mtbf_s, busy=not _is_over(self._sealing)
         )
-        to_storage = self._to_storage.may_be_due(iteration) and self._storage_is_due(iteration, mtbf_s)
-        return Due(to_memory, to_storage)
+        to_storage = self._to_storage.may_be_due(iteration) and self._is_storage_due(iteration, mtbf_s)
+        return SaveSchedule(to_memory, to_storage)
 
-    def _storage_is_due(self, iteration: int, mtbf_s: float) -> bool:
+    def _is_storage_due(self, iteration: int, mtbf_s: float) -> bool:
         if self._to_storage.every is not None:
             self._settle()
             return True
@@ -148,21 +148,21 @@ class Saving:
 
     def _is_due(self, rhythm: Rhythm, iteration: int, mtbf_s: float, *, busy: bool) -> bool:
         """The vote of the shards; sets when to look again."""
-        wanted = interval.iterations(rhythm.cost_s, self._pace_s, mtbf_s)
-        wanted, is_busy = self._context.replica.highest(wanted, int(busy))
-        if rhythm.every is None and rhythm.last and iteration < rhythm.last + wanted:
-            rhythm.look_at = rhythm.last + wanted
+        iterations = interval.iterations(rhythm.cost_s, self._pace_s, mtbf_s)
+        iterations, is_busy = self._context.replica.highest(iterations, int(busy))
+        if rhythm.every is None and rhythm.last and iteration < rhythm.last + iterations:
+            rhythm.look_at = rhythm.last + iterations
             return False
         if is_busy:
-            rhythm.look_at = iteration + max(1, wanted // 10)
+            rhythm.look_at = iteration + max(1, iterations // 10)
             return False
         return True
 
     # --- capturing -------------------------------------------------------------------------------
 
     def _tree(self, iteration: int, loss: float) -> dict[str, Any]:
-        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s, "usual": self.usual}
-        return tree if self.whole is None else {**tree, "optimizer": self.whole.tree}
+        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s, "usual": self.baseline_words}
+        return tree if self.assembled is None else {**tree, "optimizer": self.assembled.tree}
 
     def _capture(self, iteration: int, loss: float, generation: int, *, to_storage: bool) -> None:
         started = time.monotonic()
@@ -176,7 +176,7 @@ class Saving:
             return
         assert draft is not None
         flat.write(draft.view)
-        cost_s = time.monotonic() - started + (self.whole.cost_s if self.whole else 0.0)
+        cost_s = time.monotonic() - started + (self.assembled.cost_s if self.assembled else 0.0)
         self._to_memory.cost_s = cost_s
         self._to_memory.saved(iteration)
         job = None
@@ -203,7 +203,7 @@ class Saving:
         return self._private.draft(size_bytes)
 
     def _seal(
-        self, draft: Draft, iteration: int, generation: int, cost_s: float, job: checkpoint.Job | None,
+        self, draft: Draft, iteration: int, generation: int, cost_s: float, job: checkpoint.WriteJob | None,
         midway: Callable[[], None],
     ) -> Future[None] | None:  # fmt: skip
         """In the sealing thread."""
@@ -223,18 +223,20 @@ class Saving:
             )
         if job is None or source is None:
             return None
-        held = ExitStack()  # from here on the slot is not written to until storage has it
+        resources = ExitStack()  # from here on the slot is not written to until storage has it
         reader = source.reopen()
-        held.callback(reader.close)
-        found = held.enter_context(reader.reading(iteration))
-        if found is None:
-            held.close()
+        resources.callback(reader.close)
+        state = resources.enter_context(reader.reading(iteration))
+        if state is None:
+            resources.close()
             return None
-        return self._writer.submit(self._store, job, found[1], held, midway)
+        return self._writer.submit(self._store, job, state[1], resources, midway)
 
-    def _store(self, job: checkpoint.Job, view: memoryview, held: ExitStack, midway: Callable[[], None]) -> None:
+    def _store(
+        self, job: checkpoint.WriteJob, view: memoryview, resources: ExitStack, midway: Callable[[], None]
+    ) -> None:
         """In the writing thread."""
-        with held:
+        with resources:
             try:
                 self._write(job, read(view, copy=False), midway)
             except (OSError, BadState) as error:
@@ -250,8 +252,8 @@ class Saving:
         False where that cannot be: no memory or no room, the task wants none, or the slot is being read.
         """
         self._await_seal()
-        wanted = self.memory is not None and self._to_memory.every != 0
-        if not self._context.replica.all_true(wanted):
+        keeps_memory = self.memory is not None and self._to_memory.every != 0
+        if not self._context.replica.all_true(keeps_memory):
             return False
         if not self._context.replica.all_true(self._to_memory.last == iteration):
             self._capture(iteration, loss, generation, to_storage=False)
@@ -281,7 +283,7 @@ class Saving:
         self._context.replica.all_true(True)  # the last one publishes
         self._to_storage.saved(iteration)
 
-    def _write(self, job: checkpoint.Job, tree: dict[str, Any], midway: Callable[[], None]) -> None:
+    def _write(self, job: checkpoint.WriteJob, tree: dict[str, Any], midway: Callable[[], None]) -> None:
         started = time.monotonic()
         saved = checkpoint.write(job, tree, midway)
         self._to_storage.cost_s = time.monotonic() - started
@@ -289,7 +291,7 @@ class Saving:
         self._stored = job.iteration
         if saved is not None:
             self._context.channel.send(
-                Saved(
+                SaveFinished(
                     iteration=job.iteration,
                     path=str(saved.path),
                     size_bytes=saved.size_bytes,
@@ -309,9 +311,9 @@ class Saving:
             self._storing = self._sealing.result() or self._storing
             self._sealing = None
 
-    def _job(self, iteration: int, generation: int) -> checkpoint.Job:
+    def _job(self, iteration: int, generation: int) -> checkpoint.WriteJob:
         launch, replica = self._context.launch, self._context.replica
-        return checkpoint.Job(
+        return checkpoint.WriteJob(
             directory=Path(launch.spec.checkpoint.dir),
             task=launch.spec.name,
             iteration=iteration,
@@ -327,10 +329,10 @@ class Saving:
         return partial(context.injection.fire, "saving", iteration + 1, context.generation)
 
 
-def unsaved(iteration: int, by: Saver, error: Exception | None = None) -> Unsaved:
+def unsaved(iteration: int, by: Saver, error: Exception | None = None) -> SaveError:
     """What the agent hears of it. None: it is saved again."""
     reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS] if error else ""
-    return Unsaved(iteration=iteration, by=by, reason=reason)
+    return SaveError(iteration=iteration, by=by, reason=reason)
 
 
 def _is_over(future: Future[Any] | None) -> bool:

@@ -23,8 +23,8 @@ import msgspec
 import torch
 
 from agents.protocol import memory_exchange
-from agents.protocol.memory import Head, Memory, digest_of
-from agents.protocol.memory_exchange import Fetching, NoAnswer
+from agents.protocol.memory import StateHead, Memory, digest_of
+from agents.protocol.memory_exchange import Fetching, ExchangeFailed
 from agents.protocol.messages import Membership
 from agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from agents.trainer.process.context import Context
@@ -46,17 +46,17 @@ class Sources:
         self,
         context: Context,
         memory: Memory | None,
-        told: Membership,
+        membership: Membership,
         reshard: Callable[[Iterable[Tree]], Tree],
     ) -> None:
         self._context = context
         self._memory = memory
-        self._peers = told.peers
-        self._passes = told.passes
+        self._peers = membership.peers
+        self._passes = membership.passes
         self._reshard = reshard
         self._layout = context.launch.spec.cut
         #: By iteration, which node has which shard, and in which layout: of this one where there is a choice.
-        self._held: dict[int, tuple[Shape, dict[int, MemoryService]]] = {}
+        self._peer_shards: dict[int, tuple[Shape, dict[int, MemoryService]]] = {}
         self._stored: dict[int, Shape] = {}
         #: Of what was loaded last: its layout where that is another than the task's, else "".
         self.resharded_from = ""
@@ -64,11 +64,11 @@ class Sources:
     def row(self, *, is_first: bool) -> list[int]:
         """What this replica has to offer. All its shards call this. `is_first`: it is member 0's."""
         heads = [] if self._memory is None else self._memory.heads()
-        told: dict[Kind, list[int]] = {"memory": [head.iteration for head in heads if head.layout == self._layout]}
+        offers: dict[Kind, list[int]] = {"memory": [head.iteration for head in heads if head.layout == self._layout]}
         if is_first:
-            told["peer"] = self._ask_peers()
-            told["checkpoint"] = self._look_at_storage()
-        return row_of(self._common(told))
+            offers["peer"] = self._ask_peers()
+            offers["checkpoint"] = self._look_at_storage()
+        return row_of(self._common(offers))
 
     def load(self, candidate: Candidate) -> tuple[Tree, int]:
         """This shard's tree, a copy of its own, and the bytes that were read for it. Raises BadState."""
@@ -80,7 +80,7 @@ class Sources:
         try:
             self.resharded_from = ""
             tree, size_bytes = take[candidate.kind](candidate.iteration)
-        except (OSError, NoAnswer, msgspec.MsgspecError) as error:
+        except (OSError, ExchangeFailed, msgspec.MsgspecError) as error:
             raise BadState(str(error)) from None
         if tree["iteration"] != candidate.iteration:
             raise BadState(f"it is the state after iteration {tree['iteration']}")
@@ -88,31 +88,34 @@ class Sources:
 
     # --- looking ---------------------------------------------------------------------------------
 
-    def _common(self, told: dict[Kind, list[int]]) -> dict[Kind, list[int]]:
+    def _common(self, offers: dict[Kind, list[int]]) -> dict[Kind, list[int]]:
         """What all shards of the replica have."""
         code = struct.Struct(f"<{ROW_WORDS}q")
-        rows = [split(code.unpack(row)) for row in self._context.replica.gather(code.pack(*row_of(told)))]
-        return {kind: [one for one in rows[0][kind] if all(one in row[kind] for row in rows)] for kind in KINDS}
+        rows = [split(code.unpack(row)) for row in self._context.replica.gather(code.pack(*row_of(offers)))]
+        return {
+            kind: [iteration for iteration in rows[0][kind] if all(iteration in row[kind] for row in rows)]
+            for kind in KINDS
+        }
 
     def _ask_peers(self) -> list[int]:
         launch = self._context.launch
-        others: dict[tuple[int, Shape], dict[int, MemoryService]] = {}
+        other_layouts: dict[tuple[int, Shape], dict[int, MemoryService]] = {}
         for peer in self._peers:
             try:
-                kept = memory_exchange.ask(peer, launch.task, self._passes)
-            except NoAnswer as error:
+                heads_by_shard = memory_exchange.ask(peer, launch.task, self._passes)
+            except ExchangeFailed as error:
                 print(f"{launch.worker}: no state from the memory of {peer.node}: {error}", file=sys.stderr, flush=True)
                 continue
-            for shard, heads in kept.items():
+            for shard, heads in heads_by_shard.items():
                 for head in heads:
                     if head.layout != self._layout:
-                        others.setdefault((head.iteration, head.layout), {}).setdefault(shard, peer)
+                        other_layouts.setdefault((head.iteration, head.layout), {}).setdefault(shard, peer)
                     elif shard == launch.shard and peer.node != launch.node:
-                        self._held.setdefault(head.iteration, (head.layout, {shard: peer}))
-        for (iteration, layout), shards in sorted(others.items()):
+                        self._peer_shards.setdefault(head.iteration, (head.layout, {shard: peer}))
+        for (iteration, layout), shards in sorted(other_layouts.items()):
             if shards.keys() == set(range(layout.workers)):
-                self._held.setdefault(iteration, (layout, shards))
-        return list(self._held)
+                self._peer_shards.setdefault(iteration, (layout, shards))
+        return list(self._peer_shards)
 
     def _look_at_storage(self) -> list[int]:
         spec = self._context.launch.spec
@@ -125,15 +128,15 @@ class Sources:
     def _from_memory(self, iteration: int) -> tuple[Tree, int]:
         if self._memory is None:
             raise BadState("this node keeps no states in memory")
-        with self._memory.reading(iteration, self._layout) as found:
-            if found is None:
+        with self._memory.reading(iteration, self._layout) as slot:
+            if slot is None:
                 raise BadState("it was overwritten, or is being overwritten")
-            return _checked(*found, digest_of(found[1]))
+            return _checked(*slot, digest_of(slot[1]))
 
     def _from_peer(self, iteration: int) -> tuple[Tree, int]:
-        if iteration not in self._held:
+        if iteration not in self._peer_shards:
             raise BadState("no node has it in memory")
-        layout, shards = self._held[iteration]
+        layout, shards = self._peer_shards[iteration]
         return self._put_together(layout, lambda shard: self._fetched(shards[shard], shard, iteration, layout))
 
     def _fetched(self, service: MemoryService, shard: int, iteration: int, layout: Shape) -> tuple[Tree, int]:
@@ -153,9 +156,9 @@ class Sources:
     def _put_together(self, layout: Shape, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
         """This shard as it was kept; or, in another layout, all shards of that, one after the other."""
         if layout == self._layout:
-            found = shard_of(self._context.launch.shard)
-            if WHOLE not in found[0]:
-                return found
+            state = shard_of(self._context.launch.shard)
+            if WHOLE not in state[0]:
+                return state
         self.resharded_from = str(layout)
         sizes_bytes: list[int] = []
 
@@ -172,7 +175,7 @@ class Sources:
             raise NoLayout(f"it was kept with {layout}, and {error}; {hint}") from None
 
 
-def _checked(head: Head, view: memoryview, digest: bytes) -> tuple[Tree, int]:
+def _checked(head: StateHead, view: memoryview, digest: bytes) -> tuple[Tree, int]:
     if digest != head.digest:
         raise BadState("the digest of its bytes is wrong")
     return read(view, copy=True), head.size_bytes

@@ -69,14 +69,14 @@ def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 
 def shapes(skeleton: bytes) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """The dtype and shape of each tensor in the skeleton's order. Raises BadState."""
-    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    kinds: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def unpack(code: int, data: bytes) -> object:
         if code == _TENSOR:
             name, shape = msgpack.unpackb(data)
             if name not in _DTYPES or any(type(extent) is not int or extent < 0 for extent in shape):
                 raise BadState(f"a skeleton with a tensor of dtype {name!r}, shape {shape!r}")
-            found.append((_DTYPES[name], tuple(shape)))
+            kinds.append((_DTYPES[name], tuple(shape)))
             return None
         if code == _TUPLE:
             return msgpack.unpackb(data, ext_hook=unpack, strict_map_key=False)
@@ -86,7 +86,7 @@ def shapes(skeleton: bytes) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         msgpack.unpackb(skeleton, ext_hook=unpack, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise BadState(f"not a skeleton of a state: {error}") from None
-    return found
+    return kinds
 
 
 def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -126,7 +126,7 @@ class Generators(Protocol):
         """The state of all generators, as a tree."""
         ...
 
-    def resume(self, taken: dict[str, Any], /) -> None:
+    def resume(self, states: dict[str, Any], /) -> None:
         """Go on from a snapshot."""
         ...
 
@@ -168,7 +168,7 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "generators": None if self.generators is None else self.generators.snapshot(),
-            "registered": {name: one.state_dict() for name, one in self.registered.items()},
+            "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
         }
 
     def restore(self, tree: dict[str, Any]) -> tuple[int, float]:
@@ -190,10 +190,10 @@ class TrainingState:
             self.scheduler.load_state_dict(tree["scheduler"])
         if self.generators is not None and tree.get("generators") is not None:
             self.generators.resume(tree["generators"])
-        told = tree.get("registered", {})
-        for name, one in self.registered.items():
-            if name in told:  # a state of before it was registered leaves it as it is
-                one.load_state_dict(told[name])
+        registered = tree.get("registered", {})
+        for name, stateful in self.registered.items():
+            if name in registered:  # a state of before it was registered leaves it as it is
+                stateful.load_state_dict(registered[name])
         return int(tree["iteration"]), float(tree["loss"])
 
     def require_fitting(self, tree: dict[str, Any]) -> None:

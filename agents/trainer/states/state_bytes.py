@@ -65,14 +65,14 @@ def read(view: memoryview, *, copy: bool) -> dict[str, Any]:
     if length > len(view) - _FIXED_BYTES:
         raise BadState("the skeleton is longer than the bytes that hold it")
     skeleton = bytes(view[_FIXED_BYTES : _FIXED_BYTES + length])
-    found = shapes(skeleton)
-    places, end = _places(length, found)
+    kinds = shapes(skeleton)
+    places, end = _places(length, kinds)
     if end > len(view):
         raise BadState(f"the tensors end at byte {end}, there are {len(view)}")
     source = torch.frombuffer(view, dtype=torch.uint8)
     tensors = [
         tensor_of(source[at : at + size_bytes(dtype, shape)], dtype, shape)
-        for at, (dtype, shape) in zip(places, found, strict=True)
+        for at, (dtype, shape) in zip(places, kinds, strict=True)
     ]
     return check(unflatten(skeleton, [tensor.clone() for tensor in tensors] if copy else tensors))
 
@@ -84,27 +84,27 @@ def check(tree: object) -> dict[str, Any]:
     """
     if not isinstance(tree, dict) or not {"iteration", "loss", "tensors", "optimizer", "scheduler"} <= tree.keys():
         raise BadState("these bytes are a tree, but no training state")
-    for name, tensor in named(tree):
+    for name, tensor in named_tensors(tree):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BadState(f"{name} holds values that are not finite")
     return tree
 
 
-def named(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tree's tensors with their paths ("optimizer.state.0.exp_avg"), in the order of `flatten`."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from named(inner, f"{name}.{key}" if name else str(key))
+            yield from named_tensors(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            yield from named(inner, f"{name}.{number}" if name else str(number))
+            yield from named_tensors(inner, f"{name}.{number}" if name else str(number))
 
 
-def _places(skeleton_bytes: int, found: Sequence[tuple[torch.dtype, Sequence[int]]]) -> tuple[list[int], int]:
+def _places(skeleton_bytes: int, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> tuple[list[int], int]:
     places, end = [], _FIXED_BYTES + skeleton_bytes
-    for dtype, shape in found:
+    for dtype, shape in kinds:
         end = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
         places.append(end)
         end += size_bytes(dtype, shape)

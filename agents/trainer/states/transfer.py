@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from agents.trainer.groups.group import Group
+from agents.trainer.groups.group import ShardGroup
 from agents.trainer.states.state import BadState, flatten, shapes, size_bytes, tensor_bytes, tensor_of, unflatten
 
 CHUNK_BYTES = 32 * 1024 * 1024
 _SKELETON_BYTES_MAX = 256 * 1024 * 1024
 
 
-def give(group: Group, tree: object) -> None:
-    """Broadcast the tree from this member. Raises what `Group.finish` raises."""
+def send_state(group: ShardGroup, tree: object) -> None:
+    """Broadcast the tree from this member. Raises what `ShardGroup.finish` raises."""
     skeleton, tensors = flatten(tree)
     on_cpu = bytes(tensor.device.type == "cpu" for tensor in tensors)
     head = torch.tensor([len(skeleton), len(tensors)], dtype=torch.int64, device=group.device)
     group.broadcast(head, group.rank)
     group.finish()
-    told = torch.frombuffer(bytearray(skeleton + on_cpu), dtype=torch.uint8).to(group.device)
-    group.broadcast(told, group.rank)
+    payload = torch.frombuffer(bytearray(skeleton + on_cpu), dtype=torch.uint8).to(group.device)
+    group.broadcast(payload, group.rank)
     group.finish()
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     for together in _chunks(sizes):
@@ -37,10 +37,10 @@ def give(group: Group, tree: object) -> None:
         _broadcast(group, parts[0] if len(parts) == 1 else torch.cat(parts), group.rank)
 
 
-def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
+def receive_state(group: ShardGroup, source: int, keep: bool) -> tuple[Any, int]:
     """Receive member `source`'s tree, None where `keep` is false, and the bytes of its tensors.
 
-    Raises what `Group.finish` raises, and BadState.
+    Raises what `ShardGroup.finish` raises, and BadState.
     """
     head = torch.zeros(2, dtype=torch.int64, device=group.device)
     group.broadcast(head, source)
@@ -48,15 +48,15 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
     length, count = (int(value) for value in head.tolist())
     if not 0 < length <= _SKELETON_BYTES_MAX or not 0 <= count <= length:
         raise BadState(f"announced skeleton of {length} bytes with {count} tensors")
-    told = torch.zeros(length + count, dtype=torch.uint8, device=group.device)
-    group.broadcast(told, source)
+    payload = torch.zeros(length + count, dtype=torch.uint8, device=group.device)
+    group.broadcast(payload, source)
     group.finish()
-    received = told.cpu().numpy().tobytes()
+    received = payload.cpu().numpy().tobytes()
     skeleton, on_cpu = received[:length], received[length:]
-    found = shapes(skeleton)
-    if len(found) != count:
-        raise BadState(f"{count} tensors announced, the skeleton has {len(found)}")
-    sizes = [size_bytes(dtype, shape) for dtype, shape in found]
+    kinds = shapes(skeleton)
+    if len(kinds) != count:
+        raise BadState(f"{count} tensors announced, the skeleton has {len(kinds)}")
+    sizes = [size_bytes(dtype, shape) for dtype, shape in kinds]
     tensors = []
     for together in _chunks(sizes):
         data = torch.empty(sum(sizes[together]), dtype=torch.uint8, device=group.device)
@@ -65,7 +65,7 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
             parts = [data] if len(sizes[together]) == 1 else [part.clone() for part in data.split(sizes[together])]
             tensors += [
                 tensor_of(part.cpu() if lived_on_cpu else part, *kind)
-                for part, kind, lived_on_cpu in zip(parts, found[together], on_cpu[together], strict=True)
+                for part, kind, lived_on_cpu in zip(parts, kinds[together], on_cpu[together], strict=True)
             ]
     return (unflatten(skeleton, tensors) if keep else None), sum(sizes)
 
@@ -82,7 +82,7 @@ def _chunks(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(begin, len(sizes))
 
 
-def _broadcast(group: Group, data: torch.Tensor, source: int) -> None:
+def _broadcast(group: ShardGroup, data: torch.Tensor, source: int) -> None:
     for chunk in data.split(CHUNK_BYTES):
         if chunk.numel():
             group.broadcast(chunk, source)

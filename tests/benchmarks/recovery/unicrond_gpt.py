@@ -13,28 +13,28 @@ from typing import Any
 
 from agents.trainer import pretrain_gpt
 from agents.trainer.corpus import Corpus
-from agents.trainer.driver import HANDLERS, Driver
+from agents.trainer.handlers import HANDLERS, EffectHandlers
 from agents.trainer.hook import Hook
-from agents.trainer.lifecycle.effects import Idle, Sit
+from agents.trainer.lifecycle.effects import GroupReady, Idle
 from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
 from tests.benchmarks.recovery.witness import Witness
 
 
 def watch_regroups(hook: Hook, witness: Witness) -> None:
-    channel, idle, sit = hook._context.channel, HANDLERS[Idle], HANDLERS[Sit]
+    channel, idle, sit = hook._context.channel, HANDLERS[Idle], HANDLERS[GroupReady]
 
-    def leaving(driver: Driver, effect: Idle) -> Any:
+    def leaving(driver: EffectHandlers, effect: Idle) -> Any:
         witness.tell("leaving")
         return idle(driver, effect)
 
-    def seated(driver: Driver, effect: Sit) -> Any:
+    def seated(driver: EffectHandlers, effect: GroupReady) -> Any:
         generation = effect.membership.generation
         came_us = (time.time_ns() - time.monotonic_ns()) // 1000 + int(channel.received_at(generation) * 1e6)
         witness.tell("seated", generation, came_us)
         return sit(driver, effect)
 
-    HANDLERS[Idle], HANDLERS[Sit] = leaving, seated
+    HANDLERS[Idle], HANDLERS[GroupReady] = leaving, seated
 
 
 def main() -> None:
