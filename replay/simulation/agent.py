@@ -1,7 +1,6 @@
-"""The agent in virtual time: the real core, shell (agents/shell.py) and outbox, on modelled lines.
+"""The agent in virtual time: the real core, shell (agents/shell.py) and outbox, on modelled connections.
 
-It may be killed anywhere: before the memory is written, after it, between two actions, around an append.
-"""
+It may be killed anywhere: before the memory is written, after it, between two actions, around an append."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from agents.agent_config import Config
-from agents.namesakes import Namesakes, until_alone
+from agents.agent_config import AgentConfig
+from agents.namesakes import DuplicateAgents, until_alone
 from agents.outbox import Outbox
 from agents.protocol.messages import FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
 from agents.shell import Shell
@@ -22,10 +21,10 @@ from agents.state import (
     Drain,
     ForkServerDied,
     HandOver,
-    Held,
+    HeldState,
     InjectIntoNode,
     Input,
-    Leave,
+    LeaveNow,
     LogSeen,
     NodeFaultInjected,
     Remembered,
@@ -43,18 +42,18 @@ from replay.simulation.process import Process
 from replay.simulation.progress import HostSigns
 
 if TYPE_CHECKING:
-    from replay.simulation.fork_server import ForkServer
+    from replay.simulation.fork_server import SimulatedForkServer
     from replay.simulation.host import Host
 
 
-class Agent(Shell):
-    """One life of a node's agent."""
+class SimulatedAgent(Shell):
+    """One run of a node's agent, from its start to its end."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.boot = host.disk.next_boot(host.clock.wall_us())
         self.schema = host.schema
-        config = Config(
+        config = AgentConfig(
             node=host.name,
             address=host.name,
             slots=host.slots,
@@ -73,78 +72,79 @@ class Agent(Shell):
             gpu=host.gpu,
             memory=MemoryService(node=host.name, host=host.name, port=9000, token="token"),
         )
-        #: Feeds until it is killed: before its memory is written, or after so many of the actions of that turn.
+        #: Whether the next input kills it before its memory is written, or after how many of that input's actions.
         self.crash_before_memory = False
         self.crash_after_actions = -1
         outbox = Outbox(host.name, self.boot, host.clock.wall_us)
         super().__init__(config, host.disk.memory, outbox, HostSigns(host))
-        self.log = Endpoint(host.server, host.link, host.witness.acknowledged)
+        self.log = Endpoint(host.server, host.link, host.checker.acknowledged)
         self.log.crash = self.crash
         self._workers: dict[str, tuple[Process, Pipe[FromWorker], Pipe[ToWorker]]] = {}
-        self._fork_server: ForkServer | None = None
+        self._fork_server: SimulatedForkServer | None = None
         self._lines: tuple[Pipe[ToForkServer], Pipe[FromForkServer]] | None = None
-        #: Copies under way, and where to.
+        #: Copies in progress, with the peers to copy to.
         self._copies: dict[tuple[str, int], tuple[MemoryService, ...]] = {}
-        self._names = Namesakes(self.boot, host.disk.previous_boot, host.heartbeat_s)
+        self._names = DuplicateAgents(self.boot, host.disk.previous_boot, host.heartbeat_s)
         self._stop_hearing = host.beats.listen_to(host.name, host.link, self._hear_beat)
         self._serving = host.loop.create_task(self._serve_log())
-        host.loop.call_later(host.drawn.uniform(0.05, 0.3), self._connect)
+        host.loop.call_later(host.rng.uniform(0.05, 0.3), self._connect)
 
     # --- the ports of the shell ------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """It has not been killed, and has not ended."""
+        """Check that it has neither been killed nor ended."""
         return not self.closed
 
     def now_us(self) -> int:
-        """See Shell: the machine's own wall clock, which may be wrong."""
+        """Return the machine's own wall clock, which may be wrong; see Shell."""
         return self.host.clock.wall_us()
 
     def remember(self, memory: Remembered) -> None:
-        """See Shell. A crash may come in place of the write."""
+        """Write the memory, or crash in place of the write; see Shell."""
         if self.crash_before_memory:
             self.crash_before_memory = False
             self.crash()
         else:
             self.host.disk.write(memory)
 
-    def core_failed(self, given: Input) -> None:
-        """Raises the core's exception anew: a simulation ends with it."""
-        raise  # loud: a simulation ends with it
+    def core_failed(self, agent_input: Input) -> None:
+        """Raise the core's exception again: a simulation ends with it."""
+        raise
 
-    def acting(self, given: Input, actions: Sequence[Action]) -> Sequence[Action]:
-        """See Shell. The witness sees the actions first."""
+    def acting(self, agent_input: Input, actions: Sequence[Action]) -> Sequence[Action]:
+        """Show the actions to the checker, and return them; see Shell."""
         if self.alive:
-            self.host.witness.agent_acts(self.host, given, actions)
+            self.host.checker.agent_acts(self.host, agent_input, actions)
         return actions
 
     def may_act(self, number: int) -> bool:
-        """See Shell. False once the agent has crashed; it may crash here, after the ordered number of actions."""
+        """Return False once the agent has crashed; it may crash here, after the ordered number of actions. See
+        Shell."""
         if self.crash_after_actions == number:
             self.crash_after_actions = -1
             self.crash()
         return self.alive
 
     def tell_worker(self, worker: str, message: ToWorker) -> None:
-        """See Shell."""
+        """Send the message, where the worker is connected; see Shell."""
         if worker in self._workers:
             self._workers[worker][2].send(message)
 
     def tell_fork_server(self, message: ToForkServer) -> None:
-        """See Shell. Nothing goes out before the fork server's inventory has come in."""
+        """Send the message, unless the fork server's inventory has not arrived yet; see Shell."""
         if self._lines is not None and self.has_inventory.is_set():
             self._lines[0].send(message)
 
     def copy(self, order: CopyState) -> None:
-        """See Shell. The copy takes 0.01 to 0.3 s; a newer order during it changes only the peers."""
+        """Start a copy, which takes 0.01 to 0.3 s; a newer order during it changes only the peers. See Shell."""
         key = (order.task, order.shard)
         if key not in self._copies:
-            self.host.loop.call_later(self.host.drawn.uniform(0.01, 0.3), self._copy, *key)
+            self.host.loop.call_later(self.host.rng.uniform(0.01, 0.3), self._copy, *key)
         self._copies[key] = order.peers
 
     def inject_into_node(self, order: InjectIntoNode) -> None:
-        """See agents/node_faults.py."""
+        """Inject an ordered fault; see agents/node_faults.py."""
         reason = "no accelerator is watched here"
         if order.fault.kind == "kill":
             self._end_fork_server()
@@ -156,45 +156,45 @@ class Agent(Shell):
         self.feed(NodeFaultInjected(command_id=order.command_id, reason=reason))
 
     def check(self, order: RunCheck) -> None:
-        """See Shell. The check takes the host's `check_s` seconds."""
+        """Start a health check, which takes the host's `check_s` seconds; see Shell."""
         self.host.loop.call_later(self.host.check_s, self._checked, order.command_id)
 
-    def disconnect(self, worker: str, why: str) -> None:
-        """See Shell."""
+    def disconnect(self, worker: str, reason: str) -> None:
+        """Close the worker's connection; see Shell."""
         self._drop_worker(worker)
 
     def finish(self) -> None:
-        """See Shell. One that was told to leave for good is started by a person, a little later."""
+        """End the agent; see Shell. After a command to leave for good a person starts it again, a little later."""
         if self.state.ends == "for good":
             self.host.has_left = True
             self.host.loop.call_later(3.0, self.host.let_run)
         self.host.loop.create_task(self._finish())
 
-    def held_states(self) -> Iterable[Held]:
-        """See Shell."""
-        return self._fork_server.memory.held() if self._fork_server is not None else ()
+    def held_states(self) -> Iterable[HeldState]:
+        """Return the states in the fork server's memory; see Shell."""
+        return self._fork_server.memory.holdings() if self._fork_server is not None else ()
 
-    def outlived(self, boot: int) -> None:
-        """See Shell."""
-        self._names.stands_in_the_log(boot, self.host.loop.time())
+    def superseded(self, boot: int) -> None:
+        """Note a later agent of this name in the log; see Shell."""
+        self._names.note_logged(boot, self.host.loop.time())
 
     def _checked(self, command_id: str) -> None:
-        """See agents/health.py."""
-        took_us, ill = int(self.host.check_s * 1e6), self.host.ill
-        detail = "it is ill" if ill else "found nothing wrong"
-        self.feed(Checked(command_id=command_id, passed=not ill, duration_us=took_us, detail=detail))
+        """Report the result of a health check; see agents/health.py."""
+        took_us, is_unhealthy = int(self.host.check_s * 1e6), self.host.is_unhealthy
+        detail = "it is ill" if is_unhealthy else "found nothing wrong"
+        self.feed(Checked(command_id=command_id, has_passed=not is_unhealthy, duration_us=took_us, detail=detail))
 
     def _copy(self, task: str, shard: int) -> None:
-        """The newest state of the shard, to the first peer that takes it."""
+        """Push the newest state of the shard to the first peer that accepts it."""
         peers = self._copies.pop((task, shard))
-        kept = self._fork_server.memory.of(task, shard) if self.alive and self._fork_server is not None else ()
-        if kept:
-            any(self.host.training.push(self.host, peer, task, shard, kept[0]) for peer in peers)
+        copies = self._fork_server.memory.copies_of(task, shard) if self.alive and self._fork_server is not None else ()
+        if copies:
+            any(self.host.training.push(self.host, peer, task, shard, copies[0]) for peer in peers)
 
     # --- ends ------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """SIGKILL."""
+        """Kill the agent (SIGKILL)."""
         if not self.alive:
             return
         self.closed = True
@@ -209,22 +209,22 @@ class Agent(Shell):
         self.host.agent_ended(self)
 
     def terminate(self, grace_s: float) -> None:
-        """SIGTERM: the node is drained, then the agent ends; the supervisor starts the next one."""
+        """Handle SIGTERM: the node is drained, then the agent ends; the supervisor starts the next one."""
         if readable(NodeLeaving, self.outbox.schema):
             self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s / 2))
         else:
-            self.feed(Leave(reason="its agent was asked to end"))
+            self.feed(LeaveNow(reason="its agent was asked to end"))
 
     async def hand_over(self) -> None:
-        """SIGTERM of one that hands over: close the sums, send what the outbox holds, go."""
+        """Handle SIGTERM where the next agent takes over: close the sums, send what the outbox holds, end."""
         self.feed(HandOver())
         await self.outbox.drained(2.0)
         self.crash()
 
     def leave(self) -> None:
-        """SIGINT: the node is to leave the cluster; it stays away until somebody lets it run again."""
+        """Handle SIGINT: the node is to leave the cluster; it stays away until a person starts it again."""
         self.host.has_left = True
-        self.feed(Leave(reason="requested by an operator"))
+        self.feed(LeaveNow(reason="requested by an operator"))
 
     async def _finish(self) -> None:
         await self.outbox.drained(5.0)
@@ -238,7 +238,7 @@ class Agent(Shell):
     # --- the fork server -------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Find a living fork server, or have one started."""
+        """Connect to a living fork server, or have one started."""
         if not self.alive or self._lines is not None:
             return
         server = self.host.fork_server
@@ -246,20 +246,20 @@ class Agent(Shell):
             self.host.start_fork_server()
             self.host.loop.call_later(0.1, self._connect)
             return
-        loop, drawn = self.host.loop, self.host.drawn
-        to_server: Pipe[ToForkServer] = Pipe(loop, drawn, server.obey)
-        to_agent: Pipe[FromForkServer] = Pipe(loop, drawn, self.fork_server_said)
+        loop, rng = self.host.loop, self.host.rng
+        to_server: Pipe[ToForkServer] = Pipe(loop, rng, server.handle)
+        to_agent: Pipe[FromForkServer] = Pipe(loop, rng, self.fork_server_said)
         self._fork_server, self._lines = server, (to_server, to_agent)
         self.has_inventory.clear()
         server.connect(to_agent)
 
     def lose_fork_server(self, *, has_died: bool) -> None:
-        """The line broke; or the process has ended."""
+        """Handle that the connection broke, or that the process has ended."""
         if self._lines is not None:
             self._drop_fork_server()
             if has_died:
                 self.host.loop.call_later(0.01, self.feed, ForkServerDied())
-            self.host.loop.call_later(self.host.drawn.uniform(0.02, 0.2), self._connect)
+            self.host.loop.call_later(self.host.rng.uniform(0.02, 0.2), self._connect)
 
     def _drop_fork_server(self) -> None:
         if self._lines is not None and self._fork_server is not None:
@@ -272,31 +272,32 @@ class Agent(Shell):
     # --- workers ---------------------------------------------------------------------------------
 
     def accept(self, process: Process) -> Pipe[FromWorker]:
-        """A worker connects; the newest connection of a worker counts."""
-        loop, drawn, worker = self.host.loop, self.host.drawn, process.worker
+        """Accept a worker's connection, and return the pipe to the agent; the newest connection of a worker counts."""
+        loop, rng, worker = self.host.loop, self.host.rng, process.worker
 
         def take(message: FromWorker) -> None:
+            """Feed a message of the worker."""
             if isinstance(message, Hello):
                 self.worker_connected(message)
             else:
                 self.feed(WorkerSaid(worker=worker, message=message))
 
-        to_agent: Pipe[FromWorker] = Pipe(loop, drawn, take)
-        to_worker: Pipe[ToWorker] = Pipe(loop, drawn, process.hear)
+        to_agent: Pipe[FromWorker] = Pipe(loop, rng, take)
+        to_worker: Pipe[ToWorker] = Pipe(loop, rng, process.receive)
         self._workers[worker] = (process, to_agent, to_worker)
         return to_agent
 
-    def worker_gone(self, worker: str) -> None:
-        """A worker's process has ended, and its connection with it."""
+    def worker_ended(self, worker: str) -> None:
+        """Handle that a worker's process has ended, and its connection with it."""
         if worker in self._workers:
             _, to_agent, to_worker = self._workers.pop(worker)
-            # What it had sent is in the socket already: it is read before the end of the stream is seen.
+            # Its messages are in the socket already: they are read before the end of the stream.
             self.host.loop.call_later(0.002, to_agent.close)
             to_worker.close()
             self.host.loop.call_later(0.003, self._disconnected, worker)
 
     def break_worker_line(self, worker: str) -> None:
-        """The connection breaks though both ends live."""
+        """Break the worker's connection though both ends live."""
         self._drop_worker(worker)
         self._disconnected(worker)
 
@@ -314,10 +315,10 @@ class Agent(Shell):
     # --- the log ---------------------------------------------------------------------------------
 
     async def _serve_log(self) -> None:
-        """Everything that needs the log."""
+        """Run everything that needs the log."""
         await self.log.last_seq()
         self.outbox.schema = self._coordinator_reads()
-        self._look_for_namesakes()
+        self._look_for_duplicates()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send_beats())
             await until_alone(self._names, self.has_inventory, self.host.loop.time)
@@ -328,26 +329,27 @@ class Agent(Shell):
             group.create_task(self.outbox.run(self.log))
             group.create_task(self._take_commands(feed))
 
-    # --- others of its name (agents/namesakes.py) ------------------------------------------------
+    # --- duplicates of its name (agents/namesakes.py) --------------------------------------------
 
     def _hear_beat(self, boot: int) -> None:
-        self._names.heard(boot, self.host.loop.time())
+        self._names.note_beat(boot, self.host.loop.time())
         if self.alive and self._names.newer:
             self.host.superseded = True
             self._end_fork_server()
             self.crash()
 
-    def _look_for_namesakes(self) -> None:
-        for boot in (self.host.beats.last_boot.get(self.host.name), self.host.witness.joined.get(self.host.name)):
+    def _look_for_duplicates(self) -> None:
+        for boot in (self.host.beats.last_boot.get(self.host.name), self.host.checker.joined.get(self.host.name)):
             if boot is not None:
-                self._names.stands_in_the_log(boot, self.host.loop.time())
+                self._names.note_logged(boot, self.host.loop.time())
 
     async def _keep_looking(self) -> None:
-        """The real one looks at each new connection; here no end of a connection is announced."""
+        """Look for other agents of this name. The real one looks at each new connection; here no end of a connection is
+        announced."""
         while True:
             is_shared = self.host.is_twin or self.host.twin is not None
             if is_shared and not self.host.link.cut and self.host.server.up:
-                self._look_for_namesakes()
+                self._look_for_duplicates()
             if self._names.outrun:
                 await asyncio.sleep(self._names.silence_s)
                 if self._names.newer:
@@ -358,8 +360,8 @@ class Agent(Shell):
             await asyncio.sleep(5.0)
 
     def _coordinator_reads(self) -> int:
-        """See events/nats_terms.py; it is heard of within a beat."""
-        started = self.host.server.newest_started
+        """Return the schema that the coordinator reads; see events/nats_terms.py. An agent learns it within a beat."""
+        started = self.host.server.newest_start
         return min(self.schema, spoken_schema(started.version)) if started else FIRST
 
     async def _send_beats(self) -> None:
@@ -383,12 +385,13 @@ class _Readable(CommandEnd):
         self._schema = schema
 
     async def follow(self, tasks: Collection[str]) -> None:
-        """See CommandFeed. An agent of an older schema leaves the filter as it finds it."""
+        """Follow the tasks; an agent of an older schema leaves the filter unchanged. See CommandFeed."""
         if self._schema >= TOLD_ONCE:
             await super().follow(tasks)
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
-        """See CommandFeed. What the agent cannot read it skips in silence, as one of schema 1 does."""
+        """Yield the entries; what the agent cannot read it skips in silence, as one of schema 1 does. See
+        CommandFeed."""
         async with aclosing(super().read()) as entries:
             async for recorded in entries:
                 is_command = isinstance(recorded.envelope.event, Command)

@@ -1,6 +1,6 @@
 """An iteration's gradients, bucket by bucket, as agents/trainer/gradients/reduction.py and accumulation.py keep them.
 
-A gradient is modelled by what it is made of. Where the sum follows the deal: how often each micro-batch is in it; a sum
+A gradient is modelled by its summands. Where the sum follows the assignment: how often each micro-batch is in it; a sum
 over all replicas is right where every micro-batch is in it exactly once. Where it is fixed (lanes.py): a symbol, and
 sums of symbols depend on their order and their brackets; it is right where it is the reference's.
 """
@@ -13,7 +13,7 @@ from typing import TypeAlias
 from agents.trainer.gradients.lanes import Block, Lanes, Sums, halves, tree
 from replay.simulation.group import End, Result, Row
 
-#: Of a sum: per micro-batch, how often it is in it; or its symbol, alone.
+#: A sum: per micro-batch, how often it is in it; or its symbol, alone.
 Sum: TypeAlias = tuple[int, ...]
 BUCKETS = 3
 

@@ -1,9 +1,9 @@
 """Drives the lifecycle (agents/trainer/lifecycle) of a simulated replica under virtual time.
 
-Real here: the lifecycle itself, and with it `judge` and `deal`, positions, ledgers, accounts, totals, sampling, the
+Real here: the lifecycle itself, and with it `judge` and `assign`, positions, ledgers, accounts, totals, sampling, the
 order of candidates, which part of sharded state travels where. Modelled: gradients (`buckets.py`), parameters and
-optimizer state (`weights.py`), time, collectives (`group.py`). All shards of a replica take the same turns, as their
-vote makes them: one coroutine, and one lifecycle.
+optimizer state (`weights.py`), time, collectives (`group.py`). All shards of a replica act in lockstep, as they do
+after their vote: one coroutine, and one lifecycle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from replay.simulation.replica import SimulatedReplica
 
 Handlers: TypeAlias = "dict[type[e.Effect[Any]], Callable[..., Awaitable[Any]]]"
-#: What the lifecycle answers; all else ends the process.
+#: The exceptions that the lifecycle handles; all others end the process.
 _LIFECYCLE_ERRORS = (GroupBroken, MembershipSuperseded, RendezvousTimedOut, QuitRequested)
 
 
@@ -50,7 +50,7 @@ class SimulatedDriver:
         self._sampling = Sampling(spec.seed, spec.global_batch, spec.micro_batch, None)
         lanes = self.member.lanes
         self._buckets = Buckets(spec.micro_batches) if lanes is None else LaneBuckets(lanes)
-        #: By lane, running sums that others will give.
+        #: By lane, running sums that other members will send.
         self._incoming: dict[int, Result] = {}
         self._gradient = 0
         self._handlers: dict[type[e.Effect[Any]], Callable[[Any], Awaitable[Any]]] = {

@@ -1,4 +1,4 @@
-"""What goes wrong, as data: a history of faults is drawn from a seed, and any part of it can be played.
+"""Faults as data: a history of faults is drawn from a seed, and any part of it can be played.
 
 Rules
 -----
@@ -19,7 +19,7 @@ FAULTY_FROM_S = 4.0
 FAULTY_UNTIL_S = 40.0
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`at_s` from the beginning, lasting `for_s`; `nodes`: the victims; `how`: by kind; `pick` chooses a worker."""
 
     kind: str
@@ -35,11 +35,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"{self.at_s:6.2f} s  {self.kind}{f' {self.how}' if self.how else ''}{where}{lasting}"
 
 
-#: Where a worker may die, by the training loop's name for it (agents/protocol/injection.py); `regrouped`: it says so.
+#: The moments at which a worker may die, by the training loop's names (agents/protocol/injection.py); `regrouped`: when
+#: it reports that it has joined a group.
 _MOMENTS = (
     "computed", "reduced", "agreeing", "stepped", "gathering", "committed", "giving", "dividing", "regrouped",
 )  # fmt: skip
-#: Kind -> (how often, relative; the longest it lasts; what `how` may be; how many nodes are hit at once, at most).
+#: Kind -> (relative frequency; longest duration; values of `how`; the most nodes that are hit at once).
 FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged", "part", "part"), 0),
     "second_coordinator": (6, 0.0, ("", "two"), 0),
@@ -92,22 +93,22 @@ FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
 }
 
 
-def draw(drawn: random.Random, nodes: list[str]) -> list[Fault]:
-    """A history for the faulty phase, in order of time."""
+def draw(rng: random.Random, nodes: list[str]) -> list[SimulatedFault]:
+    """Draw a history for the faulty phase, in order of time."""
     kinds = list(FAULT_KINDS)
     weights = [FAULT_KINDS[kind][0] for kind in kinds]
     faults = []
-    for kind in drawn.choices(kinds, weights, k=drawn.randint(2, 12)):
+    for kind in rng.choices(kinds, weights, k=rng.randint(2, 12)):
         _, longest_s, hows, most = FAULT_KINDS[kind]
-        count = min(len(nodes), 1 if drawn.random() < 0.7 else most) if most else 0
+        count = min(len(nodes), 1 if rng.random() < 0.7 else most) if most else 0
         faults.append(
-            Fault(
+            SimulatedFault(
                 kind=kind,
-                at_s=round(drawn.uniform(FAULTY_FROM_S, FAULTY_UNTIL_S - 2.0), 3),
-                for_s=round(drawn.uniform(0.1, longest_s), 3) if longest_s else 0.0,
-                nodes=tuple(sorted(drawn.sample(nodes, count))),
-                how=drawn.choice(hows) if hows else "",
-                pick=drawn.randint(0, 5),
+                at_s=round(rng.uniform(FAULTY_FROM_S, FAULTY_UNTIL_S - 2.0), 3),
+                for_s=round(rng.uniform(0.1, longest_s), 3) if longest_s else 0.0,
+                nodes=tuple(sorted(rng.sample(nodes, count))),
+                how=rng.choice(hows) if hows else "",
+                pick=rng.randint(0, 5),
             )
         )
     return sorted(faults, key=lambda fault: fault.at_s)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from agents.protocol.messages import (
     Exited,
     ExitedAck,
-    Forget,
     Forked,
     FromForkServer,
     Inventory,
     InventoryWorker,
     Kill,
+    ReleaseMemory,
     Retire,
     Spawn,
     ToForkServer,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from replay.simulation.host import Host
 
 
-class ForkServer:
-    """Parent of the node's workers. `port`: its rendezvous store's."""
+class SimulatedForkServer:
+    """The parent of the node's workers. `port`: that of its rendezvous store."""
 
     def __init__(self, host: Host, port: int) -> None:
         self.host = host
@@ -43,12 +43,12 @@ class ForkServer:
     # --- the agent -------------------------------------------------------------------------------
 
     def connect(self, agent: Pipe[FromForkServer]) -> None:
-        """A new agent: it alone is served, and gets what no agent has acknowledged, then the inventory."""
+        """Serve a new agent, and it alone: it receives what no agent has acknowledged, then the inventory."""
         if self._agent is not None:
             self._agent.close()
         self._agent = agent
-        for exited in self._exits.values():
-            agent.send(exited)
+        for message in self._exits.values():
+            agent.send(message)
         workers = tuple(
             InventoryWorker(worker=p.worker, task=p.launch.task, pid=p.pid, slot=p.slot)
             for p in self.processes.values()
@@ -56,7 +56,7 @@ class ForkServer:
         agent.send(Inventory(store_port=self.port, workers=workers))
 
     def lose_agent(self, agent: Pipe[FromForkServer]) -> None:
-        """The connection has ended."""
+        """Handle that the connection has ended."""
         if self._agent is agent:
             self._agent = None
             self._lonely_since_s = self.host.loop.time()
@@ -69,8 +69,8 @@ class ForkServer:
         else:
             self.host.loop.call_later(0.5, self._check_lease)
 
-    def obey(self, message: ToForkServer) -> None:
-        """Do what the agent asks for."""
+    def handle(self, message: ToForkServer) -> None:
+        """Handle a message of the agent."""
         if not self.alive:
             return
         match message:
@@ -81,12 +81,12 @@ class ForkServer:
                     self.processes[worker].signal(number)
             case ExitedAck(worker=worker):
                 self._exits.pop(worker, None)
-            case Forget(task=task):
+            case ReleaseMemory(task=task):
                 self.memory.forget(task)
             case Retire():
                 self.die()
 
-    def _say(self, message: FromForkServer) -> None:
+    def _send(self, message: FromForkServer) -> None:
         if self._agent is not None:
             self._agent.send(message)
 
@@ -95,25 +95,25 @@ class ForkServer:
     def _spawn(self, spawn: Spawn) -> None:
         worker = spawn.launch.worker
         if worker in self.processes:
-            self._say(Forked(worker=worker, pid=self.processes[worker].pid))
+            self._send(Forked(worker=worker, pid=self.processes[worker].pid))
         elif worker in self._exits:
-            self._say(self._exits[worker])
+            self._send(self._exits[worker])
         else:
             process = Process(self.host, spawn.launch, self.host.next_pid(), spawn.slot)
-            self.host.witness.worker_spawned(self.host, process)
+            self.host.checker.worker_spawned(self.host, process)
             self.processes[worker] = self.host.launched[worker] = process
-            self._say(Forked(worker=worker, pid=process.pid))
+            self._send(Forked(worker=worker, pid=process.pid))
 
     def reap(self, process: Process) -> None:
-        """A child has ended."""
+        """Report a child that has ended."""
         if self.processes.get(process.worker) is process and self.alive:
             del self.processes[process.worker]
             assert process.ended is not None
             self._exits[process.worker] = Exited(worker=process.worker, pid=process.pid, status=process.ended)
-            self._say(self._exits[process.worker])
+            self._send(self._exits[process.worker])
 
     def die(self) -> None:
-        """It ends, and the kernel ends its workers with it."""
+        """End; the kernel ends its workers with it."""
         if self.alive:
             self.alive = False
             for process in list(self.processes.values()):

@@ -17,16 +17,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from events.command_line import UsageError
 from replay.reading.opening import PROGRAM, as_json, say
-from replay.simulation.run import Outcome, history, simulate
+from replay.simulation.run import RunOutcome, history, simulate
 from replay.simulation.seeds import cores, outcomes
-from replay.simulation.shrink import kept, shrink
+from replay.simulation.shrink import remaining_places, shrink
 from unicrond import VERSION
 
 #: Failures after which it goes on no longer: they have most likely one cause.
 _ENOUGH = 20
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class FuzzReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints. `failure`: the first one, shrunk; `repeat`: the command that plays it again."""
 
     first_seed: int
@@ -40,64 +40,63 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     slowest_rest_s: float
     slowest_rest_seed: int
     failed: dict[int, str]
-    failure: Outcome | None
+    failure: RunOutcome | None
     repeat: str
 
 
 async def fuzz_command(options: argparse.Namespace) -> int:
-    """Exit code 1 if a rule is broken."""
-    stopped = threading.Event()
+    """Play seeds and print the report. Exit code 1 if a rule is broken."""
+    stop = threading.Event()
     processes = options.processes or cores()
     if not options.seeds:
         raise UsageError("--seeds: give at least 1 seed")
     try:
         # In a thread: a simulation has an event loop of its own.
-        report = await asyncio.to_thread(fuzz, options.first_seed, options.seeds, processes, options.faults, stopped)
+        report = await asyncio.to_thread(fuzz, options.first_seed, options.seeds, processes, options.faults, stop)
     except asyncio.CancelledError:
-        stopped.set()
+        stop.set()
         raise
     say(as_json(report) if options.json else _page(report))
     if report.seeds < options.seeds:
-        told = f"stopped after {report.seeds} of {options.seeds} seeds: {len(report.failed)} failures suffice"
-        print(f"{PROGRAM}: {told}", file=sys.stderr)
+        text = f"stopped after {report.seeds} of {options.seeds} seeds: {len(report.failed)} failures suffice"
+        print(f"{PROGRAM}: {text}", file=sys.stderr)
     return 1 if report.failed else 0
 
 
 def fuzz(
-    first_seed: int, count: int, processes: int, only: list[int] | None = None, stopped: threading.Event | None = None
-) -> Report:
+    first_seed: int, count: int, processes: int, only: list[int] | None = None, stop: threading.Event | None = None
+) -> FuzzReport:
     """Play `count` (>= 1) seeds. `only`: of each seed's faults those at these places; None: all. Raises UsageError.
 
-    `stopped`: set it to end early.
-    """
+    `stop`: set it to end early."""
     began_s = time.monotonic()
-    played: list[Outcome] = []
-    failures: list[Outcome] = []
+    results: list[RunOutcome] = []
+    failures: list[RunOutcome] = []
     if only is not None:
-        played = [_part(seed, only) for seed in range(first_seed, first_seed + count)]
-        failures = [outcome for outcome in played if outcome.rule]
+        results = [_part(seed, only) for seed in range(first_seed, first_seed + count)]
+        failures = [outcome for outcome in results if outcome.rule]
     else:
         with _bar(count) as bar:
             for outcome in outcomes(range(first_seed, first_seed + count), min(processes, count)):
-                played.append(outcome)
+                results.append(outcome)
                 failures += [outcome] if outcome.rule else []
                 bar.update(bar.task_ids[0], advance=1, failed=len(failures))
-                if len(failures) >= _ENOUGH or (stopped is not None and stopped.is_set()):
+                if len(failures) >= _ENOUGH or (stop is not None and stop.is_set()):
                     break
     first = min(failures, key=lambda outcome: outcome.seed, default=None)
     smallest = first
     if first is not None and only is None:
         smallest = shrink(first)
-    slowest = max(played, key=lambda outcome: (outcome.rest_s, -outcome.seed))
-    return Report(
+    slowest = max(results, key=lambda outcome: (outcome.rest_s, -outcome.seed))
+    return FuzzReport(
         first_seed=first_seed,
-        seeds=len(played),
+        seeds=len(results),
         commit=_commit(),
         seconds=round(time.monotonic() - began_s, 1),
-        entries=sum(outcome.entries for outcome in played),
-        steps=sum(outcome.steps for outcome in played),
-        incidents=sum(outcome.incidents for outcome in played),
-        faults=dict(Counter(fault.kind for outcome in played for fault in outcome.faults).most_common()),
+        entries=sum(outcome.entries for outcome in results),
+        steps=sum(outcome.steps for outcome in results),
+        incidents=sum(outcome.incidents for outcome in results),
+        faults=dict(Counter(fault.kind for outcome in results for fault in outcome.faults).most_common()),
         slowest_rest_s=slowest.rest_s,
         slowest_rest_seed=slowest.seed,
         failed={outcome.seed: outcome.rule for outcome in sorted(failures, key=lambda outcome: outcome.seed)},
@@ -106,33 +105,33 @@ def fuzz(
     )
 
 
-def _part(seed: int, only: list[int]) -> Outcome:
+def _part(seed: int, only: list[int]) -> RunOutcome:
     faults = history(seed)
     if any(place >= len(faults) for place in only):
         raise UsageError(f"--faults: seed {seed} has faults 0 to {len(faults) - 1}; name some of these")
     return simulate(seed, [faults[place] for place in sorted(set(only))])
 
 
-def _repeat(first: Outcome, smallest: Outcome, only: list[int] | None) -> str:
-    places = only if only is not None else kept(smallest, first)
+def _repeat(first: RunOutcome, smallest: RunOutcome, only: list[int] | None) -> str:
+    places = only if only is not None else remaining_places(smallest, first)
     part = f" --faults={','.join(map(str, places))}" if only is not None or len(places) < len(first.faults) else ""
     return f"{PROGRAM} fuzz --first-seed {first.seed} --seeds 1{part}"
 
 
 def _commit() -> str:
-    """The commit that the code is from, "+" where it was changed since; the version outside a checkout."""
-    here = Path(__file__).parent
+    """Return the commit that the code is from, with "+" where it was changed since; the version outside a checkout."""
+    folder = Path(__file__).parent
     try:
-        said = subprocess.run(
+        git = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
-            cwd=here, capture_output=True, text=True, timeout=10, check=True,
+            cwd=folder, capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return VERSION
-    return said.stdout.strip()
+    return git.stdout.strip()
 
 
-def _page(report: Report) -> str:
+def _page(report: FuzzReport) -> str:
     lines = [
         f"{report.seeds} seeds from {report.first_seed} at {report.commit}: "
         f"{sum(report.faults.values())} faults, {report.incidents} incidents, {report.steps} steps, "
@@ -156,7 +155,7 @@ def _page(report: Report) -> str:
 
 
 def _bar(count: int) -> Progress:
-    """On stderr, and only where that is a terminal."""
+    """Build a progress bar on stderr, shown only where that is a terminal."""
     console = Console(file=sys.stderr)
     progress = Progress(
         TextColumn("fuzzing"),

@@ -1,12 +1,12 @@
-"""A group's forming and its collectives, as agents/trainer/groups/group.py meets them.
+"""The forming of a group and its collectives, as agents/trainer/groups/group.py meets them.
 
 Rules
 -----
 * A member sets its key in the membership's store and waits for all keys; then it connects to all others.
 * A collective completes for a member once all members have entered it, for each at a moment of its own. So a death can
-  let it complete for some and break for others: the case that the all-or-none commit is there for.
-* A leaving member closes its connections: the others notice within milliseconds, one after the other. One that loses
-  its power or its network says nothing: they wait, until a newer membership or the collective's timeout ends it.
+  let it complete for some members and break for the rest: the all-or-none commit exists for this case.
+* A leaving member closes its connections: its peers notice within milliseconds, one after the other. A member that
+  loses its power or its network sends nothing: its peers wait, until a newer membership or the collective's timeout.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from typing import TYPE_CHECKING, TypeAlias
 from agents.protocol.messages import Membership
 
 if TYPE_CHECKING:
-    from replay.simulation.replica import Replica
+    from replay.simulation.replica import SimulatedReplica
 
 Row: TypeAlias = Sequence[int]
 
 
-class Group:
+class SimulatedGroup:
     """The group of one generation of one task, over its replicas."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, drawn: random.Random, membership: Membership) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, membership: Membership) -> None:
         self.loop = loop
-        self.drawn = drawn
+        self.rng = rng
         self.membership = membership
         self.leads = [member.worker for member in membership.members if member.shard == 0]
         self.size = len(self.leads)
         self.keys: set[int] = set()
         self.present: dict[int, End] = {}
-        self.meetings: list[Meeting] = []
-        self.passed: dict[tuple[int, ...], Meeting] = {}
+        self.collectives: list[GroupCollective] = []
+        self.transfers: dict[tuple[int, ...], GroupCollective] = {}
 
-    def enter(self, replica: Replica) -> End:
-        """The replica sets its key."""
+    def enter(self, replica: SimulatedReplica) -> End:
+        """Set the replica's key, and return its end of the group."""
         end = End(self, self.leads.index(replica.lead_worker), replica)
         self.keys.add(end.rank)
         self.present[end.rank] = end
-        for other in self.present.values():
-            other.replica.wake()
+        for member in self.present.values():
+            member.replica.wake()
         return end
 
 
-class Meeting:
-    """One collective of `size` members, or two: what each put in."""
+class GroupCollective:
+    """One collective of `size` members, or a transfer between two: the row of each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -59,123 +59,123 @@ class Meeting:
 class End:
     """A member's end of a group."""
 
-    def __init__(self, group: Group, rank: int, replica: Replica) -> None:
+    def __init__(self, group: SimulatedGroup, rank: int, replica: SimulatedReplica) -> None:
         self.group = group
         self.rank = rank
         self.replica = replica
         self.broken = ""
-        #: The members to whom connections have ended: of which of the replica's shards.
-        self.lost: dict[int, set[int]] = {}
+        #: By member to whom connections have ended: the replica's shards that had them.
+        self.lost_shards: dict[int, set[int]] = {}
         self._entered = 0
-        self._under_way: list[Result] = []
+        self._pending: list[Result] = []
 
     @property
     def all_keys(self) -> bool:
-        """Everybody has set its key."""
+        """Check that every member has set its key."""
         return len(self.group.keys) == self.group.size
 
     def connects(self) -> bool:
-        """All members are there and can be reached."""
+        """Return whether all members are present and can be reached."""
         group = self.group
         return len(group.present) == group.size and all(
-            self.replica.reaches(other.replica) for other in group.present.values()
+            self.replica.reaches(member.replica) for member in group.present.values()
         )
 
     def gather(self, row: Row, timeout_s: float) -> Result:
-        """Enter the next collective with one's row."""
+        """Enter the next collective with this member's row."""
         group, number = self.group, self._entered
         self._entered += 1
-        while len(group.meetings) <= number:
-            group.meetings.append(Meeting(group.size))
-        return self._enter(group.meetings[number], row, timeout_s)
+        while len(group.collectives) <= number:
+            group.collectives.append(GroupCollective(group.size))
+        return self._enter(group.collectives[number], row, timeout_s)
 
-    def passing(self, tag: tuple[int, ...], row: Row, timeout_s: float) -> Result:
-        """Give another member a row, which takes it by the same tag; that one puts in none."""
-        return self._enter(self.group.passed.setdefault(tag, Meeting(2)), row, timeout_s)
+    def send_row(self, tag: tuple[int, ...], row: Row, timeout_s: float) -> Result:
+        """Send a row to another member, which receives it under the same tag with an empty row of its own."""
+        return self._enter(self.group.transfers.setdefault(tag, GroupCollective(2)), row, timeout_s)
 
-    def _enter(self, meeting: Meeting, row: Row, timeout_s: float) -> Result:
+    def _enter(self, collective: GroupCollective, row: Row, timeout_s: float) -> Result:
         group = self.group
-        meeting.rows[self.rank] = tuple(row)
-        result = Result(self, meeting)
-        self._under_way.append(result)
-        if meeting.size == 1:
+        collective.rows[self.rank] = tuple(row)
+        result = Result(self, collective)
+        self._pending.append(result)
+        if collective.size == 1:
             result.rows = [tuple(row)]
-            self._under_way.remove(result)
+            self._pending.remove(result)
             return result
         group.loop.call_later(timeout_s, result.fail, "timed out")
         if self.broken:
             group.loop.call_later(0.002, result.fail, self.broken)
         if result.complete:
             for member in group.present.values():
-                for waiting in member._under_way:
-                    if waiting.meeting is meeting:
-                        waiting.come()
+                for pending in member._pending:
+                    if pending.collective is collective:
+                        pending.deliver()
         return result
 
     def leave(self, *, silently: bool = False) -> None:
-        """Close the connections. `silently`: without a word to the peers (the power or the network is gone)."""
+        """Close the connections. `silently`: without notice to the peers (the power or the network has failed)."""
         group = self.group
-        under_way, self._under_way = self._under_way, []
+        under_way, self._pending = self._pending, []
         for result in under_way:
             result.fail("left")
         if group.present.pop(self.rank, None) is not None and not silently:
-            for other in group.present.values():
-                group.loop.call_later(group.drawn.uniform(0.001, 0.02), other.peer_left, self.rank)
+            for member in group.present.values():
+                group.loop.call_later(group.rng.uniform(0.001, 0.02), member.peer_left, self.rank)
 
     def peer_left(self, rank: int, shards: Iterable[int] | None = None) -> None:
-        """Connections of this member's shards (None: of all) ended: what is under way breaks, unless it was as good as
-        done."""
+        """Handle that connections of this member's shards (None: of all) ended: pending collectives break, unless all
+        have entered and chance lets them finish."""
         self.broken = f"connection closed by member {rank}"
-        self.lost.setdefault(rank, set()).update(range(len(self.replica.shards)) if shards is None else shards)
-        for waiting in list(self._under_way):
-            if not (waiting.complete and self.group.drawn.random() < 0.5):
-                waiting.fail(self.broken)
+        self.lost_shards.setdefault(rank, set()).update(range(len(self.replica.shards)) if shards is None else shards)
+        for pending in list(self._pending):
+            if not (pending.complete and self.group.rng.random() < 0.5):
+                pending.fail(self.broken)
 
-    def over(self, result: Result) -> None:
-        """It is waited for no longer."""
-        if result in self._under_way:
-            self._under_way.remove(result)
+    def release(self, result: Result) -> None:
+        """Stop waiting for the result, and wake the replica."""
+        if result in self._pending:
+            self._pending.remove(result)
         self.replica.wake()
 
 
 class Result:
-    """What a member waits for."""
+    """The result of a collective that a member waits for."""
 
-    def __init__(self, end: End, meeting: Meeting) -> None:
+    def __init__(self, end: End, collective: GroupCollective) -> None:
         self.end = end
-        self.meeting = meeting
+        self.collective = collective
         self.rows: list[Row] | None = None
         self.error = ""
 
     @property
-    def over(self) -> bool:
-        """It has come, or failed."""
+    def is_settled(self) -> bool:
+        """Check that it has arrived or failed."""
         return self.rows is not None or bool(self.error)
 
     @property
     def complete(self) -> bool:
-        """All members have entered."""
-        return len(self.meeting.rows) == self.meeting.size
+        """Check that all members have entered."""
+        return len(self.collective.rows) == self.collective.size
 
-    def come(self) -> None:
-        """All have entered: the result is on its way to this member."""
+    def deliver(self) -> None:
+        """Send the result to this member, now that all have entered."""
         group = self.end.group
-        group.loop.call_later(group.drawn.uniform(0.001, 0.02), self._arrive)
+        group.loop.call_later(group.rng.uniform(0.001, 0.02), self._arrive)
 
     def _arrive(self) -> None:
         end = self.end
-        if self.over:
+        if self.is_settled:
             return
-        others = (other.replica for rank, other in end.group.present.items() if rank in self.meeting.rows)
-        if not all(end.replica.reaches(other) for other in others):
-            end.group.loop.call_later(0.3, self._arrive)  # what was lost on the way is sent again
+        peers = (peer.replica for rank, peer in end.group.present.items() if rank in self.collective.rows)
+        if not all(end.replica.reaches(peer) for peer in peers):
+            end.group.loop.call_later(0.3, self._arrive)  # lost packets are sent again
             return
-        self.rows = [row for _, row in sorted(self.meeting.rows.items())]
-        end.over(self)
+        self.rows = [row for _, row in sorted(self.collective.rows.items())]
+        end.release(self)
 
-    def fail(self, why: str) -> None:
-        """It will not come any more."""
-        if not self.over:
-            self.error = why
-            self.end.broken = self.end.broken or why
-            self.end.over(self)
+    def fail(self, reason: str) -> None:
+        """Mark the result as failed: it will not arrive any more."""
+        if not self.is_settled:
+            self.error = reason
+            self.end.broken = self.end.broken or reason
+            self.end.release(self)

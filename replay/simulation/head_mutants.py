@@ -42,7 +42,10 @@ from unicrond.service import coordinator, follower
 
 def _drop_the_hold() -> None:
     def make(append: Any) -> Any:
+        """Wrap `append`."""
+
         async def without_hold(self: Any, events: Any) -> None:
+            """Append, and forget the sequence number to wait for."""
             await append(self, events)
             self._hold_seq = 0
 
@@ -53,7 +56,10 @@ def _drop_the_hold() -> None:
 
 def _skip_the_fence() -> None:
     def make(append: Any) -> Any:
+        """Wrap `append`."""
+
         async def unfenced(self: Any, envelopes: Any, *, fence: Any = None) -> Any:
+            """Append without the fence."""
             return await append(self, envelopes)
 
         return unfenced
@@ -63,7 +69,10 @@ def _skip_the_fence() -> None:
 
 def _rule_in_another_name() -> None:
     def make(require_sound_state: Any) -> Any:
+        """Wrap `require_sound_state`."""
+
         def deaf(self: Any) -> None:
+            """Adopt the newer term in place of ending."""
             require_sound_state(self)
             self._fence = self._fence._replace(term=max(self._fence.term, self.state.term))
 
@@ -73,15 +82,15 @@ def _rule_in_another_name() -> None:
 
 
 def _depose_at_once() -> None:
-    """What is free is taken, whatever was the matter with the log."""
+    """Acquire the lease as soon as it is free, whatever was the matter with the log."""
     patch(leadership, "GRACE_US", lambda _: 0)
     patch(leadership, "SILENT_US", lambda _: 0)
     patch(Candidacy, "beat", lambda _: lambda self, now_us: None)
 
 
 def _fight_without_a_lease() -> None:
-    """A head is fenced, and takes over again."""
-    patch(Candidacy, "answered", lambda _: lambda self, held, now_us, **how: "mutant")
+    """Let a fenced head take over again."""
+    patch(Candidacy, "answered", lambda _: lambda self, entry, now_us, **how: "mutant")
     patch(MemoryLease, "acquire_or_renew_now", lambda _: lambda self, holder, after: LeaseEntry(1, holder))
 
 
@@ -92,6 +101,7 @@ def _forget_repetitions() -> None:
     original = fold.fold
 
     def forgetful(before: state.ClusterState, entry: Any) -> state.ClusterState:
+        """Fold as if no number had been seen."""
         return original(replace(before, last_numbers={}), entry)
 
     patch(fold, "fold", lambda _: forgetful)
@@ -113,9 +123,12 @@ def _skip_the_symptom_merge() -> None:
 
 def _blame_the_peers() -> None:
     def make(judge: Any) -> Any:
-        def other_ends(found: Any, record: Any, quality: Any) -> Any:
-            guilty = judge(found, record, quality).blamed
-            peers = tuple(sorted({node for link in found for node in link} - {*guilty}))
+        """Wrap `judge`."""
+
+        def other_ends(links: Any, record: Any, quality: Any) -> Any:
+            """Blame the peers of the faulty nodes."""
+            guilty = judge(links, record, quality).blamed
+            peers = tuple(sorted({node for link in links for node in link} - {*guilty}))
             return blame.BlameVerdict(peers, peers)
 
         return other_ends
@@ -125,11 +138,14 @@ def _blame_the_peers() -> None:
 
 def _forget_lost_workers() -> None:
     def make(node_lost: Any) -> Any:
+        """Wrap `node_lost`."""
+
         def forgetful(before: Any, event: Any, envelope: Any) -> Any:
+            """Fold the loss, and remove the node's workers."""
             after = node_lost(before, event, envelope)
             for task in after.tasks.values():
-                gone = [worker.worker for worker in task.workers.values() if worker.node == event.node]
-                after = changes.with_task(after, changes.without_workers(task, gone))
+                workers = [worker.worker for worker in task.workers.values() if worker.node == event.node]
+                after = changes.with_task(after, changes.without_workers(task, workers))
             return after
 
         return forgetful
@@ -143,7 +159,10 @@ def _believe_no_stop() -> None:
 
 def _fold_by_the_machine() -> None:
     def make(worker_ready: Any) -> Any:
+        """Wrap `worker_ready`."""
+
         def unsteady(before: Any, event: Any, envelope: Any) -> Any:
+            """Fold, and put the machine's time into the state."""
             after = worker_ready(before, event, envelope)
             return replace(after, inert=time.perf_counter_ns())
 
@@ -157,7 +176,10 @@ def _fold_by_the_machine() -> None:
 
 def _reuse_a_generation() -> None:
     def make(set_membership: Any) -> Any:
+        """Wrap `set_membership`."""
+
         def reusing(batch: Any, task: Any, members: Any, **how: Any) -> None:
+            """Decide the membership with the number of the one before."""
             if task.generation:
                 task = replace(task, membership=replace(task.membership, generation=task.generation - 1))
             set_membership(batch, task, members, **how)
@@ -173,7 +195,10 @@ def _command_in_new_words() -> None:
 
 def _double_start() -> None:
     def make(staff: Any) -> Any:
+        """Wrap `staff`."""
+
         def twice(batch: Any, task: Any, policy: Any) -> None:
+            """Start the missing workers, and start them again under other numbers."""
             staff(batch, task, policy)
             batch.started.clear()
             numbers = replace(task.numbers, next_worker=task.numbers.next_worker + 8)
@@ -186,6 +211,7 @@ def _double_start() -> None:
 
 def _plan_with_isolated_nodes() -> None:
     def make(_: Any) -> Any:
+        """Build the replacement."""
         return property(lambda self: self.status is not NodeStatus.LEFT)
 
     patch(state.Node, "schedulable", make)
@@ -193,6 +219,7 @@ def _plan_with_isolated_nodes() -> None:
 
 def _keep_broken_replicas() -> None:
     def make(living_members: Any) -> Any:
+        """Wrap `living_members`."""
         return lambda task: task.membership.members if task.membership else ()
 
     patch(reconcile, "living_members", make)
@@ -200,9 +227,12 @@ def _keep_broken_replicas() -> None:
 
 def _start_on_cordoned_nodes() -> None:
     def make(has_room: Any) -> Any:
+        """Wrap `has_room`."""
+
         def anywhere(batch: Any, nodes: Any) -> bool:
-            known = {name: replace(node, cordoned=False) for name, node in batch.state.nodes.items()}
-            room = SimpleNamespace(state=replace(batch.state, nodes=known), slots_in_use=batch.slots_in_use)
+            """Return whether there is room, cordoned nodes included."""
+            nodes_in_service = {name: replace(node, cordoned=False) for name, node in batch.state.nodes.items()}
+            room = SimpleNamespace(state=replace(batch.state, nodes=nodes_in_service), slots_in_use=batch.slots_in_use)
             return bool(has_room(room, nodes))
 
         return anywhere
@@ -219,7 +249,10 @@ def _find_no_hang() -> None:
 
 def _end_all_late_workers() -> None:
     def make(_: Any) -> Any:
+        """Build the replacement."""
+
         def harsh(before: Any, task: Any, observed_at_us: int) -> Any:
+            """Give up every late worker."""
             for worker in task.workers.values():
                 if worker.alive and deadlines._is_late(task, worker):
                     before = strikes.give_up(before, task.name, worker, "hang", "is late", observed_at_us)
@@ -248,8 +281,11 @@ def _tell_no_peers() -> None:
 
 def _hurry_a_handover() -> None:
     def make(reshape: Any) -> Any:
-        def at_once(batch: Any, task: Any, asked: Any) -> None:
-            reshape(batch, task, asked)
+        """Wrap `reshape`."""
+
+        def at_once(batch: Any, task: Any, request: Any) -> None:
+            """Reshape, and stop the leaving workers at once."""
+            reshape(batch, task, request)
             for worker in task.leavers:
                 batch.stop(task, worker, "hurry")
 
@@ -259,12 +295,15 @@ def _hurry_a_handover() -> None:
 
 
 def _keep_an_old_choice() -> None:
-    def make(chosen: Any) -> Any:
+    def make(request_layout: Any) -> Any:
+        """Wrap `request_layout`."""
+
         def stubborn(before: Any, assignment: Any, epoch: int) -> Any:
+            """Ignore the layout of a newer plan."""
             task = before.tasks.get(assignment.task)
             if task is not None and task.reshaping.plan:
                 return before
-            return chosen(before, assignment, epoch)
+            return request_layout(before, assignment, epoch)
 
         return stubborn
 
@@ -273,22 +312,26 @@ def _keep_an_old_choice() -> None:
 
 def _mix_types() -> None:
     def make(_: Any) -> Any:
+        """Build the replacement."""
         return lambda counts, shapes, nodes, current, types: place(counts, shapes, nodes, current)
 
     patch(deciding_plans, "place_apart", make)
 
 
 def _one_pool_is_all() -> None:
-    """The first type's pool has the slots of all."""
+    """Give the first type's pool the slots of all."""
 
     def make(room: Any) -> Any:
+        """Wrap `room`."""
+
         def wide(survey: Any, slots: Any, tasks: Any) -> Any:
-            told = room(survey, slots, tasks)
-            if not told["pools"]:
-                return told
-            first, *others = told["pools"]
+            """Return the room with all slots in the first pool."""
+            fields = room(survey, slots, tasks)
+            if not fields["pools"]:
+                return fields
+            first, *rest = fields["pools"]
             seats = seats_of(slots) if first.seats else ()
-            return {**told, "pools": (Pool(first.gpu, sum(slots.values()), seats), *others)}
+            return {**fields, "pools": (Pool(first.gpu, sum(slots.values()), seats), *rest)}
 
         return wide
 
@@ -297,9 +340,12 @@ def _one_pool_is_all() -> None:
 
 def _readmit_unchecked() -> None:
     def make(phase: Any) -> Any:
-        def trusting(known: Any, node: Any) -> Any:
-            now = phase(known, node)
-            return isolation.IsolationPhase.CLEARED if now is isolation.IsolationPhase.TO_CHECK else now
+        """Wrap `phase`."""
+
+        def trusting(cluster: Any, node: Any) -> Any:
+            """Return the phase, with a check that is still to come as passed."""
+            present = phase(cluster, node)
+            return isolation.IsolationPhase.CLEARED if present is isolation.IsolationPhase.TO_CHECK else present
 
         return trusting
 
@@ -327,6 +373,7 @@ def _no_deadlines() -> None:
 
 def _acknowledge_before_the_disk() -> None:
     def make(_: Any) -> Any:
+        """Build the replacement."""
         return lambda self, say: say()
 
     patch(LogServer, "_when_durable", make)
@@ -334,7 +381,10 @@ def _acknowledge_before_the_disk() -> None:
 
 def _take_a_claim_for_another() -> None:
     def make(claim: Any) -> Any:
+        """Wrap `claim`."""
+
         def by_id(self: Any, envelope: Any, reply: Any) -> None:
+            """Claim with the newest claim of the same id."""
             newest = self._claims[-1].envelope if self._claims else envelope
             claim(self, newest if newest.event_id == envelope.event_id else envelope, reply)
 
@@ -345,8 +395,11 @@ def _take_a_claim_for_another() -> None:
 
 def _keep_nodes_after_maintenance() -> None:
     def make(_: Any) -> Any:
+        """Build the replacement."""
+
         def over(state: Any, window: str) -> Any:
-            return replace(state, windows={name: one for name, one in state.windows.items() if name != window})
+            """Remove the window, and leave the nodes as they are."""
+            return replace(state, windows={name: entry for name, entry in state.windows.items() if name != window})
 
         return over
 

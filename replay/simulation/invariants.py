@@ -1,8 +1,7 @@
-"""What must hold, by name. Each rule is one small function that returns the story of its breach, or "".
+"""The rules that must hold, by name. Each is one small function that returns the story of its breach, or "".
 
-Three moments: when an entry becomes durable, when somebody acts, and at rest after the faults have stopped. What is
-only known while it happens is collected by witness.py.
-"""
+Three moments: when an entry becomes durable, when a part of the cluster acts, and at rest after the faults have
+stopped. Facts that are visible only while they happen are collected by witness.py."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from unicrond.core.state import ClusterState, NodeStatus, Severity, Task, TaskSt
 from unicrond.core.state_bytes import digest
 from unicrond.core.survey import Survey
 
-#: Name -> what it says; docs/design/simulation.md is held to this table by a test.
+#: Name -> sentence; a test compares docs/design/simulation.md with this table.
 RULES: dict[str, str] = {
     "acknowledged_events_stay": "An acknowledged event is in the log, at its acknowledged number.",
     "newest_term_decides": "The log has no decision or command of an older term after a newer claim.",
@@ -76,7 +75,7 @@ RULES: dict[str, str] = {
 
 
 class Violation(AssertionError):
-    """A rule is broken. `rule` is its name, `story` what was seen."""
+    """A rule is broken. `rule` is its name, `story` describes the breach."""
 
     def __init__(self, rule: str, story: str) -> None:
         super().__init__(f"{rule}: {story}")
@@ -88,7 +87,8 @@ class Violation(AssertionError):
 
 
 def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: Recorded) -> str:
-    """`after`: the loss of a node that has announced its end, its return, or what the next agent tells before that."""
+    """Check the events after a planned end. `after`: the state after the loss of a node that has announced its end, its
+    return, or a report of the next agent before that."""
     event = entry.envelope.event
     if not isinstance(event, v.NodeJoined | v.NodeLost | v.NodeReturned | v.WorkerExited | v.ErrorReported):
         return ""
@@ -104,7 +104,7 @@ def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry:
 
 
 def newest_term_decides(newest_term: int, entry: Entry) -> str:
-    """The fence: see events/log.py."""
+    """Check the fence: see events/log.py."""
     if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, v.Decision | v.Command):
         return ""
     if isinstance(entry.envelope.event, v.CoordinatorStarted) or entry.envelope.term == newest_term:
@@ -113,31 +113,30 @@ def newest_term_decides(newest_term: int, entry: Entry) -> str:
     return f"entry {entry.seq}: {kind} of term {entry.envelope.term}, while term {newest_term} rules"
 
 
-def leaders_stay(claim: v.CoordinatorStarted, well_s: float, sound_s: float) -> str:
-    """`claim`: of another head than the one before, which lives. `well_s`: for how long that one's way to the log has
-    been sound; the log itself may have been away."""
-    if well_s < sound_s:
+def leaders_stay(claim: v.CoordinatorStarted, sound_for_s: float, limit_s: float) -> str:
+    """Check a claim. `claim`: of another head than the one before, which lives. `sound_for_s`: for how long that one's
+    link to the log has been sound; the log itself may have been away."""
+    if sound_for_s < limit_s:
         return ""
-    return (
-        f"{claim.process} claims term {claim.term} from a head that lives, and has reached the log for {well_s:.1f} s"
-    )
+    claimed = f"{claim.process} claims term {claim.term}"
+    return f"{claimed} from a head that lives, and has reached the log for {sound_for_s:.1f} s"
 
 
-def commands_can_be_read(known: ClusterState, entry: Recorded) -> str:
-    """`known`: the state that it was decided from."""
+def commands_can_be_read(basis: ClusterState, entry: Recorded) -> str:
+    """Check the schema of a command or decision. `basis`: the state that it was decided from."""
     event = entry.envelope.event
     if isinstance(event, v.CoordinatorStarted) or not isinstance(event, v.Decision | v.Command):
         return ""
-    node = known.nodes.get(event.node) if isinstance(event, v.Command) else None
-    reads = min(known.schema, node.schema) if node is not None else known.schema
+    node = basis.nodes.get(event.node) if isinstance(event, v.Command) else None
+    reads = min(basis.schema, node.schema) if node is not None else basis.schema
     needs = schema_of(event)
     where = f"entry {entry.seq}: {type(event).__name__}"
     return f"{where} needs schema {needs}, its reader has {reads}" if needs > reads else ""
 
 
-def decisions_take_effect(before: ClusterState, known: ClusterState, entry: Entry) -> str:
-    """The hold: a coordinator that does not wait for its own events decides again what it has decided. `known`: the
-    state that it was decided in."""
+def decisions_take_effect(before: ClusterState, basis: ClusterState, entry: Entry) -> str:
+    """Check the hold: a coordinator that does not wait for its own events decides again what it has decided. `basis`:
+    the state that it was decided in."""
     if not isinstance(entry, Recorded) or entry.envelope.term != before.term:
         return ""
     event, where = entry.envelope.event, f"entry {entry.seq}: {type(entry.envelope.event).__name__}"
@@ -149,7 +148,7 @@ def decisions_take_effect(before: ClusterState, known: ClusterState, entry: Entr
             if task is None or generation != task.generation + 1:
                 return f"{where} of {name} has generation {generation} after {task.generation if task else 'nothing'}"
         case v.StartWorker(spec=spec) | v.StartWorkers(spec=spec):
-            task, then = before.tasks.get(spec.name), known.tasks.get(spec.name)
+            task, then = before.tasks.get(spec.name), basis.tasks.get(spec.name)
             for start in (event,) if isinstance(event, v.StartWorker) else starts(event):
                 number = int(start.worker.rpartition(".")[2])
                 if task is not None and start.worker in task.workers:
@@ -167,14 +166,14 @@ def decisions_take_effect(before: ClusterState, known: ClusterState, entry: Entr
 
 
 def repeats_change_nothing(before: ClusterState, after: ClusterState) -> str:
-    """`after` an entry whose event id stood in the log before."""
+    """Check an entry whose event id was in the log before. `after`: the state with it."""
     names = [name for name in before.__struct_fields__ if name not in ("seq", "now_us", "duplicates")]
     changed = [name for name in names if getattr(before, name) != getattr(after, name)]
     return f"entry {after.seq} is a repetition and changed {', '.join(changed)}" if changed else ""
 
 
 def state_is_sound(state: ClusterState) -> str:
-    """unicrond/core/invariants.py."""
+    """Check the state by unicrond/core/invariants.py."""
     try:
         check(state)
     except InvariantError as error:
@@ -183,72 +182,73 @@ def state_is_sound(state: ClusterState) -> str:
 
 
 def symptoms_are_no_incidents(state: ClusterState) -> str:
-    """What is only a symptom stands alone, or belongs to what explains it."""
+    """Check that a mere symptom has no incident beside the one that explains it."""
     incidents = list(state.incidents.values())
     for incident in incidents:
-        for other in incidents:
-            shared = [task for task, broken in incident.generations.items() if other.generations.get(task) == broken]
-            if incident is not other and incident.severity is Severity.SEV3 and shared:
-                pair = f"{incident.id} ({incident.kind}) and {other.id} ({other.kind})"
+        for second in incidents:
+            shared = [task for task, broken in incident.generations.items() if second.generations.get(task) == broken]
+            if incident is not second and incident.severity is Severity.SEV3 and shared:
+                pair = f"{incident.id} ({incident.kind}) and {second.id} ({second.kind})"
                 return f"entry {state.seq}: {pair} of {shared[0]} in generation {incident.generations[shared[0]]}"
     return ""
 
 
-def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
-    """`known`: the state that the plan was made in."""
+def plan_within_healthy_nodes(basis: ClusterState, plan: v.PlanAdopted) -> str:
+    """Check a plan. `basis`: the state that it was decided in."""
     assignments = [expand(assignment) for assignment in plan.assignments]
     seats = Counter(node for assignment in assignments for nodes in assignment.replicas for node in nodes)
     for name, count in seats.items():
-        node = known.nodes.get(name)
+        node = basis.nodes.get(name)
         healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
         if node is None or not healthy or count > node.slots:
             return f"plan {plan.epoch} puts {count} workers on {name}, which is {node}"
     return ""
 
 
-def types_stay_apart(known: ClusterState, plan: v.PlanAdopted) -> str:
-    """`known`: the state that the plan was made in."""
-    if known.schema < GPU_TYPES or not node_types(known.nodes.values())[1]:
+def types_stay_apart(basis: ClusterState, plan: v.PlanAdopted) -> str:
+    """Check a plan. `basis`: the state that it was decided in."""
+    if basis.schema < GPU_TYPES or not node_types(basis.nodes.values())[1]:
         return ""
-    for each in map(expand, plan.assignments):
-        types = sorted({known.nodes[node].gpu for nodes in each.replicas for node in nodes})
+    for assignment in map(expand, plan.assignments):
+        types = sorted({basis.nodes[node].gpu for nodes in assignment.replicas for node in nodes})
         if len(types) > 1:
-            return f"plan {plan.epoch} puts {each.task} on several types of GPU: {', '.join(types)}"
+            return f"plan {plan.epoch} puts {assignment.task} on several types of GPU: {', '.join(types)}"
     return ""
 
 
 def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int) -> str:
-    """Against what an independent computation says of iterations first..last."""
+    """Check a report against an independent computation for iterations first..last."""
     if (report.samples, report.samples_digest) == (samples, samples_digest):
         return ""
     return f"{report.task} {report.first}..{report.last}: {report.samples} samples, or the wrong ones"
 
 
-# --- when somebody acts --------------------------------------------------------------------------
+# --- when a part of the cluster acts -------------------------------------------------------------
 
 
-def cordoned_nodes_stay_empty(known: ClusterState, start: v.StartWorker | v.StartWorkers) -> str:
-    """`known`: the state that the start was decided in."""
-    cordoned = known.nodes[start.node].cordoned
+def cordoned_nodes_stay_empty(basis: ClusterState, start: v.StartWorker | v.StartWorkers) -> str:
+    """Check a start. `basis`: the state that it was decided in."""
+    cordoned = basis.nodes[start.node].cordoned
     return f"{start.spec.name} gets workers on {start.node}, which is cordoned" if cordoned else ""
 
 
-def nodes_are_checked_empty(known: ClusterState, check: v.CheckNode) -> str:
-    """`known`: the state that the check was decided in."""
-    node = known.nodes[check.node]
-    workers = [worker for _, worker in known.by_node.on(node.name)]
+def nodes_are_checked_empty(basis: ClusterState, check: v.CheckNode) -> str:
+    """Check the order of a health check. `basis`: the state that it was decided in."""
+    node = basis.nodes[check.node]
+    workers = [worker for _, worker in basis.by_node.on(node.name)]
     return f"{node.name} is checked, and {', '.join(workers)} on it" if node.foretold and workers else ""
 
 
 def innocents_stay(
-    known: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], bad_ends: Collection[str], strikes_max: int
+    basis: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], bad_ends: Collection[str], strikes_max: int
 ) -> str:
-    """`known`: the state that it was decided in. `touched`: nodes that a fault names; `bad_ends`: those whose
-    connections are at fault. Of two ends of a link either may be at fault, and one may be tried: that is a breach only
-    if the blame was called clear. Where half of a task's nodes are bad ends, all that it sees accuses the others."""
+    """Check an isolation. `basis`: the state that it was decided in. `touched`: nodes that a fault names; `bad_ends`:
+    those whose connections are at fault. Of two ends of a link either may be at fault, and one may be tried: that is a
+    breach only if the blame was called clear. Where half of a task's nodes are bad ends, all its evidence accuses the
+    others."""
     if isolated.node in touched:
         return ""
-    for task in known.tasks.values():
+    for task in basis.tasks.values():
         nodes = {worker.node for worker in task.workers.values()} | {isolated.node}
         if 2 * len(nodes.intersection(bad_ends)) >= len(nodes):
             continue
@@ -259,64 +259,65 @@ def innocents_stay(
 
 
 def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collection[str]) -> str:
-    """`cleared`: what has happened to the node since it was isolated: "check", "repair", "person"."""
-    known = before.nodes.get(node)
-    if known is None or known.isolation is None or known.isolation.cause != "hardware" or "person" in cleared:
+    """Check a readmission. `cleared`: what has happened to the node since it was isolated: "check", "repair",
+    "person"."""
+    previous = before.nodes.get(node)
+    if previous is None or previous.isolation is None or previous.isolation.cause != "hardware" or "person" in cleared:
         return ""
-    if not before.check_limit_us or known.schema < since(v.CheckNode):
+    if not before.check_limit_us or previous.schema < since(v.CheckNode):
         return ""  # an old head or an old agent knows no checks
-    if known.needs in ("reboot", "replace", "other") and "repair" not in cleared:
-        return f"{node} is readmitted, which needs {known.needs}, and no operator has been there"
-    return "" if "check" in cleared else f"{node} is readmitted unchecked: {known.reason}"
+    if previous.needs in ("reboot", "replace", "other") and "repair" not in cleared:
+        return f"{node} is readmitted, which needs {previous.needs}, and no operator has been there"
+    return "" if "check" in cleared else f"{node} is readmitted unchecked: {previous.reason}"
 
 
 def layouts_are_the_plans(before: ClusterState, entry: Recorded) -> str:
-    """`before`: the state that the entry meets."""
+    """Check a reshaping. `before`: the state that the entry meets."""
     event = entry.envelope.event
     if not isinstance(event, v.TaskReshaped) or not event.plan or entry.envelope.term != before.term:
         return ""
-    chosen = before.plan.assignments.get(event.task)
-    if chosen is not None and (before.plan.epoch, chosen.shape) == (event.plan, event.shape):
+    assignment = before.plan.assignments.get(event.task)
+    if assignment is not None and (before.plan.epoch, assignment.shape) == (event.plan, event.shape):
         return ""
     return f"entry {entry.seq} gives {event.task} {event.shape}, which plan {before.plan.epoch} has not chosen"
 
 
-def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:
-    """`known`: the state that the stop was decided in."""
-    task = known.tasks.get(stop.task)
+def handovers_are_awaited(basis: ClusterState, stop: v.StopWorker) -> str:
+    """Check a stop. `basis`: the state that it was decided in."""
+    task = basis.tasks.get(stop.task)
     if task is None or task.status is not TaskStatus.ACTIVE or task.reshaping.reshape is None:
         return ""
-    if known.nodes[stop.node].overdue:
+    if basis.nodes[stop.node].overdue:
         return ""  # a person wanted the node empty by then
     whole = [member.worker for member in leaving_members(task)]
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""
 
 
-def fence_of(given: Commanded | LogDecision, highest: tuple[int, int]) -> tuple[int, int]:
-    """The (term, epoch) of what a node is told; a decision that it reads holds in every epoch of its term."""
-    if isinstance(given, Commanded):
-        return given.term, given.command.epoch
-    return given.term, highest[1] if given.term == highest[0] else 0
+def fence_of(order: Commanded | LogDecision, highest: tuple[int, int]) -> tuple[int, int]:
+    """Return the (term, epoch) of an order; a decision that a node reads holds in every epoch of its term."""
+    if isinstance(order, Commanded):
+        return order.term, order.command.epoch
+    return order.term, highest[1] if order.term == highest[0] else 0
 
 
 def stale_commands_never_act(
-    node: str, highest: tuple[int, int], given: Commanded | LogDecision, actions: Sequence[Action]
+    node: str, highest: tuple[int, int], order: Commanded | LogDecision, actions: Sequence[Action]
 ) -> str:
-    """`highest`: the newest (term, epoch) that the node was ever told."""
-    fence = fence_of(given, highest)
+    """Check the actions of an agent. `highest`: the newest (term, epoch) that the node ever received."""
+    fence = fence_of(order, highest)
     acts = [action for action in actions if not isinstance(action, Append | ArmTimer)]
     if fence >= highest or not acts:
         return ""
-    kind = type(given.command if isinstance(given, Commanded) else given.event).__name__
+    kind = type(order.command if isinstance(order, Commanded) else order.event).__name__
     return f"{node}: {kind} of {fence} after {highest} led to {acts[0]}"
 
 
 def steps_have_one_membership(steps: Sequence[tuple[Total, int, str]], alive: Collection[str]) -> str:
-    """`steps`: the commits of one iteration of one training: the sums, the generation of the group, the worker.
+    """Compare the commits of one iteration of one training. `steps`: the sums, the generation of the group, the worker
+    of each.
 
-    `alive`: workers that the log does not hold for lost or stopped. A node that is cut from the log may go on alone
-    with a membership that rules no more; what the log holds for lost is left out, all others must agree.
-    """
+    `alive`: workers that are not lost or stopped in the log. A node that is cut from the log may continue alone with a
+    membership that is no longer in force; workers that the log considers lost are left out, all others must agree."""
     newest = max(generation for _, generation, _ in steps)
     ruling = [step for step in steps if step[1] == newest or step[2] in alive]
     for total, generation, worker in ruling:
@@ -329,38 +330,44 @@ def steps_have_one_membership(steps: Sequence[tuple[Total, int, str]], alive: Co
 
 
 def micro_batches_used_once(params: Sequence[int], expected: Sequence[int]) -> str:
-    """Training is a function of the samples: one too many, too few or twice shows."""
+    """Compare the parameters: training is a function of the samples, so one too many, too few or twice shows."""
     return "" if params == expected else "the parameters are not those of a training without faults"
 
 
 def sums_are_the_reference(spec: v.TaskSpec, total: Total, *, is_right: bool) -> str:
-    """`is_right`: every bucket's sum is what it has to be."""
+    """Check an iteration's sums. `is_right`: every bucket's sum is what it has to be."""
     if not spec.lanes:
         return ""
     if not is_right:
         return "a bucket's sum has another order, or other brackets, than the reference"
-    counted = total.loss * total.tokens, total.tokens
+    actual = total.loss * total.tokens, total.tokens
     batch = float(spec.micro_batches), spec.global_batch
-    return "" if counted == batch else f"loss and tokens are {counted}, not {batch}"
+    return "" if actual == batch else f"loss and tokens are {actual}, not {batch}"
 
 
 def states_are_whole(params: Sequence[int], optimizer: Sequence[int], expected: Sequence[int]) -> str:
-    """`optimizer`: the whole state of a sharded optimizer, () of another. `expected`: both, after that iteration."""
+    """Check a state. `optimizer`: the whole state of a sharded optimizer, () of another. `expected`: both, after that
+    iteration."""
     for name, blocks in (("parameters", params), ("optimizer's state", optimizer)):
         if (blocks or name == "parameters") and tuple(blocks) != tuple(expected):
-            wrong = [n for n, (one, other) in enumerate(zip(blocks, expected, strict=False)) if one != other]
+            wrong = [
+                n
+                for n, (block, expected_block) in enumerate(zip(blocks, expected, strict=False))
+                if block != expected_block
+            ]
             return f"blocks {wrong} of the {name} are of another step"
     return ""
 
 
 def parts_are_of_one_step(blocks: Mapping[int, int], expected: Sequence[int]) -> str:
-    """`blocks`: what is held of the optimizer's state, by number."""
+    """Check sharded state. `blocks`: the blocks of the optimizer's state that are present, by number."""
     wrong = [block for block, value in blocks.items() if value != expected[block]]
     return f"blocks {wrong} of the optimizer's state are of another step" if wrong else ""
 
 
 def parts_are_held_twice(staged: Sequence[Sequence[tuple[StatePart, ...]]]) -> str:
-    """`staged[m]`: what member m has staged in this division, then in later ones; nothing if it has not yet."""
+    """Check the holders of the parts. `staged[m]`: what member m has staged in this division, then in later ones;
+    nothing if it has not yet."""
     if waiting := [member for member, divisions in enumerate(staged) if not divisions]:
         return f"parts are dropped before members {waiting} have theirs"
     holders = Counter(part for divisions in staged for part in divisions[0])
@@ -373,43 +380,43 @@ def parts_are_held_twice(staged: Sequence[Sequence[tuple[StatePart, ...]]]) -> s
 
 
 def acknowledged_events_stay(entries: Sequence[Entry], acknowledged: Iterable[tuple[int, Envelope]]) -> str:
-    """With the numbers that the log gave them."""
+    """Check that acknowledged events are in the log, with the numbers that it gave them."""
     for seq, envelope in acknowledged:
         entry = entries[seq - 1] if seq <= len(entries) else None
-        if not isinstance(entry, Recorded) or not _same(entry.envelope, envelope):
+        if not isinstance(entry, Recorded) or not _equal(entry.envelope, envelope):
             return f"{envelope.event_id} was acknowledged as entry {seq}; there stands {entry}"
     return ""
 
 
-def _same(one: Envelope, other: Envelope) -> bool:
-    return one == other or encode(one) == encode(other)  # a loss may be NaN
+def _equal(logged: Envelope, acknowledged: Envelope) -> bool:
+    return logged == acknowledged or encode(logged) == encode(acknowledged)  # a loss may be NaN
 
 
 def replay_equals_live(live: ClusterState, replayed: ClusterState) -> str:
-    """Both at one entry."""
+    """Compare the digests of two states at one entry."""
     if live.seq == replayed.seq and digest(live) == digest(replayed):
         return ""
     return f"entry {live.seq}: live {digest(live)}, replay {digest(replayed)} at {replayed.seq}"
 
 
 def incidents_close(state: ClusterState) -> str:
-    """None is open."""
+    """List the open incidents."""
     return "; ".join(f"{i.id} {i.kind} of {i.node}: {i.message}" for i in state.incidents.values())
 
 
 def decide_is_quiet_at_rest(state: ClusterState, policy: Policy) -> str:
-    """Nothing is asked for, with every plan problem answered."""
+    """Check that `decide` returns nothing, with every plan problem solved."""
     survey = Survey(state, policy)
     solutions: dict[Problem, Solution] = {problem: solve(problem) for problem in needed_solves(survey)}
     try:
-        asked = decide(survey, solutions)
+        decisions = decide(survey, solutions)
     except Exception as error:  # a defect of ours, whatever it is, is what is looked for
         return f"it fails: {error!r}"
-    return f"it asks for {asked[0]}" if asked else ""
+    return f"it asks for {decisions[0]}" if decisions else ""
 
 
 def tasks_train(state: ClusterState, is_training: Mapping[str, bool]) -> str:
-    """`is_training`: tasks that have committed steps lately."""
+    """Check that tasks progress. `is_training`: tasks that have committed steps lately."""
     for task in state.tasks.values():
         if task.status is TaskStatus.ACTIVE and not is_training.get(task.name):
             assignment = state.plan.assignments.get(task.name)
@@ -428,43 +435,45 @@ def _has_room(state: ClusterState, task: Task) -> bool:
     types = node_types(state.nodes.values())[1] if state.schema >= GPU_TYPES else {}
     shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [task.spec.shape]
     for shape in shapes:
-        wanted = -(-task.spec.min_workers // shape.workers)
-        within = wanted * shape.workers <= task.spec.max_workers
+        replicas = -(-task.spec.min_workers // shape.workers)
+        within = replicas * shape.workers <= task.spec.max_workers
         for gpu in sorted(set(types.values())) or [""]:
-            there = {name: count for name, count in slots.items() if types.get(name, "") == gpu}
-            if within and not place({task.name: wanted}, {task.name: shape}, there, {}).short:
+            pool = {name: count for name, count in slots.items() if types.get(name, "") == gpu}
+            if within and not place({task.name: replicas}, {task.name: shape}, pool, {}).short:
                 return True
     return False
 
 
 def states_have_copies(state: ClusterState, copies: Mapping[str, int]) -> str:
-    """`copies`: per task that trains, on how many nodes a new state of its every shard lies, at least."""
-    wanted = min(2, sum(node.status is NodeStatus.UP for node in state.nodes.values()))
-    few = {task: count for task, count in copies.items() if count < wanted}
-    return "; ".join(f"new states of {task} lie on {count} of {wanted} nodes" for task, count in few.items())
+    """Count the copies of states. `copies`: per task that trains, on how many nodes a new state of its every shard
+    lies, at least."""
+    required = min(2, sum(node.status is NodeStatus.UP for node in state.nodes.values()))
+    few = {task: count for task, count in copies.items() if count < required}
+    return "; ".join(f"new states of {task} lie on {count} of {required} nodes" for task, count in few.items())
 
 
 def memory_is_given_back(state: ClusterState, keeping: Sequence[tuple[str, str]]) -> str:
-    """`keeping`: (node, task) of every state in memory."""
+    """Look for states of ended tasks. `keeping`: (node, task) of every state in memory."""
     ended = {task.name for task in state.tasks.values() if task.status is not TaskStatus.ACTIVE}
     return "; ".join(f"{node} keeps states of {task}" for node, task in sorted(keeping) if task in ended)
 
 
 def no_process_is_left(state: ClusterState, living: Sequence[tuple[str, str, str]]) -> str:
-    """`living`: (node, task, worker) of every process."""
-    known = {(w.node, task.name, w.worker) for task in state.tasks.values() for w in task.workers.values()}
-    strays = [process for process in living if process not in known]
-    missing = [worker for worker in known if worker not in living]
+    """Compare the processes with the state. `living`: (node, task, worker) of every process."""
+    listed = {(w.node, task.name, w.worker) for task in state.tasks.values() for w in task.workers.values()}
+    strays = [process for process in living if process not in listed]
+    missing = [worker for worker in listed if worker not in living]
     parts = [f"{w} lives on {n} unknown" for n, _, w in strays] + [f"{w} on {n} does not live" for n, _, w in missing]
     return "; ".join(sorted(parts))
 
 
 def one_agent_of_a_name(second: Sequence[str]) -> str:
-    """`second`: names under which another machine's agent still lives beside the node's own."""
+    """Look for duplicate agents. `second`: names under which another machine's agent still lives beside the node's
+    own."""
     return "; ".join(f"two agents of the name {name} live" for name in second)
 
 
 def nodes_are_seen(state: ClusterState, running: Sequence[str]) -> str:
-    """`running`: nodes whose agent runs and can reach the log."""
+    """Check that running nodes are schedulable. `running`: nodes whose agent runs and can reach the log."""
     unseen = [name for name in running if name not in state.nodes or not state.nodes[name].schedulable]
     return "; ".join(f"{name} runs, and is {state.nodes.get(name)}" for name in unseen)

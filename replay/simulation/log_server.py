@@ -2,8 +2,8 @@
 
 Rules
 -----
-* What is written is seen by readers, and acknowledged, once the disk has it (one sync covers all that waits for it).
-* A crash loses what the disk had not got yet, or a part of that: batches fall from the end, never in the middle.
+* A batch is visible to readers, and acknowledged, once it is on the disk (one sync covers all batches that wait).
+* A crash loses batches that are not on the disk yet, or a part of them: from the end, never in the middle.
 * Ids in the log are recognised and not written again, unless the server has forgotten them (`forgets`: its window of
   duplicates is bounded; the fold must do without it).
 * The fence is checked when a batch is written, against the newest claim that stands in the log or waits for the disk.
@@ -27,27 +27,27 @@ Reply = Callable[[object], object]
 
 
 class FencedReply:
-    """The server refuses: a newer term was claimed."""
+    """The server refuses, because a newer term was claimed."""
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
-class _Batch:
+class _WriteBatch:
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
         self.replies: list[Callable[[], object]] = []
 
 
 class Consumer:
-    """What the server keeps in memory of one node's feed (events/nats_commands.py). `at`: entries that it has looked
-    at; `pending`: the one that waits for its acknowledgement; nothing behind it is looked at meanwhile."""
+    """The server's memory of one node's feed (events/nats_commands.py). `at`: how many entries it has scanned;
+    `pending`: the one that waits for its acknowledgement; no later one is scanned until then."""
 
     def __init__(self, tasks: frozenset[str], at: int) -> None:
         self.tasks = tasks
         self.at = at
         self.pending: Recorded | None = None
-        self.fitted = 0
+        self.request_number = 0
 
 
 class LogServer:
@@ -57,12 +57,12 @@ class LogServer:
         self,
         loop: asyncio.AbstractEventLoop,
         clock: HostClock,
-        drawn: random.Random,
+        rng: random.Random,
         on_entry: Callable[[Entry], object],
     ) -> None:
         self._loop = loop
         self._clock = clock
-        self._drawn = drawn
+        self._rng = rng
         self._on_entry = on_entry
         self.entries: list[Entry] = []
         #: Per node.
@@ -71,16 +71,16 @@ class LogServer:
         self.up = True
         self.forgets = False
         self.sync_s = (0.0002, 0.002)
-        self.grown = asyncio.Event()
+        self.growth = asyncio.Event()
         self._seq_by_id: dict[str, int] = {}
         self._claims: list[Recorded] = []
-        self._waiting: list[_Batch] = []
+        self._waiting: list[_WriteBatch] = []
         self._syncing = 0
         self._life = 0
 
     @property
     def life(self) -> int:
-        """How often it has crashed."""
+        """Count its crashes."""
         return self._life
 
     # --- requests --------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class LogServer:
         if fresh and fence is not None and fence != self._newest_claim():
             reply(FencedReply(f"term {fence.term} was replaced by term {self._newest_claim().term}"))
             return
-        # Decoded anew, so that readers see exactly what a log on the wire would give them.
+        # Decoded again, so that readers see exactly what a log on the wire would return.
         self._write([decode(body) for body in fresh])
         ids = [envelope.event_id for envelope in envelopes]
         self._when_durable(lambda: reply([self._seq_by_id[event_id] for event_id in ids]))
@@ -113,17 +113,17 @@ class LogServer:
                 reply(FencedReply(f"term {envelope.event.term} is not above term {newest.term}"))
                 return
             self._write([envelope])
-        claimed = self._newest_claim()
-        self._when_durable(lambda: reply(claimed))
+        fence = self._newest_claim()
+        self._when_durable(lambda: reply(fence))
 
     def last_seq(self, reply: Reply) -> None:
-        """The newest durable entry's number."""
+        """Reply with the newest durable entry's number."""
         if self.up:
             reply(len(self.entries))
 
     def next_for(self, node: str, tasks: frozenset[str], after_seq: int) -> Recorded | None:
-        """The next entry for the node; None: there is none yet. `tasks`: what it follows, and `after_seq` what it has
-        handled, where it has no consumer."""
+        """Return the next entry for the node; None: there is none yet. `tasks`: those that it follows, and `after_seq`
+        the last entry that it has handled, where it has no consumer."""
         consumer = self.consumers.setdefault(node, Consumer(tasks, after_seq))
         while consumer.pending is None and consumer.at < len(self.entries):
             entry = self.entries[consumer.at]
@@ -133,28 +133,30 @@ class LogServer:
         return consumer.pending
 
     def acknowledge(self, node: str, seq: int) -> None:
-        """The node has handled the entry."""
+        """Note that the node has handled the entry."""
         consumer = self.consumers.get(node)
         if self.up and consumer is not None and consumer.pending is not None and consumer.pending.seq == seq:
             consumer.pending = None
 
     def follow(self, node: str, tasks: frozenset[str], number: int, after_seq: int) -> None:
-        """The node follows these tasks from where its consumer is. `number`: of the request; one connection keeps their
-        order, so an older one never comes after a newer one. `after_seq`: see next_for."""
+        """Let the node follow these tasks from where its consumer is. `number`: of the request; one connection keeps
+        their order, so an older one never arrives after a newer one. `after_seq`: see next_for."""
         consumer = self.consumers.setdefault(node, Consumer(tasks, after_seq))
-        if number > consumer.fitted:
-            consumer.tasks, consumer.fitted = tasks, number
+        if number > consumer.request_number:
+            consumer.tasks, consumer.request_number = tasks, number
 
     def forge(self, envelope: Envelope) -> None:
-        """Somebody has written this past all clients."""
+        """Write an envelope without any client."""
         if self.up:
             self._write([envelope])
 
     def garble(self) -> None:
-        """A message that is not an event."""
+        """Write a message that is not an event."""
         if self.up:
             seq = self._tail_seq() + 1
-            self._put(_Batch([Quarantined(seq, self._clock.wall_us(), "unicron.v1.obs.x", "$.event: not an event", 7)]))
+            self._enqueue(
+                _WriteBatch([Quarantined(seq, self._clock.wall_us(), "unicron.v1.obs.x", "$.event: not an event", 7)])
+            )
 
     # --- the disk --------------------------------------------------------------------------------
 
@@ -165,8 +167,8 @@ class LogServer:
         return Fence(self._claims[-1].envelope.term, self._claims[-1].seq) if self._claims else Fence(0, 0)
 
     @property
-    def newest_started(self) -> CoordinatorStarted | None:
-        """The claim of the newest term."""
+    def newest_start(self) -> CoordinatorStarted | None:
+        """Return the claim of the newest term, None without one."""
         event = self._claims[-1].envelope.event if self._claims else None
         return event if isinstance(event, CoordinatorStarted) else None
 
@@ -180,60 +182,60 @@ class LogServer:
             self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
             if isinstance(entry.envelope.event, CoordinatorStarted):
                 self._claims.append(entry)
-        self._put(_Batch(entries))
+        self._enqueue(_WriteBatch(entries))
 
-    def _put(self, batch: _Batch) -> None:
+    def _enqueue(self, batch: _WriteBatch) -> None:
         self._waiting.append(batch)
         self._sync()
 
-    def _when_durable(self, say: Callable[[], object]) -> None:
+    def _when_durable(self, callback: Callable[[], object]) -> None:
         if self._waiting:
-            self._waiting[-1].replies.append(say)
+            self._waiting[-1].replies.append(callback)
         else:
-            say()
+            callback()
 
     def _sync(self) -> None:
         if not self._syncing and self._waiting:
             self._syncing = len(self._waiting)
-            self._loop.call_later(self._drawn.uniform(*self.sync_s), self._synced, self._life)
+            self._loop.call_later(self._rng.uniform(*self.sync_s), self._synced, self._life)
 
     def _synced(self, life: int) -> None:
         if life != self._life:
             return
-        done, self._waiting = self._waiting[: self._syncing], self._waiting[self._syncing :]
+        batches, self._waiting = self._waiting[: self._syncing], self._waiting[self._syncing :]
         self._syncing = 0
-        self._keep(done)
-        for batch in done:
-            for say in batch.replies:
-                say()
+        self._commit_batches(batches)
+        for batch in batches:
+            for callback in batch.replies:
+                callback()
         self._sync()
 
-    def _keep(self, batches: Sequence[_Batch]) -> None:
+    def _commit_batches(self, batches: Sequence[_WriteBatch]) -> None:
         for entry in [entry for batch in batches for entry in batch.entries]:
             self.entries.append(entry)
             self._on_entry(entry)
         self._announce()
 
     def _announce(self) -> None:
-        self.grown.set()
-        self.grown = asyncio.Event()
+        self.growth.set()
+        self.growth = asyncio.Event()
 
     # --- crashes ---------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """The process is killed: no request is answered; a part of the unsynced entries may survive."""
+        """Kill the process: no request is answered; a part of the unsynced entries may survive."""
         if not self.up:
             return
         self.up = False
         self.consumers.clear()
         self._life += 1
         self._syncing = 0
-        kept, self._waiting = self._waiting[: self._drawn.randint(0, len(self._waiting))], []
-        self._keep(kept)
+        survivors, self._waiting = self._waiting[: self._rng.randint(0, len(self._waiting))], []
+        self._commit_batches(survivors)
         self._seq_by_id = {event_id: seq for event_id, seq in self._seq_by_id.items() if seq <= len(self.entries)}
         self._claims = [claim for claim in self._claims if claim.seq <= len(self.entries)]
 
     def start(self) -> None:
-        """Serve again."""
+        """Start to serve again."""
         self.up = True
         self._announce()

@@ -1,17 +1,16 @@
 """States of training in the memory of nodes (agents/protocol/memory.py, agents/memory_server.py, sources.py).
 
-Two states of each shard; a new one takes the place of the older. They are the fork server's, and go with it.
-"""
+Two states of each shard; a new one takes the place of the older. The fork server owns them, and they end with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from agents.state import Held
+from agents.state import HeldState
 from events.shape import Shape
 from events.vocabulary import MemoryService
-from replay.simulation.weights import State
+from replay.simulation.weights import WeightsState
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
@@ -19,106 +18,112 @@ if TYPE_CHECKING:
 
 
 class Copy(NamedTuple):
-    """The state after `iteration`, which a shard of `generation` captured on `origin`. `layout`: of its replica."""
+    """The state after `iteration`, which a shard of `generation` captured on `origin`. `layout`: that of its
+    replica."""
 
     iteration: int
     generation: int
-    state: State
+    state: WeightsState
     origin: str
     layout: Shape
 
 
 class NodeMemory:
-    """What one node keeps, newest first."""
+    """The states that one node stores, newest first."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], tuple[Copy, ...]] = {}
+        self._copies: dict[tuple[str, int], tuple[Copy, ...]] = {}
 
     def keep(self, task: str, shard: int, copy: Copy) -> None:
-        """Write over the older of two."""
-        two = (*self._kept.get((task, shard), ())[:1], copy)
-        self._kept[task, shard] = tuple(sorted(two, key=lambda c: (c.generation, c.iteration), reverse=True))
+        """Store a copy in place of the older of two."""
+        two = (*self._copies.get((task, shard), ())[:1], copy)
+        self._copies[task, shard] = tuple(sorted(two, key=lambda c: (c.generation, c.iteration), reverse=True))
 
-    def of(self, task: str, shard: int) -> tuple[Copy, ...]:
-        """What is kept of a shard."""
-        return self._kept.get((task, shard), ())
+    def copies_of(self, task: str, shard: int) -> tuple[Copy, ...]:
+        """Return the copies of a shard."""
+        return self._copies.get((task, shard), ())
 
-    def all_of(self, task: str) -> Iterator[tuple[int, Copy]]:
-        """What is kept of all shards of a task."""
-        for (of, shard), kept in self._kept.items():
-            if of == task:
-                yield from ((shard, copy) for copy in kept)
+    def all_copies_of(self, task: str) -> Iterator[tuple[int, Copy]]:
+        """Yield the copies of all shards of a task, with the shard's number."""
+        for (name, shard), copies in self._copies.items():
+            if name == task:
+                yield from ((shard, copy) for copy in copies)
 
     def forget(self, task: str) -> None:
-        """Give up what is kept of the task; of all where `task` is ""."""
-        self._kept = {key: kept for key, kept in self._kept.items() if task and key[0] != task}
+        """Drop the copies of the task; all copies where `task` is ""."""
+        self._copies = {key: copies for key, copies in self._copies.items() if task and key[0] != task}
 
-    def held(self) -> Iterator[Held]:
-        """The newest of every shard, as an agent finds them."""
-        for (task, shard), kept in self._kept.items():
-            yield held(task, shard, kept[0])
+    def holdings(self) -> Iterator[HeldState]:
+        """Yield the newest copy of every shard, as an agent finds them."""
+        for (task, shard), copies in self._copies.items():
+            yield held_state(task, shard, copies[0])
 
     @property
     def tasks(self) -> set[str]:
-        """Tasks of which anything is kept."""
-        return {task for task, _ in self._kept}
+        """List the tasks of which there is a copy."""
+        return {task for task, _ in self._copies}
 
 
-def held(task: str, shard: int, copy: Copy) -> Held:
-    """As an agent's core hears of it."""
-    return Held(
+def held_state(task: str, shard: int, copy: Copy) -> HeldState:
+    """Describe a copy for an agent's core."""
+    return HeldState(
         task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin, size_bytes=1,
         shards=copy.layout.workers,
     )  # fmt: skip
 
 
-def in_memory(task: str, shards: Sequence[Process]) -> dict[int, State]:
-    """By iteration, what all shards of a replica find on their own nodes."""
-    return _common(
+def states_in_memory(task: str, shards: Sequence[Process]) -> dict[int, WeightsState]:
+    """Return, by iteration, the states that all shards of a replica find on their own nodes."""
+    return _in_all_shards(
         [
-            {copy.iteration: copy for copy in _of(shard.host, task, number) if copy.layout == layout_of(shard)}
+            {copy.iteration: copy for copy in _copies_on(shard.host, task, number) if copy.layout == layout_of(shard)}
             for number, shard in enumerate(shards)
         ]
     )
 
 
-def in_peers_memory(
+def states_in_peers_memory(
     task: str, shards: Sequence[Process], peers: Sequence[MemoryService], hosts: Mapping[str, Host]
-) -> dict[int, State]:
-    """By iteration, what the agents of the peers answer all shards of a replica: their own, or all those of another
-    layout."""
-    kept: list[dict[int, Copy]] = []
+) -> dict[int, WeightsState]:
+    """Return, by iteration, what the agents of the peers answer all shards of a replica: states of their own layout, or
+    all those of another layout."""
+    by_shard: list[dict[int, Copy]] = []
     for number, shard in enumerate(shards):
-        asked = [hosts[peer.node] for peer in peers if peer.node in hosts]
-        there = [host for host in asked if host.serves_memory_to(shard.host)]
-        others = [host for host in there if host is not shard.host]
-        own = {c.iteration: c for host in others for c in _of(host, task, number) if c.layout == layout_of(shard)}
-        kept.append(_put_together(task, there) | own)
-    return _common(kept)
+        known_hosts = [hosts[peer.node] for peer in peers if peer.node in hosts]
+        serving = [host for host in known_hosts if host.serves_memory_to(shard.host)]
+        peers_only = [host for host in serving if host is not shard.host]
+        same_layout = {
+            c.iteration: c
+            for host in peers_only
+            for c in _copies_on(host, task, number)
+            if c.layout == layout_of(shard)
+        }
+        by_shard.append(_put_together(task, serving) | same_layout)
+    return _in_all_shards(by_shard)
 
 
-def _common(kept: Sequence[Mapping[int, Copy]]) -> dict[int, State]:
-    """What is kept of all shards."""
-    first, *others = kept
-    return {iteration: copy.state for iteration, copy in first.items() if all(iteration in other for other in others)}
+def _in_all_shards(by_shard: Sequence[Mapping[int, Copy]]) -> dict[int, WeightsState]:
+    """Return the states that exist of all shards."""
+    first, *rest = by_shard
+    return {iteration: copy.state for iteration, copy in first.items() if all(iteration in copies for copies in rest)}
 
 
 def layout_of(shard: Process) -> Shape:
-    """The layout of its replica."""
+    """Return the layout of the shard's replica."""
     return shard.launch.spec.cut
 
 
 def _put_together(task: str, hosts: Sequence[Host]) -> dict[int, Copy]:
-    """By iteration, a copy of which all shards of its layout are on these hosts."""
+    """Return, by iteration, a copy of which all shards of its layout are on these hosts."""
     shards: dict[tuple[int, Shape], dict[int, Copy]] = {}
     for host in hosts:
         server = host.fork_server
-        for shard, copy in server.memory.all_of(task) if host.on and server is not None and server.alive else ():
+        for shard, copy in server.memory.all_copies_of(task) if host.on and server is not None and server.alive else ():
             shards.setdefault((copy.iteration, copy.layout), {})[shard] = copy
-    whole = {key: found for key, found in shards.items() if len(found) == key[1].workers}
-    return {iteration: found[0] for (iteration, _), found in sorted(whole.items())}
+    complete = {key: copies for key, copies in shards.items() if len(copies) == key[1].workers}
+    return {iteration: copies[0] for (iteration, _), copies in sorted(complete.items())}
 
 
-def _of(host: Host, task: str, shard: int) -> tuple[Copy, ...]:
+def _copies_on(host: Host, task: str, shard: int) -> tuple[Copy, ...]:
     server = host.fork_server
-    return server.memory.of(task, shard) if host.on and server is not None and server.alive else ()
+    return server.memory.copies_of(task, shard) if host.on and server is not None and server.alive else ()

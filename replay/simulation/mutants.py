@@ -1,7 +1,7 @@
 """Deliberate bugs, one at a time: does the fuzzer see them? `make mutants` prints the table.
 
 Each mutant patches a running process (never a file), so it is applied in processes of its own. One that survives
-says that a rule or a fault is missing in the simulation, or that a second defence makes the first unnecessary.
+shows that a rule or a fault is missing in the simulation, or that a second defence makes the first unnecessary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from replay.simulation.head_mutants import HEAD_MUTANTS
 from replay.simulation.node_mutants import NODE_MUTANTS
 from replay.simulation.planting import Mutant
-from replay.simulation.run import Outcome
+from replay.simulation.run import RunOutcome
 from replay.simulation.seeds import cores, outcomes
 
 SEEDS = 1000
@@ -23,15 +23,15 @@ SEEDS = 1000
 MUTANTS: dict[str, Mutant] = HEAD_MUTANTS | NODE_MUTANTS
 
 
-def caught(name: str, seeds: Sequence[int], processes: int) -> tuple[Outcome | None, int]:
-    """The first outcome in which a rule was broken, and how many seeds were played until then."""
-    for played, outcome in enumerate(outcomes(seeds, processes, partial(_bring_in, name)), start=1):
+def find_breach(name: str, seeds: Sequence[int], processes: int) -> tuple[RunOutcome | None, int]:
+    """Return the first outcome in which a rule was broken, and how many seeds were played until then."""
+    for count, outcome in enumerate(outcomes(seeds, processes, partial(_apply, name)), start=1):
         if outcome.rule:
-            return outcome, played
+            return outcome, count
     return None, len(seeds)
 
 
-def _bring_in(name: str) -> None:
+def _apply(name: str) -> None:
     MUTANTS[name].apply()
 
 
@@ -47,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     survivors = 0
     print(f"{'mutant':28} {'caught by':28} {'seeds':>5}  what it is")
     for name in options.names or MUTANTS:
-        outcome, played = caught(name, range(options.seeds), options.processes)
+        outcome, count = find_breach(name, range(options.seeds), options.processes)
         survivors += outcome is None
-        print(f"{name:28} {outcome.rule if outcome else 'NOT CAUGHT':28} {played:5}  {MUTANTS[name].what}", flush=True)
+        print(
+            f"{name:28} {outcome.rule if outcome else 'NOT CAUGHT':28} {count:5}  {MUTANTS[name].description}",
+            flush=True,
+        )
     print(f"{survivors} survived" if survivors else "all caught")
     return 1 if survivors else 0
 

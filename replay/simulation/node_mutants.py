@@ -23,7 +23,10 @@ from replay.simulation.planting import Mutant, patch
 
 def _act_on_a_stale_epoch() -> None:
     def make(commanded: Any) -> Any:
+        """Wrap `commanded`."""
+
         def unfenced(turn: Any, order: Any) -> None:
+            """Handle a stale command as a new one."""
             if (order.term, order.command.epoch) < turn.memory.fence:
                 # All that would recognise it has to go: the fence is not the only defence.
                 turn.remember(fence=(0, 0), answered={}, ended_workers={})
@@ -36,7 +39,10 @@ def _act_on_a_stale_epoch() -> None:
 
 def _start_again() -> None:
     def make(commanded: Any) -> Any:
+        """Wrap `commanded`."""
+
         def forgetful(turn: Any, order: Any) -> None:
+            """Handle the command as if none had been answered."""
             turn.remember(answered={}, ended_workers={})
             commanded(turn, order)
 
@@ -55,7 +61,10 @@ def _early_end_is_expected() -> None:
 
 def _follow_no_task() -> None:
     def make(_: Any) -> Any:
+        """Build the replacement."""
+
         async def follow(self: Any, tasks: Any) -> None:
+            """Follow no task."""
             self._tasks = frozenset()
 
         return follow
@@ -65,7 +74,10 @@ def _follow_no_task() -> None:
 
 def _old_parts_stay() -> None:
     def collect(add_part: Any) -> Any:
+        """Wrap `add_part`."""
+
         def more(telling: Any, part: Any, term: int) -> Any:
+            """Add the part to all that came before."""
             start = telling or add_part(None, msgspec.structs.replace(part, part=1, seats=()), term)
             return msgspec.structs.replace(start, seats=start.seats + part.seats)
 
@@ -92,7 +104,10 @@ def _commits_are_summed_twice() -> None:
 
 def _commit_without_agreement() -> None:
     def make(agree: Any) -> Any:
+        """Wrap `agree`."""
+
         def hasty(member: Any) -> Any:
+            """Enter the step without an agreement."""
             if member.shares is not None:  # there the agreement also says what is saved
                 yield from agree(member)
             else:
@@ -106,7 +121,10 @@ def _commit_without_agreement() -> None:
 
 def _throw_away_complete_sums() -> None:
     def make(judge: Any) -> Any:
+        """Wrap `judge`."""
+
         def hasty(*positions: Any, **whole: Any) -> Any:
+            """Judge that no member steps first."""
             return dataclasses.replace(judge(*positions, **whole), step_first=frozenset())
 
         return hasty
@@ -116,7 +134,10 @@ def _throw_away_complete_sums() -> None:
 
 def _keep_any_bucket() -> None:
     def make(judge: Any) -> Any:
+        """Wrap `judge`."""
+
         def generous(positions: Any, micro_batches: int, **whole: Any) -> Any:
+            """Judge a bucket final where one member has its sum."""
             verdict = judge(positions, micro_batches, **whole)
             anybody = [bucket for position in positions if position.has_state for bucket in position.complete]
             final = frozenset() if verdict.step_first else frozenset(anybody)
@@ -129,6 +150,7 @@ def _keep_any_bucket() -> None:
 
 def _deal_what_is_held() -> None:
     def make(assign: Any) -> Any:
+        """Wrap `assign`."""
         return lambda assignments, micro_batches: assign([()] * len(assignments), micro_batches)
 
     patch(verdict, "assign", make)
@@ -137,7 +159,10 @@ def _deal_what_is_held() -> None:
 
 def _lanes_out_of_order() -> None:
     def make(chains: Any) -> Any:
+        """Wrap `chains`."""
+
         def reversed_behind_a_border(*arguments: Any) -> Any:
+            """Return the chains with reversed micro-batches behind each boundary."""
             by_lane = chains(*arguments)
             return {
                 lane: [*chain[:1], *((member, micro_batches[::-1]) for member, micro_batches in chain[1:])]
@@ -159,7 +184,10 @@ def _lanes_by_another_tree() -> None:
 
 def _a_border_twice() -> None:
     def make(chains: Any) -> Any:
+        """Wrap `chains`."""
+
         def overlapping(*arguments: Any) -> Any:
+            """Return the chains with the micro-batch at a boundary on both sides."""
             by_lane = chains(*arguments)
             for chain in by_lane.values():
                 for place, (_, before) in enumerate(chain[:-1]):
@@ -173,6 +201,7 @@ def _a_border_twice() -> None:
 
 def _final_buckets_of_its_own() -> None:
     def make(keep: Any) -> Any:
+        """Wrap `keep`."""
         return lambda self, final, valid: keep(self, tuple(self.complete()), valid)
 
     patch(buckets.Buckets, "keep", make)
@@ -180,7 +209,10 @@ def _final_buckets_of_its_own() -> None:
 
 def _account_for_what_is_given() -> None:
     def make(receive: Any) -> Any:
+        """Wrap `receive`."""
+
         def greedy(self: Any, lane: int, prefix: Any) -> None:
+            """Receive the running sum, and account for it once more."""
             receive(self, lane, prefix)
             self.from_peers[lane] = ledger.RunningSum()
 
@@ -195,7 +227,10 @@ def _keep_one_copy() -> None:
 
 def _drop_parts_early() -> None:
     def make(divide: Any) -> Any:
+        """Wrap `divide`."""
+
         def hasty(*arguments: Any, **first: Any) -> Any:
+            """Divide without waiting for the other members."""
             flow = divide(*arguments, **first)
             effect = next(flow)
             while True:
@@ -216,7 +251,10 @@ def _gather_nothing() -> None:
 
 def _gather_from_any_member() -> None:
     def make(gathering: Any) -> Any:
+        """Wrap `gathering`."""
+
         def careless(self: Any) -> Any:
+            """Gather everything from member 0."""
             return [dataclasses.replace(move, source=0) for move in gathering(self)]
 
         return careless
@@ -234,7 +272,10 @@ def _divide_what_is_lost() -> None:
 
 def _drop_a_shard() -> None:
     def make(_: Any) -> Any:
+        """Build the replacement."""
+
         def careless(task: str, hosts: Any) -> Any:
+            """Return the copies without the last shard's parameters."""
             by_iteration: dict[int, Any] = {}
             for host in hosts:
                 server = host.fork_server

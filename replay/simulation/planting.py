@@ -1,4 +1,4 @@
-"""How a bug is planted: what a mutant is, and the patches that it is made of."""
+"""Planting of bugs: mutants, and the patches that they consist of."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from unicrond.core import fold
 
 
 class Mutant(NamedTuple):
-    """`what`: the bug in words. `apply`: plant it in this process."""
+    """A deliberate bug. `apply`: plant it in this process."""
 
-    what: str
+    description: str
     apply: Callable[[], None]
 
 
 def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace `owner.name` by what `make` makes of it."""
+    """Replace `owner.name` by what `make` returns for it."""
     setattr(owner, name, make(getattr(owner, name)))
 
 
 def patch_fold(event: type, make: Callable[[Any], Any]) -> None:
-    """Replace the fold of the event type `event` by what `make` makes of it."""
+    """Replace the fold of the event type `event` by what `make` returns for it."""
     fold.FOLDS[event] = make(fold.FOLDS[event])

@@ -1,12 +1,12 @@
-"""A worker's process and its line to the agent, as agents/trainer/process/channel.py behaves.
+"""A worker's process and its connection to the agent, as agents/trainer/process/channel.py behaves.
 
 Rules
 -----
-* What the worker says is queued and delivered in order; a lost connection is made again, with Hello first and the
+* The worker's messages are queued and delivered in order; a lost connection is made again, with Hello first and the
   newest Regrouped, Committed, Saved and Completed repeated.
 * Quit gives the main thread some time; then the process ends all the same, with code 0. Without an agent for the
   lease it ends itself.
-* A hung process hears and says nothing, and only SIGKILL ends it; the kernel may show it as `stopped`. A stuck one
+* A hung process hears and says nothing, and only SIGKILL ends it; the kernel may show it as `sigstopped`. A stuck one
   hears and answers, but its main thread does not move.
 """
 
@@ -22,13 +22,13 @@ from agents.protocol.messages import (
     Completed,
     FromWorker,
     Hello,
-    Inject,
+    InjectIntoWorker,
     Launch,
     Membership,
     Quit,
     Ready,
     Regrouped,
-    Saved,
+    SaveFinished,
     ToWorker,
 )
 from agents.trainer.process.channel import QUIT_GRACE_S
@@ -37,9 +37,9 @@ from replay.simulation.network import Pipe
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
-    from replay.simulation.replica import Replica
+    from replay.simulation.replica import SimulatedReplica
 
-_REPEATED = (Regrouped, Committed, Saved, Completed)
+_REPEATABLE = (Regrouped, Committed, SaveFinished, Completed)
 
 
 class Process:
@@ -52,36 +52,36 @@ class Process:
         self.pid = pid
         self.slot = slot
         self.ended: int | None = None
-        self.hung = self.stopped = self.stuck = False
-        #: It will never go on by itself.
+        self.hung = self.sigstopped = self.stuck = False
+        #: It will never resume by itself.
         self.for_ever = False
         #: Ordered faults that are not yet injected.
         self.ordered: list[Fault] = []
-        self.replica: Replica | None = None
+        self.replica: SimulatedReplica | None = None
         self.memberships: dict[int, Membership] = {}
-        self.quit_asked = False
+        self.quit_requested = False
         self._generation = 0
         self._ready = False
         self._queue: deque[FromWorker] = deque()
-        self._repeat: dict[type, FromWorker] = {}
+        self._repeatable: dict[type, FromWorker] = {}
         self._to_agent: Pipe[FromWorker] | None = None
         self._alone_since_s = host.loop.time()
-        host.loop.call_later(host.drawn.uniform(0.05, 0.8), self._built)
+        host.loop.call_later(host.rng.uniform(0.05, 0.8), self._built)
         self._look_for_agent()
 
     @property
     def alive(self) -> bool:
-        """The process exists."""
+        """Check that the process exists."""
         return self.ended is None
 
     @property
     def has_built(self) -> bool:
-        """It has been ready to train."""
+        """Check that it has been ready to train."""
         return self._ready
 
     # --- the main thread's side ------------------------------------------------------------------
 
-    def say(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker) -> None:
         """Queue a message to the agent."""
         if isinstance(message, Ready):
             self._ready = True
@@ -91,11 +91,11 @@ class Process:
         self._flush()
 
     def newest(self, above: int, urgent_only: bool = False) -> int:
-        """The newest generation above `above` that this worker was told; 0 if there is none."""
+        """Return the newest generation above `above` that this worker received; 0 if there is none."""
         return max((g for g, m in self.memberships.items() if g > above and (m.urgent or not urgent_only)), default=0)
 
     def end(self, status: int) -> None:
-        """The process is gone, with this wait status."""
+        """End the process with this wait status."""
         if self.ended is not None:
             return
         self.ended = status
@@ -105,20 +105,20 @@ class Process:
         self.host.process_ended(self)
 
     def signal(self, number: int) -> None:
-        """A signal of the fork server's."""
+        """Handle a signal of the fork server."""
         if number == signal.SIGKILL or not self.hung:
             self.end(number)
 
     def stand_still(self) -> None:
-        """Its main thread does not move any more."""
+        """Stop the main thread for ever."""
         self.stuck = self.for_ever = True
 
-    def go_on(self) -> None:
-        """It hung, and does no more."""
+    def resume(self) -> None:
+        """Resume after a hang, unless that is for ever."""
         if self.alive and (self.hung or self.stuck) and not self.for_ever:
             if self.hung:
                 self._look_for_agent()
-            self.hung = self.stopped = self.stuck = False
+            self.hung = self.sigstopped = self.stuck = False
             if self.replica is not None:
                 self.replica.wake()
 
@@ -129,10 +129,10 @@ class Process:
             else:
                 self.host.training.enter(self)
 
-    # --- the line to the agent -------------------------------------------------------------------
+    # --- the connection to the agent -------------------------------------------------------------
 
     def disconnect(self) -> None:
-        """The connection ends; the process looks for the next agent."""
+        """Close the connection; the process looks for the next agent."""
         if self._to_agent is not None:
             self._to_agent.close()
             self._to_agent = None
@@ -140,7 +140,7 @@ class Process:
             self._look_for_agent()
 
     def _look_for_agent(self) -> None:
-        self.host.loop.call_later(self.host.drawn.uniform(0.02, 0.5), self._connect)
+        self.host.loop.call_later(self.host.rng.uniform(0.02, 0.5), self._connect)
 
     def _connect(self) -> None:
         if not self.alive or self.hung or self._to_agent is not None:
@@ -157,34 +157,34 @@ class Process:
         pipe.send(Hello(worker=self.worker, task=task, pid=self.pid, generation=generation, ready=self._ready))
         if self._ready and not generation and not any(isinstance(message, Ready) for message in self._queue):
             pipe.send(Ready())
-        for kind in _REPEATED:
-            if kind in self._repeat:
-                pipe.send(self._repeat[kind])
+        for kind in _REPEATABLE:
+            if kind in self._repeatable:
+                pipe.send(self._repeatable[kind])
         self._flush()
 
     def _flush(self) -> None:
         while self._queue and self._to_agent is not None and not self.hung:
             message = self._queue.popleft()
-            if isinstance(message, _REPEATED):
-                self._repeat[type(message)] = message
+            if isinstance(message, _REPEATABLE):
+                self._repeatable[type(message)] = message
             self._to_agent.send(message)
 
-    def hear(self, message: ToWorker) -> None:
-        """The agent says something."""
+    def receive(self, message: ToWorker) -> None:
+        """Handle a message of the agent."""
         if not self.alive or self.hung:
             return
         if isinstance(message, Quit):
-            if not self.quit_asked:
-                self.quit_asked = True
+            if not self.quit_requested:
+                self.quit_requested = True
                 self.host.loop.call_later(QUIT_GRACE_S, self._quit_in_the_end)
-        elif isinstance(message, Inject):
+        elif isinstance(message, InjectIntoWorker):
             self.ordered.append(message.fault)
         elif isinstance(message, Membership) and message.generation not in self.memberships:
-            self.host.witness.worker_told(self.launch.task, self.worker, message)
+            self.host.checker.membership_received(self.launch.task, self.worker, message)
             self.memberships[message.generation] = message
         if self.replica is not None:
             self.replica.wake()
-        elif self.quit_asked:
+        elif self.quit_requested:
             self.end(0)
 
     def _quit_in_the_end(self) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from replay.simulation.process import Process
     from replay.simulation.training import Training
 
-#: A point of the lifecycle, or the moment at which a new group's members say that they are in it.
+#: A point of the lifecycle, or the moment at which a new group's members report that they have joined.
 Moment: TypeAlias = Point | Literal["regrouped"]
 _ORDERED_ERRORS: dict[str, ErrorKind] = {"exception": "exception", "oom": "out_of_memory", "nan": "nan_loss"}
 
@@ -41,7 +41,7 @@ class SimulatedReplica:
         self._main: asyncio.Task[None] | None = None
         self._failure: ErrorKind | None = None
         self._slow_s = 0.0
-        #: Die there the next time: see `on_moment`.
+        #: The moment at which a shard dies next: see `on_moment`.
         self.die_at: Moment | Literal[""] = ""
         for shard in shards:
             shard.replica = self

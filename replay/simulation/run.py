@@ -13,30 +13,29 @@ import msgspec
 
 from replay.simulation import invariants as rules
 from replay.simulation.fault_effects import arrange
-from replay.simulation.faults import FAULTY_UNTIL_S, Fault, draw
+from replay.simulation.faults import FAULTY_UNTIL_S, SimulatedFault, draw
 from replay.simulation.virtual_time import VirtualLoop
 from replay.simulation.world import World
 from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.core.state_bytes import digest
 
-#: From the last fault to rest, at most (isolations double; several may stand at the end).
+#: The longest time from the last fault to rest (isolations double; several may be in force at the end).
 REST_WITHIN_S = 240.0
-#: Rest is: nothing to complain of for so long.
+#: The cluster is at rest when no rule complains for so long.
 _QUIET_S = 4.0
 _LOOK_S = 0.5
-#: Rules of rest that compare with how far the tasks were when it began: they say something of a quiet cluster alone.
+#: Rules of rest that compare with the tasks' progress when rest began: they hold for a quiet cluster alone.
 _GETTING_ON = ("tasks_train", "states_have_copies")
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of a seed. `rule` "" : every rule held. `faults`: those that were played.
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outcome of a seed. `rule` "": every rule held. `faults`: those that were played.
 
     `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests. `redone`:
-    micro-batches, `iterations_lost`: both of incidents that are closed.
-    """
+    micro-batches computed again, `iterations_lost`: both of closed incidents."""
 
     seed: int
-    faults: tuple[Fault, ...]
+    faults: tuple[SimulatedFault, ...]
     rule: str = ""
     story: str = ""
     at_s: float = 0.0
@@ -50,39 +49,40 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     iterations_lost: int = 0
 
 
-def history(seed: int) -> list[Fault]:
-    """The faults that the seed draws."""
+def history(seed: int) -> list[SimulatedFault]:
+    """Return the faults that the seed draws."""
     with _world(seed) as world:
-        return draw(world.drawn("faults"), list(world.hosts))
+        return draw(world.rng("faults"), list(world.hosts))
 
 
-def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
+def simulate(seed: int, faults: Sequence[SimulatedFault] | None = None) -> RunOutcome:
     """Play a seed, with its own faults or with a part of them."""
     with _world(seed) as world:
-        played = tuple(draw(world.drawn("faults"), list(world.hosts)) if faults is None else faults)
-        arrange(world, list(played))
+        active = tuple(draw(world.rng("faults"), list(world.hosts)) if faults is None else faults)
+        arrange(world, list(active))
         world.loop.run_until_complete(_play(world))
-        state, broken = world.witness.state, world.witness.violation
-        return Outcome(
+        state, violation = world.checker.state, world.checker.violation
+        return RunOutcome(
             seed=seed,
-            faults=played,
-            rule=broken.rule if broken else "",
-            story=broken.story if broken else "",
+            faults=active,
+            rule=violation.rule if violation else "",
+            story=violation.story if violation else "",
             at_s=round(world.loop.time(), 3),
             rest_s=round(max(0.0, world.loop.time() - FAULTY_UNTIL_S), 3),
             entries=len(world.server.entries),
-            steps=world.witness.steps,
+            steps=world.checker.steps,
             incidents=state.incidents_total,
             generations=sum(task.generation for task in state.tasks.values()),
             digest=digest(state),
-            redone=sum(one.redone for one in state.closed),
-            iterations_lost=sum(one.iterations_lost for one in state.closed),
+            redone=sum(incident.redone for incident in state.closed),
+            iterations_lost=sum(incident.iterations_lost for incident in state.closed),
         )
 
 
 @contextmanager
 def _world(seed: int) -> Iterator[World]:
-    """A world in its own loop; nothing of it outlives the block. Collection waits: most objects are not garbage."""
+    """Yield a world in its own loop; nothing of it outlives the block. Garbage collection waits: most objects are not
+    garbage."""
     logging_was, collecting = logging.root.manager.disable, gc.isenabled()
     logging.disable(logging.CRITICAL)
     gc.disable()
@@ -91,8 +91,9 @@ def _world(seed: int) -> Iterator[World]:
         world = World(seed, loop)
 
         def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            """Record an exception that reached the loop."""
             error = context.get("exception")
-            world.witness.broke("nothing_crashes", f"{type(error).__name__}: {error} ({context['message']})")
+            world.checker.record_breach("nothing_crashes", f"{type(error).__name__}: {error} ({context['message']})")
 
         loop.set_exception_handler(failed)
         try:
@@ -113,36 +114,39 @@ async def _play(world: World) -> None:
     world.heal()
     world.uncordon_all()
     world.submit_last()
-    resting_since_s, before = -1.0, dict(world.witness.committed)
+    resting_since_s, before = -1.0, dict(world.checker.committed)
     while world.loop.time() < FAULTY_UNTIL_S + REST_WITHIN_S:
         if await _broke_within(world, _LOOK_S):
             return
         if _unrest(world, {}) not in ("", *_GETTING_ON):
-            resting_since_s, before = -1.0, dict(world.witness.committed)
+            resting_since_s, before = -1.0, dict(world.checker.committed)
         elif resting_since_s < 0:
             resting_since_s = world.loop.time()
         elif world.loop.time() - resting_since_s >= _QUIET_S and not _unrest(world, before):
             _at_rest(world)
             return
     rule = _unrest(world, before) or "decide_is_quiet_at_rest"
-    world.witness.broke(rule, f"not at rest after {REST_WITHIN_S:g} s: {_why(world, before)}")
+    world.checker.record_breach(rule, f"not at rest after {REST_WITHIN_S:g} s: {_unrest_reason(world, before)}")
 
 
 async def _broke_within(world: World, duration_s: float) -> bool:
     try:
         async with asyncio.timeout(duration_s):
-            await world.witness.over.wait()
+            await world.checker.breach.wait()
     except TimeoutError:
         return False
     return True
 
 
 def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str]]:
-    state = world.witness.state
+    state = world.checker.state
     faults = [head.coordinator.fault for head in world.coordinators.living]
     yield "coordinators_decide", "; ".join(fault for fault in faults if fault)
     twins = [host.twin for host in world.hosts.values() if host.twin is not None]
-    yield "one_agent_of_a_name", rules.one_agent_of_a_name([one.name for one in twins if one.agent and one.agent.alive])
+    yield (
+        "one_agent_of_a_name",
+        rules.one_agent_of_a_name([twin.name for twin in twins if twin.agent and twin.agent.alive]),
+    )
     yield "nodes_are_seen", rules.nodes_are_seen(state, [host.name for host in world.hosts.values() if host.on])
     yield "memory_is_given_back", rules.memory_is_given_back(state, _keeping(world))
     yield "incidents_close", rules.incidents_close(state)
@@ -159,26 +163,27 @@ def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str
 
 
 def _copies(world: World, state: ClusterState, before: dict[str, int]) -> dict[str, int]:
-    """Per active task with workers, the nodes that keep a state of a shard not much older than `before`; the least."""
-    found = {}
+    """Return, per active task with workers, how many nodes have a state of a shard not much older than `before`; the
+    least."""
+    counts = {}
     for name, task in state.tasks.items():
         assignment = state.plan.assignments.get(name)
         if task.status is TaskStatus.ACTIVE and assignment is not None and assignment.workers:
             since = before.get(name, 0) - 2 * world.training.capture_every
             shards = range(task.spec.replica_workers)
-            found[name] = min(world.training.keepers(name, shard, since) for shard in shards)
-    return found
+            counts[name] = min(world.training.count_holders(name, shard, since) for shard in shards)
+    return counts
 
 
 def _keeping(world: World) -> list[tuple[str, str]]:
-    """(node, task) of every state in memory."""
+    """List the (node, task) of every state in memory."""
     servers = {name: host.fork_server for name, host in world.hosts.items()}
     return [(name, task) for name, server in servers.items() if server is not None for task in server.memory.tasks]
 
 
 def _training(world: World, state: ClusterState, before: dict[str, int]) -> dict[str, bool]:
-    """Whether each task has committed since `before`."""
-    committed = world.witness.committed
+    """Return whether each task has committed since `before`."""
+    committed = world.checker.committed
     return {
         name: committed.get(name, 0) > before.get(name, 0)
         for name, task in state.tasks.items()
@@ -187,20 +192,20 @@ def _training(world: World, state: ClusterState, before: dict[str, int]) -> dict
 
 
 def _unrest(world: World, before: dict[str, int]) -> str:
-    """The first rule of rest that does not hold yet; "" at rest."""
+    """Return the first rule of rest that does not hold yet; "" at rest."""
     return next((rule for rule, story in _complaints(world, before) if story), "")
 
 
-def _why(world: World, before: dict[str, int]) -> str:
+def _unrest_reason(world: World, before: dict[str, int]) -> str:
     stories = [(rule, story) for rule, story in _complaints(world, before) if story]
     unquiet = [story for rule, story in stories if rule not in _GETTING_ON]
     return "; ".join(unquiet or [story for _, story in stories])[:2000]
 
 
 def _at_rest(world: World) -> None:
-    witness = world.witness
-    story = rules.acknowledged_events_stay(world.server.entries, witness.acknowledgements)
-    witness.broke("acknowledged_events_stay", story)
+    checker = world.checker
+    story = rules.acknowledged_events_stay(world.server.entries, checker.acknowledgements)
+    checker.record_breach("acknowledged_events_stay", story)
     for head in world.coordinators.living:
         state = head.coordinator.state
-        witness.broke("replay_equals_live", rules.replay_equals_live(state, witness.states[state.seq]))
+        checker.record_breach("replay_equals_live", rules.replay_equals_live(state, checker.states[state.seq]))

@@ -16,7 +16,7 @@ from events import vocabulary as v
 from replay.simulation.group import Row
 from replay.simulation.memory import Copy, layout_of, states_in_memory
 from replay.simulation.seat import RendezvousStub
-from replay.simulation.weights import TrainingState, Weights
+from replay.simulation.weights import Weights, WeightsState
 
 if TYPE_CHECKING:
     from replay.simulation.replica import SimulatedReplica
@@ -44,7 +44,7 @@ class States:
         kinds = KINDS if effect.is_first else KINDS[:1]
         return row_of({kind: list(self._available(kind)) for kind in kinds})
 
-    def _available(self, kind: Kind) -> Mapping[int, TrainingState]:
+    def _available(self, kind: Kind) -> Mapping[int, WeightsState]:
         """Return, by iteration, the states that this replica could load now."""
         task, shards = self.replica.task, self.replica.shards
         match kind:
@@ -126,7 +126,7 @@ class States:
         for number, copy in self._copies(iteration):
             self.training.loop.call_later(self.training.rng.uniform(0.002, 0.05), self._seal, number, copy)
 
-    def _state_to_save(self, action: str, iteration: int) -> TrainingState:
+    def _state_to_save(self, action: str, iteration: int) -> WeightsState:
         state = self.weights.state_to_save()
         self.training.checker.state_used(self.replica, action, iteration, state)
         return state

@@ -1,9 +1,8 @@
-"""What all workers of a simulation share: which workers have come, which groups exist, the checkpoints, the right
-answer.
+"""State that all workers of a simulation share: which workers have come, which groups exist, the checkpoints, the right
+parameters.
 
-Training is a function of the samples alone, so what the parameters must be after an iteration is known beforehand:
-`expected`. A step that is left out, done twice or done with the wrong micro-batches shows in the next comparison.
-"""
+Training is a function of the samples alone, so the parameters after an iteration are known beforehand: `expected`. A
+step that is left out, repeated or computed with the wrong micro-batches shows in the next comparison."""
 
 from __future__ import annotations
 
@@ -16,16 +15,16 @@ from agents.protocol.messages import Membership
 from agents.protocol.sampling import Sampling, samples_digest
 from agents.state import StateHeld
 from events.vocabulary import MemoryService, TaskSpec
-from replay.simulation.group import Group
-from replay.simulation.memory import Copy, held, in_peers_memory
+from replay.simulation.group import SimulatedGroup
+from replay.simulation.memory import Copy, held_state, states_in_peers_memory
 from replay.simulation.network import Reach
 from replay.simulation.process import Process
-from replay.simulation.replica import Replica
-from replay.simulation.weights import Blocks, State, first, stepped
+from replay.simulation.replica import SimulatedReplica
+from replay.simulation.weights import Blocks, WeightsState, initial_params, step_block
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
-    from replay.simulation.witness import Witness
+    from replay.simulation.witness import InvariantChecker
 
 #: Checkpoints that are kept.
 _KEEP = 2
@@ -37,8 +36,8 @@ class Training:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        drawn: random.Random,
-        witness: Witness,
+        rng: random.Random,
+        checker: InvariantChecker,
         *,
         micro_batch_s: float,
         fault_wait_s: float,
@@ -46,8 +45,8 @@ class Training:
         capture_every: int,
     ) -> None:
         self.loop = loop
-        self.drawn = drawn
-        self.witness = witness
+        self.rng = rng
+        self.checker = checker
         self.micro_batch_s = micro_batch_s
         self.fault_wait_s = fault_wait_s
         self.collective_timeout_s = collective_timeout_s
@@ -58,82 +57,82 @@ class Training:
         #: Nodes on which the next worker that joins a running task stands still, so many seconds later.
         self.join_hangers: dict[str, float] = {}
         self.hosts: dict[str, Host] = {}
-        self.replicas: list[Replica] = []
+        self.replicas: list[SimulatedReplica] = []
         self._shards: dict[tuple[str, int], dict[int, Process]] = {}
-        self._groups: dict[tuple[str, int], Group] = {}
-        self._checkpoints: dict[str, dict[int, State]] = {}
+        self._groups: dict[tuple[str, int], SimulatedGroup] = {}
+        self._checkpoints: dict[str, dict[int, WeightsState]] = {}
         self._expected: dict[str, list[Blocks]] = {}
         self._digests: dict[tuple[int, int, int, int], int] = {}
 
     def enter(self, process: Process) -> None:
-        """A process has built its model; with the last shard of its replica, the replica begins."""
+        """Enter a process that has built its model; with the last shard of its replica, the replica begins."""
         launch = process.launch
         shards = self._shards.setdefault((launch.task, launch.replica), {})
         shards[launch.shard] = process
         if len(shards) == launch.spec.replica_workers and all(shard.alive for shard in shards.values()):
-            replica = Replica(self, [shards[number] for number in sorted(shards)])
+            replica = SimulatedReplica(self, [shards[number] for number in sorted(shards)])
             self.replicas.append(replica)
             replica.start()
 
-    def joined(self, replica: Replica) -> None:
-        """It has taken over the state of a task that runs."""
+    def on_join(self, replica: SimulatedReplica) -> None:
+        """Handle that the replica has taken over the state of a running task."""
         for shard in replica.shards:
             after_s = self.join_hangers.pop(shard.host.name, None)
             if after_s is not None:
                 self.loop.call_later(after_s, shard.stand_still)
 
-    def group(self, task: str, membership: Membership) -> Group:
-        """The group that a membership asks for."""
+    def group(self, task: str, membership: Membership) -> SimulatedGroup:
+        """Return the group of a membership."""
         key = (task, membership.generation)
         if key not in self._groups:
-            self._groups[key] = Group(self.loop, self.drawn, membership)
+            self._groups[key] = SimulatedGroup(self.loop, self.rng, membership)
         return self._groups[key]
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    def save(self, task: str, iteration: int, state: State) -> None:
-        """A checkpoint appears, whole."""
-        saved = self._checkpoints.get(task, {}) | {iteration: state}
-        self._checkpoints[task] = {number: saved[number] for number in sorted(saved)[-_KEEP:]}
+    def save(self, task: str, iteration: int, state: WeightsState) -> None:
+        """Store a checkpoint, whole."""
+        checkpoints = self._checkpoints.get(task, {}) | {iteration: state}
+        self._checkpoints[task] = {number: checkpoints[number] for number in sorted(checkpoints)[-_KEEP:]}
 
-    def checkpoints(self, task: str) -> dict[int, State]:
-        """By iteration."""
+    def checkpoints(self, task: str) -> dict[int, WeightsState]:
+        """Return the task's checkpoints by iteration."""
         return self._checkpoints.get(task, {})
 
     # --- states in memory ------------------------------------------------------------------------
 
     def push(self, origin: Host, peer: MemoryService, task: str, shard: int, copy: Copy) -> bool:
-        """A copy goes from one node's agent to another's, if that one takes it."""
-        other = self.hosts.get(peer.node)
-        if other is None or not other.serves_memory_to(origin) or other.fork_server is None:
+        """Copy a state from one node's agent to another's, and return whether that one accepts it."""
+        target = self.hosts.get(peer.node)
+        if target is None or not target.serves_memory_to(origin) or target.fork_server is None:
             return False
         copy = copy._replace(origin=origin.name)
-        other.fork_server.memory.keep(task, shard, copy)
-        if other.agent is not None:
-            other.agent.feed(StateHeld(held=held(task, shard, copy)))
+        target.fork_server.memory.keep(task, shard, copy)
+        if target.agent is not None:
+            target.agent.feed(StateHeld(held_state=held_state(task, shard, copy)))
         return True
 
-    def keepers(self, task: str, shard: int, since: int) -> int:
-        """Nodes that keep a state of the shard after `since` or a later iteration."""
+    def count_holders(self, task: str, shard: int, since: int) -> int:
+        """Count the nodes that have a state of the shard after `since` or a later iteration."""
         servers = [host.fork_server for host in self.hosts.values() if host.fork_server is not None]
-        return sum(any(copy.iteration >= since for copy in server.memory.of(task, shard)) for server in servers)
+        return sum(any(copy.iteration >= since for copy in server.memory.copies_of(task, shard)) for server in servers)
 
-    def in_peers(self, task: str, shards: list[Process], peers: Sequence[MemoryService]) -> dict[int, State]:
-        """By iteration, what the peers' memory has for a replica."""
-        return in_peers_memory(task, shards, peers, self.hosts)
+    def in_peers(self, task: str, shards: list[Process], peers: Sequence[MemoryService]) -> dict[int, WeightsState]:
+        """Return, by iteration, what the peers' memory has for a replica."""
+        return states_in_peers_memory(task, shards, peers, self.hosts)
 
     # --- the right answer ------------------------------------------------------------------------
 
     def expected(self, spec: TaskSpec, iteration: int) -> Blocks:
-        """The parameters after `iteration`."""
-        known = self._expected.setdefault(spec.name, [first(sharded=spec.optimizer.distributed)])
-        while len(known) <= iteration:
-            number = len(known)
-            known.append(tuple(stepped(value, number, self.digest(spec, number)) for value in known[-1]))
-        return known[iteration]
+        """Return the parameters after `iteration`."""
+        states = self._expected.setdefault(spec.name, [initial_params(sharded=spec.optimizer.distributed)])
+        while len(states) <= iteration:
+            number = len(states)
+            states.append(tuple(step_block(value, number, self.digest(spec, number)) for value in states[-1]))
+        return states[iteration]
 
     def digest(self, spec: TaskSpec, iteration: int) -> int:
-        """The digest of all samples of an iteration."""
+        """Return the digest of all samples of an iteration."""
         key = (spec.seed, spec.global_batch, spec.micro_batch, iteration)
         if key not in self._digests:
             sampling = Sampling(spec.seed, spec.global_batch, spec.micro_batch, None)

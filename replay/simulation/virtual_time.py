@@ -1,10 +1,10 @@
-"""An asyncio loop whose time jumps to the next thing that happens; no thread, no file, no clock of the machine.
+"""An asyncio loop whose time jumps to the next event; no thread, no file, no clock of the machine.
 
 Rules
 -----
 * `time()` is the only time there is. When nothing is ready it jumps to the earliest timer.
-* The same calls in the same order give the same run: the ready queue is first in, first out; timers of one moment go
-  off in the order in which they were set.
+* The same calls in the same order give the same run: the ready queue is first in, first out; timers of one moment run
+  in the order in which they were set.
 * Work for a thread (`asyncio.to_thread`) is done in the loop, after a virtual delay.
 * Nothing ready and no timer is a deadlock of the simulation itself: it raises, it never hangs.
 """
@@ -29,7 +29,7 @@ EPOCH_US = 1_700_000_000 * 1_000_000
 
 
 class Deadlock(RuntimeError):
-    """Nothing will ever happen again."""
+    """Nothing will ever happen again: nothing is ready, and no timer runs."""
 
 
 class _Jump(selectors.BaseSelector):
@@ -40,21 +40,25 @@ class _Jump(selectors.BaseSelector):
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Store the key; nothing is ever selected."""
         self._keys[fileobj] = selectors.SelectorKey(fileobj, 0, events, data)
         return self._keys[fileobj]
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """Remove the key."""
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Raise: the loop takes its turns without a selector."""
         raise AssertionError("the loop takes its turns without a selector")
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        """Return the keys."""
         return self._keys
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`thread_s`: how long work takes that is given to a thread."""
+    """An event loop in virtual time. `thread_s`: how long work takes that is passed to a thread."""
 
     def __init__(self, thread_s: Callable[[], float] = lambda: 0.0) -> None:
         self._jump = _Jump()
@@ -64,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jump)
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time, seconds."""
         return self._jump.now_s
 
     # Half of a simulation is timers: a heap of tuples, and a turn without a selector, take half as long as asyncio's.
@@ -72,13 +76,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See asyncio. Callbacks due at one moment run in the order in which they were scheduled."""
+        """Schedule a callback; those due at one moment run in the order in which they were scheduled. See asyncio."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
 
     def _run_once(self) -> None:
-        """One turn: what is ready; where nothing is, the time of the next timer and all that go off then."""
+        """Run what is ready; where nothing is, jump to the next timer and run all that are due then."""
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]  # asyncio's own queue
         timers = self._timers
         if not ready and not self._stopping:  # type: ignore[attr-defined]
@@ -95,10 +99,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 handle._run()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Runs `func` on the loop itself, `thread_s()` virtual seconds from now; `executor` is not used."""
+        """Run `func` on the loop itself, `thread_s()` virtual seconds from now; `executor` is not used."""
         future: asyncio.Future[T] = self.create_future()
 
         def work() -> None:
+            """Run the function and set its result."""
             if not future.cancelled():
                 future.set_result(func(*args))
 
@@ -114,9 +119,9 @@ class HostClock(Clock):
         self.step_us = 0
 
     def monotonic_us(self) -> int:
-        """Microseconds of true time since the epoch; steps of the wall clock do not move it."""
+        """Return the microseconds of true time since the epoch; steps of the wall clock do not move it."""
         return EPOCH_US + round(self._loop.time() * 1e6)
 
     def wall_us(self) -> int:
-        """Microseconds since the epoch as the machine believes them."""
+        """Return the microseconds since the epoch as the machine believes them."""
         return EPOCH_US + round(self._loop.time() * 1e6) + self.step_us

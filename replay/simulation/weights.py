@@ -17,7 +17,7 @@ Blocks: TypeAlias = tuple[int, ...]
 EXTENTS = (4 * ALIGN, 3 * ALIGN)
 
 
-class TrainingState(NamedTuple):
+class WeightsState(NamedTuple):
     """The saved state of an iteration: the parameters, and, where that is sharded, the optimizer's whole state."""
 
     params: Blocks
@@ -118,15 +118,15 @@ class Weights:
 
     # --- states -----------------------------------------------------------------------------------
 
-    def state_to_save(self) -> TrainingState:
+    def state_to_save(self) -> WeightsState:
         """Return the state to write. Raises KeyError where only parts are here."""
         if not self.sharded:
-            return TrainingState(self.params)
+            return WeightsState(self.params)
         blocks = self._all_blocks()
         whole = self.whole or tuple(blocks[block] for block in range(len(self.params)))
-        return TrainingState(self.params, whole)
+        return WeightsState(self.params, whole)
 
-    def restore(self, state: TrainingState) -> None:
+    def restore(self, state: WeightsState) -> None:
         """Take over a saved state."""
         self.receive(state.params)
         if self.sharded:

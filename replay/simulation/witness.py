@@ -19,7 +19,7 @@ from events.envelope import Entry, Envelope, Recorded
 from replay.simulation import invariants as rules
 from replay.simulation.edges import is_forged
 from replay.simulation.invariants import Violation
-from replay.simulation.weights import Blocks, TrainingState
+from replay.simulation.weights import Blocks, WeightsState
 from unicrond.core import fold as folding
 from unicrond.core.state import ClusterState
 
@@ -52,7 +52,7 @@ class InvariantChecker:
         self.touched: set[str] = set()
         self.bad_ends: set[str] = set()
         self.strikes_max = 1
-        #: Told of each term that is claimed.
+        #: Called with each term that is claimed.
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
         self._term = 0
@@ -99,7 +99,7 @@ class InvariantChecker:
             return
         envelope, event = entry.envelope, entry.envelope.event
         if is_forged(envelope):
-            return  # no rule is about what a stranger says, but that the state is sound
+            return  # a stranger's events are subject to one rule alone: that the state is sound
         if envelope.event_id in self._ids:
             self.record_breach("repeats_change_nothing", rules.repeats_change_nothing(before, after))
             return
@@ -195,7 +195,7 @@ class InvariantChecker:
         if host.remembers:
             processes = self._spawned.setdefault(host.name, {})
             earlier = processes.get(process.worker)
-            if earlier is not None and earlier.has_built:  # else it died before it could do anything, or be heard of
+            if earlier is not None and earlier.has_built:  # else it died before it could do or report anything
                 self.record_breach("slots_are_held_once", f"{host.name}: {process.worker} is started a second time")
             processes[process.worker] = process
         # Where a node has forgotten everything, an old command starts its worker once more: that process knows nothing.
@@ -244,7 +244,7 @@ class InvariantChecker:
         story = rules.sums_are_the_reference(replica.spec, total, is_right=is_right)
         self.record_breach("sums_are_the_reference", story and f"{replica.lead_worker}: {story}")
 
-    def state_used(self, replica: SimulatedReplica, action: str, iteration: int, state: TrainingState) -> None:
+    def state_used(self, replica: SimulatedReplica, action: str, iteration: int, state: WeightsState) -> None:
         """Check a whole state that is saved or loaded."""
         story = rules.states_are_whole(state.params, state.optimizer, self.training.expected(replica.spec, iteration))
         self.record_breach(

@@ -21,34 +21,34 @@ from replay.simulation.log_server import LogServer
 from replay.simulation.network import Link
 from replay.simulation.training import Training
 from replay.simulation.virtual_time import HostClock, VirtualLoop
-from replay.simulation.witness import Witness
+from replay.simulation.witness import InvariantChecker
 from unicrond.core.isolation import Repair, needs_hands
 from unicrond.core.policy import PART_BYTES, Policy
 
 HEARTBEAT_S = 1.0
-#: What agents read.
+#: The schemas that agents read.
 VERSIONS = (FIRST, 2, SCHEMA, SCHEMA)
-#: Of the clusters so many have two heads, and a lease.
+#: The share of clusters with two heads and a lease.
 LEASED = 0.25
 _LEASE_S = 12.0
 _FOREVER = 1_000_000
 
 
-#: Of clusters with several types of GPU.
+#: The types of GPU of clusters with several.
 GPU_TYPES = ("a100-80g", "h100-80g")
 
 
 class World:
-    """`shape` draws what the cluster looks like; every part draws its own chances, so that a fault less in one place
-    leaves the others' alone."""
+    """One simulated cluster. `shape` draws its form; every part draws its own chances, so that a fault less in one
+    place leaves the others' alone."""
 
     def __init__(self, seed: int, loop: VirtualLoop) -> None:
         self.seed = seed
         self.loop = loop
-        self.shape = self.drawn("shape")
-        self.witness = Witness()
+        self.shape = self.rng("shape")
+        self.checker = InvariantChecker()
         self.log_clock = HostClock(loop)
-        self.server = LogServer(loop, self.log_clock, self.drawn("log"), self.witness.on_entry)
+        self.server = LogServer(loop, self.log_clock, self.rng("log"), self.checker.on_entry)
         self.beats = Beats(self.server, self.log_clock.wall_us)
         self.policy = Policy(
             symptom_window_s=0.3,
@@ -58,47 +58,47 @@ class World:
             strikes_max=self.shape.choice((2, 3)),
             stuck_max=self.shape.choice((8, 30)),
             forget_s=5.0,
-            part_bytes=self.drawn("parts").choice((1, 1, PART_BYTES)),
+            part_bytes=self.rng("parts").choice((1, 1, PART_BYTES)),
         )
-        self.witness.strikes_max = self.policy.strikes_max
+        self.checker.strikes_max = self.policy.strikes_max
         self.training = Training(
             loop,
-            self.drawn("training"),
-            self.witness,
+            self.rng("training"),
+            self.checker,
             micro_batch_s=self.shape.uniform(0.08, 0.25),
             fault_wait_s=self.shape.choice((8.0, 20.0)),
             collective_timeout_s=self.shape.choice((5.0, 15.0)),
             capture_every=self.shape.choice((1, 2, 4)),
         )
-        self.witness.training = self.training
-        self.versions = self.drawn("versions")
-        self.numerics = self.drawn("numerics")
-        self.sharding = self.drawn("sharding")
-        self.layouts = self.drawn("layouts")
-        self.degrees = self.drawn("degrees")
-        self.gpus = self.drawn("gpus")
+        self.checker.training = self.training
+        self.versions = self.rng("versions")
+        self.numerics = self.rng("numerics")
+        self.sharding = self.rng("sharding")
+        self.layouts = self.rng("layouts")
+        self.degrees = self.rng("degrees")
+        self.gpus = self.rng("gpus")
         self.hosts = self._hosts()
         self.training.hosts = self.hosts
         self.coordinators = Coordinators(
             loop,
-            self.drawn("head"),
+            self.rng("head"),
             self.server,
             self.beats,
-            self.witness,
+            self.checker,
             self.policy,
             HEARTBEAT_S,
-            self.drawn("heads' versions"),
+            self.rng("heads' versions"),
             self._repair if seed % 2 else None,
-            MemoryLease(loop.time) if self.drawn("leases").random() < LEASED else None,
+            MemoryLease(loop.time) if self.rng("leases").random() < LEASED else None,
         )
-        self.witness.on_claim = self.coordinators.claimed
-        self._api = Endpoint(self.server, Link(loop, self.drawn("api")), self.witness.acknowledged)
-        self._asked = 0
+        self.checker.on_claim = self.coordinators.on_claim
+        self._api = Endpoint(self.server, Link(loop, self.rng("api")), self.checker.acknowledged)
+        self._request_count = 0
         self.cordoned: set[str] = set()
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
 
-    def drawn(self, part: str) -> random.Random:
-        """A part's own source of chance."""
+    def rng(self, part: str) -> random.Random:
+        """Return a part's own source of chance."""
         return random.Random(f"{self.seed}/{part}")
 
     def _hosts(self) -> dict[str, Host]:
@@ -110,11 +110,11 @@ class World:
                 name,
                 slots,
                 loop=self.loop,
-                drawn=self.drawn(name),
+                rng=self.rng(name),
                 server=self.server,
                 beats=self.beats,
                 training=self.training,
-                witness=self.witness,
+                checker=self.checker,
                 heartbeat_s=HEARTBEAT_S,
                 lease_s=_LEASE_S,
                 start_max_age_s=60.0,
@@ -127,9 +127,9 @@ class World:
     # --- people ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Switch everything on, and submit the tasks that people have for it."""
+        """Switch everything on, and submit the tasks of people."""
         self.coordinators.keep()
-        self._asking.add(self.loop.create_task(self.coordinators.watch()))
+        self._requests.add(self.loop.create_task(self.coordinators.watch()))
         for host in self.hosts.values():
             self.loop.call_later(self.shape.uniform(0.0, 2.0), host.run_agent)
         for number in range(self.shape.randint(1, 3)):
@@ -137,30 +137,30 @@ class World:
             self.loop.call_later(self.shape.uniform(0.5, 12.0), self.submit, self._spec(f"t{number}", iterations))
 
     def submit(self, spec: v.TaskSpec) -> None:
-        """A person asks for a task."""
+        """Submit a task, as a person."""
         self.ask(v.TaskSubmitted(spec=spec))
 
     def submit_last(self) -> None:
-        """One more task, after all faults: whatever has become of the others, this one must train."""
+        """Submit one more task, after all faults: whatever has become of the others, this one must train."""
         self.submit(self._spec("last", _FOREVER))
 
     async def _repair(self, repair: Repair) -> tuple[bool, str]:
-        """The operator's command reboots the node, or fails at it."""
+        """Reboot the node as the operator's command, or fail at it."""
         await asyncio.sleep(2.0)
-        self.hosts[repair.node].ill = False
+        self.hosts[repair.node].is_unhealthy = False
         return bool(repair.isolation % 2), "simulated"
 
     def uncordon_all(self) -> None:
-        """People take every node into service again, and those that wait for them."""
-        isolated = (node.name for node in self.witness.state.nodes.values() if node.isolated and needs_hands(node))
+        """Uncordon every node that people have cordoned, and those that wait for an operator."""
+        isolated = (node.name for node in self.checker.state.nodes.values() if node.isolated and needs_hands(node))
         self.cordoned.update(isolated)
         for name in sorted(self.cordoned):
             self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))
         self.cordoned.clear()
 
     def cancel_maintenance(self) -> None:
-        """People need no window any more that they know of."""
-        for window in self.witness.state.windows:
+        """Cancel all maintenance windows."""
+        for window in self.checker.state.windows:
             self.ask(v.MaintenanceCancelled(window=window, reason="simulated"))
 
     def _spec(self, name: str, iterations: int) -> v.TaskSpec:
@@ -191,13 +191,14 @@ class World:
         return self._with_gpus(spec) if len(self.types) > 1 and self.gpus.random() < 0.7 else spec
 
     def _with_gpus(self, spec: v.TaskSpec) -> v.TaskSpec:
-        """Tables for the types of GPU, of which now one and now the other is the better for the task."""
+        """Add tables for the types of GPU, of which now one and now the other is the better for the task."""
 
         def table(unit: int) -> dict[str, int]:
-            each = self.gpus.choice((0.5, 1.0, 1.5, 3.0)) * 1e9
-            return {str(n): int(each * n) for n in range(unit, spec.max_workers + 1, unit)}
+            """Draw the throughput table of a layout."""
+            rate = self.gpus.choice((0.5, 1.0, 1.5, 3.0)) * 1e9
+            return {str(n): int(rate * n) for n in range(unit, spec.max_workers + 1, unit)}
 
-        shapes = dict.fromkeys([spec.shape, *(one.shape for one in spec.layouts)])
+        shapes = dict.fromkeys([spec.shape, *(layout.shape for layout in spec.layouts)])
         gpus = [
             v.GpuSpec(
                 gpu=gpu,
@@ -208,13 +209,14 @@ class World:
         return replace(spec, gpus=tuple(gpus))
 
     def _with_layouts(self, spec: v.TaskSpec) -> v.TaskSpec:
-        """The plan chooses, by tables of which now one layout and now another is the better."""
-        known = self.layouts.random() < 0.7
+        """Let the plan choose the layout, by tables of which now one and now another is the better."""
+        has_tables = self.layouts.random() < 0.7
 
         def table(unit: int) -> dict[str, int]:
-            each = self.layouts.choice((1.0, 1.0, 1.3, 2.5)) * 1e9
+            """Draw the throughput table of a layout; it may be empty."""
+            rate = self.layouts.choice((1.0, 1.0, 1.3, 2.5)) * 1e9
             counts = range(unit, spec.max_workers + 1, unit)
-            return {str(n): int(each * n ** self.layouts.choice((0.9, 1.0))) for n in counts} if known else {}
+            return {str(n): int(rate * n ** self.layouts.choice((0.9, 1.0))) for n in counts} if has_tables else {}
 
         shapes = list(dict.fromkeys([spec.cut, Shape(), Shape(2), Shape(1, 2)]))
         if self.degrees.random() < 0.5:  # the same workers, another cut
@@ -228,30 +230,30 @@ class World:
         return replace(spec, entry="/train.py", min_workers=least, throughput=layouts[0].throughput, layouts=layouts)
 
     def ask(self, event: v.Observation) -> None:
-        """A person's wish, through the API; what the coordinator may not write is left out of it."""
+        """Send a person's request through the API; what the coordinator may not write is left out of it."""
         for head in self.coordinators.living:
             event = lowered(event, head.coordinator.state.schema) or event
-        self._asked += 1
+        self._request_count += 1
         envelope = Envelope(
             producer=API_PRODUCER,
             boot=1,
-            number=self._asked,
+            number=self._request_count,
             observed_at_us=self.coordinators.clock.wall_us(),
             event=event,  # type: ignore[arg-type]  # every Observation is one of AnyEvent
         )
-        asking = self.loop.create_task(self._api.append([envelope]))
-        self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
+        request = self.loop.create_task(self._api.append([envelope]))
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
 
     # --- the end of all faults -------------------------------------------------------------------
 
     def links(self) -> list[Link]:
-        """Every way to the log."""
+        """List every link to the log."""
         twins = [host.twin.link for host in self.hosts.values() if host.twin is not None]
         return [host.link for host in self.hosts.values()] + twins + self.coordinators.links
 
     def heal(self) -> None:
-        """Every fault stops: what is off is switched on, what hangs goes on, every network carries."""
+        """Stop every fault: what is off is switched on, what hangs resumes, every network carries."""
         self.server.start()
         self.server.forgets = False
         self.server.sync_s = (0.0002, 0.002)
@@ -271,7 +273,7 @@ class World:
             host.disk.full = False
             host.supervised = True
             host.has_left = False
-            host.ill = False
+            host.is_unhealthy = False
             if host.twin is not None:
                 host.twin.supervised = False
                 self._tell_apart(host)
@@ -282,12 +284,12 @@ class World:
                 host.agent.crash_before_memory = False
                 host.agent.crash_after_actions = -1
             for process in host.processes:
-                process.go_on()
+                process.resume()
                 if process.replica is not None:
                     process.replica.die_at = ""
 
     def _tell_apart(self, host: Host) -> None:
-        """People find out which machine the name belongs to; where its agent has ended, they start it again."""
+        """Find out, as people do, which machine the name belongs to; where its agent has ended, start it again."""
         if host.superseded:
             host.superseded = False
             host.run_agent()

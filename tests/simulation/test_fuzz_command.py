@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from replay.simulation.fault_effects import _EFFECTS
-from replay.simulation.fuzz import Report, _page
+from replay.simulation.fault_effects import EFFECTS
+from replay.simulation.faults import FAULT_KINDS
+from replay.simulation.fuzz import FuzzReport, _page
 from replay.simulation.invariants import RULES
 from replay.simulation.mutants import MUTANTS
-from replay.simulation.run import Outcome, history, simulate
+from replay.simulation.run import RunOutcome, history, simulate
 from tests.replay.command import unicron_replay
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -56,9 +57,9 @@ def test_bad_flags_are_one_line(flags: list[str], said: str) -> None:
 
 def test_a_failure_is_told_with_the_command_that_repeats_it() -> None:
     faults = tuple(history(33)[:2])
-    failure = Outcome(seed=33, faults=faults, rule="incidents_close", story="i7 is open", at_s=280.0)
+    failure = RunOutcome(seed=33, faults=faults, rule="incidents_close", story="i7 is open", at_s=280.0)
     page = _page(
-        Report(
+        FuzzReport(
             first_seed=0,
             seeds=34,
             commit="abc123",
@@ -81,7 +82,8 @@ def test_a_failure_is_told_with_the_command_that_repeats_it() -> None:
 def test_the_document_names_every_rule_and_every_fault() -> None:
     text = DOCUMENT.read_text()
     assert not [name for name in RULES if f"`{name}`" not in text]
-    assert not [kind for kind in _EFFECTS if f"`{kind}`" not in text]
+    assert not [kind for kind in EFFECTS if f"`{kind}`" not in text]
+    assert list(EFFECTS) == list(FAULT_KINDS)
 
 
 def test_the_results_have_a_row_for_every_mutant() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from events.schemas import SCHEMA
 from replay.simulation import coordinators, world
-from replay.simulation.faults import Fault
+from replay.simulation.faults import SimulatedFault
 from replay.simulation.fuzz import fuzz
-from replay.simulation.mutants import MUTANTS, caught
+from replay.simulation.mutants import MUTANTS, find_breach
 from replay.simulation.run import history, simulate
 from replay.simulation.shrink import shrink
 from unicrond.core import fold
@@ -42,10 +42,10 @@ def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pyt
     for module in (world, coordinators):
         monkeypatch.setattr(module, "VERSIONS", (SCHEMA,))
     faults = [
-        Fault(kind="power_off", at_s=20.202, for_s=7.567, nodes=("n1",), how="disk_lost", pick=1),
-        Fault(kind="kill_worker", at_s=26.969, nodes=("n2",), how="reduced", pick=2),
-        Fault(kind="disk_full", at_s=29.115, for_s=7.99, nodes=("n2",), pick=4),
-        Fault(kind="restart_agent", at_s=34.64, nodes=("n2",)),
+        SimulatedFault(kind="power_off", at_s=20.202, for_s=7.567, nodes=("n1",), how="disk_lost", pick=1),
+        SimulatedFault(kind="kill_worker", at_s=26.969, nodes=("n2",), how="reduced", pick=2),
+        SimulatedFault(kind="disk_full", at_s=29.115, for_s=7.99, nodes=("n2",), pick=4),
+        SimulatedFault(kind="restart_agent", at_s=34.64, nodes=("n2",)),
     ]
     outcome = simulate(770577, faults)
     assert not outcome.rule, outcome.story
@@ -54,8 +54,8 @@ def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pyt
 def test_a_readmitted_nodes_peers_are_not_clearly_at_fault() -> None:
     """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
     faults = [
-        Fault(kind="crash_log", at_s=11.463, for_s=2.025, pick=2),
-        Fault(kind="break_links", at_s=12.094, for_s=14.489, nodes=("n3",), pick=1),
+        SimulatedFault(kind="crash_log", at_s=11.463, for_s=2.025, pick=2),
+        SimulatedFault(kind="break_links", at_s=12.094, for_s=14.489, nodes=("n3",), pick=1),
     ]
     outcome = simulate(9059, faults)
     assert not outcome.rule, outcome.story
@@ -64,9 +64,9 @@ def test_a_readmitted_nodes_peers_are_not_clearly_at_fault() -> None:
 def test_what_another_machine_of_a_nodes_name_was_told_binds_only_that_one() -> None:
     """n4 comes back with an empty disk; a second n4 was told of a newer epoch. Commands of old heads name no boot."""
     faults = [
-        Fault(kind="second_agent", at_s=4.02, for_s=12.796, nodes=("n4",), how="leaves", pick=4),
-        Fault(kind="power_off", at_s=8.003, for_s=8.812, nodes=("n4",), how="disk_lost", pick=4),
-        Fault(kind="crash_log", at_s=28.03, for_s=2.332, pick=4),
+        SimulatedFault(kind="second_agent", at_s=4.02, for_s=12.796, nodes=("n4",), how="leaves", pick=4),
+        SimulatedFault(kind="power_off", at_s=8.003, for_s=8.812, nodes=("n4",), how="disk_lost", pick=4),
+        SimulatedFault(kind="crash_log", at_s=28.03, for_s=2.332, pick=4),
     ]
     outcome = simulate(60475, faults)
     assert not outcome.rule, outcome.story
@@ -75,12 +75,12 @@ def test_what_another_machine_of_a_nodes_name_was_told_binds_only_that_one() -> 
 def test_a_deposed_leader_does_not_take_a_lease_that_nats_has_forgotten() -> None:
     """It was cut off, the other head leads, NATS was killed, and it reaches NATS before it hears of the newer term."""
     faults = [
-        Fault(kind="hang_after_join", at_s=6.984, for_s=4.503, nodes=("n2",), pick=1),
-        Fault(kind="order_fault", at_s=9.71, for_s=0.408, nodes=("n1",), how="kill", pick=1),
-        Fault(kind="cordon", at_s=23.239, for_s=9.193, nodes=("n1", "n2"), pick=2),
-        Fault(kind="kill_worker", at_s=25.822, for_s=0.0, nodes=("n1",), how="agreeing", pick=1),
-        Fault(kind="cut_coordinator", at_s=28.811, for_s=6.632, pick=3),
-        Fault(kind="crash_log", at_s=35.365, for_s=0.882, pick=2),
+        SimulatedFault(kind="hang_after_join", at_s=6.984, for_s=4.503, nodes=("n2",), pick=1),
+        SimulatedFault(kind="order_fault", at_s=9.71, for_s=0.408, nodes=("n1",), how="kill", pick=1),
+        SimulatedFault(kind="cordon", at_s=23.239, for_s=9.193, nodes=("n1", "n2"), pick=2),
+        SimulatedFault(kind="kill_worker", at_s=25.822, for_s=0.0, nodes=("n1",), how="agreeing", pick=1),
+        SimulatedFault(kind="cut_coordinator", at_s=28.811, for_s=6.632, pick=3),
+        SimulatedFault(kind="crash_log", at_s=35.365, for_s=0.882, pick=2),
     ]
     outcome = simulate(62040, faults)
     assert not outcome.rule, outcome.story
@@ -89,9 +89,9 @@ def test_a_deposed_leader_does_not_take_a_lease_that_nats_has_forgotten() -> Non
 @pytest.mark.parametrize("seed", range(1, 7))
 def test_planned_departures_lose_no_step_and_redo_no_micro_batch(seed: int) -> None:
     faults = [
-        Fault(kind="cordon", how="by", at_s=14.0, for_s=14.0, nodes=("n1",)),
-        Fault(kind="ill_accelerator", how="foretold", at_s=29.0, for_s=1.0, nodes=("n1",), pick=1),
-        Fault(kind="maintain", at_s=31.0, for_s=8.0, nodes=("n2",)),
+        SimulatedFault(kind="cordon", how="by", at_s=14.0, for_s=14.0, nodes=("n1",)),
+        SimulatedFault(kind="ill_accelerator", how="foretold", at_s=29.0, for_s=1.0, nodes=("n1",), pick=1),
+        SimulatedFault(kind="maintain", at_s=31.0, for_s=8.0, nodes=("n2",)),
     ]
     outcome = simulate(seed, faults)
     assert not outcome.rule, outcome.story
@@ -144,7 +144,7 @@ def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
     smallest = shrink(failed)
     assert smallest.rule == failed.rule and len(smallest.faults) < len(failed.faults)
     for place in range(len(smallest.faults)):
-        fewer: list[Fault] = [fault for number, fault in enumerate(smallest.faults) if number != place]
+        fewer: list[SimulatedFault] = [fault for number, fault in enumerate(smallest.faults) if number != place]
         assert simulate(failed.seed, fewer).rule != failed.rule, "a fault is left that is not needed"
     assert simulate(failed.seed, smallest.faults) == smallest
 
@@ -162,5 +162,5 @@ def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
     ],
 )
 def test_a_deliberate_bug_is_caught_by_the_rule_that_it_breaks(mutant: str, rule: str) -> None:
-    outcome, _ = caught(mutant, range(200), processes=1)
+    outcome, _ = find_breach(mutant, range(200), processes=1)
     assert outcome is not None and outcome.rule == rule

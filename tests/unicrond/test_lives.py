@@ -29,7 +29,7 @@ def phases(state: ClusterState) -> dict[str, IncidentPhase]:
 def played(seed: int) -> list[Recorded]:
     """The log of one of the fuzzer's histories."""
     with run._world(seed) as world:
-        run.arrange(world, run.draw(world.drawn("faults"), list(world.hosts)))
+        run.arrange(world, run.draw(world.rng("faults"), list(world.hosts)))
         world.loop.run_until_complete(run._play(world))
         return [entry for entry in world.server.entries if isinstance(entry, Recorded)]
 
