@@ -182,7 +182,7 @@ def test_each_type_has_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         def plan_spares(self, repair_s: int, mtbf_s: int) -> object:
             return to_builtins(spares(cluster.state, cluster.policy, repair_s, mtbf_s))
 
-    monkeypatch.setattr("unicrond.ctl.plan._asked", lambda _: Asked())
+    monkeypatch.setattr("unicrond.ctl.plan._planner", lambda _: Asked())
     plan_spares(Namespace(repair_s=DAY_S, mtbf_s=40 * DAY_S, json=False))
     slow, fast = capsys.readouterr().out.split("\n\nnodes of ")
     assert slow.startswith(f"nodes of {SLOW}:\n") and "no spare pays" in slow and "0*" in slow

@@ -74,11 +74,11 @@ def plan_adopted(state: ClusterState, event: PlanAdopted) -> ClusterState:
     if not state.starvation_us:
         return state
     shares = {assignment.task: assignment.workers for assignment in event.assignments if assignment.task in state.tasks}
-    apply_skips = _passed_over(state, shares)
+    passed_over = _passed_over(state, shares)
     for name, workers in shares.items():
         task = state.tasks[name]
         if task.status is TaskStatus.ACTIVE:
-            turn = _after(task.turn, workers, state.now_us, apply_skips=name in apply_skips)
+            turn = _after(task.turn, workers, state.now_us, passed_over=name in passed_over)
             if turn != task.turn:
                 state = with_task(state, replace(task, turn=turn))
     return state
@@ -93,13 +93,13 @@ def _passed_over(state: ClusterState, shares: Mapping[str, int]) -> set[str]:
     return {name for name in behind if not shares.get(name) and state.tasks[name].turn.overdue_us}
 
 
-def _after(turn: StarvationState, workers: int, now_us: int, *, apply_skips: bool) -> StarvationState:
+def _after(turn: StarvationState, workers: int, now_us: int, *, passed_over: bool) -> StarvationState:
     if workers:
         began_us = now_us if turn.overdue_us else turn.turn_since_us
         return replace(turn, waits_since_us=0, overdue_us=0, turn_since_us=began_us)
-    if turn.overdue_us and not apply_skips:
+    if turn.overdue_us and not passed_over:
         return turn
-    begins_anew = apply_skips or not turn.waits_since_us
+    begins_anew = passed_over or not turn.waits_since_us
     return replace(turn, waits_since_us=now_us if begins_anew else turn.waits_since_us, overdue_us=0, turn_since_us=0)
 
 
