@@ -22,7 +22,7 @@ from agents.trainer.ledger import to_fixed_point
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a task file would say. `global_batch`, `micro_batch`: in samples."""
+    """The numbers that a task file would give. `global_batch`, `micro_batch`: in samples."""
 
     iterations: int
     global_batch: int = 8
@@ -31,7 +31,7 @@ class Local:
 
 
 class LocalStep:
-    """As `hook.Step`."""
+    """One iteration, with the interface of `hook.Step`."""
 
     def __init__(self, hook: LocalHook, iteration: int) -> None:
         self._hook = hook
@@ -41,29 +41,29 @@ class LocalStep:
 
     @property
     def is_last(self) -> bool:
-        """Whether training ends behind it; known once its micro-batches are computed."""
+        """Return whether training ends after this iteration; known once its micro-batches are computed."""
         return self.agreed and (bool(self._hook.stop_reason) or self.iteration >= self._hook.task.iterations)
 
     def __iter__(self) -> Iterator[int]:
-        """One micro-batch at a time."""
+        """Yield the micro-batches one at a time."""
         for (micro_batch,) in self.lists(1):
             yield micro_batch
 
     def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
-        """Lists of all micro-batches, in order, of `at_most`."""
+        """Yield all micro-batches, in order, in lists of `at_most`."""
         yield from self._hook._lists(self, at_most)
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
-        """Account for the micro-batches just computed."""
+        """Add the loss and the tokens of the micro-batches just computed."""
         self._hook._loss_sum += to_fixed_point(float(loss_sum))
         self._hook._tokens += int(tokens)
 
     def samples(self, micro_batch: int) -> tuple[int, ...]:
-        """The indices of the micro-batch's samples in the data set."""
+        """Return the indices of the micro-batch's samples in the data set."""
         return self._hook._sampling.samples(self.iteration, micro_batch)
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
-        """Around what reads data."""
+        """Return a context for the code that reads data; it does nothing here."""
         return contextlib.nullcontext()
 
     def seed(self, micro_batch: int) -> None:
@@ -75,7 +75,7 @@ class LocalStep:
 
 @dataclass(slots=True)
 class LocalHook:
-    """As `hook.Hook`, of one process that is the only one."""
+    """The hook of a process that is the only replica, with the interface of `hook.Hook`."""
 
     task: Local
     sums: Accumulation
@@ -95,13 +95,13 @@ class LocalHook:
     def create(
         task: Local, models: Sequence[torch.nn.Module], dataset_size: int | None, loaded_iteration: int | None
     ) -> LocalHook:
-        """`dataset_size`, `brings`: as for `Hook.attach`."""
+        """Return the hook over `models`. `dataset_size`, `loaded_iteration`: as for `Hook.attach`."""
         sums = Accumulation(parameter for model in models for parameter in model.parameters())
         sampling = Sampling(task.seed, task.global_batch, task.micro_batch, dataset_size)
         return LocalHook(task, sums, sampling, loaded_iteration or 0)
 
     def steps(self) -> Iterator[LocalStep]:
-        """The iterations, one after the other. Raises RuntimeError for a step that was left."""
+        """Yield the iterations one after the other. Raises RuntimeError for a step that the loop left early."""
         for iteration in range(self._loaded_iteration + 1, self.task.iterations + 1):
             self.sums.clear()
             self._iteration, self._loss_sum, self._tokens = iteration, 0.0, 0
@@ -133,20 +133,20 @@ class LocalHook:
 
     @contextlib.contextmanager
     def section(self, name: str, *, timeout_s: float) -> Iterator[None]:
-        """Around long work that is not training: nobody waits for it here."""
+        """Declare long work that is not training; no other replica waits for it here."""
         yield
 
     def register(self, name: str, stateful: Any) -> None:
-        """Nothing travels here; the name must be free all the same."""
+        """Note the name, which must be free; no state travels here. Raises ValueError."""
         if name in self._registered:
             raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
         self._registered[name] = stateful
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """A line with these numbers and the iteration."""
+        """Print a line with these numbers and the iteration."""
         text = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
         print(f"iteration {self._iteration}: {text}", flush=True)
 
     def on_finish(self, save: Callable[[], None]) -> None:
-        """Called behind the last iteration."""
+        """Have `save` called after the last iteration."""
         self._on_finish = save

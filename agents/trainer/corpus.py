@@ -25,7 +25,7 @@ class DataError(RuntimeError):
 
 
 def default_prefix() -> Path:
-    """Where the corpus is kept for tasks that name no data."""
+    """Return the path prefix at which the corpus is kept for tasks that name no data."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "unicron" / f"stdlib-{sysconfig.get_python_version()}"
 
@@ -50,7 +50,7 @@ def _part(prefix: Path, suffix: str) -> Path:
 
 
 def _sources() -> Iterator[Path]:
-    """Non-empty Python files of the standard library in name order, until CORPUS_BYTES_MAX are reached."""
+    """Yield the non-empty Python files of the standard library in name order, up to CORPUS_BYTES_MAX in all."""
     root, total_bytes = Path(sysconfig.get_path("stdlib")), 0
     for path in sorted(root.rglob("*.py")):
         size_bytes = path.stat().st_size
@@ -76,11 +76,11 @@ class Corpus:
             raise DataError(f"data: {prefix} has {int(self._ends[-1])} tokens, a sample takes {seq + 1}")
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return int((self._ends[-1] - 1) // self._seq) if len(self._ends) else 0
 
     def sample(self, index: int) -> torch.Tensor:
-        """Tokens of sample `index` in [0, len): int64, shape (seq + 1,)."""
+        """Return the tokens of sample `index` in [0, len): int64, shape (seq + 1,)."""
         position, end = index * self._seq, index * self._seq + self._seq + 1
         pieces = []
         while position < end:

@@ -85,6 +85,7 @@ class _CpuTorch(ModuleType):
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*arguments: Any, **options: Any) -> Any:
+        """Call the factory, with the CPU where a CUDA device is asked for."""
         if str(options.get("device", "")).startswith("cuda"):
             options["device"] = _CPU
         return factory(*arguments, **options)
@@ -105,6 +106,7 @@ class _CudaNames(TorchFunctionMode):  # type: ignore[misc]
 def _with_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def deceived(*arguments: Any, **options: Any) -> Any:
+        """Call the function while `tensor.type()` names CUDA types."""
         with _CudaNames():
             return function(*arguments, **options)
 

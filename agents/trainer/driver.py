@@ -19,22 +19,23 @@ from agents.trainer.lifecycle.failures import RendezvousTimedOut
 
 @dataclass(slots=True)
 class LifecycleDriver(EffectHandlers):
-    """One worker's. `seam`: see the module."""
+    """Runs one worker's lifecycle up to each seam. `seam`: what it waits for now; see the module."""
 
     seam: e.Seam | None = None
     _flow: e.Flow[None] | None = None
 
     def begin(self) -> None:
-        """Up to the first seam."""
+        """Run the lifecycle up to its first seam."""
         self._flow = run(self.member)
         self._run_effects(lambda flow: next(flow))
 
     def advance(self) -> None:
-        """The loop has done what the seam asked for: up to the next one. Raises what ends the worker."""
+        """Go on to the next seam: the loop has done what the present one asked for. Raises what ends the worker."""
         self._run_effects(lambda flow: flow.send(None))
 
     def throw(self, failure: BaseException) -> None:
-        """As `advance`, where the seam has failed: Broken, Superseded, Stopped."""
+        """Go on as `advance` does, where the seam has failed with GroupBroken, MembershipSuperseded or
+        ProgramLeftLoop."""
         self._run_effects(lambda flow: flow.throw(failure))
 
     def _run_effects(self, enter: Callable[[e.Flow[None]], e.Effect[Any]]) -> None:
@@ -58,5 +59,5 @@ class LifecycleDriver(EffectHandlers):
 
     @property
     def alive(self) -> bool:
-        """The lifecycle waits at a seam; no error has ended it."""
+        """Return whether the lifecycle waits at a seam; False once it or an error has ended it."""
         return self._flow is not None

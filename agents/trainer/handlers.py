@@ -45,8 +45,9 @@ from events.vocabulary import StateSource
 @dataclass(slots=True)
 class EffectHandlers:
     """What one worker's effects act on, and a method for each. `sharing`: None where the optimizer's state is not
-    sharded; `runs`: None where the sum of a step follows the assignment. `on_finish`: the program's own function, to be
-    called behind the last iteration. `finalize_gradients`: adds up what the shards of a replica share (`finishing.py`)."""
+    sharded; `runs`: None where the sum of a step follows the assignment. `on_finish`: the program's own function,
+    called after the last iteration. `finalize_gradients`: adds up what the shards of a replica share
+    (`finishing.py`)."""
 
     member: MemberState
     context: Context
@@ -65,20 +66,20 @@ class EffectHandlers:
 
     @property
     def group(self) -> ShardGroup:
-        """The present group."""
+        """Return the present group."""
         group = self.rendezvous.group
         assert group is not None
         return group
 
     def fire(self, point: Point) -> None:
-        """A point of the loop's own: a fault may have been ordered for it."""
+        """Pass a point of the loop's own, for which a fault may have been ordered."""
         ledger = self.member.ledger
         self.context.injection.fire(point, ledger.iteration, self.rendezvous.generation, ledger.finished)
 
     def _collect_rows(
         self, row: Sequence[int], point: Point | None = None, callback: Callable[[], None] | None = None
     ) -> list[list[int]]:
-        """Every member's row. While they are under way the point `amid` is passed, and `meanwhile` done."""
+        """Return every member's row. Meanwhile pass the fault point `point` and call `callback`."""
         group = self.group
 
         def gather() -> list[list[int]]:
@@ -93,7 +94,7 @@ class EffectHandlers:
         return self.rendezvous.together(gather)
 
     def _compare_environments(self) -> None:
-        """A member may compute on something else than the first. Raises NotDeterministic."""
+        """Warn where members compute on other hardware or software than the first. Raises NotDeterministic."""
         policy, ranks = self.context.settings.deterministic, determinism.deviating_ranks(self.rendezvous.environments)
         if not ranks or policy == "off":
             return
@@ -222,7 +223,7 @@ class EffectHandlers:
         return self.context.channel.membership(effect.generation)
 
     def _agree(self, effect: e.Agree) -> list[list[int]]:
-        """With this shard's sighting of the iteration behind the row."""
+        """Gather the members' rows, each with its shard's sighting of the iteration appended."""
         ledger, width = self.member.ledger, len(effect.row)
         sighting = self.detection.observe(ledger.iteration, ledger.finished, self.reduction.norm())
         tells = self.member.is_leader and self.detection.checksums_due(ledger.iteration)
@@ -231,7 +232,7 @@ class EffectHandlers:
         return [row[:width] for row in rows]
 
     def _check_sums(self) -> None:
-        """The lead alone, while the agreement is under way: all have the same."""
+        """Record the checksum of the sums, at the leader, while the agreement is under way."""
         complete = self.reduction.complete()
         pieces = [[piece for _, piece in complete[bucket]] for bucket in range(self.member.buckets)]
         self.detection.record_sums(checksum_of_pieces(pieces))
@@ -299,7 +300,7 @@ class EffectHandlers:
         return reason
 
     def _resharded(self, shards: Iterable[Tree]) -> Tree:
-        """This shard's state, from all those of another layout."""
+        """Return this shard's state, made from all shards of another layout."""
         return reshard(self.state.capture(0, 0.0), shards)
 
     def _adopt_state(self, tree: Tree, size_bytes: int, origin: StateSource, resharded_from: str = "") -> LoadedState:

@@ -2,7 +2,7 @@
 
     hook = Hook.attach(model, optimizer, scheduler)
     for step in hook.steps():
-        for micro_batch in step:                    # dealt to this replica; more of them after a peer's death
+        for micro_batch in step:                    # assigned to this replica; more of them after a peer's death
             loss_sum, tokens = forward_backward(step, micro_batch)
             step.add(loss_sum, tokens)
         optimizer.step()                            # the gradients are the global batch's mean, on every replica
@@ -10,9 +10,9 @@
 
 Rules
 -----
-* What happens in which order, and what follows a fault, is the lifecycle's (`lifecycle/`); the driver carries it out
-  (`driver.py`). Here is what a loop sees of it: iterations, micro-batches, `stop`, `busy`; and what becomes of a
-  program that ends before its training does.
+* The lifecycle (`lifecycle/`) says what happens in which order, and what follows a fault; the driver carries it out
+  (`driver.py`). This module has what a loop sees of it: iterations, micro-batches, `stop`, `section`; and what becomes
+  of a program that ends before its training does.
 * Buckets are reduced while the last backward still runs, where the loop allows it (`reduction.py`).
 """
 
@@ -63,7 +63,7 @@ from agents.trainer.states.state import Stateful, TrainingState, flatten
 
 MAX_REASON = 512
 _FLUSH_S = 2.0
-#: An exception in the body of the loop has been told of by then.
+#: An exception in the body of the loop has been reported by then.
 _LEFT_S = 1.0
 _BUSY_MAX_S = 7 * 86400.0
 
@@ -73,43 +73,43 @@ class Step:
 
     def __init__(self, hook: Hook, iteration: int) -> None:
         self._hook = hook
-        #: It changes where all others have gone on meanwhile, and this replica is given their state.
+        #: It changes where all others have gone on meanwhile, and this replica receives their state.
         self.iteration = iteration
         self.agreed = False
         #: Mean loss per token over the global batch; known once the step is agreed.
         self.loss = float("nan")
 
     def __iter__(self) -> Iterator[int]:
-        """One micro-batch at a time; after a peer's death between two of them, more may come."""
+        """Yield one micro-batch at a time; after a peer's death between two of them, more may come."""
         for (micro_batch,) in self.lists(1):
             yield micro_batch
 
     @property
     def is_last(self) -> bool:
-        """Whether training ends behind it; known once the step is agreed."""
+        """Return whether training ends after this iteration; known once the step is agreed."""
         member = self._hook._driver.member
         return self.agreed and (member.stop_agreed or self.iteration >= member.launch.spec.iterations)
 
     def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
-        """Lists of micro-batches, as many as are left (pipeline schedules want them all at once) or `at_most`."""
+        """Yield lists of micro-batches: all that are left (pipeline schedules want them at once), or `at_most` each."""
         yield from self._hook._micro_batches(self, at_most)
 
     def upcoming(self, count: int) -> list[int]:
-        """The micro-batches that this replica computes behind the next `taken`, as dealt now."""
+        """Return the micro-batches that this replica computes after the next `count`, as assigned now."""
         return self._hook._driver.member.ledger.remaining()[count:]
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
-        """Account for the micro-batches just computed: sum of token losses, number of tokens (both 0 in pipeline
-        stages without the loss). Raises NanLoss where the sum is not finite."""
+        """Add the sum of the token losses and the number of tokens of the micro-batches just computed (both 0 in
+        pipeline stages without the loss). Raises NanLoss where the sum is not finite."""
         self._hook._add(float(loss_sum), int(tokens))
 
     def samples(self, micro_batch: int) -> tuple[int, ...]:
-        """The indices of the micro-batch's samples in the data set."""
+        """Return the indices of the micro-batch's samples in the data set."""
         return self._hook._driver.sampling.samples(self.iteration, micro_batch)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """`with step.loading():` around what reads data: an exception or a hang there is reported as one of the
+        """Mark what reads data (`with step.loading():`): an exception or a hang there is reported as one of the
         data."""
         process = self._hook._context
         phase, process.phase = process.phase, "data"
@@ -131,7 +131,7 @@ class Hook:
     _has_ended: bool = False
     _step: Step | None = None
     _early: LeftEarly | None = None
-    #: What is being computed does not count.
+    #: The micro-batch under way is computed for its bits alone and does not count.
     _testing_bits: bool = False
 
     @staticmethod
@@ -150,15 +150,14 @@ class Hook:
         `optimizer` and `scheduler` need state_dict and load_state_dict. `dataset_size`: samples in the data set,
         over which `step.samples` permutes; None: an endless stream. `overlap`: reduce inside the last backward; only
         for loops that give each parameter at most one gradient per micro-batch (one backward for each; an iteration
-        fails where that is not so). `loaded_iteration`: the iteration after which the program's state is the one that it has
-        loaded itself, 0 for none, on every replica; training goes on from there, unless a later state is found.
+        fails where that is not so). `loaded_iteration`: the iteration after which the state is the one that the program
+        has loaded itself, 0 for none, on every replica; training goes on from there, unless a later state is found.
         `gradients`: makes the accumulation of the task's lanes, with so many bytes in a bucket, for a framework with
         buffers of its own. Raises RuntimeError outside a worker, CannotFinish for a model that would train wrongly.
         """
         process = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         spec = process.launch.spec
-
         lanes = lanes_of(spec)
         make = gradients or partial(_plain_accumulation, models)
         accumulation = make(lanes, process.settings.bucket_bytes)
@@ -166,9 +165,8 @@ class Hook:
         layout = partial(_describe_layout, process, models, optimizer)
         state = TrainingState(models, optimizer, scheduler, randomness, layout)
         extents, saves = ((), None) if sharded is None else (sharded.extents, sharded.saves)
-        member = MemberState(
-            process.launch, len(accumulation), time.monotonic, extents, loaded_iteration=loaded_iteration, saves=saves
-        )
+        member = MemberState(process.launch, len(accumulation), time.monotonic, extents)
+        member.loaded_iteration, member.saves = loaded_iteration, saves
         reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(process)
         driver = LifecycleDriver(
             member=member,
@@ -206,8 +204,8 @@ class Hook:
         scheduler: Any = None,
         **options: Any,
     ) -> Hook | LocalHook:
-        """In a worker as `attach`, with its options; in any other process the same loop for `alone`, one replica
-        without unicrond (`alone.py`)."""
+        """Attach as `attach` does in a worker, with its options; in any other process return the same loop for `local`,
+        one replica without unicrond (`alone.py`)."""
         if context.is_worker():
             return Hook.attach(model, optimizer, scheduler, **options)
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -215,24 +213,24 @@ class Hook:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is the one of its task that reports: true in one of all, for what is to be done once
-        (a run of W&B, an evaluation). Another becomes it when it is lost; false before the first step."""
+        """Return whether this process is the one of its task that reports, for what is to be done once (a run of W&B,
+        an evaluation). Another takes over when it is lost; False before the first step."""
         return self._driver.member.is_leader
 
     @property
     def in_leader_replica(self) -> bool:
-        """Whether this process is in the replica of the one that reports: all shards of it write a checkpoint
-        together. As `is_lead`, another replica becomes it."""
+        """Return whether this process is in the leader's replica, all shards of which write a checkpoint together.
+        Another replica takes over as for `is_leader`."""
         return self._driver.member.in_leader_replica
 
     @property
     def replicas(self) -> int:
-        """In the present group; 0 before the first step."""
+        """Return the number of replicas in the present group; 0 before the first step."""
         return len(self._driver.member.peers)
 
     @property
     def sums(self) -> Accumulation:
-        """Where gradients are accumulated; for a framework with buffers of its own (`gradients` of `attach`)."""
+        """Return where gradients are accumulated, for a framework with buffers of its own (`gradients` of `attach`)."""
         return self._driver.accumulation
 
     def register(self, name: str, stateful: Stateful) -> None:
@@ -246,18 +244,18 @@ class Hook:
         state.registered[name] = stateful
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """A line in the lead's log with these numbers and the iteration; other processes drop it."""
+        """Print a line with these numbers and the iteration into the leader's log; other processes drop it."""
         if self.is_leader:
             text = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
             print(f"iteration {self._context.iteration}: {text}", flush=True)
 
     def on_finish(self, save: Callable[[], None]) -> None:
-        """Have the lead's replica, all shards of it, call this behind the last iteration, before the task is complete;
-        if that replica is lost meanwhile, another calls its own."""
+        """Have all shards of the leader's replica call `save` after the last iteration, before the task is complete; if
+        that replica is lost meanwhile, another calls its own."""
         self._driver.on_finish = save
 
     def steps(self) -> Iterator[Step]:
-        """The iterations that are left, one after the other, from wherever the task stands."""
+        """Yield the iterations that are left, one after the other, from wherever the task stands."""
         driver = self._driver
         if self._driver.member.state != "new":
             raise RuntimeError("hook.steps() has begun already: loop over it once, to its end")
@@ -286,14 +284,14 @@ class Hook:
 
     @contextlib.contextmanager
     def section(self, name: str, *, timeout_s: float) -> Iterator[None]:
-        """`with hook.section("evaluation", timeout_s=600):` around long work that is not training, inside the loop.
+        """Declare long work in the loop that is not training: `with hook.section("evaluation", timeout_s=600):`.
 
         Within that time no worker counts as hanging; a worker that is busy for longer does, by that name. Enter it on
         every replica, whichever does the work inside: the others then wait for as long. Raises ValueError.
         """
         if not name or not 0.0 < timeout_s <= _BUSY_MAX_S:
             raise ValueError(
-                f"hook.section({name!r}, timeout_s={timeout_s}): give a name, and the most seconds that it may take (above 0,"
+                f"hook.section({name!r}, timeout_s={timeout_s}): give a name, and its most seconds (above 0,"
                 f" at most {_BUSY_MAX_S:g})"
             )
         with self._driver.detection.section(name[:MAX_REASON], timeout_s):
@@ -316,12 +314,11 @@ class Hook:
             step.loss = driver.seam.loss
 
     def _hand_out(self, at_most: int | None) -> Iterator[list[int]]:
-        """What is left of this replica's micro-batches. Raises Broken, Superseded, QuitAsked."""
-        driver = self._driver
-        own_time, mark, ledger = driver.detection.compute_time, self._context.mark, driver.member.ledger
+        """Yield the rest of this replica's micro-batches. Raises GroupBroken, MembershipSuperseded, QuitRequested."""
+        driver, runs = self._driver, self._driver.runs
+        compute_time, mark, ledger = driver.detection.compute_time, self._context.mark, driver.member.ledger
         driver.rendezvous.look()
         yield from self._compare_bits()
-        runs = driver.runs
         if runs is not None:
             runs.begin()
         while (run := ledger.run) is not None:
@@ -329,13 +326,13 @@ class Hook:
                 runs.enter(run)
             todo = ledger.todo()[:at_most]
             if todo:
-                own_time.begin()
+                compute_time.begin()
                 mark.begin_micro_batch(ledger.finished)
                 driver.fire("micro_batch")
                 if self._overlap and ledger.is_last(todo):
                     driver.reduction.overlap(driver.group, len(todo))
                 yield todo
-                own_time.end(len(todo))
+                compute_time.end(len(todo))
             if ledger.finish(len(todo)):
                 ledger.end_run()
                 if runs is not None:
@@ -367,10 +364,10 @@ class Hook:
         ledger.add(loss_sum, tokens)
 
     def _look_for_ordered_faults(self, models: Sequence[torch.nn.Module]) -> None:
-        """Points inside the computation are looked for only where a fault is ordered there."""
+        """Register hooks for points inside the computation, only where a fault is ordered there."""
         expects, fire = self._context.injection.expects, self._driver.fire
         parameters = [
-            (module, own) for model in models for module in model.modules() for own in module.parameters(False)
+            (module, weight) for model in models for module in model.modules() for weight in module.parameters(False)
         ]
         module, parameter = parameters[len(parameters) // 2]
         if expects("forward"):
@@ -391,7 +388,7 @@ class Hook:
     # --- the end of the program ------------------------------------------------------------------
 
     def _note_early_exit(self) -> None:
-        """The program has left the loop. (Raise nothing here: no caller would see it.)"""
+        """Note that the program has left the loop. (Raise nothing here: no caller would see it.)"""
         if self._has_ended or self._context.has_ended or not self._driver.alive:
             return
         if self._driver.member.stop_reason:
@@ -405,8 +402,8 @@ class Hook:
             late.start()
 
     def _report_early_exit(self) -> None:
-        """It is gone from its loop for good. (An exception in the loop's body ends the loop as well, before anybody
-        can see it; it is reported as what it is, a moment later.)"""
+        """Report the early exit after a moment. (An exception in the loop's body ends the loop before anybody can see
+        it; it is reported as what it is meanwhile.)"""
         process, error = self._context, self._early
         if process.has_ended or error is None:
             return
@@ -416,11 +413,11 @@ class Hook:
         process.has_ended = True
 
     def _finish(self) -> None:
-        """The program has ended, with code 0."""
+        """Check, at the end of the program with code 0, that it has trained to the end or stopped. Raises LeftEarly."""
         if self._has_ended:
             return
         if self._context.has_ended:
-            raise SystemExit(1)  # it has been told of
+            raise SystemExit(1)  # it has been reported
         if self._early is not None:
             raise self._early
         if not self._driver.member.stop_reason or self._step is None:
@@ -429,7 +426,7 @@ class Hook:
         self._leave_after_stop()
 
     def _leave_after_stop(self) -> None:
-        """The program has said `stop`, and does not come back for the end of training."""
+        """Have the lifecycle end here: the program has called `stop`, and does not come back to the loop."""
         self._driver.throw(ProgramLeftLoop())
         self._has_ended = True
 

@@ -14,15 +14,17 @@ _LOSS_UNITS = 2.0**24
 
 
 def to_fixed_point(loss_sum: float) -> float:
-    """The loss as it is counted, so that sums of it are the same in any order."""
+    """Return the loss as it is counted, so that sums of it are the same in any order."""
     return round(loss_sum * _LOSS_UNITS) / _LOSS_UNITS
 
 
 @dataclass(slots=True)
 class IterationLedger:
-    """`held`: micro-batches in the order they were dealt, of which the first `finished` are done.
+    """What one replica has to compute of an iteration. `assignment`: its micro-batches in the order of their
+    assignment, of which the first `finished` are done.
 
-    `loss_sum`: sum of the token losses; `tokens`: how many; `redone`: held because another replica was lost.
+    `loss_sum`: sum of the token losses; `tokens`: how many; `redone`: micro-batches assigned because another replica
+    was lost.
     """
 
     iteration: int
@@ -34,55 +36,55 @@ class IterationLedger:
 
     @property
     def run(self) -> Run | None:
-        """What is to be computed next; None: nothing is left."""
+        """Return what is to be computed next, None where nothing is left."""
         return Run(0, tuple(self.assignment)) if self.finished < len(self.assignment) else None
 
     @property
     def in_sums(self) -> tuple[int, ...]:
-        """With lanes: the micro-batches that are in this replica's sums."""
+        """Return, with lanes, the micro-batches that are in this replica's sums."""
         return ()
 
     def todo(self) -> list[int]:
-        """The micro-batches of the present run that are not finished, in their order."""
+        """Return the micro-batches of the present run that are not finished, in their order."""
         return self.assignment[self.finished :]
 
     def remaining(self) -> list[int]:
-        """All that are not finished, in their order."""
+        """Return all micro-batches that are not finished, in their order."""
         return self.todo()
 
     def is_last(self, todo: Sequence[int]) -> bool:
-        """Behind these micro-batches no others are left, and what comes of them stays here."""
+        """Return whether no micro-batches are left after these, and their sum stays on this replica."""
         return len(todo) == len(self.assignment) - self.finished
 
     def add(self, loss_sum: float, tokens: int) -> None:
-        """Account for finished micro-batches; `loss_sum` is finite."""
+        """Add the loss and tokens of finished micro-batches; `loss_sum` is finite."""
         self.loss_sum += to_fixed_point(loss_sum)
         self.tokens += tokens
 
     def finish(self, micro_batches: int) -> bool:
-        """So many are finished. Whether the present run is over."""
+        """Note that so many micro-batches are finished; return whether the present run is over."""
         self.finished += micro_batches
         return not self.todo()
 
     def end_run(self) -> None:
-        """The present run is over."""
+        """End the present run."""
 
     def sums(self) -> tuple[float, int]:
-        """Loss and tokens of what it holds."""
+        """Return the loss and the tokens of its micro-batches."""
         return self.loss_sum, self.tokens
 
     def for_iteration(self, iteration: int) -> IterationLedger:
-        """Another iteration's, with the same to do."""
+        """Return a ledger for another iteration, with the same assignment."""
         return IterationLedger(iteration, list(self.assignment))
 
     def assign(self, micro_batches: Sequence[int], redone: bool) -> None:
-        """Hold these too. `redone`: another replica had worked on them."""
+        """Add these micro-batches to the assignment. `redone`: another replica had worked on them."""
         self.assignment.extend(micro_batches)
         if redone:
             self.redone += len(micro_batches)
 
     def account(self, sampling: Sampling, surplus: bool = False) -> ReplicaAccount:
-        """The finished iteration's account of this replica. `surplus`: its accumulation's."""
+        """Return this replica's account of the finished iteration. `surplus`: its accumulation's."""
         samples = [
             sample for micro_batch in self.assignment for sample in sampling.samples(self.iteration, micro_batch)
         ]
@@ -100,7 +102,7 @@ class IterationLedger:
 
 @dataclass(slots=True)
 class RunningSum:
-    """A running sum of a lane: how many micro-batches are in it, their loss and tokens."""
+    """A lane's running sum: the number of micro-batches in it, their loss and tokens."""
 
     length: int = 0
     loss_sum: float = 0.0
@@ -109,11 +111,11 @@ class RunningSum:
 
 @dataclass(slots=True)
 class LaneLedger(IterationLedger):
-    """Where the sum is fixed (`lanes.py`). `held` is what is kept, then the runs' micro-batches. `deal`, `rank`: what
-    it was dealt. `running`: of each lane that it has any of. `taken`: what others have given of these; the givers
-    account for that, until a new deal says that it is this replica's. `ahead`: accounts of micro-batches of the present
-    run that were computed before what it goes on with was here.
-    """
+    """The ledger where the sum is fixed (`lanes.py`). `assignment`: the micro-batches whose sums are valid here, then
+    those of the runs. `lane_assignment`, `rank`: what it was assigned, and as which member. `running`: the running sum
+    of each lane that it has any of. `from_peers`: what others have sent of these; the senders account for that, until a
+    new assignment says that it is this replica's. `ahead`: accounts of micro-batches of the present run that were
+    computed before the sum that they continue was here."""
 
     lanes: Lanes = field(kw_only=True)
     lane_assignment: Assignment | None = None
@@ -127,40 +129,40 @@ class LaneLedger(IterationLedger):
 
     @property
     def run(self) -> Run | None:
-        """The next one, also if nothing is to be computed for it."""
+        """Return the next run, also where nothing is to be computed for it."""
         return self._runs[0] if self._runs else None
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Those that are not over."""
+        """Return the runs that are not over."""
         return self._runs
 
     @property
     def in_sums(self) -> tuple[int, ...]:
-        """The micro-batches that are in this replica's sums, its own and those that others have given."""
+        """Return the micro-batches that are in this replica's sums, its own and those that peers have sent."""
         return tuple(m for lane, partial in self.running.items() for m in self.lanes.of(lane)[: partial.length])
 
     def todo(self) -> list[int]:
-        """The micro-batches of the present run that are not finished, in their order."""
+        """Return the micro-batches of the present run that are not finished, in their order."""
         finished = self._offset + len(self.ahead) - self._is_ahead
         return list(self._runs[0].micro_batches[finished:]) if self._runs else []
 
     def remaining(self) -> list[int]:
-        """All that are not finished, in their order."""
+        """Return all micro-batches that are not finished, in their order."""
         return [*self.todo(), *(micro_batch for later in self._runs[1:] for micro_batch in later.micro_batches)]
 
     def is_last(self, todo: Sequence[int]) -> bool:
-        """Behind these micro-batches no others are left, and what comes of them stays here."""
+        """Return whether no micro-batches are left after these, and their sum stays on this replica."""
         return len(todo) == len(self.assignment) - self.finished and self._runs[0].target is None and not self.ahead
 
     def add(self, loss_sum: float, tokens: int) -> None:
-        """Account for micro-batches of the present run; `loss_sum` is finite."""
+        """Add the loss and tokens of micro-batches of the present run; `loss_sum` is finite."""
         target = self.ahead[-1] if self._is_ahead else self.running.setdefault(self._runs[0].lane, RunningSum())
         target.loss_sum += to_fixed_point(loss_sum)
         target.tokens += tokens
 
     def finish(self, micro_batches: int) -> bool:
-        """So many are finished. Whether the present run is over."""
+        """Note that so many micro-batches are finished; return whether the present run is over."""
         if self._is_ahead:
             self._is_ahead = False
             return False
@@ -170,27 +172,27 @@ class LaneLedger(IterationLedger):
         return not self.todo()
 
     def end_run(self) -> None:
-        """The present run is over."""
+        """End the present run."""
         self._runs, self._offset = self._runs[1:], 0
 
     def may_go_ahead(self, run: Run) -> bool:
-        """The run goes on with what is not here yet, and another of its micro-batches may be computed meanwhile."""
+        """Return whether the run waits for a peer's sum, and another of its micro-batches may be computed meanwhile."""
         return (
             run.source is not None and run.lane not in self.from_peers and bool(self.todo()) and len(self.ahead) < AHEAD
         )
 
     def go_ahead(self) -> None:
-        """The next micro-batch is computed ahead."""
+        """Note that the next micro-batch is computed ahead."""
         self.ahead.append(RunningSum(1))
         self._is_ahead = True
 
     @property
     def computed_ahead(self) -> tuple[int, ...]:
-        """The micro-batches that are in no sum yet."""
+        """Return the micro-batches of the present run that are in no sum yet."""
         return self._runs[0].micro_batches[self._offset :][: len(self.ahead)] if self.ahead else ()
 
     def receive(self, lane: int, prefix: RunningSum) -> None:
-        """The running sum of the lane is here, and what was computed ahead is added to it."""
+        """Take the lane's running sum, which has come from a peer, and add to it what was computed ahead."""
         parts = (prefix, *self.ahead)
         self.running[lane] = RunningSum(
             sum(part.length for part in parts), sum(part.loss_sum for part in parts), sum(part.tokens for part in parts)
@@ -201,7 +203,7 @@ class LaneLedger(IterationLedger):
         self.ahead = []
 
     def assign_lanes(self, assignment: Assignment, rank: int, redone: int = 0) -> None:
-        """What counts here, and what is to be computed, from now on. `redone`: that many had been another's."""
+        """Set what is valid here and what is to be computed from now on. `redone`: so many were another replica's."""
         valid = assignment.valid[rank]
         self.lane_assignment, self.rank, self.redone = assignment, rank, self.redone + redone
         self.running = {lane: partial for lane, partial in self.running.items() if self.lanes.of(lane)[0] in valid}
@@ -210,13 +212,13 @@ class LaneLedger(IterationLedger):
         self._runs, self._offset = assignment.runs[rank], 0
 
     def sums(self) -> tuple[float, int]:
-        """Loss and tokens of what it accounts for."""
+        """Return the loss and the tokens that this replica accounts for."""
         own_sums, peer_sums = self.running.values(), self.from_peers.values()
         loss_sum = sum(partial.loss_sum for partial in own_sums) - sum(partial.loss_sum for partial in peer_sums)
         return loss_sum, sum(partial.tokens for partial in own_sums) - sum(partial.tokens for partial in peer_sums)
 
     def for_iteration(self, iteration: int) -> IterationLedger:
-        """Another iteration's, with the same to do."""
+        """Return a ledger for another iteration, with the same assignment."""
         ledger = LaneLedger(iteration, lanes=self.lanes)
         if self.lane_assignment is not None:
             ledger.assign_lanes(self.lane_assignment, self.rank)
@@ -237,7 +239,8 @@ class ReplicaAccount:
     surplus: bool = False
 
     def row(self) -> list[int]:
-        """Nine signed 64-bit integers; the loss as the bits of its float64. (Older hooks read a number where 0 is.)"""
+        """Return nine signed 64-bit integers; the loss as the bits of its float64. (Older hooks read a number where 0
+        is.)"""
         (loss_bits,) = struct.unpack("<q", struct.pack("<d", self.loss_sum))
         return [
             self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens, self.redone,
@@ -246,7 +249,7 @@ class ReplicaAccount:
 
     @staticmethod
     def from_row(row: Sequence[int]) -> ReplicaAccount:
-        """The inverse of `row`."""
+        """Return the account of such a row; the inverse of `row`."""
         iteration, micro_batches, samples, digest, loss_bits, tokens, redone, _, surplus = row
         (loss_sum,) = struct.unpack("<d", struct.pack("<q", loss_bits))
         return ReplicaAccount(iteration, micro_batches, samples, digest, loss_sum, tokens, redone, bool(surplus))
@@ -260,7 +263,7 @@ class Total:
     accounts: tuple[ReplicaAccount, ...]
 
     def check(self, iteration: int, micro_batches: int) -> None:
-        """Every micro-batch of `iteration` exactly once, something to divide by, sums that are right. Raises
+        """Require every micro-batch of `iteration` exactly once, tokens to divide by, and sums that are right. Raises
         RuntimeError."""
         count = sum(account.micro_batches for account in self.accounts)
         if count != micro_batches or any(account.iteration != iteration for account in self.accounts):
@@ -275,30 +278,30 @@ class Total:
 
     @property
     def tokens(self) -> int:
-        """Over all replicas."""
+        """Return the tokens over all replicas."""
         return sum(account.tokens for account in self.accounts)
 
     @property
     def loss(self) -> float:
-        """Mean loss per token; summed in rank order, so that all ranks have the same bits."""
+        """Return the mean loss per token; summed in rank order, so that all ranks have the same bits."""
         return sum(account.loss_sum for account in self.accounts) / self.tokens
 
     @property
     def samples(self) -> int:
-        """Over all replicas."""
+        """Return the samples over all replicas."""
         return sum(account.samples for account in self.accounts)
 
     @property
     def samples_digest(self) -> int:
-        """The sum of the replicas' digests, modulo DIGEST_MODULUS."""
+        """Return the sum of the replicas' digests, modulo DIGEST_MODULUS."""
         return sum(account.samples_digest for account in self.accounts) % DIGEST_MODULUS
 
     @property
     def redone(self) -> int:
-        """Micro-batches over all replicas."""
+        """Return the micro-batches that were computed again, over all replicas."""
         return sum(account.redone for account in self.accounts)
 
     @property
     def micro_batches_by_rank(self) -> tuple[int, ...]:
-        """How many each replica has done."""
+        """Return how many micro-batches each replica has computed."""
         return tuple(account.micro_batches for account in self.accounts)

@@ -22,13 +22,14 @@ _compile = torch.compile
 
 
 def _compile_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """`torch.compile` as a decorator, with or without options."""
+    """Replace `torch.compile` as a decorator, with or without options."""
     if function is None:
         return functools.partial(_compile_when_called, **options)
     compiled = functools.cache(lambda: _compile(function, **options))
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
+        """Compile at the first call, then call."""
         return compiled()(*arguments, **keywords)
 
     return call

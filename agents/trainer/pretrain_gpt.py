@@ -53,7 +53,7 @@ def main(spec: TaskSpec) -> None:
 
 
 def build_model(spec: TaskSpec) -> torch.nn.Module:
-    """This shard's part of the GPT that `spec.model` describes."""
+    """Return this shard's part of the GPT that `spec.model` describes."""
     in_16_bits = spec.model.precision == "bf16"
     dtype = torch.bfloat16 if in_16_bits else torch.float32
     config = TransformerConfig(
@@ -89,7 +89,7 @@ def build_model(spec: TaskSpec) -> torch.nn.Module:
 
 
 def build_optimizer(spec: TaskSpec, model: torch.nn.Module) -> tuple[Any, OptimizerParamScheduler]:
-    """Megatron's Adam and its scheduler, counting samples."""
+    """Return Megatron's Adam and its scheduler, which counts samples."""
     settings, in_16_bits = spec.optimizer, spec.model.precision == "bf16"
     decay_iterations = settings.decay_iterations or spec.iterations
     config = OptimizerConfig(
@@ -123,7 +123,7 @@ def build_optimizer(spec: TaskSpec, model: torch.nn.Module) -> tuple[Any, Optimi
 def forward_backward(
     spec: TaskSpec, model: torch.nn.Module, text: Corpus, step: Step, micro_batches: list[int]
 ) -> tuple[float, int]:
-    """Run Megatron's schedule over the micro-batches; the sum of their token losses and the number of tokens."""
+    """Run Megatron's schedule over the micro-batches; return the sum of their token losses and the number of tokens."""
     report = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, text, step),
         data_iterator=iter(micro_batches),

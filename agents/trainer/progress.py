@@ -10,7 +10,7 @@ LOG_EVERY_S = 10.0
 
 class ProgressLog:
     """What the log says of training: of this process's first iteration, and then of the first one after each
-    LOG_EVERY_S. Every process counts, so that a new lead goes on at once; the hook has the lead alone write.
+    LOG_EVERY_S. Every process counts, so that a new leader goes on at once; the hook has the leader alone write.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -19,7 +19,7 @@ class ProgressLog:
         self._count = 0
 
     def after(self, loss: float) -> dict[str, float]:
-        """The numbers of a line; none where it is too soon. `iteration_s`: mean since the line before."""
+        """Return the numbers of a log line, none where it is too soon. `iteration_s`: mean since the line before."""
         now_s, last_s = self._clock(), self._last_s
         self._count += 1  # not by their numbers: a state from before may have been taken up
         if last_s is not None and now_s - last_s < LOG_EVERY_S:

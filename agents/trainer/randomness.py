@@ -25,7 +25,7 @@ def seed_all(seed: int) -> None:
 
 
 def snapshot() -> dict[str, Any]:
-    """Where the generators stand, as a tree (`state.py`)."""
+    """Return the state of all generators, as a tree (`state.py`)."""
     numpy_state: Any = numpy.random.get_state()
     _, keys, position, has_gauss, gauss = numpy_state
     return {

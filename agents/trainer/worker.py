@@ -29,7 +29,7 @@ _FLUSH_TIMEOUT_S = 2.0
 
 
 def run(launch: Launch) -> NoReturn:
-    """Be the worker that `launch` describes. Never returns: groups that hang must not hold up the end."""
+    """Run the worker that `launch` describes. Never returns: groups that hang must not hold up the end."""
     channel: AgentChannel | None = None
     code = 1
     try:
@@ -85,7 +85,7 @@ def _train(launch: Launch, channel: AgentChannel, settings: WorkerSettings) -> i
 
 
 def _run(spec: TaskSpec) -> int:
-    """The program, to its end; its exit code."""
+    """Run the program to its end; return its exit code."""
     try:
         if spec.entry == "gpt":
             from agents.trainer import pretrain_gpt

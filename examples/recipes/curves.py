@@ -8,7 +8,7 @@ import os
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from unicrond import Local, Hook
+from unicrond import Hook, Local
 
 torch.manual_seed(1)
 FEATURES = torch.randn(512, 8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unicrond import Local, Hook
+from unicrond import Hook, Local
 
 torch.manual_seed(1)
 FEATURES = torch.randn(512, 8)

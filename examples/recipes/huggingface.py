@@ -7,7 +7,7 @@ A task's `entry`, or `python examples/recipes/huggingface.py` (docs/use/recipes.
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unicrond import Local, Hook
+from unicrond import Hook, Local
 
 SEQ, VOCAB = 32, 64
 

@@ -5,7 +5,7 @@ A task's `entry`, or `python examples/recipes/tokens.py` (docs/use/recipes.md).
 
 import torch
 
-from unicrond import Local, Hook
+from unicrond import Hook, Local
 
 TOKENS = 20_000
 SEQ, VOCAB = 32, 64

@@ -54,5 +54,5 @@ def test_a_lost_replicas_work_goes_round_robin_over_equal_survivors() -> None:
 
 @pytest.mark.parametrize("held", [[(0,), (0,)], [(5,)], [(-1,)], []])
 def test_impossible_hands_are_refused(held: list[tuple[int, ...]]) -> None:
-    with pytest.raises(ValueError, match="held"):
+    with pytest.raises(ValueError, match="assignments"):
         assign(held, 5)

@@ -63,17 +63,17 @@ class Baseline:
 
     @property
     def usual_us(self) -> int:
-        """The usual duration; 0: not known yet."""
+        """Return the usual duration; 0: not known yet."""
         return int(median(self._durations)) if len(self._durations) >= ENOUGH else 0
 
     @property
     def best_us(self) -> int:
-        """What a degradation is measured against; 0: not known yet."""
+        """Return what a degradation is measured against; 0: not known yet."""
         return int(self._best_us)
 
     def reset(self, *, share: int = 0, joins: bool = False) -> None:
-        """The group has changed. `share`: micro-batches that a replica has to compute now, 0: as before. `joins`: there
-        are newcomers in it."""
+        """Begin a new baseline, for another group. `share`: micro-batches that a replica has to compute now, 0: as
+        before. `joins`: there are newcomers in it."""
         if self.usual_us:
             self._previous_us, self._previous_longest_us = self.usual_us, max(self._durations)
         if share and self._share and self._previous_us:
@@ -88,8 +88,8 @@ class Baseline:
         self._best_us = self._noise_us = self._reported_us = 0.0
 
     def words(self) -> list[int]:
-        """What a newcomer inherits: usual and longest time, a first iteration's, microseconds, and the micro-batches of
-        a replica; zeros: nothing is known."""
+        """Return what a newcomer inherits: usual and longest time, a first iteration's, microseconds, and the
+        micro-batches of a replica; zeros: nothing is known."""
         longest_us = max(self._durations, default=0)
         times = (self.usual_us, longest_us) if self.usual_us else (self._previous_us, self._previous_longest_us)
         return [*times, self._first_us, self._share]
@@ -106,7 +106,7 @@ class Baseline:
         self.reset(share=share, joins=True)
 
     def add(self, duration_us: int, *, checkpoint: bool = False) -> None:
-        """An iteration of this generation has ended. `checkpoint`: one was written in it."""
+        """Add an iteration of this generation, which has ended. `checkpoint`: one was written in it."""
         if checkpoint:
             self._checkpoint_us = max(self._checkpoint_us, duration_us)
             return
@@ -119,7 +119,7 @@ class Baseline:
         self._recent.append(duration_us)
 
     def limit_us(self, *, checkpoint: bool = False) -> int:
-        """How long the next iteration may last before it is late."""
+        """Return how long the next iteration may last before it is late."""
         usual_us = self.usual_us
         if usual_us:
             limit_us = max(HANG * usual_us, 2 * max(self._durations), self._floor_us)
@@ -134,18 +134,19 @@ class Baseline:
         return limit_us + (_CHECKPOINT * self._checkpoint_us or self._start_us)
 
     def end_limit_us(self, longest_us: int | None) -> int:
-        """How long the end of training may last. `longest_us`: what writing a state took at most, 0: none was written,
-        None: others write."""
+        """Return how long the end of training may last. `longest_us`: what writing a state took at most, 0: none was
+        written, None: others write."""
         if longest_us == 0:
             return self.limit_us() + self._start_us
         return self.limit_us() + max(LAST_WRITE_US, _LAST_WRITE * (longest_us or 0))
 
     def collective_timeout_us(self) -> int:
-        """For a collective library's own time-out, the last resort: well above every limit, far below half an hour."""
+        """Return a collective library's own time-out, the last resort: well above every limit, far below half an
+        hour."""
         return max(10 * self.limit_us(), 30_000_000) if self.usual_us or self._previous_us else self._start_us
 
     def detect_slowdown(self) -> int:
-        """The recent duration, once, when the iterations have become slow; else 0."""
+        """Return the recent duration, once, when the iterations have become slow; else 0."""
         if len(self._durations) < WINDOW:
             return 0
         recent_us, window_us = median_low(self._recent), median(self._durations)

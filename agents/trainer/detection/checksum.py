@@ -19,12 +19,12 @@ _MODULUS = 2**62
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the tensors' bits, below 2**62 and above 0 (0 says: none was made)."""
+    """Return a checksum of the tensors' bits, below 2**62 and above 0 (0 says: none was made)."""
     return checksum_of_pieces([tensor] for tensor in tensors if tensor.numel())
 
 
 def checksum_of_pieces(tensors: Iterable[Iterable[torch.Tensor]]) -> int:
-    """As `checksum`, of tensors that are there in pieces: the same however one is cut."""
+    """Return the same checksum of tensors that are there in pieces: it does not depend on how one is cut."""
     sums = [
         (2 * number + 1, _bits(piece).sum(dtype=torch.int64))
         for number, pieces in enumerate(tensors)
@@ -45,7 +45,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def minority_ranks(checksums: Sequence[int]) -> tuple[int, ...] | None:
-    """The ranks that differ from the majority; None without a majority."""
+    """Return the ranks that differ from the majority; None without a majority."""
     majority, count = Counter(checksums).most_common(1)[0]
     if 2 * count <= len(checksums):
         return None

@@ -5,7 +5,7 @@ Rules
 * Where no member of a new group has state of its own, each computes one micro-batch, the same on all, twice, for its
   bits alone. They are compared with each other, and with the other replicas'.
 * Bits differ where kernels are not deterministic, or where GPUs are of different types. Then no sum keeps its bits over
-  a change of the deal; one line says so. `require` has the worker end instead; `off` leaves the check out.
+  a change of the assignment; one line says so. `require` has the worker end instead; `off` leaves the check out.
 * A worker that joins later computes none twice: all would wait. It says with its position on what it computes
   (`surroundings`: the device's type, the versions, and on the CPU its instructions and threads). Where that is other
   than the first member's, one line says so, and with `require` the worker that differs ends.
@@ -30,7 +30,8 @@ class NotDeterministic(RuntimeError):
 
 
 def compare_checksums(rows: Sequence[Sequence[int]]) -> str:
-    """What the replicas' checksums say, each of both times, in rank order; "" where all are the same."""
+    """Return in words how the replicas' checksums differ, each of both times, in rank order; "" where all are the
+    same."""
     unsteady = [rank for rank, (first, second) in enumerate(rows) if first != second]
     if unsteady:
         return (
@@ -45,7 +46,7 @@ def compare_checksums(rows: Sequence[Sequence[int]]) -> str:
 
 
 def environment() -> str:
-    """What the bits of this process's kernels depend on."""
+    """Describe what the bits of this process's kernels depend on."""
     if torch.cuda.is_initialized():
         versions = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {versions}"
@@ -54,17 +55,17 @@ def environment() -> str:
 
 
 def environment_number(description: str) -> int:
-    """It as a number to compare, above 0."""
+    """Return a description as a number to compare, above 0."""
     return zlib.crc32(description.encode()) + 1
 
 
 def deviating_ranks(numbers: Sequence[int]) -> tuple[int, ...]:
-    """The ranks whose surroundings are not the first one's."""
+    """Return the ranks whose environment is not the first one's."""
     return tuple(rank for rank, number in enumerate(numbers) if number != numbers[0])
 
 
 def describe_deviation(ranks: Sequence[int], rank: int, description: str) -> str:
-    """One line for the worker of that rank."""
+    """Return one line for the log of the worker of that rank."""
     this_worker = "this one too" if rank in ranks else "this one not"
     return f"{_replicas(ranks)} {_compute(ranks)} on something else than replica 0 ({this_worker}: {description})"
 

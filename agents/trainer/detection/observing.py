@@ -4,10 +4,10 @@ Rules
 -----
 * It observes and tells; what is to be done is the coordinator's.
 * What all replicas need to know travels with the agreement that ends an iteration (`Sighting`, one row per replica):
-  no collective of its own. The lead judges it; a checksum is judged by the lowest rank of the majority.
+  no collective of its own. The leader judges it; a checksum is judged by the lowest rank of the majority.
 * Compute time is a replica's own time for its micro-batches, waits excluded (`own_time.py`), told per micro-batch as
-  they may be dealt unevenly. `stragglers.py` compares the replicas of each shard; all follow it, so that a new lead
-  knows what was told, and the first replica tells.
+  they may be assigned unevenly. `stragglers.py` compares the replicas of each shard; all follow it, so that a new
+  leader knows what was told, and the first replica tells.
 * Per iteration it costs a few microseconds and one pass over the gradients; every `checksum_every` iterations one pass
   over the parameters.
 """
@@ -60,26 +60,26 @@ class Sighting:
     checksum: int
 
     def row(self) -> list[int]:
-        """Four signed 64-bit integers; the norm as the bits of its float64."""
+        """Return four signed 64-bit integers; the norm as the bits of its float64."""
         (norm_bits,) = struct.unpack("<q", struct.pack("<d", self.norm))
         return [self.compute_us, self.micro_batches, norm_bits, self.checksum]
 
     @staticmethod
     def from_row(row: Sequence[int]) -> Sighting:
-        """The inverse of `row`."""
+        """Return the sighting of such a row; the inverse of `row`."""
         compute_us, micro_batches, norm_bits, checksum = row
         (norm,) = struct.unpack("<d", struct.pack("<q", norm_bits))
         return Sighting(compute_us, micro_batches, norm, checksum)
 
 
 class Detection:
-    """One worker's. `parameters` are this shard's."""
+    """What one worker observes. `parameters` are this shard's."""
 
     def __init__(
         self, context: Context, parameters: Iterable[torch.nn.Parameter], *, loss_scaled: bool = False
     ) -> None:
-        """`loss_scaled`: gradients grow with a scale that changes, and overflow when it is too large: their norms say
-        nothing."""
+        """Begin to observe. `loss_scaled`: gradients grow with a scale that changes, and overflow when it is too large:
+        their norms say nothing."""
         self._loss_scaled = loss_scaled
         settings, spec = context.settings, context.launch.spec
         self._mark: Marker = context.mark
@@ -106,7 +106,7 @@ class Detection:
     # --- where the iteration stands --------------------------------------------------------------
 
     def start_generation(self, group: ShardGroup, *, share: int = 0, joins: bool = False) -> None:
-        """The worker is in another group. `share`, `joins`: see Baseline.reset."""
+        """Start observing another group. `share`, `joins`: see Baseline.reset."""
         self._mark.enter_group(group.generation)
         group.mark = self._mark
         self._baseline.reset(share=share, joins=joins)
@@ -117,16 +117,16 @@ class Detection:
         self._limit_collectives(group)
 
     def baseline_words(self) -> list[int]:
-        """What a newcomer is to know of the iterations' times; travels with the state."""
+        """Return what a newcomer is to know of the iterations' times; travels with the state."""
         return self._baseline.words()
 
     def inherit(self, words: object) -> None:
-        """What came with the state that was taken over."""
+        """Inherit what came with the state that was loaded."""
         self._baseline.inherit(words)
 
     @contextmanager
     def section(self, name: str, timeout_s: float) -> Iterator[None]:
-        """Around what the program declares: no hang within that time, and no plain iteration."""
+        """Run what the program declares: no hang within that time, and no plain iteration."""
         mark, channel = self._mark, self._channel
         phase, limit_us, began_us, timeout_us = mark.phase, mark.limit_us, now_us(), int(timeout_s * 1e6)
         self._busiest_s = max(self._busiest_s, timeout_s)
@@ -146,21 +146,21 @@ class Detection:
             channel.send(Busy(what="", at_most_us=0))
 
     def start_iteration(self, iteration: int) -> None:
-        """An iteration begins, or goes on in another group."""
+        """Start the clock of an iteration, which begins or goes on in another group."""
         self._mark.begin_iteration(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
 
     def start_final_save(self, iteration: int, group: ShardGroup, longest_s: float | None) -> None:
-        """All iterations are done: what is left is that the last state is written. `longest_s`: by this worker, which
-        needed so long at most (0: it wrote none yet); None: by others. The others wait for as long as it
-        takes: its mark says when that is too long."""
+        """Start the clock of the last state's save: all iterations are done. `longest_s`: this worker writes it, which
+        took so long at most (0: it wrote none yet); None: others write. The others wait for as long as it takes: its
+        mark says when that is too long."""
         longest_us = None if longest_s is None else int(longest_s * 1e6)
         self._mark.begin_iteration(iteration, self._baseline.end_limit_us(longest_us))
         group.set_timeout(max(self._settings.collective_timeout_s, _END_S))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around what may write a checkpoint: meanwhile this worker's limit is wider, and as long as one member is not
-        late, no worker is judged, however long the others wait for it."""
+        """Widen this worker's limit around what may write a checkpoint: as long as one member is not late, no worker is
+        judged, however long the others wait for it."""
         began_us, limit_us = now_us(), self._mark.limit_us
         if limit_us:
             self._mark.limit_us = limit_us + self._baseline.limit_us(checkpoint=True)
@@ -171,13 +171,13 @@ class Detection:
         self._saving_us += took_us
 
     def record_agreement(self, rows: Sequence[Sequence[int]]) -> None:
-        """All have agreed; `rows` are the sightings of all replicas, in rank order."""
+        """Record the agreement of all; `rows` are the sightings of all replicas, in rank order."""
         self._sightings = [Sighting.from_row(row) for row in rows]
         checksums = {sighting.checksum for sighting in self._sightings}
         self._checksum = checksums.pop() if len(checksums) == 1 else 0
 
     def commit(self, iteration: int, duration_us: int, group: ShardGroup) -> None:
-        """The iteration is over, after `duration_us`."""
+        """Note the end of the iteration, after `duration_us`."""
         saved = _SAVING * self._saving_us > duration_us
         if _SAVING * self._busy_us <= duration_us:
             self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
@@ -185,7 +185,7 @@ class Detection:
         self._limit_collectives(group)
 
     def _is_saving(self, iteration: int) -> bool:
-        """The iteration's time holds the checkpoint of the one before."""
+        """Return whether the iteration's time holds the checkpoint of the one before."""
         return bool(self._interval) and iteration > 1 and (iteration - 1) % self._interval == 0
 
     def _limit_collectives(self, group: ShardGroup) -> None:
@@ -195,7 +195,7 @@ class Detection:
     # --- reports to the others -------------------------------------------------------------------
 
     def observe(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
-        """This shard's row for the agreement on `iteration`."""
+        """Return this shard's sighting for the agreement on `iteration`."""
         self._iteration, self._sums = iteration, 0
         number = checksum(self._parameters) if self.checksums_due(iteration) else 0
         compute_time = self.compute_time
@@ -206,17 +206,17 @@ class Detection:
         return Sighting(compute_us, micro_batches, 0.0 if self._loss_scaled else norm, number)
 
     def checksums_due(self, iteration: int) -> bool:
-        """Whether checksums are made in the iteration."""
+        """Return whether checksums are made in the iteration."""
         every = self._settings.checksum_every
         return bool(every) and iteration % every == 0
 
     def record_sums(self, number: int) -> None:
-        """The checksum of the sums of gradients of the iteration that was sighted last."""
+        """Record the checksum of the sums of gradients of the iteration that was observed last."""
         self._sums = number
 
     def with_checksums(self, commit: Committed) -> Committed:
-        """The commit with the checksums of the parameters that it began with, if all replicas have made the same, and
-        of its sums."""
+        """Return the commit with the checksums of the parameters that it began with, if all replicas have made the
+        same, and of its sums."""
         if commit.iteration != self._iteration or not self._checksum:
             return commit
         return msgspec.structs.replace(
@@ -229,7 +229,7 @@ class Detection:
     # --- reports to the agent -------------------------------------------------------------------
 
     def judge(self, iteration: int, total: Total, membership: Membership, shard: int, rank: int) -> None:
-        """Look at an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's."""
+        """Judge an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's."""
         if len(self._sightings) != len(total.accounts):
             return  # agreed on in another group: its rows are gone
         workers = [member.worker for member in membership.members if member.shard == shard]

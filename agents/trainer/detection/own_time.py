@@ -23,7 +23,7 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class ComputeTime:
-    """Of one iteration's micro-batches; of the thread that makes it."""
+    """The time of one iteration's micro-batches, in the thread that makes it."""
 
     def __init__(self) -> None:
         self._file: int | None
@@ -37,16 +37,16 @@ class ComputeTime:
         self.micro_batches = 0
 
     def clear(self) -> None:
-        """Another iteration."""
+        """Begin another iteration."""
         self._began_us = None
         self._apart_us = self.compute_us = self.micro_batches = 0
 
     def begin(self) -> None:
-        """Micro-batches are given out."""
+        """Start the clock: micro-batches are given out."""
         self._began_us, self._apart_us = now_us() - self._waited_us(), 0
 
     def end(self, micro_batches: int) -> None:
-        """So many have been computed since."""
+        """Add the time since `begin`, in which so many micro-batches were computed."""
         if self._began_us is not None:
             self.compute_us += max(0, now_us() - self._waited_us() - self._began_us - self._apart_us)
             self.micro_batches += micro_batches
@@ -54,7 +54,7 @@ class ComputeTime:
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Around work outside of a micro-batch."""
+        """Exclude the time of work outside of a micro-batch."""
         began_us = now_us() - self._waited_us()
         try:
             yield
@@ -62,7 +62,7 @@ class ComputeTime:
             self._apart_us += now_us() - self._waited_us() - began_us
 
     def _waited_us(self) -> int:
-        """For how long it has waited for a CPU in its life."""
+        """Return for how long the thread has waited for a CPU in its life."""
         if self._file is None:
             return 0
         try:

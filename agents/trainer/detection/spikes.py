@@ -27,7 +27,7 @@ QUIET = 50
 
 
 class Spike(NamedTuple):
-    """`rank` None: all have it. `usual`: what such values usually are."""
+    """A value that stands out. `rank` None: all have it. `usual`: what such values usually are."""
 
     rank: int | None
     value: float
@@ -35,7 +35,8 @@ class Spike(NamedTuple):
 
 
 class Spikes:
-    """Of one kind of value. `rise`: see the module; healthy gradient norms leap severalfold, losses do not."""
+    """The spikes of one kind of value. `rise`: see the module; healthy gradient norms leap severalfold, losses do
+    not."""
 
     def __init__(self, rise: float) -> None:
         self._rise = rise
@@ -44,7 +45,7 @@ class Spikes:
         self._iteration = 0
 
     def check(self, values: Sequence[float]) -> list[Spike]:
-        """One iteration's values, in rank order; what is to be told of them."""
+        """Check one iteration's values, in rank order; return the spikes to be reported."""
         self._iteration += 1
         window = [value for row in self._window for value in row]
         if len(self._window) < ENOUGH:

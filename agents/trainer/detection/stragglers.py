@@ -54,8 +54,9 @@ _FACTOR_MAX = 1000.0
 
 
 class StragglerFinding(NamedTuple):
-    """`worker` takes `factor` times as long as the others, since `since_us` (the clock of `look`), the beginning of
-    iteration `since_iteration`. `own_us`, `others_us`: per micro-batch. `over`: it did, and does no more."""
+    """A straggler. `worker` takes `factor` times as long as the others, since `since_us` (the clock of `add`), the
+    beginning of iteration `since_iteration`. `own_us`, `others_us`: per micro-batch. `over`: it did, and does no
+    more."""
 
     worker: str
     factor: float
@@ -75,12 +76,13 @@ class _Sample(NamedTuple):
 
 @dataclass(slots=True)
 class _History:
-    """A replica's. `lately`: a moving average of its lags; a quick replica is recognised at once."""
+    """A replica's samples. `moving_average`: of its lags; a quick replica is recognised at once."""
 
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=HISTORY))
     moving_average: float = 0.0
 
     def add(self, sample: _Sample) -> None:
+        """Add a sample, also to the moving average."""
         self.samples.append(sample)
         self.moving_average += (sample.lag - self.moving_average) / _LATELY
 
@@ -105,14 +107,14 @@ class _OpenSample:
 
 
 class Stragglers:
-    """Of the replicas of one shard; a replica goes by its worker's name."""
+    """The stragglers among the replicas of one shard; a replica goes by its worker's name."""
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
         self.regrouped()
 
     def regrouped(self) -> None:
-        """The group has changed."""
+        """Start anew, for another group."""
         self._histories: dict[str, _History] = {}
         self._iterations = 0
         self._sample_count = 0
@@ -120,8 +122,8 @@ class Stragglers:
         self._ended_us = 0
 
     def add(self, iteration: int, now_us: int, computed: Mapping[str, tuple[int, int]]) -> list[StragglerFinding]:
-        """An iteration has ended at `now_us`: per worker, microseconds and for how many micro-batches. What is to be
-        told."""
+        """Add an iteration that has ended at `now_us`: per worker, microseconds and for how many micro-batches. Return
+        what is to be reported."""
         began_us, self._ended_us = self._ended_us, now_us
         self._iterations += 1
         for worker in self._reports.keys() - computed.keys():
@@ -147,7 +149,7 @@ class Stragglers:
                 sample.micro_batches[worker] = sample.micro_batches.get(worker, 0) + micro_batches
 
     def _close_sample(self) -> None:
-        """The sample is whole."""
+        """Close the open sample, and give it to the replicas' histories."""
         sample, self._sum = self._sum, _OpenSample()
         self._sample_count += 1
         times = {worker: own_us / sample.micro_batches[worker] for worker, own_us in sample.own_us.items()}
@@ -197,7 +199,7 @@ class Stragglers:
 
 
 def _slow(lags: Sequence[float], size: int) -> float | None:
-    """The middle of the last `size`, if it is that of a straggler."""
+    """Return the middle of the last `size`, if it is that of a straggler, else None."""
     if len(lags) < size:
         return None
     recent = lags[-size:]
@@ -209,7 +211,7 @@ def _slow(lags: Sequence[float], size: int) -> float | None:
 
 
 def _middle(lags: Sequence[float]) -> float:
-    """The mean of the middle half: nearly as exact as a mean, nearly as robust as a median."""
+    """Return the mean of the middle half: nearly as exact as a mean, nearly as robust as a median."""
     ranked, rest = sorted(lags), len(lags) // 4
     return fmean(ranked[rest : len(ranked) - rest])
 
@@ -220,9 +222,9 @@ def _by_part(lags: Sequence[float], parts: int) -> list[float]:
 
 
 def _error(lags: Sequence[float], size: int) -> float:
-    """The standard error of the middle of the last `size`. The noise is taken from all, by how much neighbours differ,
-    so that a change does not count as noise; and from the last, in case it has grown."""
-    neighbours = median(abs(one - following) for one, following in pairwise(lags)) / math.sqrt(2)
+    """Return the standard error of the middle of the last `size`. The noise is taken from all, by how much neighbours
+    differ, so that a change does not count as noise; and from the last, in case it has grown."""
+    neighbours = median(abs(previous - following) for previous, following in pairwise(lags)) / math.sqrt(2)
     recent = lags[-size:]
     middle = median(recent)
     deviation = _TO_DEVIATION * max(neighbours, median(abs(lag - middle) for lag in recent))
@@ -230,7 +232,7 @@ def _error(lags: Sequence[float], size: int) -> float:
 
 
 def _change(lags: Sequence[float], lag: float) -> int:
-    """From which sample on it has been slow."""
+    """Return from which sample on the replica has been slow."""
     best, since, total = 0.0, len(lags) - 1, 0.0
     for place in range(len(lags) - 1, -1, -1):
         total += min(lags[place], 2 * lag) - lag / 2
@@ -240,11 +242,12 @@ def _change(lags: Sequence[float], lag: float) -> int:
 
 
 def _median_without(ranked: Sequence[float], value: float) -> float:
-    """The median of all but one of the ranked values."""
+    """Return the median of all but one of the ranked values."""
     place = bisect_left(ranked, value)
     rest = len(ranked) - 1
 
     def at(number: int) -> float:
+        """Return the value at this place, with the one left out."""
         return ranked[number if number < place else number + 1]
 
     return at(rest // 2) if rest % 2 else (at(rest // 2 - 1) + at(rest // 2)) / 2

@@ -14,8 +14,8 @@ Rules
   optimizers) is the mean gradient of the whole global batch, in fp32, until `clear`.
 * What may be reduced during a backward is counted: `expect` says how many gradients each parameter will still get,
   and learns of each bucket whose parameters have had theirs. A gradient beyond that is a `surplus`.
-* Where a framework adds gradients to buffers of its own, the stores are laid out as these (`StoreLayout`), and it adds to
-  whichever is the present one (`megatron/buffers.py`).
+* Where a framework adds gradients to buffers of its own, the stores are laid out as these (`StoreLayout`), and it adds
+  to whichever is the present one (`megatron/buffers.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BUCKET_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """How a store is laid out, in elements. `starts`: of each parameter; `spans`: of each bucket, [start, stop), in
-    the order opposite to that in which a backward finishes them; `bucket_of`: each parameter's; `numel`: of a store."""
+    """How a store is laid out, in elements. `starts`: of each parameter; `spans`: of each bucket, [start, stop), in the
+    order opposite to that in which a backward finishes them; `bucket_of`: each parameter's; `numel`: of a store."""
 
     starts: Sequence[int]
     spans: Sequence[tuple[int, int]]
@@ -44,8 +44,8 @@ class StoreLayout:
 
 
 def consecutive_layout(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> StoreLayout:
-    """All parameters in their order, without gaps; at most `bucket_bytes` of gradients in a bucket (a larger parameter
-    has one of its own)."""
+    """Return a layout of all parameters in their order, without gaps; at most `bucket_bytes` of gradients in a bucket
+    (a larger parameter has one of its own)."""
     starts: list[int] = []
     spans: list[tuple[int, int]] = []
     bucket_of: list[int] = []
@@ -110,30 +110,30 @@ class Accumulation:
         return GradientStore(self._parameters, self._plan)
 
     def _install_hooks(self) -> None:
-        """From now on gradients are added here."""
+        """Have gradients added here from now on."""
         for index, parameter in enumerate(self._parameters):
             parameter.main_grad = self._first.places[index]
             parameter.register_post_accumulate_grad_hook(partial(self._accumulate, index))
 
     def _enter(self, store: GradientStore) -> None:
-        """Gradients are added to this store."""
+        """Have gradients added to this store."""
         self._present = store
 
     def __len__(self) -> int:
-        """The number of buckets, in the parameters' order."""
+        """Return the number of buckets, which are in the parameters' order."""
         return len(self.spans)
 
     def allocate(self, numel: int) -> torch.Tensor:
-        """Uninitialized, where the gradients are."""
+        """Return an uninitialized flat tensor on the gradients' device."""
         return torch.empty(numel, dtype=torch.float32, device=self._first.flat.device)
 
     def copy(self, bucket: int) -> torch.Tensor:
-        """What is accumulated in the bucket of the only store, copied, to be reduced."""
+        """Return a copy of what the only store has accumulated in the bucket, to be reduced."""
         return self._first.flat[slice(*self.spans[bucket])].clone()
 
     def expect(self, gradients: int, ready: Callable[[int], None] | None) -> None:
-        """Each parameter is about to get that many gradients more: call `ready` with each bucket that has them all.
-        None: nothing is expected."""
+        """Expect so many gradients more for each parameter, and call `ready` with each bucket that has them all. None:
+        expect nothing."""
         self._ready = ready
         self._expected_counts = None if ready is None else [gradients] * len(self._parameters)
         self._unready = list(self._members)
@@ -168,7 +168,7 @@ class Accumulation:
     # --- lanes -----------------------------------------------------------------------------------
 
     def select_lane(self, lane: int) -> None:
-        """From now on gradients are added to this lane's running sum."""
+        """Have gradients added to this lane's running sum from now on."""
         if self._lanes is not None:
             if lane not in self.sums.running:
                 self.sums.merge(self._lanes.root)
@@ -178,12 +178,13 @@ class Accumulation:
 
     @property
     def store_bytes(self) -> int:
-        """Of each store."""
+        """Return the size of each store."""
         return int(self._first.flat.nbytes)
 
     @property
     def has_room(self) -> bool:
-        """Whether a GPU, if the gradients are on one, has memory for some more stores. What it frees is counted."""
+        """Return whether the gradients' GPU, if they are on one, has memory for some more stores, freed memory
+        included."""
         flat = self._first.flat
         if not flat.is_cuda:
             return True
@@ -191,13 +192,13 @@ class Accumulation:
         return bool(torch.cuda.mem_get_info(flat.device)[0] + kept_bytes > 4 * flat.nbytes)
 
     def go_ahead(self) -> None:
-        """From now on gradients are of a micro-batch whose lane's running sum is not here yet: they are kept apart."""
+        """Keep gradients apart from now on: they are of a micro-batch whose lane's running sum is not here yet."""
         store = self.take_store(spare=True)
         self._ahead.append(store)
         self._enter(store)
 
     def resume_lane(self, lane: int, store: GradientStore) -> None:
-        """That is the lane's running sum; what was computed ahead is added to it, in its order."""
+        """Use `store` as the lane's running sum, and add to it what was computed ahead, in its order."""
         for ahead in self._ahead:
             store.flat.add_(ahead.flat)
         self._release_ahead()
@@ -209,13 +210,13 @@ class Accumulation:
         self._ahead = []
 
     def take_store(self, *, spare: bool = False) -> GradientStore:
-        """A store of zeros. `spare`: not the first, in which the means will stand."""
+        """Return a store of zeros. `spare`: not the first, in which the means will stand."""
         places = [place for place, store in enumerate(self._free) if not spare or store is not self._first]
         return self._free.pop(places[0]) if places else self._new_store()
 
     @contextmanager
     def scratch_store(self) -> Iterator[torch.Tensor]:
-        """What arrives meanwhile is kept apart, and then forgotten; it is given, from zeros."""
+        """Keep gradients apart meanwhile, and then drop them; yield their sum, which begins at zero."""
         previous, store = self._present, self.take_store(spare=True)
         self._enter(store)
         yield store.flat
@@ -223,7 +224,7 @@ class Accumulation:
         self._release(store)
 
     def keep(self, valid: Collection[int]) -> None:
-        """What is not made of these micro-batches does not count."""
+        """Drop the sums that are not made of these micro-batches."""
         if self._lanes is not None:
             self._release_ahead()
             for store in self.sums.keep(valid, self._lanes):
@@ -244,7 +245,7 @@ class Accumulation:
         self._note_gradient(index)
 
     def _note_gradient(self, index: int, *_: object) -> None:
-        """A gradient is finished and added, in the middle of a backward."""
+        """Note that a gradient is finished and added, in the middle of a backward."""
         self.on_gradient()
         if self._expected_counts is None or self._ready is None:
             return
@@ -262,7 +263,7 @@ def _do_nothing() -> None:
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], numel_max: int) -> list[list[torch.nn.Parameter]]:
-    """Consecutive parameters, at most `numel_max` elements together (a larger one stands alone)."""
+    """Return consecutive parameters in groups of at most `numel_max` elements (a larger one stands alone)."""
     groups: list[list[torch.nn.Parameter]] = []
     count = 0
     for parameter in parameters:

@@ -35,11 +35,11 @@ class _Chunk:
         self.ddp_config = getattr(model, "ddp_config", None) or DistributedDataParallelConfig()
 
     def finish_grad_sync(self, **_: object) -> None:
-        """The sum over the replicas is there."""
+        """Do nothing: the sum over the replicas is there."""
 
 
 def gradient_finalizer(models: Sequence[torch.nn.Module]) -> Callable[[], None] | None:
-    """What to call behind the sum; None where shards share nothing. Raises CannotFinish."""
+    """Return what to call after the sum; None where shards share nothing. Raises CannotFinish."""
     configs = [config for model in models if (config := _config(model)) is not None]
     if len(configs) < len(models) or not models:
         return None
@@ -57,7 +57,7 @@ def gradient_finalizer(models: Sequence[torch.nn.Module]) -> Callable[[], None] 
 
 
 def _config(model: Any) -> TransformerConfig | None:
-    """Megatron's, of a model that may be wrapped."""
+    """Return Megatron's configuration of a model that may be wrapped, None for another model."""
     while model is not None:
         config = getattr(model, "config", None)
         if isinstance(config, TransformerConfig):

@@ -55,15 +55,15 @@ class Lanes:
     count: int
 
     def of(self, lane: int) -> range:
-        """The lane's micro-batches."""
+        """Return the lane's micro-batches."""
         return range(lane * self.micro_batches // self.count, (lane + 1) * self.micro_batches // self.count)
 
     def lane(self, micro_batch: int) -> int:
-        """Where it belongs."""
+        """Return the lane of the micro-batch."""
         return ((micro_batch + 1) * self.count - 1) // self.micro_batches
 
     def prefix_length(self, in_sums: Collection[int], lane: int) -> int:
-        """How many of the lane's first micro-batches are in `done`."""
+        """Return how many of the lane's first micro-batches are in `in_sums`."""
         return next(
             (length for length, micro_batch in enumerate(self.of(lane)) if micro_batch not in in_sums),
             len(self.of(lane)),
@@ -71,24 +71,24 @@ class Lanes:
 
     @property
     def root(self) -> Block:
-        """All of them."""
+        """Return the block of all lanes."""
         return 0, self.count
 
 
 def halves(block: Block) -> tuple[Block, Block]:
-    """The blocks that a block of several lanes is the sum of."""
+    """Return the two blocks whose sum a block of several lanes is."""
     first, stop = block
     middle = first + (1 << (stop - first - 1).bit_length() - 1)
     return (first, middle), (middle, stop)
 
 
 def blocks(lanes: Iterable[int], within: Block) -> tuple[Block, ...]:
-    """The largest blocks that these lanes fill, in order."""
+    """Return the largest blocks that these lanes fill, in order."""
     return tuple(_blocks(sorted(lanes), within))
 
 
 def _blocks(lanes: Sequence[int], within: Block) -> Iterator[Block]:
-    """`lanes`: in order."""
+    """Yield the largest blocks that `lanes`, in order, fill."""
     first, stop = within
     count = bisect_left(lanes, stop) - bisect_left(lanes, first)
     if count == stop - first:
@@ -99,7 +99,7 @@ def _blocks(lanes: Sequence[int], within: Block) -> Iterator[Block]:
 
 
 def tree(block: Block, sums: Mapping[Block, T], add: Callable[[T, T], T]) -> T:
-    """The block's sum, from those of blocks that it is made of. Raises KeyError where one is missing."""
+    """Return the block's sum, from those of blocks that it is made of. Raises KeyError where one is missing."""
     if block in sums or block[1] - block[0] == 1:
         return sums[block]
     low, high = halves(block)
@@ -122,7 +122,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What each member of a group has and does, by rank. `kept`: the micro-batches in those of its sums that count.
+    """What each member of a group has and does, by rank. `valid`: the micro-batches in those of its sums that count.
     `runs`: in the order in which they are computed. `ends`: the blocks whose sums it has when all is computed."""
 
     valid: tuple[frozenset[int], ...]
@@ -130,19 +130,19 @@ class Assignment:
     ends: tuple[tuple[Block, ...], ...]
 
     def micro_batches(self, member: int) -> tuple[int, ...]:
-        """The micro-batches that it is to compute, in their order."""
+        """Return the micro-batches that the member is to compute, in their order."""
         return tuple(micro_batch for run in self.runs[member] for micro_batch in run.micro_batches)
 
 
 @lru_cache(maxsize=8)
 def initial_assignment(members: int, lanes: Lanes) -> Assignment:
-    """The deal from empty hands."""
+    """Return the assignment of an iteration of which no member has anything."""
     return assign([()] * members, lanes)
 
 
 def assign(in_sums: Sequence[Collection[int]], lanes: Lanes) -> Assignment:
-    """`done[m]`: the micro-batches in member m's sums: of each lane the first ones. Raises ValueError without a
-    member."""
+    """Return the assignment for members whose sums have `in_sums[member]`: of each lane the first micro-batches. Raises
+    ValueError without a member."""
     if not in_sums:
         raise ValueError("done: no member to deal to")
     keeper = _keepers(in_sums, lanes)
@@ -166,7 +166,7 @@ def assign(in_sums: Sequence[Collection[int]], lanes: Lanes) -> Assignment:
 
 
 def _keepers(in_sums: Sequence[Collection[int]], lanes: Lanes) -> dict[int, tuple[int, int]]:
-    """Lane -> the member whose sum of it counts, and how many of its micro-batches are in it."""
+    """Return, by lane, the member whose sum of it counts, and how many of its micro-batches are in it."""
     claims: list[tuple[bool, int, int, Block]] = []
     for member, contents in enumerate(in_sums):
         length = {
@@ -183,7 +183,7 @@ def _keepers(in_sums: Sequence[Collection[int]], lanes: Lanes) -> dict[int, tupl
 
 
 def _needs(counts: Sequence[int], micro_batches: int) -> list[int]:
-    """How many micro-batches each member is dealt, to have as many as the others: each goes to the member with the
+    """Return how many micro-batches each member gets, to have as many as the others: each goes to the member with the
     fewest, the first of equals."""
     heap = [(count, member) for member, count in enumerate(counts)]
     heapify(heap)
@@ -198,7 +198,7 @@ def _needs(counts: Sequence[int], micro_batches: int) -> list[int]:
 def _chains(
     keeper: Mapping[int, tuple[int, int]], needs: list[int], lanes: Lanes
 ) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-    """For each lane, the members that compute it, and what; before them the one that keeps its running sum."""
+    """Return, for each lane, the members that compute it, and what; before them the one that keeps its running sum."""
     chains: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     remaining: dict[int, tuple[int, ...]] = {}
     for lane in range(lanes.count):
@@ -220,7 +220,7 @@ def _chains(
 
 
 def stores_needed(runs: Iterable[Run], lanes: Lanes) -> int:
-    """The most sums that a member has room for at a time, computing these runs from empty hands."""
+    """Return the most sums that a member holds at a time, when it computes these runs from nothing."""
     low = list(runs)
     sums: Sums[None] = Sums(lambda low, high: None)
     coming = {run.lane for run in low if run.source is not None}
@@ -248,11 +248,11 @@ class Sums(Generic[T]):
         self.running: dict[int, T] = {}
 
     def end(self, lane: int) -> None:
-        """Its running sum is the lane's sum."""
+        """Make the lane's running sum the lane's sum."""
         self.of_blocks[lane, lane + 1] = self.running.pop(lane)
 
     def merge(self, within: Block) -> None:
-        """Add up what makes a block."""
+        """Add up the sums that make a block."""
         if within not in self.of_blocks and within[1] - within[0] > 1:
             low, high = halves(within)
             self.merge(low)
@@ -261,15 +261,15 @@ class Sums(Generic[T]):
                 self.of_blocks[within] = self._add(self.of_blocks.pop(low), self.of_blocks.pop(high))
 
     def keep(self, valid: Collection[int], lanes: Lanes) -> list[T]:
-        """Only what is made of these micro-batches counts. What does not is returned."""
+        """Keep only the sums that are made of these micro-batches; return the others."""
         whole = [block for block in self.of_blocks if lanes.of(block[0])[0] not in valid]
         partial = [lane for lane in self.running if lanes.of(lane)[0] not in valid]
         return [*map(self.of_blocks.pop, whole), *map(self.running.pop, partial)]
 
     def all_sums(self) -> list[T]:
-        """All that it has."""
+        """Return all sums, of blocks and running ones."""
         return [*self.of_blocks.values(), *self.running.values()]
 
     def by_block(self, lanes: Iterable[int] = ()) -> dict[Block, T]:
-        """By block, all that is whole, once these running sums are."""
+        """Return all whole sums by block, the running sums of these lanes included."""
         return self.of_blocks | {(lane, lane + 1): self.running[lane] for lane in lanes}

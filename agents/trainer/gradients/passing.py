@@ -33,7 +33,7 @@ class _IncomingSum:
 
 
 class Passing:
-    """One member's end of it."""
+    """One member's end of the transfers."""
 
     def __init__(self, accumulation: Accumulation, lanes: Lanes) -> None:
         self._accumulation = accumulation
@@ -44,7 +44,7 @@ class Passing:
         self._runs_by_source: list[list[Run]] = []
 
     def expect(self, group: ShardGroup, assignment: Assignment) -> None:
-        """Take what this member's runs go on with."""
+        """Start receiving what this member's runs go on with."""
         self._incoming, self._started = {}, set()
         incoming_runs = {run.lane: run for run in assignment.runs[group.rank] if run.source is not None}
         self._runs_by_source = [
@@ -75,15 +75,15 @@ class Passing:
             self._incoming[run.lane] = _IncomingSum(store, flat, account, operations)
 
     def has_arrived(self, group: ShardGroup, run: Run) -> bool:
-        """Whether what the run goes on with has come to this shard."""
+        """Return whether the sum that the run goes on with has come to this shard."""
         return all(operation.succeeded for operation in self._incoming_of(group, run).operations)
 
     def wait(self, group: ShardGroup, run: Run) -> None:
-        """Until what the run goes on with is here. Raises what `ShardGroup.finish` raises."""
+        """Wait for the sum that the run goes on with. Raises what `ShardGroup.finish` raises."""
         group.finish(*self._incoming_of(group, run).operations)
 
     def accept(self, run: Run) -> RunningSum:
-        """It is here, for all shards: from now on it is this member's."""
+        """Take over the sum, which has come to all shards: from now on it is this member's."""
         incoming = self._incoming.pop(run.lane)
         if incoming.flat is not incoming.store.flat:
             incoming.store.flat.copy_(incoming.flat)
@@ -92,7 +92,7 @@ class Passing:
         return RunningSum(run.micro_batches[0] - self._lanes.of(run.lane)[0], loss_sum, int(tokens))
 
     def send(self, group: ShardGroup, run: Run, running: RunningSum) -> None:
-        """Start giving the next member what this one has of the run's lane."""
+        """Start sending the next member what this one has of the run's lane."""
         assert run.target is not None
         account = torch.tensor([running.loss_sum, running.tokens], dtype=torch.float64, device=group.device)
         group.send(self._accumulation.sums.running[run.lane].flat.to(group.device), run.target, 2 * run.lane)

@@ -11,7 +11,7 @@ Rules
   `start` starts the others. Neither ever raises: a broken group shows where it is waited for (`ShardGroup.finish`).
 * `keep` throws away everything but the final sums. What is still in flight then writes where no reader is.
 
-Where the sum follows the deal, a bucket's share is copied and reduced by the library.
+Where the sum follows the assignment, a bucket's share is copied and reduced by the library.
 
 Where it is fixed (`lanes.py`) a bucket is reduced strip by strip, and each strip in chunks, one for each member, its
 *owner*: all members give each owner its chunk of their blocks' sums; it adds them in the tree's order; and all gather
@@ -53,8 +53,8 @@ class _Strip:
 class _Round:
     """One attempt, in one group. `arriving`: of each bucket that is started, its stretches: where each begins, what it
     is when its operation is done, None as long as that has not begun. `strips`: to be exchanged next, with what this
-    replica has for them; `ends`: the blocks that each member has, in rank order; `busy`: one is on
-    its way; `beginning`: about to be. `behind`: to be done when none is left."""
+    replica has for them; `ends`: the blocks that each member has, in rank order; `is_busy`: one is on its way;
+    `is_beginning`: about to be. `on_done`: to be called when none is left."""
 
     group: ShardGroup | None = None
     arriving: dict[int, dict[int, tuple[torch.Tensor, Operation] | None]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Round:
 
 
 class Reduction:
-    """An iteration's sums. `lanes`: None where the sum follows the deal."""
+    """An iteration's sums. `lanes`: None where the sum follows the assignment."""
 
     def __init__(self, accumulation: Accumulation, lanes: Lanes | None = None) -> None:
         self._accumulation = accumulation
@@ -86,19 +86,20 @@ class Reduction:
         self.begin()
 
     def begin(self) -> None:
-        """A new iteration."""
+        """Begin a new iteration."""
         self._final = {}
         self._norms = {}
         self._reset()
 
     def overlap(self, group: ShardGroup, gradients: int) -> None:
-        """The last of this replica's micro-batches are about to be computed: `gradients` per parameter."""
+        """Prepare for the last of this replica's micro-batches, `gradients` for each parameter: reduce inside their
+        backward."""
         self._round.group = group
         self._accumulation.expect(gradients, self._ready)
 
     def start(self, group: ShardGroup, on_done: Callable[[], None]) -> None:
-        """Start every bucket that is not final and not started, and then do `behind`, which starts another collective:
-        from this thread, or from one of the group's."""
+        """Start every bucket that is not final and not started, and then call `on_done`, which starts another
+        collective: from this thread, or from one of the group's."""
         self._round.group = group
         self._accumulation.expect(0, None)
         for bucket in list(self._turns):
@@ -109,11 +110,12 @@ class Reduction:
 
     @property
     def started(self) -> int:
-        """How many buckets are on their way, or have come, in the present group."""
+        """Return how many buckets are on their way, or have come, in the present group."""
         return len(self._round.arriving)
 
     def complete(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
-        """The sums that are complete here, final ones among them: of each bucket the stretches, with their places."""
+        """Return the sums that are complete here, final ones among them: of each bucket the stretches, with their
+        places."""
         sums = dict(self._final)
         for bucket, stretches in self._round.arriving.items():
             arrived = [
@@ -126,16 +128,16 @@ class Reduction:
         return sums
 
     def sums(self) -> list[tuple[int, torch.Tensor]]:
-        """All of them, with their places. Raises KeyError unless all are complete."""
+        """Return all sums, with their places. Raises KeyError unless all are complete."""
         complete = self.complete()
         return [stretch for bucket in range(len(self._accumulation)) for stretch in complete[bucket]]
 
     def norm(self) -> float:
-        """The norm of what this replica has given, as it was when each bucket was started first."""
+        """Return the norm of what this replica has contributed, as it was when each bucket was started first."""
         return float(torch.linalg.vector_norm(torch.stack([*self._norms.values()]))) if self._norms else 0.0
 
     def keep(self, final: Collection[int]) -> None:
-        """These buckets are final, all others are to be reduced again."""
+        """Keep these buckets as final, and have all others reduced again."""
         complete = self.complete()
         self._final = {bucket: complete[bucket] for bucket in final}
         self._receive_buffer = None
@@ -188,7 +190,7 @@ class Reduction:
             self._exchange(current)
 
     def _exchange(self, current: _Round) -> None:
-        """Begin the next strip's, unless one is on its way; behind the last, what is to be done there."""
+        """Begin the next strip's exchange, unless one is on its way; after the last, call what waits for that."""
         if current.is_beginning:
             return
         current.is_beginning = True
@@ -224,7 +226,7 @@ class Reduction:
         )
 
     def _gather(self, current: _Round, strip: _Strip, incoming: torch.Tensor, chunk: int, own_length: int) -> None:
-        """All have given this member its chunk: add it up, and have all gather it."""
+        """Add up this member's chunk, which all have sent, and have all gather it."""
         group = current.group
         assert group is not None and self._lanes is not None
         all_blocks = [block for blocks in current.ends for block in blocks]
@@ -240,21 +242,21 @@ class Reduction:
             self._exchange(current)
 
     def _room(self, numel: int) -> torch.Tensor:
-        """What the chunks of one strip arrive in: the same for all, as long as no group breaks."""
+        """Return the buffer in which the chunks of one strip arrive: the same for all, as long as no group breaks."""
         if self._receive_buffer is None or self._receive_buffer.numel() < numel:
             self._receive_buffer = self._accumulation.allocate(numel)
         return self._receive_buffer[:numel]
 
     def _by_owner(self, pieces: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
-        """What each owner gets of all pieces, one owner after the other."""
+        """Return what each owner gets of all pieces, one owner after the other."""
         pieces_by_owner = [piece.split(list(lengths)) for piece in pieces]
         return torch.cat(
-            [self._accumulation.allocate(0), *(own for owner in zip(*pieces_by_owner, strict=True) for own in owner)]
+            [self._accumulation.allocate(0), *(part for owner in zip(*pieces_by_owner, strict=True) for part in owner)]
         )
 
 
 def _sum_into(part: torch.Tensor, block: Block, pieces: Mapping[Block, torch.Tensor]) -> None:
-    """The sum of the pieces, which it writes over."""
+    """Write the sum of the pieces into `part`; the pieces are overwritten."""
     if block in pieces:
         part.copy_(pieces[block])
     else:

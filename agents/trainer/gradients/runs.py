@@ -23,7 +23,7 @@ from agents.trainer.process.context import Context
 
 @dataclass(slots=True)
 class LaneRuns:
-    """One worker's."""
+    """The runs of one worker."""
 
     member: MemberState
     context: Context
@@ -46,7 +46,7 @@ class LaneRuns:
         return group
 
     def begin(self) -> None:
-        """The runs are about to be computed, in the present group."""
+        """Prepare for computing the runs, in the present group."""
         ledger = self._ledger
         assert ledger.lane_assignment is not None
         self.reduction.ends = ledger.lane_assignment.ends
@@ -54,7 +54,7 @@ class LaneRuns:
         self._log_memory(ledger)
 
     def _log_memory(self, ledger: LaneLedger) -> None:
-        """Once in each group: what its gradients take here."""
+        """Log once in each group how much memory its gradient sums take here."""
         group, lanes = self._group, ledger.lanes
         if self._memory_generation != group.generation:
             self._memory_generation = group.generation
@@ -66,7 +66,8 @@ class LaneRuns:
             print(f"{self.context.launch.worker}: {text}", flush=True)
 
     def try_ahead(self, run: Run) -> bool:
-        """What the run goes on with has not come to all shards: its next micro-batch is computed meanwhile."""
+        """Go ahead with the run's next micro-batch, if the sum that it continues has not come to all shards; return
+        whether."""
         ledger = self._ledger
         if not ledger.may_go_ahead(run):
             return False
@@ -79,7 +80,8 @@ class LaneRuns:
         return True
 
     def enter(self, run: Run) -> None:
-        """From now on gradients are the run's. Waits for what it goes on with; raises what `ShardGroup.finish` raises."""
+        """Have gradients added to the run from now on. Waits for the sum that it continues; raises what
+        `ShardGroup.finish` raises."""
         ledger, group = self._ledger, self._group
         if run.source is not None and run.lane not in ledger.from_peers:
             self.rendezvous.together(lambda: self.passing.wait(group, run))
@@ -88,7 +90,7 @@ class LaneRuns:
         self.reduction.ending = (run.lane,)
 
     def end(self, run: Run) -> None:
-        """The run has been computed."""
+        """End the run, which has been computed: pass its sum on, or keep it."""
         self.reduction.ending = ()
         if run.target is not None:
             self.passing.send(self._group, run, self._ledger.running[run.lane])
@@ -96,7 +98,7 @@ class LaneRuns:
             self.accumulation.sums.end(run.lane)
 
     def log_discarded(self) -> None:
-        """In a new group: what has been computed ahead is in no sum."""
+        """Log, in a new group, which micro-batches were computed ahead and are in no sum."""
         ledger = self._ledger
         if ledger.ahead:
             micro_batches = " and ".join(map(str, ledger.computed_ahead))

@@ -25,8 +25,8 @@ _ADDRESS = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%\w+)?\]:(\d{1,5})\b")
 
 
 class ConnectionEnds:
-    """Of the connections of member `rank`. `sockets`: descriptor -> the kernel's name; `listening`: the addresses that
-    the members listen on, in rank order, () where they are not known: then nothing is."""
+    """The ends of the connections of member `rank`. `sockets`: descriptor -> the kernel's name; `listening`: the
+    addresses that the members listen on, in rank order, () where they are not known: then nothing is."""
 
     def __init__(self, sockets: dict[int, str], listening: Sequence[str] = (), rank: int = 0) -> None:
         self._sockets = sockets
@@ -44,22 +44,22 @@ class ConnectionEnds:
         return bool(self._listening)
 
     def own_marks(self) -> list[int]:
-        """For each member: the mark of this side of the connection that was made to it from here; else 0."""
+        """Return, for each member, the mark of this side of the connection that was made to it from here; else 0."""
         return [mark(self._near[member]) if member in self._near else 0 for member in range(len(self._listening))]
 
     def learn(self, marks: Sequence[int]) -> None:
-        """What each member has told of its connection to this one."""
+        """Learn what each member has told of its connection to this one."""
         members = {peer_mark: member for member, peer_mark in enumerate(marks) if peer_mark}
         for fd, far in self._far.items():
             if fd not in self._ranks and mark(far) in members:
                 self._ranks[fd] = members[mark(far)]
 
     def lost_members(self) -> list[int]:
-        """The members to whom connections have ended, while the sockets are open."""
+        """Return the members to whom connections have ended, while the sockets are open."""
         return sorted({member for fd, member in self._ranks.items() if not is_connected(fd, self._sockets[fd])})
 
     def find_member(self, error: str) -> int | None:
-        """The member that gloo's error is about; None where it names none that is known."""
+        """Return the member that gloo's error is about; None where it names none that is known."""
         for named_address in parse_addresses(error):
             for fd, far in self._far.items():
                 if far == named_address and fd in self._ranks:
@@ -68,17 +68,17 @@ class ConnectionEnds:
 
 
 def address(name: tuple[str, int] | tuple[str, int, int, int]) -> str:
-    """A socket's address without its scope, which each host numbers for itself."""
+    """Return a socket's address without its scope, which each host numbers for itself."""
     return f"{name[0].partition('%')[0]} {name[1]}"
 
 
 def mark(address: str) -> int:
-    """A positive number of 63 bits."""
+    """Return a positive number of 63 bits for the address."""
     return int.from_bytes(blake2b(address.encode(), digest_size=8).digest()) >> 1 or 1
 
 
 def is_connected(fd: int, name: str) -> bool:
-    """The socket still is what it was when it was found, and neither side has ended its connection."""
+    """Return whether the socket still is what it was when it was found, and neither side has ended its connection."""
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/self/fd/{fd}") == name:  # noqa: PTH115
             with socket.socket(fileno=os.dup(fd)) as duplicate:
@@ -88,7 +88,7 @@ def is_connected(fd: int, name: str) -> bool:
 
 
 def parse_addresses(error: str) -> tuple[str, ...]:
-    """The address of the peer that gloo's error is about, the likeliest first; none if it names none.
+    """Return the address of the peer that gloo's error is about, the likeliest first; none if it names none.
 
     Gloo writes a port's bytes in the network's order (gloo/transport/tcp/address.cc, torch 2.13): 57238 as 38623.
     """

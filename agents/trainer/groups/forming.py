@@ -118,12 +118,12 @@ class Attempt:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the group has formed."""
+        """Return whether the group has formed."""
         with self._lock:
             return self._formed is not None
 
     def claim(self) -> tuple[FormedGroup | None, str | None]:
-        """The group, and what went wrong; from now on a later result is closed by the thread."""
+        """Return the group, and what went wrong; from now on the thread closes a later result itself."""
         with self._lock:
             self._abandoned = True
             formed, self._formed = self._formed, None
@@ -162,7 +162,7 @@ class Attempt:
                     self._stores.release(self._place.store, server)
 
     def _build(self, place: GroupPlacement, server: object) -> FormedGroup | None:
-        """None where the attempt was abandoned."""
+        """Form the group; return None where the attempt was abandoned. Raises SumsMismatch."""
         name, standby = self._standby or (_NO_STANDBY, None)
         store = dist.PrefixStore(place.prefix, server)
         words = StoreExchange(store, place.rank, place.size, lambda: self._abandoned)
@@ -173,8 +173,8 @@ class Attempt:
                 return standby.claim()[0]
         cuda = place.device.type == "cuda"
         device, listening = (None, " 0") if cuda else _listen(place.address)
-        own = listening.rpartition(" ")[2]
-        words.publish("port", (_LANES if place.lanes else _SIGN) + own)
+        own_port = listening.rpartition(" ")[2]
+        words.publish("port", (_LANES if place.lanes else _SIGN) + own_port)
         ports = words.collect("port")
         if ports is None:
             return None
@@ -191,11 +191,11 @@ class Attempt:
             return self._connect_nccl(store, place)
         gloo_store = GlooStore(words, place.size, listening) if alike else None
         process_group = _connect_gloo(store if gloo_store is None else gloo_store, place, device)
-        sockets = _sockets_of(int(own), {int(port) for port in ports})
+        sockets = _sockets_of(int(own_port), {int(port) for port in ports})
         return FormedGroup(process_group, sockets, gloo_store.listening if gloo_store is not None else ())
 
     def _connect_nccl(self, store: object, place: GroupPlacement) -> FormedGroup | None:
-        """None where the attempt was abandoned."""
+        """Connect with NCCL; return None where the attempt was abandoned."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=place.collective_timeout_s)
         process_group: object = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
@@ -222,7 +222,7 @@ def _connect_gloo(store: object, place: GroupPlacement, device: object) -> objec
 
 
 def _listen(host: str) -> tuple[object, str]:
-    """A gloo device, and the address that it listens on."""
+    """Return a gloo device, and the address that it listens on."""
     with _listening:
         before = {name for _, name, _ in _tcp_sockets(listening=True)}
         device = dist.ProcessGroupGloo.create_device(hostname=host)
@@ -232,12 +232,12 @@ def _listen(host: str) -> tuple[object, str]:
 
 
 def _sockets_of(port: int, ports: Collection[int]) -> dict[int, str]:
-    """The sockets of the group whose members listen on these ports: descriptor -> the kernel's name."""
+    """Return the sockets of the group whose members listen on these ports: descriptor -> the kernel's name."""
     return {fd: name for fd, (name, (near, far)) in _connected().items() if near == port or far in ports}
 
 
 def _connected() -> dict[int, tuple[str, tuple[int, int]]]:
-    """Connected TCP sockets: descriptor -> name, ports on this side and on the other."""
+    """Return the connected TCP sockets: descriptor -> name, ports on this side and on the other."""
     sockets = {}
     for fd, name, duplicate in _tcp_sockets(listening=False):
         with contextlib.suppress(OSError):
@@ -246,7 +246,7 @@ def _connected() -> dict[int, tuple[str, tuple[int, int]]]:
 
 
 def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
-    """This process's TCP sockets: descriptor, the kernel's name, a duplicate that lives until the next."""
+    """Yield this process's TCP sockets: descriptor, the kernel's name, a duplicate that lives until the next."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             name = os.readlink(entry)  # noqa: PTH115 (Path.readlink would normalise the name)
@@ -260,14 +260,15 @@ def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
 
 
 def event_after(work: object, stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event that happens when the GPU is done with a NCCL operation. `stream`: one that nothing else waits in."""
+    """Return an event that happens when the GPU is done with a NCCL operation. `stream`: one that nothing else waits
+    in."""
     with torch.cuda.stream(stream):
         work.wait()  # type: ignore[attr-defined]  # queues it behind the operation; does not block
         return stream.record_event()
 
 
 def nccl_error(process_group: object) -> str:
-    """What NCCL's watchdog says has gone wrong with the communicator, "" for nothing."""
+    """Return what NCCL's watchdog says has gone wrong with the communicator, "" for nothing."""
     error = process_group.get_error()  # type: ignore[attr-defined]
     return "" if error.name == "SUCCESS" else f"NCCL error: {error.name.lower().replace('_', ' ')}"
 

@@ -38,7 +38,7 @@ class GlooStore(dist.Store):  # type: ignore[misc]
 
     @property
     def listening(self) -> list[str]:
-        """Where the members listen, in rank order; none before gloo has asked for another's word."""
+        """Return where the members listen, in rank order; none before gloo has asked for another's word."""
         return [word.listens for word in self._words]
 
     def set(self, _key: str, value: bytes) -> None:
@@ -56,7 +56,7 @@ class GlooStore(dist.Store):  # type: ignore[misc]
             self._words = [msgspec.msgpack.decode(word, type=_GlooWord) for word in encoded]
 
     def get(self, key: str) -> bytes:
-        """What the member of that rank has set; "0/7" is the seventh's."""
+        """Return what the member of that rank has set; "0/7" is the seventh's."""
         self.wait([key])
         word = self._words[int(key.rpartition("/")[2])]
         return word.value + self._numbers if word.is_regular else word.value

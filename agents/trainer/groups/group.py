@@ -85,17 +85,17 @@ class ShardGroup:
 
     @property
     def _nccl(self) -> object | None:
-        """The process group, if it is one of NCCL's: then everything that it exchanges is on the GPU."""
+        """Return the process group, if it is one of NCCL's: then everything that it exchanges is on the GPU."""
         return self._process_group if self.device.type == "cuda" else None
 
     @property
     def keeps_order(self) -> bool:
-        """Its operations run one after the other, in the order in which they were begun."""
+        """Return whether its operations run one after the other, in the order in which they were begun."""
         return self._nccl is not None
 
     def exchange_ends(self) -> torch.Tensor | None:
-        """Start telling each member which end of the connection to it is this member's (`ends.py`): `know` what comes,
-        when it has come. None with NCCL, or where a member's hook is older."""
+        """Start telling each member which end of the connection to it is this member's (`ends.py`): pass what comes to
+        `learn_ends`, when it has come. None with NCCL, or where a member's hook is older."""
         if not self.ends:
             return None
         own_marks = torch.tensor(self.ends.own_marks(), dtype=torch.int64)
@@ -105,7 +105,7 @@ class ShardGroup:
         return peer_marks
 
     def learn_ends(self, peer_marks: torch.Tensor | None) -> None:
-        """What `introduce` has brought."""
+        """Learn the ends of the peers' connections, which `exchange_ends` has brought."""
         if peer_marks is not None:
             self.ends.learn(peer_marks.tolist())
 
@@ -137,8 +137,8 @@ class ShardGroup:
         self, target: torch.Tensor, source: torch.Tensor, target_sizes: Sequence[int], source_sizes: Sequence[int],
         callback: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """Start exchanging: member m gets `given_sizes[m]` elements of `given`, in rank order, and `taken` is filled
-        with `taken_sizes[m]` elements of each; `then` do that."""
+        """Start exchanging: member m gets `source_sizes[m]` elements of `source`, in rank order, and `target` is filled
+        with `target_sizes[m]` elements of each; after that call `callback`."""
         if self.size == 1:
             target.copy_(source)
             if callback is not None:
@@ -147,6 +147,7 @@ class ShardGroup:
         sizes = list(target_sizes), list(source_sizes)
 
         def begin() -> object:
+            """Start the library's operation."""
             return self._process_group.alltoall_base(target, source, *sizes, dist.AllToAllOptions())  # type: ignore[attr-defined]
 
         self._in_flight.start(begin, target, source, callback=callback)
@@ -158,11 +159,11 @@ class ShardGroup:
         return self._in_flight.start(lambda: self._process_group._allgather_base(whole, part), whole, part)  # type: ignore[attr-defined]
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> None:
-        """Start giving the tensor to a member, which takes it by the same tag; it must not change meanwhile."""
+        """Start sending the tensor to a member, which receives it by the same tag; it must not change meanwhile."""
         self._in_flight.start(lambda: self._process_group.send([tensor], member, tag), tensor, in_thread=True)  # type: ignore[attr-defined]
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Operation:
-        """Start overwriting the tensor with what the member gives by the same tag."""
+        """Start overwriting the tensor with what the member sends by the same tag."""
         return self._in_flight.start(
             lambda: self._process_group.recv([tensor], member, tag),  # type: ignore[attr-defined]
             tensor, in_thread=True,
@@ -177,12 +178,13 @@ class ShardGroup:
             self._in_flight.start(begin, tensor)
 
     def finish(self, *only: Operation) -> None:
-        """Wait for everything started, or for these operations. Raises Broken, Superseded (an urgent membership came)
-        or QuitAsked."""
+        """Wait for everything started, or for these operations. Raises GroupBroken, MembershipSuperseded (an urgent
+        membership came) or QuitRequested."""
         flight = self._in_flight
         self.mark.entering()
 
         def settled() -> bool:
+            """Return whether the wait is over."""
             return flight.settled(*only) or self._channel.newest(self.generation, urgent_only=True) is not None
 
         poll_s = None if self._nccl is None else _POLL_CUDA_S
@@ -218,10 +220,11 @@ class ShardGroup:
 
 
 def _abort(nccl: object, flight: _InFlight) -> None:
-    """End a NCCL communicator. Kernels may write until it has ended: what they write to is held for so long."""
+    """End a NCCL communicator. Kernels may write until it has ended: what they write to is kept for so long."""
     over = threading.Event()
 
     def abort() -> None:
+        """Abort the communicator, in a thread."""
         try:
             nccl.abort()  # type: ignore[attr-defined]
         except RuntimeError as error:
@@ -241,12 +244,12 @@ class PendingRows:
         self._rows = rows
 
     def read(self) -> list[list[int]]:
-        """By rank."""
+        """Return the rows by rank."""
         return [row.tolist() for row in self._rows]
 
 
 class Operation:
-    """One collective under way. `held`: what it writes to and reads from, which must live as long."""
+    """One collective under way. `tensors`: what it writes to and reads from, which must live as long."""
 
     __slots__ = ("_is_done", "_lands", "_tensors", "over", "work")
 
@@ -259,13 +262,13 @@ class Operation:
         self._lands = False
 
     def mark_done(self, *, lands: bool = False) -> None:
-        """It is known to be done, and done well. `lands`: on streams without a waiter yet. From any thread."""
+        """Mark it as done well. `lands`: on streams without a waiter yet. From any thread."""
         self._lands = lands and any(tensor.is_cuda for tensor in self._tensors)
         self._is_done = True
 
     @property
     def succeeded(self) -> bool:
-        """Done, and done well: what the caller's stream does from now on sees the result."""
+        """Return whether it is done, and done well: what the caller's stream does from now on sees the result."""
         if self._is_done and self._lands:
             self.work.wait()  # type: ignore[attr-defined]
             self._lands = False
@@ -330,14 +333,14 @@ class _InFlight:
         self._channel.wake()
 
     def settled(self, *only: Operation) -> bool:
-        """Whether one has failed or all, or only these, are done."""
+        """Return whether one has failed or all, or only these, are done."""
         if self._nccl is not None:
             self._poll(self._nccl)
         are_done = all(operation.succeeded for operation in only) if only else self._finished == len(self._operations)
         return self.error is not None or are_done
 
     def _poll(self, nccl: object) -> None:
-        """In their order: that is how they run."""
+        """Poll the operations in their order: that is how they run."""
         self.error = self.error or nccl_error(nccl) or None
         while self.error is None and self._finished < len(self._operations):
             operation = self._operations[self._finished]
@@ -349,10 +352,12 @@ class _InFlight:
             self._finished += 1
 
     def wait_until_over(self, timeout_s: float) -> bool:
+        """Wait until all have ended; False where that takes longer."""
         with self._over:
             return self._over.wait_for(lambda: self._finished == len(self._operations), timeout_s)
 
     def reset(self) -> None:
+        """Drop all operations."""
         self._operations = []
         self._finished = 0
 
@@ -361,17 +366,18 @@ def form(
     place: GroupPlacement, generation: int, channel: AgentChannel, timeout_s: float | None,
     standby: tuple[str, Attempt] | None = None, stores: StoreConnections | None = None,
 ) -> ShardGroup:  # fmt: skip
-    """Form the group of `generation` with its other members; returns when this member is connected to all.
+    """Form the group of `generation` with its other members; return when this member is connected to all.
 
-    `standby`: a group that may be used instead; `stores`: where the connection to the store is kept. Raises Superseded
-    when a newer membership (urgent or not) comes meanwhile, Broken when forming fails or takes longer than `timeout_s`,
-    OtherSums where a member has an older hook, QuitAsked.
+    `standby`: a group that may be used instead; `stores`: where the connection to the store is kept. Raises
+    MembershipSuperseded when a newer membership (urgent or not) comes meanwhile, GroupBroken when forming fails or
+    takes longer than `timeout_s`, SumsMismatch where a member has an older hook, QuitRequested.
     """
     if place.size == 1:
         return ShardGroup(None, generation, place.rank, place.size, channel, place.device)
     attempt = Attempt(place, channel, standby, stores)
 
     def over() -> bool:
+        """Return whether the attempt has ended, or a newer membership has come."""
         return attempt.over or channel.newest(generation) is not None
 
     try:

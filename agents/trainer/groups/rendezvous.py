@@ -44,7 +44,7 @@ _NUMBERS_MAX = 64
 
 
 class Rendezvous:
-    """Holds this shard's group. `generation`: of the membership last tried, 0 before the first."""
+    """Forms and holds this shard's group. `generation`: of the membership last tried, 0 before the first."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -68,7 +68,8 @@ class Rendezvous:
         self._lost_workers: tuple[str, ...] = ()
 
     def look(self) -> None:
-        """Raise Superseded if an urgent membership has come, QuitAsked if the agent wants the worker to end."""
+        """Raise MembershipSuperseded if an urgent membership has come, QuitRequested if the agent wants the worker to
+        end."""
         urgent = self._channel.newest(self.generation, urgent_only=True)
         (newest,) = self._replica.highest(0 if urgent is None else urgent.generation)
         if self._channel.quit_requested():
@@ -77,14 +78,14 @@ class Rendezvous:
             raise MembershipSuperseded(f"generation {newest} is urgent")
 
     def pending(self) -> int:
-        """The newest membership that every shard of this replica holds and that is not followed yet; else 0."""
+        """Return the newest membership that every shard of this replica has and that is not followed yet; else 0."""
         newest = self._channel.newest(self.generation)
         mine = 0 if newest is None else newest.generation
         highest, lowest = self._replica.highest(mine, -mine)
         return mine if highest == -lowest else 0
 
     def together(self, attempt: Callable[[], T]) -> T:
-        """Do something with this shard's group; raises Broken or Superseded if it failed for any shard."""
+        """Run `attempt` on this shard's group; raise GroupBroken or MembershipSuperseded if it failed for any shard."""
         failure: GroupBroken | MembershipSuperseded | None = None
         try:
             result = attempt()
@@ -152,37 +153,39 @@ class Rendezvous:
                 self._channel.wait(lambda: self._channel.newest(self.generation, urgent_only=True) is not None, after_s)
 
     def _note_losses(self) -> None:
-        """Before the group is left: that ends them all."""
+        """Note the losses before the group is left: that ends all connections."""
         workers = {self._workers[rank] for rank in self._ends.lost_members()} - {self._context.launch.worker}
         self._lost_workers = tuple(sorted(workers)) if len(workers) <= LOST_MAX else ()
 
     # --- the way to the next group ----------------------------------------------------------------
 
     def keep_old_group(self, *, is_sound: bool, bounded: bool) -> None:
-        """Look for another group. `keep`: the present one stays open until `drop`. `bounded`: see the rules."""
+        """Look for another group. `is_sound`: the present one stays open until `drop_old_group`. `bounded`: see the
+        rules."""
         self._old_group, self.group = self.group, None
         if not is_sound:
             self.drop_old_group()
         self._deadline_s = time.monotonic() + self._context.settings.fault_wait_s if bounded else None
 
     def drop_old_group(self) -> None:
-        """Close the group that was set aside."""
+        """Close the group before."""
         if self._old_group is not None:
             self._old_group.close()
             self._old_group = None
 
     def follow(self, membership: Membership) -> None:
-        """This one is tried now; older ones never again."""
+        """Try this membership now, and older ones never again."""
         self.generation = self._context.generation = membership.generation
 
     def form(self, membership: Membership) -> None:
-        """Form the membership's group. Raises Broken, Superseded, QuitAsked."""
+        """Form the membership's group. Raises GroupBroken, MembershipSuperseded, QuitRequested."""
         launch = self._context.launch
         workers = [member.worker for member in membership.members if member.shard == launch.shard]
         place = self._placement(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
         self._ends, self._lost_workers = ConnectionEnds({}), ()
 
         def meet() -> None:
+            """Form the group of this shard."""
             left_s = self._remaining_s()
             standby = self._standby.offer(workers)
             self.group = form(place, membership.generation, self._channel, left_s, standby, self._stores)
@@ -194,7 +197,7 @@ class Rendezvous:
         self._workers = workers
 
     def exchange(self, position: Position, micro_batches: int, buckets: int, *, sharded: bool) -> list[Position]:
-        """All members' positions, in rank order. Raises Broken, Superseded, QuitAsked."""
+        """Return all members' positions, in rank order. Raises GroupBroken, MembershipSuperseded, QuitRequested."""
         return self.together(lambda: self._exchange(position, micro_batches, buckets, sharded))
 
     def _exchange(self, position: Position, micro_batches: int, buckets: int, sharded: bool) -> list[Position]:
@@ -227,10 +230,11 @@ class Rendezvous:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def await_membership(self) -> Membership:
-        """The newest membership that any shard of this replica knows, newer than the one last tried. Raises Stranded,
-        QuitAsked."""
+        """Return the newest membership that any shard of this replica has, newer than the one last tried. Raises
+        RendezvousTimedOut, QuitRequested."""
 
         def await_shared(find: Callable[[], Membership | None]) -> int:
+            """Wait until all shards find a membership; return the newest generation."""
             self._channel.wait(lambda: find() is not None, self._remaining_s())
             membership = find()
             mine = 0 if membership is None else membership.generation

@@ -17,8 +17,8 @@ _AFTER_S = 1.0
 
 
 def report_after_s(rank: int, size: int) -> float:
-    """How long the member `rank` of `size` waits for the answer to others' reports before it reports itself; seconds,
-    some later than others."""
+    """Return how long the member `rank` of `size` waits for the answer to others' reports before it reports itself;
+    seconds, some later than others."""
     if size <= ALL_REPORT_MAX or rank % (size // _FIRST) == 0:
         return 0.0
     return _AFTER_S * (1 + rank / size)

@@ -54,7 +54,7 @@ class Standby:
                 )
 
     def offer(self, workers: Sequence[str]) -> tuple[str, Attempt] | None:
-        """The standby group of exactly these members, where it is whole here."""
+        """Return the standby group of exactly these members, None where it is not whole here."""
         name, attempt = self._attempts.get(tuple(workers), ("", None))
         return (name, attempt) if attempt is not None and attempt.succeeded else None
 

@@ -21,14 +21,14 @@ _MEET_TIMEOUT = timedelta(seconds=10)
 
 
 class StoreConnections:
-    """One member's."""
+    """One member's connections."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: tuple[StoreAddress, object] | None = None
 
     def acquire(self, address: StoreAddress) -> object:
-        """A connection to the store at that address, for one meeting. Raises dist.DistError."""
+        """Return a connection to the store at that address, for one meeting. Raises dist.DistError."""
         with self._lock:
             idle, self._idle = self._idle, None
         if idle is not None and idle[0] == address and _answers(idle[1]):
@@ -36,7 +36,7 @@ class StoreConnections:
         return dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
 
     def release(self, address: StoreAddress, server: object) -> None:
-        """The meeting is over, and nothing waits in this connection."""
+        """Keep the connection: the meeting is over, and nothing waits in it."""
         with self._lock:
             self._idle = address, server
 

@@ -24,7 +24,8 @@ _LOOK_AGAIN = timedelta(seconds=60)
 
 
 class StoreExchange:
-    """One member's, in a store of the attempt's own (a prefix). `given_up`: asked between two looks."""
+    """One member's side of the exchange, in a store of the attempt's own (a prefix). `is_abandoned`: asked between two
+    looks."""
 
     def __init__(self, store: object, rank: int, size: int, is_abandoned: Callable[[], bool]) -> None:
         self._store = store
@@ -34,17 +35,18 @@ class StoreExchange:
         self._keys: list[str] = []
 
     def publish(self, kind: str, word: bytes | str) -> None:
-        """This member's word of a kind."""
+        """Publish this member's word of a kind."""
         self._keys.append(f"{kind}/{self._rank}")
         self._store.set(self._keys[-1], word)  # type: ignore[attr-defined]
 
     def withdraw(self) -> None:
-        """Take this member's words back, when no member will ask for them: the store outlives many groups."""
+        """Withdraw this member's words, when no member will ask for them: the store outlives many groups."""
         while self._keys:
             self._store.delete_key(self._keys.pop())  # type: ignore[attr-defined]
 
     def collect(self, kind: str) -> list[bytes] | None:
-        """What all members have said, in rank order, as soon as all have; None where it was given up."""
+        """Return what all members have published of a kind, in rank order, as soon as all have; None where it was
+        abandoned."""
         own_rank = str(self._rank)
         collector = bytes(self._store.compare_set(f"{kind}/teller", "", own_rank)).decode()  # type: ignore[attr-defined]
         if collector != own_rank:

@@ -1,11 +1,11 @@
 """The training lifecycle of one member: a generator without IO; the hook and the simulator drive the same one.
 
-    flow = run(Books(launch, buckets, clock))
+    flow = run(MemberState(launch, buckets, clock))
     effect = next(flow)
     while True:
         try:
             result = do(effect)                       # blocking, or under virtual time
-        except (Broken, Superseded, Stranded, QuitAsked) as failure:
+        except (GroupBroken, MembershipSuperseded, RendezvousTimedOut, QuitRequested) as failure:
             effect = flow.throw(failure)
         else:
             effect = flow.send(result)
@@ -18,15 +18,15 @@ answers when its framework has done it. Per micro-batch the flow is not asked: t
 
 Rules
 -----
-* An iteration: micro-batches are dealt, computed, accumulated; *computed* when this replica's are all done; *reduced*
-  when every bucket's sum and every replica's account are here; *agreed* when all members have said so; *committed*
-  when the loop comes back from the optimizer's step. Only then is the accumulation cleared.
+* An iteration: micro-batches are assigned, computed, accumulated; *computed* when this replica's are all done;
+  *reduced* when every bucket's sum and every replica's account are here; *agreed* when all members have said so;
+  *committed* when the loop comes back from the optimizer's step. Only then is the accumulation cleared.
 * Between micro-batches and in every wait, an urgent membership sends the worker to the next group, with its model,
   optimizer and accumulation; the verdict there (`verdict.py`) says how the iteration goes on.
 * A planned membership is followed at the boundary after an agreement that showed every member holding it.
-* The *lead* is the first member: it reports commits, writes checkpoints, and says when the task is complete. Every
-  member keeps the newest commit, so that a new lead can report what the old one took with it.
-* After the last iteration no member leaves before the lead has saved: if it dies, another does it.
+* The *leader* is the first member: it reports commits, writes checkpoints, and says when the task is complete. Every
+  member keeps the newest commit, so that a new leader can report what the old one took with it.
+* After the last iteration no member leaves before the leader has saved: if it dies, another does it.
 * With sharded optimizer state (`dividing.py`) an iteration is committed when every replica's parameters have been
   gathered, each from one that has stepped it; a group that breaks before that gathers again in the next. A new group
   begins with that, then gives state to members without any, then divides the parts anew. A member that leaves as
@@ -44,7 +44,7 @@ States, and what follows (`table.py`; each flow below says which it enters)
 | agreeing | all say that they have them | stepping; regrouping |
 | stepping | the loop steps its optimizer | gathering (sharded); committing |
 | gathering | parameters that others have stepped (`boundary.py`) | committing; regrouping |
-| committing | told, saved, and on to the next iteration | computing; transferring (owed by the last verdict); regrouping; ending |
+| committing | reported, saved, and on to the next iteration | computing; transferring (left by the last verdict); regrouping; ending |
 | ending | the last state is saved, all leave together (`ending.py`) | over; regrouping |
 | parked | not named by the membership; waits to be ended | |
 | stranded | no membership came in time; saves and ends | |
@@ -66,7 +66,7 @@ __all__ = ["MemberState", "run"]
 
 
 def run(member: MemberState) -> Flow[None]:
-    """From the first membership to the end of training, or of this member's part in it."""
+    """Run from the first membership to the end of training, or of this member's part in it."""
     has_left = False
     try:
         yield from _train(member)

@@ -20,8 +20,9 @@ _REASON_CHARS = 512
 
 @dataclass(slots=True)
 class PendingWork:
-    """What the last verdict left to do: a transfer that is owed, and, if `deals_next`, the next iteration's
-    micro-batches. `tried`: a micro-batch has been computed for its bits alone (`detection/determinism.py`)."""
+    """The work that the last verdict has left: a transfer, and, if `assigns_next`, the assignment of the next
+    iteration's micro-batches. `bits_tested`: a micro-batch has been computed for its bits alone
+    (`detection/determinism.py`)."""
 
     verdict: GroupVerdict
     transfer_pending: bool
@@ -31,14 +32,15 @@ class PendingWork:
 
 @dataclass(slots=True)
 class MemberState:
-    """`clock`: monotonic seconds. `buckets`: of gradients. `extents`: elements of each space of the sharded optimizer
-    state; none: it is not sharded. `brings`: the program came with the state after this iteration, 0: with the seed's;
-    None: no program of this task brings any.
+    """One member's state. `clock`: monotonic seconds. `buckets`: of gradients. `extents`: elements of each space of the
+    sharded optimizer state; none: it is not sharded. `loaded_iteration`: the program came with the state after this
+    iteration, 0: with the seed's; None: no program of this task loads any.
 
     `ledger`: of the iteration that is worked on, the last committed + 1. `total`: its sums, once they are complete.
-    `stepped`: the loop has stepped it. `trained`: parameters are no longer those of the seed. `target`: the generation
-    to follow at the next boundary. `whole`: this member has assembled the whole state after the last commit. `saves`:
-    after which iterations the program saves the sharded state itself, and at the end; None: it never does.
+    `has_stepped`: the loop has stepped it. `has_trained`: parameters are no longer those of the seed. `target`: the
+    generation to follow at the next boundary. `has_whole_state`: this member has assembled the whole state after the
+    last commit. `saves`: after which iterations the program saves the sharded state itself, and at the end; None: it
+    never does.
     """
 
     launch: Launch
@@ -84,28 +86,28 @@ class MemberState:
 
     @property
     def worker(self) -> str:
-        """The id of this worker."""
+        """Return the id of this worker."""
         return self.launch.worker
 
     @property
     def peers(self) -> list[Member]:
-        """The group's members in rank order, itself among them: all of its shard."""
+        """Return the group's members in rank order, itself among them: all of its shard."""
         members = () if self.membership is None else self.membership.members
         return [member for member in members if member.shard == self.launch.shard]
 
     @property
     def rank(self) -> int:
-        """Its place among the group's replicas."""
+        """Return its rank among the group's replicas."""
         return [member.worker for member in self.peers].index(self.worker)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker is the first member."""
+        """Return whether this worker is the first member."""
         return self.membership is not None and self.membership.members[0].worker == self.worker
 
     @property
     def in_leader_replica(self) -> bool:
-        """Whether this worker is in the first member's replica."""
+        """Return whether this worker is in the first member's replica."""
         members = () if self.membership is None else self.membership.members
         replicas = [member.replica for member in members if member.worker == self.worker]
         return bool(replicas) and replicas[0] == members[0].replica
@@ -114,25 +116,25 @@ class MemberState:
 
     @property
     def is_training(self) -> bool:
-        """Iterations are left."""
+        """Return whether iterations are left."""
         return self.ledger.iteration <= self.launch.spec.iterations and not self.stop_agreed
 
     @property
     def last_iteration(self) -> int:
-        """The last committed iteration, 0 before the first."""
+        """Return the last committed iteration, 0 before the first."""
         return max(0, self.ledger.iteration - 1)
 
     def program_saves(self, iteration: int) -> bool:
-        """Whether the program saves the sharded state itself after `iteration`."""
+        """Return whether the program saves the sharded state itself after `iteration`."""
         return self.saves is not None and self.saves(iteration)
 
     @property
     def micro_batches(self) -> int:
-        """Of one iteration, over all replicas."""
+        """Return the micro-batches of one iteration, over all replicas."""
         return self.launch.spec.micro_batches
 
     def position(self, stock: Holdings) -> Position:
-        """What it tells the next group."""
+        """Return what it tells the next group."""
         return Position(
             has_state=self.has_state,
             iteration=self.ledger.iteration if self.has_state else 0,
@@ -146,17 +148,17 @@ class MemberState:
 
     @property
     def is_new(self) -> bool:
-        """No member of the present group had state when it met, and none has computed anything yet."""
+        """Return whether no member of the present group had state when it met, and none has computed anything yet."""
         return self.pending_work is not None and self.pending_work.verdict.fresh and not self.pending_work.bits_tested
 
     @property
     def lanes(self) -> Lanes | None:
-        """None: the sum follows the deal."""
+        """Return the lanes of the sum; None: the sum follows the assignment."""
         return lanes_of(self.launch.spec)
 
     def assign(self, verdict: GroupVerdict | None, *, redone: bool = False) -> None:
-        """Hold what the verdict deals this member, or a fair share of an iteration (what is dealt to empty hands).
-        `redone`: what is new to it was another's."""
+        """Assign what the verdict gives this member, or a fair share of an iteration of which no member has anything.
+        `redone`: what is new to it was another replica's."""
         rank, size, ledger = self.rank, len(self.peers), self.ledger
         if isinstance(ledger, LaneLedger):
             lane_assignment = initial_assignment(size, ledger.lanes) if verdict is None else verdict.lane_assignment
@@ -166,7 +168,7 @@ class MemberState:
             ledger.assign(range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], redone)
 
     def stop(self, reason: str) -> StopRequest | None:
-        """The program wants training to end; what is to be told of it. None: it has been told."""
+        """Note that the program wants training to end; return the message about it, None where it has been sent."""
         if self.stop_reason:
             return None
         self.stop_reason = reason[:_REASON_CHARS]
@@ -174,19 +176,19 @@ class MemberState:
 
 
 def lanes_of(spec: TaskSpec) -> Lanes | None:
-    """Of the task's sums; None: they follow the deal."""
+    """Return the lanes of the task's sums; None: they follow the assignment."""
     return Lanes(spec.micro_batches, spec.lanes) if spec.lanes else None
 
 
 def begin_iteration(member: MemberState, iteration: int) -> Flow[None]:
-    """Another iteration, with empty hands."""
+    """Begin another iteration, with no micro-batches assigned."""
     yield from Clear(iteration)
     lanes = member.lanes
     member.ledger = IterationLedger(iteration) if lanes is None else LaneLedger(iteration, lanes=lanes)
 
 
 def resume_after(member: MemberState, iteration: int) -> Flow[None]:
-    """It has the state after `iteration`; what it was dealt stays dealt."""
+    """Continue from the state after `iteration`; micro-batches stay assigned."""
     previous = member.ledger
     yield from begin_iteration(member, iteration + 1)
     member.ledger = previous.for_iteration(iteration + 1)
@@ -194,18 +196,19 @@ def resume_after(member: MemberState, iteration: int) -> Flow[None]:
 
 
 def start_clock(member: MemberState) -> Flow[None]:
-    """The iteration begins now."""
+    """Start the clock of the iteration."""
     yield from StartClock(member.ledger.iteration)
 
 
 def report_commit(member: MemberState) -> Flow[None]:
-    """The lead tells the newest commit, once; a new lead the one that the old lead may have taken with it."""
+    """Report the newest commit, once, as the leader; a new leader reports the one that the old leader may have taken
+    with it."""
     if member.last_commit is not None and not member.commit_reported and member.is_leader:
         yield from Send(member.last_commit)
         member.commit_reported = True
 
 
 def leave_broken_group(member: MemberState, failure: str, phase: Phase) -> Flow[None]:
-    """The group is broken: leave it before anything else, and tell."""
+    """Leave the group, which is broken, before anything else, and report it."""
     yield from LeaveGroup()
     yield from ReportFailure(failure, member.ledger.iteration, phase)

@@ -20,8 +20,8 @@ from agents.trainer.lifecycle.regrouping import regroup, transfer
 
 
 def gather_parameters(member: MemberState) -> Flow[bool]:
-    """Have all parameters that other replicas have stepped. False: the live state was lost meanwhile, another
-    iteration begins instead."""
+    """Have all parameters that other replicas have stepped. Return False where the live state was lost meanwhile:
+    another iteration begins instead."""
     member.has_trained = True
     shares = member.shares
     if shares is None:
@@ -46,11 +46,11 @@ def gather_parameters(member: MemberState) -> Flow[bool]:
 
 
 def commit(member: MemberState) -> Flow[None]:
-    """The step is made, on all replicas: report, save, and go to the next iteration's group."""
+    """Commit the step, which is made on all replicas: report, save, and go to the next iteration's group."""
     member.enter("committing")
     membership, total, iteration = member.membership, member.total, member.ledger.iteration
     assert membership is not None and total is not None
-    duration_us = yield from _tell(member, total)
+    duration_us = yield from _record_commit(member, total)
     yield from Observe(iteration, total, duration_us, membership)
     pending_work, member.pending_work = member.pending_work, None
     yield from begin_iteration(member, iteration + 1)
@@ -60,7 +60,7 @@ def commit(member: MemberState) -> Flow[None]:
     failure = ""
     try:
         yield from save(member, iteration, duration_us)
-        if (yield from _stay(member, membership, pending_work, target)):
+        if (yield from _prepare_next(member, membership, pending_work, target)):
             return
     except GroupBroken as broken:
         failure, target = str(broken), None
@@ -71,8 +71,8 @@ def commit(member: MemberState) -> Flow[None]:
     yield from regroup(member, target)
 
 
-def _tell(member: MemberState, total: Total) -> Flow[int]:
-    """The iteration is committed; its duration in microseconds."""
+def _record_commit(member: MemberState, total: Total) -> Flow[int]:
+    """Record and report the commit of the iteration; return its duration in microseconds."""
     now_s = member.clock()
     duration_us = int((now_s - member.boundary_s) * 1e6)
     member.loss = total.loss
@@ -93,11 +93,11 @@ def _tell(member: MemberState, total: Total) -> Flow[int]:
     return duration_us
 
 
-def _stay(
+def _prepare_next(
     member: MemberState, present: Membership, pending_work: PendingWork | None, target: Membership | None
 ) -> Flow[bool]:
-    """Get ready for the next iteration in this group, with what the last verdict left to do. False: it is to happen in
-    the target's. Throws Broken, Superseded."""
+    """Prepare the next iteration in this group, with what the last verdict left to do. Return False where it is to
+    happen in the target's. Throws GroupBroken, MembershipSuperseded."""
     verdict = pending_work.verdict if pending_work is not None and pending_work.assigns_next else None
     if pending_work is not None and pending_work.transfer_pending:
         member.assign(pending_work.verdict)

@@ -36,7 +36,8 @@ class Candidate:
 
 
 def ordered(rows: Sequence[Sequence[int]]) -> list[Candidate]:
-    """All that the gathered rows name, best first. `rows[m]`: member m's iterations by kind, 0 for none."""
+    """Return all candidates that the gathered rows name, best first. `rows[m]`: member m's iterations by kind, 0 for
+    none."""
     candidates = [
         Candidate(iteration, kind, rank)
         for rank, row in enumerate(rows)
@@ -50,12 +51,12 @@ def ordered(rows: Sequence[Sequence[int]]) -> list[Candidate]:
 
 
 def newest(rows: Sequence[Sequence[int]], kind: Kind) -> int:
-    """The newest iteration of the kind that anybody named; 0 for none."""
+    """Return the newest iteration of the kind that anybody named; 0 for none."""
     return max((iteration for row in rows for iteration in split(row)[kind]), default=0)
 
 
 def row_of(offers: dict[Kind, list[int]]) -> list[int]:
-    """The row that a member gathers."""
+    """Return the row that a member gathers."""
     row: list[int] = []
     for kind in KINDS:
         iterations = sorted(offers.get(kind, []), reverse=True)[: OFFERS_MAX[kind]]
@@ -64,7 +65,7 @@ def row_of(offers: dict[Kind, list[int]]) -> list[int]:
 
 
 def split(row: Sequence[int]) -> dict[Kind, list[int]]:
-    """The inverse of `row_of`."""
+    """Return the iterations of a row by kind; the inverse of `row_of`."""
     offers: dict[Kind, list[int]] = {}
     start = 0
     for kind in KINDS:

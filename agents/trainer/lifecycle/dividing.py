@@ -31,15 +31,15 @@ from agents.trainer.sharded.parts import StatePart
 
 
 def gather(shares: Shares) -> Flow[None]:
-    """All members have all parameters that any of them has stepped. Throws Broken, Superseded."""
+    """Have all members get all parameters that any of them has stepped. Throws GroupBroken, MembershipSuperseded."""
     yield from GatherParameters(shares.gathering())
 
 
 def divide(
     member: MemberState, shares: Shares, new_parts: Sequence[Sequence[StatePart]], *, first: bool = False
 ) -> Flow[None]:
-    """Have each member hold its parts, `wanted[rank]`, and nothing else. `first`: training begins, nothing is held
-    yet. Throws Broken, Superseded."""
+    """Have each member hold its parts, `new_parts[rank]`, and nothing else. `first`: training begins, nothing is held
+    yet. Throws GroupBroken, MembershipSuperseded."""
     started_s, parts, received_bytes = member.clock(), new_parts[member.rank], 0
     if first:
         yield from StageFirst(parts)
@@ -55,14 +55,15 @@ def divide(
 
 
 def assemble(member: MemberState, shares: Shares, *, at_boundary: bool = False) -> Flow[None]:
-    """Have the lead's replica hold the whole state, to be saved; all take part. Throws Broken, Superseded."""
+    """Have the leader's replica hold the whole state, to be saved; all take part. Throws GroupBroken,
+    MembershipSuperseded."""
     yield from Assemble(shares.assembling(), at_boundary)
     member.has_whole_state = member.rank == 0
 
 
 def leave_parts(member: MemberState, shares: Shares, present: Membership, target: Membership) -> Flow[None]:
-    """Before leaving for a planned membership: have those that stay hold every part, or, if none stays, the lead hold
-    everything, to be saved. Throws Broken, Superseded."""
+    """Leave no part without a holder before a planned membership: have those that stay hold every part, or, if none
+    stays, the leader hold everything, to be saved. Throws GroupBroken, MembershipSuperseded."""
     target_workers = {peer.worker for peer in target.members}
     staying = [rank for rank, peer in enumerate(member.peers) if peer.worker in target_workers]
     if not staying:

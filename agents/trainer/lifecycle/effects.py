@@ -6,8 +6,8 @@ Rules
 * A *seam* (`Compute`, `Optimize`) is the training loop's own turn; every other effect is the driver's alone.
 * An effect is the whole replica's: a driver that runs one shard of several puts what happened to it to the vote of all
   shards, so that all shards get the same result or the same kind of failure.
-* Effects that note something (`Send`, `FaultPoint`, `SetPhase`, ...) come in the order in which they are to be noted, and return
-  at once.
+* Effects that note something (`Send`, `FaultPoint`, `SetPhase`, ...) come in the order in which they are to be noted,
+  and return at once.
 
 No IO here: nothing of torch, sockets or clocks.
 """
@@ -52,16 +52,18 @@ Flow: TypeAlias = Generator[Effect[Any], Any, T]
 
 @dataclass(frozen=True, slots=True)
 class Compute(Effect[None]):
-    """Compute the ledger's runs until none is left, and tell it of each micro-batch that is finished. Between
+    """Compute the ledger's runs until none is left, and note each micro-batch that is finished in it. Between
     micro-batches the driver looks for an urgent membership. Before a run it waits for the running sum that another
-    member gives, behind it it gives its own away. Throws Broken, Superseded, QuitAsked, Stopped."""
+    member sends, after it it sends its own on. Throws GroupBroken, MembershipSuperseded, QuitRequested,
+    ProgramLeftLoop."""
 
     ledger: IterationLedger
 
 
 @dataclass(frozen=True, slots=True)
 class Optimize(Effect[None]):
-    """The gradients are the global batch's mean, everywhere: step the optimizer and the scheduler. Throws Stopped."""
+    """Step the optimizer and the scheduler: the gradients are the global batch's mean, everywhere. Throws
+    ProgramLeftLoop."""
 
     iteration: int
     loss: float
@@ -70,33 +72,33 @@ class Optimize(Effect[None]):
 Seam: TypeAlias = Compute | Optimize
 
 
-# Noting.
+# Notes.
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Effect[None]):
-    """Say this to the agent."""
+    """Send this message to the agent."""
 
     message: FromWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Log(Effect[None]):
-    """A line for the worker's log."""
+    """Print a line into the worker's log."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetPhase(Effect[None]):
-    """The worker's phase mark."""
+    """Set the worker's phase mark."""
 
     phase: v.Phase
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPoint(Effect[None]):
-    """A point at which a fault may have been ordered (`injection.py`)."""
+    """Pass a point at which a fault may have been ordered (`injection.py`)."""
 
     point: Point
     iteration: int
@@ -105,19 +107,19 @@ class FaultPoint(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Idle(Effect[None]):
-    """No iteration runs: nothing is late until `StartClock`."""
+    """Mark that no iteration runs: nothing is late until `StartClock`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartClock(Effect[None]):
-    """An iteration begins, or goes on in another group: its clock starts."""
+    """Start the iteration's clock: it begins, or goes on in another group."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class BeginFinalSave(Effect[None]):
-    """Training is over; what is left is the last state. `writes`: this replica writes it, others wait."""
+    """Begin the end of training: what is left is the last state. `is_writer`: this replica writes it, others wait."""
 
     iteration: int
     is_writer: bool
@@ -125,7 +127,7 @@ class BeginFinalSave(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Observe(Effect[None]):
-    """The iteration is committed, after `duration_us`: judge what was seen of it."""
+    """Judge what was seen of the iteration, which is committed, after `duration_us`."""
 
     iteration: int
     total: Total
@@ -135,23 +137,23 @@ class Observe(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Flush(Effect[None]):
-    """Wait until what was told is on its way to the agent, at most so long."""
+    """Wait until what was sent is on its way to the agent, at most so long."""
 
     timeout_s: float
 
 
-# From group to group.
+# The way from group to group.
 
 
 @dataclass(frozen=True, slots=True)
 class ReportHoldings(Effect[Holdings]):
-    """What does this member hold?"""
+    """Return what this member holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepOldGroup(Effect[None]):
-    """Look for another group. `keep`: the present one is sound and stays open until `DropOldGroup`, else it is closed.
-    `bounded`: give up after the fault wait (Stranded)."""
+    """Look for another group. `is_sound`: the present one stays open until `DropOldGroup`, else it is closed now.
+    `bounded`: give up after the fault wait (RendezvousTimedOut)."""
 
     is_sound: bool
     bounded: bool
@@ -159,27 +161,27 @@ class KeepOldGroup(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class AwaitMembership(Effect[Membership]):
-    """The newest membership above the one last followed. Throws Stranded, QuitAsked."""
+    """Return the newest membership above the one last followed. Throws RendezvousTimedOut, QuitRequested."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowMembership(Effect[None]):
-    """This membership is tried now; older ones never again."""
+    """Try this membership now; older ones never again."""
 
     membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
 class FormGroup(Effect[None]):
-    """Form the membership's group. Throws Broken, Superseded, QuitAsked."""
+    """Form the membership's group. Throws GroupBroken, MembershipSuperseded, QuitRequested."""
 
     membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangePositions(Effect[Sequence[Position]]):
-    """The positions of all members of the new group, in rank order. `sharded`: with their spans. Throws Broken,
-    Superseded, QuitAsked."""
+    """Return the positions of all members of the new group, in rank order. `sharded`: with their spans. Throws
+    GroupBroken, MembershipSuperseded, QuitRequested."""
 
     position: Position
     sharded: bool
@@ -187,13 +189,13 @@ class ExchangePositions(Effect[Sequence[Position]]):
 
 @dataclass(frozen=True, slots=True)
 class DropOldGroup(Effect[None]):
-    """Close the group that was set aside."""
+    """Close the group that was kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupReady(Effect[int]):
-    """A group has exchanged positions. `share`: micro-batches of an iteration that fall to a replica; `joins`: there
-    are newcomers. Returns the microseconds since the membership was received."""
+    """Note that a group has exchanged positions. `share`: micro-batches of an iteration for each replica; `joins`:
+    there are newcomers. Returns the microseconds since the membership was received."""
 
     membership: Membership
     share: int
@@ -207,7 +209,7 @@ class LeaveGroup(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class ReportFailure(Effect[None]):
-    """Tell the agent of a broken group, unless the answer is already here."""
+    """Report a broken group to the agent, unless the answer is already here."""
 
     failure: str
     iteration: int
@@ -216,19 +218,19 @@ class ReportFailure(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class PrepareStandby(Effect[None]):
-    """The group works: prepare for its next loss."""
+    """Prepare for the group's next loss, now that it works."""
 
     membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitQuit(Effect[None]):
-    """Nothing is left to do here. Throws QuitAsked."""
+    """Wait for the end: nothing is left to do here. Throws QuitRequested."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitUrgent(Effect[None]):
-    """Wait for an urgent membership or for the agent's word to end, at most so long."""
+    """Wait for an urgent membership or for the agent's order to end, at most so long."""
 
     timeout_s: float
 
@@ -238,34 +240,35 @@ class AwaitUrgent(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class AnyShard(Effect[bool]):
-    """Whether it holds for any shard of this replica."""
+    """Return whether it holds for any shard of this replica."""
 
     holds: bool
 
 
 @dataclass(frozen=True, slots=True)
 class GatherRows(Effect[Sequence[Sequence[int]]]):
-    """Every member's row of signed 64-bit integers, in rank order. Throws Broken, Superseded, QuitAsked."""
+    """Return every member's row of signed 64-bit integers, in rank order. Throws GroupBroken, MembershipSuperseded,
+    QuitRequested."""
 
     row: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PendingGeneration(Effect[int]):
-    """The newest membership that every shard of this replica holds and that is not followed yet; 0 for none."""
+    """Return the newest membership that every shard of this replica has and that is not followed yet; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetMembership(Effect[Membership | None]):
-    """The membership of that generation, if it was received."""
+    """Return the membership of that generation, if it was received."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Agree(Effect[Sequence[Sequence[int]]]):
-    """As `GatherRows`, at the end of an iteration; drivers may add words of their own, which they keep. The point `agreeing`
-    is passed while it is under way."""
+    """Gather the rows as `GatherRows` does, at the end of an iteration; drivers may append words of their own, which
+    they keep. The point `agreeing` is passed while it is under way."""
 
     row: Sequence[int]
 
@@ -282,8 +285,8 @@ class Clear(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class KeepSums(Effect[None]):
-    """The sums of these buckets are final; all others are to be made again. `kept`: with lanes, the micro-batches whose
-    sums count here."""
+    """Keep the sums of these buckets as final; all others are to be made again. `valid`: with lanes, the micro-batches
+    whose sums count here."""
 
     final: frozenset[int]
     valid: frozenset[int]
@@ -291,7 +294,7 @@ class KeepSums(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class LastStage(Effect[tuple[float, int]]):
-    """Loss sum and tokens, as the replica's last pipeline stage has them."""
+    """Return the loss sum and the tokens as the replica's last pipeline stage has them."""
 
     loss_sum: float
     tokens: int
@@ -299,15 +302,15 @@ class LastStage(Effect[tuple[float, int]]):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Effect[Sequence[ReplicaAccount]]):
-    """Complete all buckets' sums over the members; their accounts of the iteration, in rank order. The point
-    `reducing` is passed while it is under way. Throws Broken, Superseded, QuitAsked."""
+    """Complete all buckets' sums over the members; return their accounts of the iteration, in rank order. The point
+    `reducing` is passed while it is under way. Throws GroupBroken, MembershipSuperseded, QuitRequested."""
 
     ledger: IterationLedger
 
 
 @dataclass(frozen=True, slots=True)
 class Settle(Effect[None]):
-    """Sums / tokens are the gradients."""
+    """Make the sums, divided by the tokens, the gradients."""
 
     total: Total
 
@@ -317,7 +320,7 @@ class Settle(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class CheckPeers(Effect[Sequence[int]]):
-    """What this replica can offer (`candidates.row_of`). `is_first`: it also asks peers and looks at storage."""
+    """Return what this replica can offer (`candidates.row_of`). `is_first`: it also asks peers and looks at storage."""
 
     is_first: bool
     membership: Membership
@@ -325,14 +328,14 @@ class CheckPeers(Effect[Sequence[int]]):
 
 @dataclass(frozen=True, slots=True)
 class LoadState(Effect[LoadedState | str]):
-    """Live in the candidate's state, all shards or none; why not, where it is not sound for all."""
+    """Load the candidate's state, in all shards or none; return why not, where it is not sound for all."""
 
     candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastState(Effect[None]):
-    """Broadcast this member's state after `iteration`. Throws Broken, Superseded, QuitAsked."""
+    """Broadcast this member's state after `iteration`. Throws GroupBroken, MembershipSuperseded, QuitRequested."""
 
     iteration: int
     loss: float
@@ -341,7 +344,8 @@ class BroadcastState(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveState(Effect[LoadedState | None]):
-    """Take part in member `source`'s broadcast; `keep`: and live in it. Throws Broken, Superseded, QuitAsked."""
+    """Take part in the broadcast of member `source`; `keep`: and load its state. Throws GroupBroken,
+    MembershipSuperseded, QuitRequested."""
 
     source: int
     keep: bool
@@ -349,7 +353,7 @@ class ReceiveState(Effect[LoadedState | None]):
 
 @dataclass(frozen=True, slots=True)
 class ParamsDigest(Effect[str]):
-    """The digest of this shard's parameters."""
+    """Return the digest of this shard's parameters."""
 
 
 # Saving.
@@ -357,7 +361,7 @@ class ParamsDigest(Effect[str]):
 
 @dataclass(frozen=True, slots=True)
 class AskSaveSchedule(Effect[SaveSchedule]):
-    """What is to be saved after `iteration`, with sharded optimizer state. `leads`: this is the lead's replica."""
+    """Return what is to be saved after `iteration`, with sharded optimizer state."""
 
     iteration: int
     membership: Membership
@@ -366,7 +370,7 @@ class AskSaveSchedule(Effect[SaveSchedule]):
 
 @dataclass(frozen=True, slots=True)
 class Save(Effect[None]):
-    """The boundary after `iteration`: save what is due. `due` None: the driver finds out."""
+    """Save what is due at the boundary after `iteration`. `schedule` None: the driver finds out."""
 
     iteration: int
     duration_us: int
@@ -390,8 +394,8 @@ class SaveAndWait(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class GatherParameters(Effect[None]):
-    """Each move's stretch of the parameters, from its source to all members. The point `gathering` is passed while it
-    is under way. Throws Broken, Superseded, QuitAsked."""
+    """Give each move's stretch of the parameters, from its source to all members. The point `gathering` is passed while
+    it is under way. Throws GroupBroken, MembershipSuperseded, QuitRequested."""
 
     moves: Sequence[SpanMove]
 
@@ -405,8 +409,8 @@ class StageFirst(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Stage(Effect[int]):
-    """Stage these parts beside what is held, from what is held and from the moves; the bytes received. Throws Broken,
-    Superseded, QuitAsked."""
+    """Stage these parts beside what is held, from what is held and from the moves; return the bytes received. Throws
+    GroupBroken, MembershipSuperseded, QuitRequested."""
 
     parts: Sequence[StatePart]
     moves: Sequence[SpanMove]
@@ -414,7 +418,7 @@ class Stage(Effect[int]):
 
 @dataclass(frozen=True, slots=True)
 class Adopt(Effect[None]):
-    """All members have staged theirs: hold what is staged, and nothing else."""
+    """Hold what is staged, and nothing else: all members have staged theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,8 +428,8 @@ class DropParts(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Assemble(Effect[None]):
-    """The first member puts the whole optimizer state together, for `Save` and `SaveAndWait`. `at_boundary`: the
-    clock of a checkpoint runs. Throws Broken, Superseded, QuitAsked."""
+    """Put the whole optimizer state together at the first member, for `Save` and `SaveAndWait`. `at_boundary`: the
+    clock of a checkpoint runs. Throws GroupBroken, MembershipSuperseded, QuitRequested."""
 
     moves: Sequence[SpanMove]
     at_boundary: bool

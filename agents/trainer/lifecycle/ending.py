@@ -1,6 +1,6 @@
-"""The end of training: the last state is saved, the lead says so, and all leave together.
+"""The end of training: the last state is saved, the leader says so, and all leave together.
 
-After the last iteration no member leaves before the lead has saved: if the lead dies, another member saves.
+After the last iteration no member leaves before the leader has saved: if the leader dies, another member saves.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PARTING_S = 5.0
 
 
 def complete(member: MemberState) -> Flow[bool]:
-    """Let the lead save and say that the task is complete; leave together. False: the live state was lost before that,
-    and iterations are left."""
+    """Have the leader save and report that the task is complete; leave together. Return False where the live state was
+    lost before that, and iterations are left."""
     is_reported = False
     stores = bool(member.launch.spec.checkpoint.dir)
     while True:
@@ -46,7 +46,7 @@ def complete(member: MemberState) -> Flow[bool]:
                 yield from save_and_wait(member)
                 is_reported = True
                 if member.is_leader:
-                    yield from _tell(member)
+                    yield from _report_completed(member)
             yield from GatherRows([member.ledger.iteration])
             return True
         except GroupBroken as broken:
@@ -62,17 +62,18 @@ def complete(member: MemberState) -> Flow[bool]:
             return False
 
 
-def _tell(member: MemberState) -> Flow[None]:
+def _report_completed(member: MemberState) -> Flow[None]:
     digest = yield from ParamsDigest()
     yield from Send(Completed(iteration=member.last_iteration, loss=member.loss, params_digest=digest))
     yield from Flush(_COMPLETED_FLUSH_S)
 
 
 def leave_after_stop(member: MemberState) -> Flow[None]:
-    """The program has said `stop`, and does not come back for the end of training: commit what it has stepped. If all
-    have agreed on the end by then, they go it together. Else the others wait for this one in the next iteration; where
-    they all have left as well, the log knows, and asks all to end; where not, they go on without it and end after their
-    next. (A part of sharded optimizer state is not saved alone: newer processes train on from the last that was.)"""
+    """Leave after the program has called `stop` and does not come back for the end of training: commit what it has
+    stepped. If all have agreed on the end by then, they end together. Else the others wait for this one in the next
+    iteration; where they all have left as well, the log knows, and asks all to end; where not, they go on without it
+    and end after their next. (A part of sharded optimizer state is not saved alone: newer processes train on from the
+    last that was.)"""
     if member.agreed and (yield from gather_parameters(member)):
         yield from commit(member)
     if member.stop_agreed and (yield from complete(member)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class GroupBroken(Exception):
-    """A collective, or the forming of the group, failed: most likely a member is gone."""
+    """A collective, or the forming of the group, failed: most likely a member is lost."""
 
 
 class MembershipSuperseded(Exception):
@@ -16,7 +16,7 @@ class RendezvousTimedOut(Exception):
 
 
 class ProgramLeftLoop(Exception):
-    """At a seam: the program has said `stop` and has left its loop."""
+    """At a seam: the program has called `stop` and has left its loop."""
 
 
 class QuitRequested(BaseException):

@@ -16,14 +16,14 @@ _TRIED_CHARS = 1024
 
 
 def find_state(member: MemberState) -> Flow[int]:
-    """Have one member live in the newest state that any can take. Its rank. Throws Broken, Superseded; raises
-    NothingLeft."""
+    """Have one member load the newest state that any can; return its rank. Throws GroupBroken, MembershipSuperseded;
+    raises StateLost."""
     assert member.membership is not None
     started_s, rank = member.clock(), member.rank
     failures: list[str] = []
     row = yield from CheckPeers(rank == 0, member.membership)
     rows = yield from GatherRows(row)
-    loaded_iteration, loader = yield from _brought(member)
+    loaded_iteration, loader = yield from _program_states(member)
     for candidate in ordered(rows):
         if candidate.iteration <= loaded_iteration:
             break
@@ -53,8 +53,8 @@ def find_state(member: MemberState) -> Flow[int]:
     return seed
 
 
-def _brought(member: MemberState) -> Flow[tuple[int, int]]:
-    """The newest iteration whose state a member's program came with, and that member's rank; 0 for none."""
+def _program_states(member: MemberState) -> Flow[tuple[int, int]]:
+    """Return the newest iteration whose state a member's program has loaded, and that member's rank; 0 for none."""
     if member.loaded_iteration is None:
         return 0, 0
     rows = yield from GatherRows([0 if member.has_trained else member.loaded_iteration])
@@ -63,7 +63,7 @@ def _brought(member: MemberState) -> Flow[tuple[int, int]]:
 
 
 def _untouched(member: MemberState) -> Flow[int]:
-    """The first member whose parameters are still those of the seed."""
+    """Return the first member whose parameters are still those of the seed. Raises StateLost."""
     if member.shares is None:
         return 0
     rows = yield from GatherRows([int(member.has_trained)])
@@ -77,7 +77,7 @@ def _untouched(member: MemberState) -> Flow[int]:
 
 
 def adopt_state(member: MemberState, loaded: LoadedState) -> Flow[None]:
-    """The state was taken over here: the books follow."""
+    """Note that the state has been loaded here."""
     member.loss, member.pace_s, member.has_trained = loaded.loss, loaded.pace_s, True
     yield from resume_after(member, loaded.iteration)
 
@@ -90,7 +90,8 @@ def report_loaded(
     failures: Sequence[str] = (),
     stored: int = 0,
 ) -> Flow[None]:
-    """`started_s`: when it began to look; `tried`: what was not sound; `stored`: the newest iteration on storage."""
+    """Report the loaded state. `started_s`: when the search began; `failures`: what was not sound; `stored`: the newest
+    iteration on storage."""
     nearer = source in ("memory", "peer")
     yield from Send(
         StateLoaded(

@@ -26,7 +26,7 @@ _STOP_BIT = 4
 
 
 def iterate(member: MemberState) -> Flow[float]:
-    """Compute and reduce until all have agreed, in whichever group; the mean loss per token."""
+    """Compute and reduce until all have agreed, in whichever group; return the mean loss per token."""
     member.agreed = False
     yield from SetPhase("forward")
     while not member.agreed:
@@ -53,7 +53,7 @@ def iterate(member: MemberState) -> Flow[float]:
 
 
 def _reduce(member: MemberState) -> Flow[None]:
-    """Bring this iteration from *computed* to *agreed*. Throws Broken, Superseded."""
+    """Bring this iteration from *computed* to *agreed*. Throws GroupBroken, MembershipSuperseded."""
     member.enter("reducing")
     yield from SetPhase("reduce")
     ledger, membership = member.ledger, member.membership
@@ -70,7 +70,8 @@ def _reduce(member: MemberState) -> Flow[None]:
 
 
 def _agree(member: MemberState) -> Flow[None]:
-    """All have complete sums; which membership comes next, what is saved, and whether training ends."""
+    """Agree that all have complete sums; on the membership that comes next, on what is saved, and whether training
+    ends."""
     member.enter("agreeing")
     ledger, membership = member.ledger, member.membership
     assert membership is not None

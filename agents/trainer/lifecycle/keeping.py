@@ -9,7 +9,7 @@ from agents.trainer.lifecycle.results import NO_SAVE
 
 
 def save(member: MemberState, iteration: int, duration_us: int) -> Flow[None]:
-    """Save what is due after `iteration`, which took `duration_us`. Throws Broken, Superseded."""
+    """Save what is due after `iteration`, which took `duration_us`. Throws GroupBroken, MembershipSuperseded."""
     membership = member.membership
     assert membership is not None
     yield from SetPhase("checkpoint")

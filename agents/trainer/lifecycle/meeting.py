@@ -45,7 +45,8 @@ class NotAMember(Exception):
 def join(member: MemberState, target: Membership | None) -> Flow[tuple[Membership, GroupVerdict]]:
     """Follow the membership, and any newer one that comes meanwhile, until a group has drawn a verdict.
 
-    `target`: leave a sound group for it. None: wait for one. Raises LeftOut (what was set aside stays open), Stranded.
+    `target`: leave a sound group for it. None: wait for one. Raises NotAMember (the old group stays open),
+    RendezvousTimedOut.
     """
     position = member.position((yield from ReportHoldings()))
     yield from KeepOldGroup(is_sound=target is not None, bounded=position.has_state)

@@ -43,7 +43,8 @@ from events.vocabulary import StateSource
 
 
 def regroup(member: MemberState, target: Membership | None = None) -> Flow[bool]:
-    """Take a seat in the next group, state included. True: step first, with the sums that are complete."""
+    """Join the next group, state included. Return True where this member steps first, with the sums that are
+    complete."""
     while True:
         member.enter("regrouping")
         yield from SetPhase("regroup")
@@ -53,16 +54,16 @@ def regroup(member: MemberState, target: Membership | None = None) -> Flow[bool]
         try:
             membership, verdict = yield from join(member, target)
         except NotAMember as left_out:
-            yield from _park(member, left_out.membership)
+            yield from _wait_for_quit(member, left_out.membership)
         except RendezvousTimedOut as stranded:
             yield from _give_up(member, stranded)
         target = None
-        duration_us = yield from _sit(member, membership)
+        duration_us = yield from _enter_group(member, membership)
         member.pending_work = pending_work = PendingWork(
             verdict, transfer_pending=bool(verdict.receivers) or member.shares is not None
         )
         if (yield from _apply(member, pending_work)):
-            yield from _tell_regrouped(member, verdict, duration_us, "own")
+            yield from _report_regrouped(member, verdict, duration_us, "own")
             return True
         origin: StateSource = "own"
         failure = ""
@@ -76,11 +77,11 @@ def regroup(member: MemberState, target: Membership | None = None) -> Flow[bool]
         if failure:
             yield from leave_broken_group(member, failure, "regroup")
             continue
-        yield from _tell_regrouped(member, verdict, duration_us, origin)
+        yield from _report_regrouped(member, verdict, duration_us, origin)
         return False
 
 
-def _sit(member: MemberState, membership: Membership) -> Flow[int]:
+def _enter_group(member: MemberState, membership: Membership) -> Flow[int]:
     member.membership = membership
     member.has_whole_state = False  # what was assembled was for saving in the group before
     member.stop_reason = member.stop_reason or membership.stop
@@ -89,12 +90,13 @@ def _sit(member: MemberState, membership: Membership) -> Flow[int]:
 
 
 def _apply(member: MemberState, pending_work: PendingWork) -> Flow[bool]:
-    """Act on the verdict as far as this member's own books go; the transfer comes later. True: step first."""
+    """Act on the verdict as far as this member's own state goes; the transfer comes later. Return True for: step
+    first."""
     verdict, rank = pending_work.verdict, member.rank
     if member.shares is not None:
         member.shares.layout = list(verdict.shares)
         if verdict.fresh:
-            yield from _lose(member)
+            yield from _discard_state(member)
     if rank in verdict.step_first:
         pending_work.assigns_next = True
         return True
@@ -112,8 +114,8 @@ def _apply(member: MemberState, pending_work: PendingWork) -> Flow[bool]:
     return False
 
 
-def _lose(member: MemberState) -> Flow[None]:
-    """All members have lost their state; this member's, if it had any, is only a part."""
+def _discard_state(member: MemberState) -> Flow[None]:
+    """Discard this member's state, if it has any: all members have lost theirs, so it is only a part."""
     if member.has_state:
         yield from Log("all holders of a part of the state are lost")
     yield from DropParts()
@@ -124,15 +126,15 @@ def _lose(member: MemberState) -> Flow[None]:
 
 
 def transfer(member: MemberState, pending_work: PendingWork) -> Flow[StateSource]:
-    """Parameters that others have stepped, state for members without any, and its parts for each. Throws Broken,
-    Superseded."""
+    """Transfer parameters that others have stepped, state for members without any, and its parts to each. Throws
+    GroupBroken, MembershipSuperseded."""
     member.enter("transferring")
     verdict, shares = pending_work.verdict, member.shares
     if shares is not None and verdict.step_first and member.rank not in verdict.step_first:
         yield from gather(shares)
     origin: StateSource = "own"
     if verdict.receivers:
-        origin = yield from _give_or_take(member, verdict)
+        origin = yield from _exchange_state(member, verdict)
     if shares is not None and member.membership is not None:
         new_parts = assign_parts(nodes_of(member.membership))
         yield from divide(member, shares, new_parts, first=verdict.fresh and member.origin == "init")
@@ -140,8 +142,8 @@ def transfer(member: MemberState, pending_work: PendingWork) -> Flow[StateSource
     return origin
 
 
-def _give_or_take(member: MemberState, verdict: GroupVerdict) -> Flow[StateSource]:
-    """Give, take, or stand by while the source's state is broadcast."""
+def _exchange_state(member: MemberState, verdict: GroupVerdict) -> Flow[StateSource]:
+    """Give the state, receive it, or take part while the source's is broadcast; return its origin."""
     rank, started_s = member.rank, member.clock()
     source = (yield from find_state(member)) if verdict.fresh else verdict.source
     yield from FaultPoint("giving", member.ledger.iteration, member.ledger.finished)
@@ -155,16 +157,16 @@ def _give_or_take(member: MemberState, verdict: GroupVerdict) -> Flow[StateSourc
             if not verdict.fresh:
                 yield from report_loaded(member, "replica", loaded, started_s)
     if member.shares is not None and verdict.fresh:
-        _source_has_all(member.shares, source, len(member.peers))
+        _note_source_has_all(member.shares, source, len(member.peers))
     return member.origin if rank in verdict.receivers or verdict.fresh else "own"
 
 
-def _source_has_all(shares: Shares, source: int, size: int) -> None:
+def _note_source_has_all(shares: Shares, source: int, size: int) -> None:
     shares.layout = [()] * size
     shares.layout[source] = [(0, shares.total)]
 
 
-def _tell_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: int, source: StateSource) -> Flow[None]:
+def _report_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: int, source: StateSource) -> Flow[None]:
     if source != "own":
         member.boundary_s = member.clock()
     yield from start_clock(member)
@@ -184,10 +186,10 @@ def _tell_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: int
 # --- out of training -----------------------------------------------------------------------------
 
 
-def _park(member: MemberState, target: Membership) -> Flow[NoReturn]:
-    """This worker is no longer a member: say so, and wait to be ended. Its last group stays open (`meeting.py`). Where
-    no member stays, the lead's replica is the last that can save the state: to memory, where others are about to take
-    it from there, else to storage."""
+def _wait_for_quit(member: MemberState, target: Membership) -> Flow[NoReturn]:
+    """Report that this worker is no longer a member, and wait to be ended. Its last group stays open (`meeting.py`).
+    Where no member stays, the leader's replica is the last that can save the state: to memory, where others are about
+    to take it from there, else to storage."""
     member.enter("parked")
     present = () if member.membership is None else member.membership.members
     staying = {peer.worker for peer in present}.intersection(peer.worker for peer in target.members)
@@ -198,10 +200,10 @@ def _park(member: MemberState, target: Membership) -> Flow[NoReturn]:
     raise QuitRequested
 
 
-def _give_up(member: MemberState, stranded: RendezvousTimedOut) -> Flow[NoReturn]:
-    """No membership came: save what there is, and end."""
+def _give_up(member: MemberState, timeout: RendezvousTimedOut) -> Flow[NoReturn]:
+    """Save what there is, and end: no membership came in time."""
     member.enter("stranded")
-    yield from Log(f"{stranded}; saving and ending")
+    yield from Log(f"{timeout}; saving and ending")
     if member.has_state:
         yield from save_and_wait(member)
-    raise stranded
+    raise timeout

@@ -10,8 +10,8 @@ from events.vocabulary import StateSource
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """`complete`: buckets of the present iteration whose sums are complete here. `spans`: of the sharded optimizer
-    state, in elements, staged ones included."""
+    """What a member holds. `complete`: buckets of the present iteration whose sums are complete here. `spans`: of the
+    sharded optimizer state, in elements, staged ones included."""
 
     complete: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -19,8 +19,8 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """A state that this member now lives in: the state after `iteration`. `size_bytes`: what was read for it.
-    `pace_s`: of an iteration, 0 where it is not known. `resharded_from`: the other layout that it was kept in."""
+    """The state that a member has loaded: the state after `iteration`. `size_bytes`: what was read for it. `pace_s`: of
+    an iteration, 0 where it is not known. `resharded_from`: the other layout that it was kept in."""
 
     iteration: int
     loss: float
@@ -32,23 +32,23 @@ class LoadedState:
 
 @dataclass(frozen=True, slots=True)
 class SaveSchedule:
-    """Where to the state after an iteration is to be saved."""
+    """The targets to which the state after an iteration is to be saved."""
 
     to_memory: bool
     to_storage: bool
 
     @property
     def is_due(self) -> bool:
-        """Whether anything is to be saved."""
+        """Return whether anything is to be saved."""
         return self.to_memory or self.to_storage
 
     def word(self) -> int:
-        """As an integer, for the agreement."""
+        """Return it as an integer, for the agreement."""
         return int(self.to_memory) + 2 * int(self.to_storage)
 
     @staticmethod
     def of(word: int) -> SaveSchedule:
-        """From a word with bit 0 for memory and bit 1 for storage."""
+        """Return the schedule of a word with bit 0 for memory and bit 1 for storage."""
         return SaveSchedule(bool(word & 1), bool(word & 2))
 
 

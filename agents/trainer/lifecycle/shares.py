@@ -9,8 +9,8 @@ from agents.trainer.sharded.parts import Span, SpanMove, StatePart, assign_holde
 
 
 class Shares:
-    """One shard's. `extents`: elements of its spaces. `layout`: the spans that each member of the present group holds,
-    in rank order."""
+    """Who holds what of one shard's state. `extents`: elements of its spaces. `layout`: the spans that each member of
+    the present group holds, in rank order."""
 
     def __init__(self, extents: Sequence[int]) -> None:
         self.extents = list(extents)
@@ -18,32 +18,32 @@ class Shares:
         self.layout: list[Sequence[Span]] = []
 
     def are_whole(self, layout: Sequence[Sequence[Span]]) -> bool:
-        """Whether these members together hold everything."""
+        """Return whether these members together hold everything."""
         return covers(layout, self.total)
 
     def layout_of(self, parts_by_rank: Sequence[Sequence[StatePart]]) -> list[Sequence[Span]]:
-        """The spans of each member's parts."""
+        """Return the spans of each member's parts."""
         return [
             [span for part in member_parts for span in part.spans(self.extents) if span[0] < span[1]]
             for member_parts in parts_by_rank
         ]
 
     def gathering(self) -> list[SpanMove]:
-        """Which member gives what to all after a step; `target` is meaningless. Raises NowhereHeld."""
+        """Return which member gives what to all after a step; `target` is meaningless. Raises NoHolder."""
         return gather_moves(self.layout, self.total)
 
     def dividing(self, parts_by_rank: Sequence[Sequence[StatePart]]) -> list[SpanMove]:
-        """What has to travel so that each member holds its parts of the cut. Raises NowhereHeld."""
+        """Return what has to travel so that each member holds these parts. Raises NoHolder."""
         return moves(self.layout, self.layout_of(parts_by_rank))
 
     def assembling(self) -> list[SpanMove]:
-        """What has to travel so that the first member has everything. Raises NowhereHeld."""
+        """Return what has to travel so that the first member has everything. Raises NoHolder."""
         return moves(self.layout, [[(0, self.total)], *([] for _ in self.layout[1:])])
 
 
 def assign_parts(nodes: Sequence[frozenset[str]], staying: Sequence[int] | None = None) -> list[list[StatePart]]:
-    """The parts that each member is to hold. `nodes[r]`: where replica r stands; `staying`: the ranks that hold any,
-    None: all."""
+    """Return the parts that each member is to hold. `nodes[r]`: the nodes of replica r; `staying`: the ranks that hold
+    any, None: all."""
     ranks = range(len(nodes)) if staying is None else staying
     parts: list[list[StatePart]] = [[] for _ in nodes]
     for rank, indices in zip(ranks, assign_holders([nodes[rank] for rank in ranks]), strict=True):
@@ -52,7 +52,7 @@ def assign_parts(nodes: Sequence[frozenset[str]], staying: Sequence[int] | None 
 
 
 def nodes_of(membership: Membership) -> list[frozenset[str]]:
-    """The nodes that each replica stands on, in rank order."""
+    """Return the nodes of each replica, in rank order."""
     nodes_by_replica: dict[int, set[str]] = {}
     for member in membership.members:
         nodes_by_replica.setdefault(member.replica, set()).add(member.node)

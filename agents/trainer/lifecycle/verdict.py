@@ -10,7 +10,7 @@ Rules (all-or-none commit)
 * Then those at `i` *step first*, with the sums they have: no recomputation. The group goes on at `i + 1`.
 * If no member has committed `i` but all have complete sums, all step first: after *reduced*, a death changes nothing.
 * Else sums that are not final (below) are thrown away (they were copies; the accumulation stays), and what no member
-  holds is dealt anew.
+  holds is assigned anew.
 * A member without state receives it from the lowest member that has it, once that one stands at the group's iteration.
   If no member has state, member 0 takes it from the newest valid checkpoint, or from the seed, and gives it to all.
 * Parameters do not change within an iteration, so a receiver may join in the middle of one.
@@ -18,14 +18,14 @@ Rules (all-or-none commit)
 Rules (who was left behind)
 ---------------------------
 * Members that a planned membership leaves out stand last in an urgent one that takes them in again. Between the two the
-  others may have gone on without them: dealt their micro-batches anew, or even committed.
+  others may have gone on without them: assigned their micro-batches anew, or even committed.
 * Such a member shows by what it holds, which a member before it holds too, or by an iteration that it cannot follow. It
   counts as one without state, and receives; what it holds, and its parts of sharded state, count for nothing.
 
 Rules (lanes, `gradients/lanes.py`)
 -----------------------------------
-* With lanes a member says besides what stands in its sums. That counts, not what it was dealt: all else is dealt anew.
-  Two members may have the same in their sums, where one has given it to the other; it counts once.
+* With lanes a member says besides what stands in its sums. That counts, not what it was assigned: all else is assigned
+  anew. Two members may have the same in their sums, where one has given it to the other; it counts once.
 * A sum of such micro-batches has the same bits wherever it was made. So what a member has that was left behind in the
   same iteration is as good as any other's.
 
@@ -37,9 +37,9 @@ Rules (buckets that are final)
 * A position names the buckets whose sums are complete at that member. Those that are complete at *every* member with
   state are *final*: they are used as they are. All others are thrown away, also where they were complete, and reduced
   again.
-* Work that is dealt anew was the lost member's. A final sum has it through the lost member's own share, so what comes
-  of the new computation must not reach it; the other sums have lost it, and get it from the members that compute it
-  again. Both follow from one rule: an accumulation always takes the gradients of all that its member holds, in every
+* Work that is assigned anew was the lost member's. A final sum has it through the lost member's own share, so what
+  comes of the new computation must not reach it; the other sums have lost it, and get it from the members that compute
+  it again. Both follow from one rule: an accumulation always takes the gradients of all that its member holds, in every
   bucket, and a final bucket's is not looked at again. So each bucket has every micro-batch exactly once.
 * It follows too that a final sum may be given up at any time and made again from the accumulations. That is done where
   a member joins in the middle of an iteration: it has no sums, and reducing costs less than sending them.
@@ -48,7 +48,7 @@ Rules (buckets that are final)
   one of whose members has heard the verdict or none has. A bucket completes in a generation only if all its members
   have heard the verdict of that generation. So equal names always mean equal sums.
 * The accounts (losses, tokens, samples) are gathered when everything is computed and always anew, so each micro-batch
-  counts once there as well. Where all buckets are final but accounts were not, the dealt work is computed for its
+  counts once there as well. Where all buckets are final but accounts were not, the assigned work is computed for its
   account alone.
 * Members behind others (above) have the buckets of an earlier iteration: then none of this one's is final, for it
   has not been reduced without them.
@@ -82,13 +82,13 @@ _FIXED = 4
 
 
 def span_row(spans: Sequence[Span], length: int) -> list[int]:
-    """Spans as a row of `length` pairs of integers."""
+    """Return the spans as a row of `length` pairs of integers."""
     row = [edge for span in spans for edge in span]
     return row + [0] * (2 * length - len(row))
 
 
 def spans_of(row: Sequence[int]) -> tuple[Span, ...]:
-    """The inverse of `span_row`."""
+    """Return the spans of such a row; the inverse of `span_row`."""
     return tuple((start, stop) for start, stop in zip(row[::2], row[1::2], strict=True) if start < stop)
 
 
@@ -98,11 +98,11 @@ class PositionsContradict(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a member stands. Without state, `iteration` is 0 and it holds nothing.
+    """Where a member stands. Without state, `iteration` is 0 and it has nothing.
 
-    `held`: the micro-batches that it was dealt. `done`: with lanes, those in its sums, which may be others' as well.
-    `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts. `stepped`: it has
-    stepped the parts that it holds. `spans`: those parts; they travel in a row of their own.
+    `assignment`: the micro-batches assigned to it. `in_sums`: with lanes, those in its sums, which may be others' as
+    well. `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts.
+    `has_stepped`: it has stepped the parts that it holds. `spans`: those parts; they travel in a row of their own.
     """
 
     has_state: bool
@@ -115,15 +115,15 @@ class Position:
     spans: tuple[Span, ...] = ()
 
     def row(self, micro_batches: int, buckets: int, *, lanes: bool = False) -> list[int]:
-        """As signed 64-bit integers: has_state, iteration, sums_complete, stepped, then `held`, with lanes `done`, and
-        `complete` as words of 62 bits."""
+        """Return it as signed 64-bit integers: has_state, iteration, sums_complete, has_stepped, then `assignment`,
+        with lanes `in_sums`, and `complete` as words of 62 bits."""
         fixed = [int(self.has_state), self.iteration, int(self.sums_complete), int(self.has_stepped)]
         sum_words = _words(self.in_sums, micro_batches) if lanes else []
         return [*fixed, *_words(self.assignment, micro_batches), *sum_words, *_words(self.complete, buckets)]
 
     @staticmethod
     def from_row(row: Sequence[int], micro_batches: int, *, lanes: bool = False) -> Position:
-        """The inverse of `row`; numbers come back in ascending order."""
+        """Return the position of such a row, with numbers in ascending order; the inverse of `row`."""
         middle = _FIXED + _word_count(micro_batches)
         behind = middle + (_word_count(micro_batches) if lanes else 0)
         return Position(
@@ -165,10 +165,10 @@ class GroupVerdict:
 
     `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
-    state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
-    `redone[m]`: how many of these are another's whose result was lost. `deal`: with lanes, who has and does what.
-    `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that each
-    member holds (sharded optimizer state).
+    state. `additions[m]`: micro-batches of `iteration` newly assigned to member m, on top of what it then has.
+    `redone[m]`: how many of these are another's whose result was lost. `lane_assignment`: with lanes, who has and does
+    what. `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that
+    each member holds (sharded optimizer state).
     """
 
     iteration: int
@@ -183,12 +183,12 @@ class GroupVerdict:
     lane_assignment: Assignment | None = None
 
     def valid_sums(self, member: int) -> frozenset[int]:
-        """With lanes: the micro-batches in those of its sums that count."""
+        """Return, with lanes, the micro-batches in those of the member's sums that count."""
         return frozenset() if self.lane_assignment is None else self.lane_assignment.valid[member]
 
 
 def find_left_behind(positions: Sequence[Position], *, lanes: bool = False) -> frozenset[int]:
-    """The members, of those with state, that others have gone on without. `positions`: in rank order."""
+    """Find the members, of those with state, that others have gone on without. `positions`: in rank order."""
     late: set[int] = set()
     assigned: set[int] = set()
     top = -1
@@ -207,8 +207,8 @@ def find_left_behind(positions: Sequence[Position], *, lanes: bool = False) -> f
 def judge(
     positions: Sequence[Position], micro_batches: int, *, whole: bool = True, lanes: Lanes | None = None
 ) -> GroupVerdict:
-    """The verdict on the members' positions, in rank order. `whole`: they hold all parts between them. `lanes`: of a
-    fixed sum."""
+    """Return the verdict on the members' positions, in rank order. `whole`: they hold all parts between them. `lanes`:
+    of a fixed sum. Raises PositionsContradict."""
     late = find_left_behind(positions, lanes=lanes is not None)
     able_members = [member for member, position in enumerate(positions) if position.has_state and member not in late]
     with_state = able_members if whole else []

@@ -5,14 +5,14 @@ Rules
 * A replica is its own world, so Megatron believes in one data-parallel rank: schedules of the learning rate, consumed
   samples and the number of micro-batches are those of the whole task by themselves.
 * The hook is attached in place of `train`, behind all set-up: survivors never wait for a newcomer's imports.
-* Megatron's schedule is called once for each list of micro-batches dealt. What it would average is only summed
+* Megatron's schedule is called once for each list of micro-batches assigned. What it would average is only summed
   (`weighing.py`). `finalize_model_grads` runs once, behind the sum over the replicas: so what a replica must still add
   up (tied embeddings over pipeline stages, norms under sequence parallelism, experts' bias) comes from the whole batch.
 * The step is committed behind `train_step`. The last one only when the script is over: by then it has evaluated; its
-  checkpoint is written as the lifecycle's last word, by the lead's replica, or by another if that is lost.
+  checkpoint is written as the lifecycle's last word, by the leader's replica, or by another if that is lost.
 * Where the lifecycle goes on with another iteration than Megatron's loop expects (this replica was given a newer
   state), the loop is entered anew there.
-* What only the lead's replica does: checkpoints, TensorBoard, W&B, lines of the log.
+* What only the leader's replica does: checkpoints, TensorBoard, W&B, lines of the log.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _IterationChanged(Exception):
 
 
 class Adapter:
-    """One worker's. `modules`: of Megatron-LM, by name."""
+    """One worker's adapter. `modules`: of Megatron-LM, by name."""
 
     def __init__(self, context: Context, modules: dict[str, Any], *, on_gpu: bool) -> None:
         self._context = context
@@ -66,7 +66,7 @@ class Adapter:
         self._unsaved = False
 
     def log(self, text: str) -> None:
-        """A line for this worker's log."""
+        """Print a line into this worker's log."""
         print(f"{self._context.launch.worker}: {text}", flush=True)
 
     def install(self) -> None:
@@ -81,7 +81,7 @@ class Adapter:
         self._compile_once()
 
     def finish(self) -> None:
-        """The script has ended: commit the last iteration, and let the task be complete. Raises RuntimeError."""
+        """Commit the last iteration once the script has ended, and let the task be complete. Raises RuntimeError."""
         if next(self._steps, None) is not None:
             raise RuntimeError("the state was lost behind the last iteration: training must go on, in a new process")
 
@@ -96,7 +96,7 @@ class Adapter:
     # --- set-up ----------------------------------------------------------------------------------
 
     def validate_args(self, args: Any, *rest: Any, **options: Any) -> Any:
-        """Megatron's, and what unicrond refuses, takes over or knows better."""
+        """Call Megatron's, and refuse, take over or correct what unicrond must."""
         spec = self._context.launch.spec
         for line in flags.apply_task_layout(args, spec):
             self.log(line)
@@ -117,6 +117,7 @@ class Adapter:
         module = self._modules["global_vars"]
 
         def make() -> Any:
+            """Make Megatron's real writer; None where it makes none."""
             setattr(module, holder, None)
             world_size, args.world_size = args.world_size, args.rank + 1  # it may be the whole task's (`training_log`)
             try:
@@ -132,7 +133,7 @@ class Adapter:
             setattr(module, holder, writer)
 
     def _compile_once(self) -> None:
-        """The index builder of an installed Megatron-core is compiled already, and its Makefile is not there."""
+        """Skip the compilation of the index builder: an installed Megatron-core has it compiled, and no Makefile."""
         with contextlib.suppress(ImportError):
             import megatron.core.datasets.helpers_cpp  # noqa: F401
             import megatron.core.datasets.utils as utils
@@ -140,7 +141,8 @@ class Adapter:
             utils.compile_helpers = lambda: None
 
     def get_megatron_optimizer(self, config: Any, model: Any, *rest: Any, **options: Any) -> Any:
-        """Megatron's, or in place of its DistributedOptimizer the one whose parts move between replicas."""
+        """Return Megatron's optimizer, or in place of its DistributedOptimizer the one whose parts move between
+        replicas."""
         assert self._replaced is not None
         if self._replaced.distributed:
             self._sharded = CheckpointedOptimizer(config, model, flags.save_predicate(self._args))
@@ -148,12 +150,13 @@ class Adapter:
         return self._real["get_megatron_optimizer"](config, model, *rest, **options)
 
     def build_train_valid_test_datasets(self, *arguments: Any, **options: Any) -> Any:
-        """One process at a time builds indices on one file system."""
+        """Call Megatron's under a lock: one process at a time builds indices on one file system."""
         with index_lock(self._args, self._context.replica.shard == 0):
             return self._real["build_train_valid_test_datasets"](*arguments, **options)
 
     def build_pretraining_data_loader(self, dataset: Any, consumed: int, *rest: Any, **options: Any) -> Any:
-        """Training data by the micro-batches dealt; other data from where an unbroken run would stand."""
+        """Return a loader of training data by the assigned micro-batches; other data from where an unbroken run would
+        stand."""
         real = self._real["build_pretraining_data_loader"]
         if dataset is None:
             return real(dataset, consumed, *rest, **options)
@@ -172,7 +175,7 @@ class Adapter:
         return real(dataset, consumed, *rest, **options)
 
     def _validated(self) -> int:
-        """Samples of validation data that were used before the present evaluation."""
+        """Return the samples of validation data that were used before the present evaluation."""
         args = self._args
         return int(self._evaluations * args.eval_iters * args.global_batch_size)
 
@@ -225,10 +228,11 @@ class Adapter:
         args.consumed_valid_samples = self._validated() if not isinstance(args.eval_iters, list) else 0
 
     def get_forward_backward_func(self, *arguments: Any, **options: Any) -> Any:
-        """Megatron's schedule; for training, called as often as micro-batches are dealt."""
+        """Return Megatron's schedule; for training, one that calls it as often as micro-batches are assigned."""
         schedule = self._real["get_forward_backward_func"](*arguments, **options)
 
         def forward_backward(*positional: Any, **keywords: Any) -> Any:
+            """Run the schedule once for an evaluation, or for all of the iteration's micro-batches."""
             if keywords.get("forward_only", False):
                 return schedule(*positional, **keywords)
             assert self._step is not None and self._runs is not None
@@ -238,7 +242,7 @@ class Adapter:
         return forward_backward
 
     def _request_stop(self, iteration: int) -> None:
-        """What ends training early must be known before the iteration is agreed on."""
+        """Stop training where a flag asks for it: that must be known before the iteration is agreed on."""
         replaced, hook = self._replaced, self._hook
         assert replaced is not None and hook is not None
         if replaced.exit_interval and iteration % replaced.exit_interval == 0:
@@ -249,7 +253,7 @@ class Adapter:
             hook.stop("--exit-signal-handler: the signal has come")
 
     def train_step(self, *arguments: Any, **options: Any) -> Any:
-        """Megatron's; then the step is committed, on all replicas. Raises _Elsewhere."""
+        """Call Megatron's; then commit the step, on all replicas. Raises _IterationChanged."""
         result = self._real["train_step"](*arguments, **options)
         step = self._step
         assert step is not None
@@ -271,13 +275,13 @@ class Adapter:
 
     @contextlib.contextmanager
     def _section(self, name: str) -> Iterator[None]:
-        """Megatron's own collectives may take that long."""
+        """Declare work for as long as Megatron's own collectives may take."""
         assert self._hook is not None
         with self._hook.section(name, timeout_s=60.0 * self._args.distributed_timeout_minutes):
             yield
 
     def training_log(self, *arguments: Any, **options: Any) -> Any:
-        """With the whole task's workers, which rates are told for."""
+        """Call Megatron's with the whole task's workers, for which rates are logged."""
         args = self._args
         world_size, args.world_size = args.world_size, args.world_size * (self._hook.replicas if self._hook else 1)
         try:
@@ -286,12 +290,12 @@ class Adapter:
             args.world_size = world_size
 
     def print_rank_last(self, message: Any, *rest: Any, **options: Any) -> None:
-        """Once for the task."""
+        """Print once for the task."""
         if self._hook is None or self._in_leader_replica:
             self._real["print_rank_last"](message, *rest, **options)
 
     def evaluate_and_print_results(self, *arguments: Any, **options: Any) -> Any:
-        """Megatron's, on every replica: so none waits for another."""
+        """Call Megatron's, on every replica: so none waits for another."""
         if self._hook is None:
             return self._real["evaluate_and_print_results"](*arguments, **options)
         with self._section("evaluation"):
@@ -300,7 +304,7 @@ class Adapter:
         return result
 
     def checkpoint_and_decide_exit(self, *arguments: Any, **options: Any) -> Any:
-        """Megatron's; it also ends where all have agreed on the end."""
+        """Call Megatron's; it also ends where all have agreed on the end."""
         args, step = self._args, self._step
         before = args.exit_interval
         if step is not None and step.is_last and self._iteration < args.train_iters:
@@ -311,7 +315,7 @@ class Adapter:
             args.exit_interval = before
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        """Megatron's, by the lead's replica. Behind the last iteration: when all are there (`Hook.at_end`)."""
+        """Call Megatron's in the leader's replica. After the last iteration: when all are there (`Hook.on_finish`)."""
         save = partial(self._real["save_checkpoint"], *arguments, **options)
         if self._hook is None:
             save()
@@ -329,7 +333,7 @@ class Adapter:
             self._save(save)
 
     def maybe_finalize_async_save(self, *arguments: Any, **options: Any) -> None:
-        """Megatron's: what `--async-save` has written by now, or, where it waits, all of it."""
+        """Call Megatron's, for what `--async-save` has written by now, or, where it waits, for all of it."""
         finalize = partial(self._real["maybe_finalize_async_save"], *arguments, **options)
         if self._hook is None or not self._args.async_save:
             finalize()
@@ -340,13 +344,14 @@ class Adapter:
             self._save(finalize, is_new=False)
 
     def _require_whole(self, optimizer: CheckpointedOptimizer) -> None:
-        """In every shard of this replica, or in none: they write it together. Raises NotWhole."""
+        """Require the assembled state in every shard of this replica: they write it together. Raises
+        StateIncomplete."""
         if not self._context.replica.all_true(optimizer.assembled is not None):
             raise StateIncomplete("the lead changed while the optimizer's state was put together; the next save has it")
 
     def _save(self, save: Callable[[], object], *, is_new: bool = True) -> None:
-        """Whatever a storage does: the checkpoint before stays, an alarm says so until another is saved, or begun
-        where that takes longer (`is_new`), and training goes on."""
+        """Save, whatever the storage does: the checkpoint before stays, an alarm says so until another is saved, or
+        begun where that takes longer (`is_new`), and training goes on."""
         try:
             if is_new and self._sharded is not None:
                 self._require_whole(self._sharded)

@@ -77,7 +77,7 @@ class BufferAccumulation(Accumulation):
             setattr(router, _COUNTER, counter)
 
     def _drop_grads(self) -> None:
-        """DDP's hooks and the optimizer's `zero_grad` do."""
+        """Leave that to DDP's hooks and the optimizer's `zero_grad`."""
 
     @property
     def _first_store(self) -> BufferStore:
@@ -96,7 +96,7 @@ class BufferAccumulation(Accumulation):
 
     @property
     def present(self) -> BufferStore:
-        """The sum that is being made; behind `settle`, of all micro-batches."""
+        """Return the sum that is being made; after `settle`, that of all micro-batches."""
         assert isinstance(self._present, BufferStore)
         return self._present
 
@@ -113,8 +113,8 @@ class BufferAccumulation(Accumulation):
 
 
 def buffer_layout(buffers: Sequence[Any], bucket_bytes: int, beside: int) -> StoreLayout:
-    """Of Megatron's buffers, which hold parameters in the order in which a backward finishes them, and `beside`
-    elements behind them, which are a bucket of their own, the last to be reduced."""
+    """Return the layout of Megatron's buffers, which hold parameters in the order in which a backward finishes them,
+    and of `beside` elements behind them, which are a bucket of their own, the last to be reduced."""
     starts: list[int] = []
     buckets: list[tuple[int, int]] = []
     bucket_of: list[int] = []
@@ -133,7 +133,7 @@ def buffer_layout(buffers: Sequence[Any], bucket_bytes: int, beside: int) -> Sto
 
 
 def _places(buffer: Any) -> Iterator[tuple[int, int]]:
-    """Of its parameters, in the order of their places."""
+    """Yield start and stop of the buffer's parameters, in the order of their places."""
     for parameter in reversed(buffer.params):
         start, stop, _ = buffer.param_index_map[parameter]
         yield start, stop

@@ -50,7 +50,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
                 holder.param_data = None
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **options: Any) -> Any:
-        """As Megatron's own would tell it; to save, of what is assembled. Raises Misplaced."""
+        """Return what Megatron's own would return; to save, of what is assembled. Raises Misplaced."""
         self._require_places((options.get("metadata") or {}).get("distrib_optim_sharding_type", ""))
         rows, self.assembled = self.assembled, None
         if is_loading:
@@ -61,7 +61,8 @@ class CheckpointedOptimizer(ShardedOptimizer):
         return whole.sharded_state_dict(model_sharded_state_dict, is_loading, **options)
 
     def _require_places(self, kind: str) -> None:
-        """Megatron gathers whole buffers without the padding behind their buckets, and looks parameters up with it."""
+        """Refuse where Megatron mistakes places: it gathers whole buffers without the padding behind their buckets, and
+        looks parameters up with it. Raises Misplaced."""
         padded = any(
             bucket.numel_unpadded != bucket.grad_data.numel()
             for buffer in chain(*self._buffers.values())
@@ -74,7 +75,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Megatron's, or as any sharded optimizer. Raises BadState."""
+        """Load Megatron's state, or that of any sharded optimizer. Raises BadState."""
         if "param_state" not in state_dict:
             super().load_state_dict(state_dict)
             return
@@ -89,7 +90,8 @@ class CheckpointedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _copy_parameter(self, rows: Rows, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What is read of one parameter. (In place of Megatron's, which with torch's Adam mistakes its step counts.)"""
+        """Copy what is read of one parameter. (In place of Megatron's, which with torch's Adam mistakes its step
+        counts.)"""
         number = self._space_of(parameter)
         start, stop = self.spaces[number].places[parameter]
         for name in self.spaces[number].fields:
@@ -98,7 +100,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
             parameter.copy_(tensors["param"].view(parameter.shape))
 
     def adopt_loaded_parameters(self) -> None:
-        """The program has loaded parameters, and training goes on from there; without moments where it has none."""
+        """Go on from the parameters that the program has loaded, without moments where it has none."""
         if self.loaded_rows is None:
             self._stage_loaded(self.initial(StatePart(1, 0)).rows)
 
@@ -110,7 +112,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
         self.stage([Holding(StatePart(1, 0), rows)])
 
     def save_parameter_state(self, *_: Any, **__: Any) -> None:
-        """Of another format than torch_dist."""
+        """Refuse another format than torch_dist. Raises StateIncomplete."""
         raise StateIncomplete("--ckpt-format: with --use-distributed-optimizer torch_dist only")
 
     load_parameter_state = save_parameter_state
@@ -118,7 +120,8 @@ class CheckpointedOptimizer(ShardedOptimizer):
     # --- Megatron's optimizer of one rank ---------------------------------------------------------
 
     def _of_one_rank(self, rows: Rows) -> Any:
-        """It holds `rows`, aliased, but for masters of float32 parameters, which are the parameters."""
+        """Return an optimizer that holds `rows`, aliased, but for masters of float32 parameters, which are the
+        parameters."""
         saved_attributes = [
             (parameter, {name: value for name, value in vars(parameter).items() if name.startswith("main_param")})
             for parameter in chain(*self.whole_groups)
@@ -145,7 +148,7 @@ class CheckpointedOptimizer(ShardedOptimizer):
 
 
 def _pairs(whole: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Each parameter, and what is stepped in its place."""
+    """Yield each parameter, and what is stepped in its place."""
     models = chain(*whole.model_float16_groups, *whole.model_fp32_groups)
     shards = chain(*whole.shard_fp32_from_float16_groups, *whole.shard_fp32_groups)
     yield from zip(models, shards, strict=True)

@@ -76,7 +76,7 @@ def apply() -> None:
 
 
 def set_flags(args: Any) -> list[str]:
-    """Set what a CPU cannot do otherwise; the arguments that were changed."""
+    """Set what a CPU cannot do otherwise; return the arguments that were changed."""
     changed = [name for name, value in FLAGS.items() if hasattr(args, name) and getattr(args, name) != value]
     for name in changed:
         setattr(args, name, FLAGS[name])
@@ -84,7 +84,7 @@ def set_flags(args: Any) -> list[str]:
 
 
 def apply_after_import() -> None:
-    """What can be redirected only once `megatron.training` is imported."""
+    """Redirect what can be redirected only once `megatron.training` is imported."""
     fused = sys.modules.get("megatron.legacy.fused_kernels")  # it asks nvcc for its version; gone in core_v0.19
     if fused is not None:
         fused.load = lambda _: None  # type: ignore[attr-defined]
@@ -112,15 +112,19 @@ class _Stream:
         pass
 
     def wait_stream(self, *_: object) -> None:
+        """Return at once."""
         pass
 
     def synchronize(self) -> None:
+        """Return at once."""
         pass
 
     def record_event(self, *_: object) -> _Event:
+        """Return an event that has happened."""
         return _Event()
 
     def wait_event(self, *_: object) -> None:
+        """Return at once."""
         pass
 
 
@@ -131,18 +135,23 @@ class _Event:
         pass
 
     def record(self, *_: object) -> None:
+        """Return at once."""
         pass
 
     def wait(self, *_: object) -> None:
+        """Return at once."""
         pass
 
     def synchronize(self) -> None:
+        """Return at once."""
         pass
 
     def query(self) -> bool:
+        """Return that it has happened."""
         return True
 
     def elapsed_time(self, *_: object) -> float:
+        """Return no time."""
         return 0.0
 
 
@@ -161,7 +170,7 @@ class _OnCpu(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _stub_kernels() -> None:
-    """A module that imports triton without asking whether it is there."""
+    """Replace a module that imports triton without asking whether it is there."""
     name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
     stub: Any = ModuleType(name)
     stub.enable_batch_invariant_mode = stub.disable_batch_invariant_mode = _returning(None)
@@ -170,12 +179,14 @@ def _stub_kernels() -> None:
 
 
 def _norms_for_sequence_parallelism() -> None:
-    """torch's norms refuse it. They do what they are to do there once their parameters are marked, as Apex's are."""
+    """Make torch's norms, which refuse sequence parallelism: they do what they are to do there once their parameters
+    are marked, as Apex's are."""
     from megatron.core.transformer import torch_norm
 
     plain = torch_norm.WrappedTorchNorm.__new__
 
     def marked(cls: type, config: Any, *arguments: Any, **options: Any) -> torch.nn.Module:
+        """Make the norm without sequence parallelism, and mark its parameters."""
         is_parallel, config.sequence_parallel = config.sequence_parallel, False
         try:
             norm: torch.nn.Module = plain(cls, config, *arguments, **options)
@@ -189,12 +200,13 @@ def _norms_for_sequence_parallelism() -> None:
 
 
 def _checkpoints_by_fork() -> None:
-    """torch_dist checkpoints talk through a queue of a spawned process, which would import the script again, without
-    all this: have it forked, when the first one is written."""
+    """Have the queue of torch_dist checkpoints forked, when the first one is written: a spawned process would import
+    the script again, without all this."""
     with contextlib.suppress(ImportError):
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         def queue() -> Any:
+            """Return the queue of a forked manager."""
             if filesystem_async._results_queue is None:
                 filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
             return filesystem_async._results_queue

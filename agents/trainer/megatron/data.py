@@ -1,12 +1,12 @@
-"""Megatron's own data, by the micro-batches dealt: its data set, its sampler and its collate, in place of its loader.
+"""Megatron's own data, by the micro-batches assigned: its data set, sampler and collate, in place of its loader.
 
 Rules
 -----
 * Megatron believes in one data-parallel rank, so its sampler's next lists of indices are an iteration's micro-batches,
   in order. Only those that this replica computes are read.
 * Where a loader stands follows from the iteration alone: it seeks where that is not the next one.
-* With `--num-workers` above 0 a thread reads ahead: what is dealt and not asked for yet, and behind an iteration what
-  this replica will most likely begin the next one with. What is not asked for then is thrown away.
+* With `--num-workers` above 0 a thread reads ahead: what is assigned and not asked for yet, and behind an iteration
+  what this replica will most likely begin the next one with. What is not asked for then is thrown away.
 * Validation data stands where an unbroken run would stand. Test data begins at 0.
 """
 
@@ -53,7 +53,7 @@ class MicroBatchLoader:
     def request(
         self, iteration: int, micro_batches: Sequence[int], coming: Sequence[int] = (), loading: Loading = nullcontext
     ) -> None:
-        """These are read next, inside of `loading`. `coming`: this replica computes them behind these."""
+        """Read these next, inside of `loading`. `coming`: this replica computes them after these."""
         if iteration != self._iteration:
             self._iteration, self._first = iteration, micro_batches[0] if micro_batches else 0
             self._indices = {loaded: lists for loaded, lists in self._indices.items() if loaded == iteration}
@@ -76,7 +76,7 @@ class MicroBatchLoader:
                 self._pending[iteration, micro_batch] = reader.submit(self._read, indices)
 
     def _indices_of(self, iteration: int) -> list[Any]:
-        """The indices of the iteration's micro-batches."""
+        """Return the indices of the iteration's micro-batches."""
         if iteration not in self._indices:
             first = (iteration - 1) * self._micro_batches
             if self._next != first:
@@ -89,7 +89,7 @@ class MicroBatchLoader:
         self._collate, self._lists, self._next = loader.collate_fn, iter(loader.batch_sampler), micro_batch
 
     def _next_indices(self) -> Any:
-        """The sampler's next list; a cyclic one begins another epoch."""
+        """Return the sampler's next list; a cyclic one begins another epoch."""
         indices = next(self._lists, None)
         if indices is None:
             self._seek(self._next)

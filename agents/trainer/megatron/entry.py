@@ -64,7 +64,7 @@ def main(spec: TaskSpec) -> None:
 
 
 def _modules() -> dict[str, Any]:
-    """Of `megatron.training`, by name. Raises NoCheckout."""
+    """Return the modules of `megatron.training`, by name. Raises NoCheckout."""
     modules: dict[str, Any] = {"core": importlib.import_module("megatron.core")}
     try:
         for name in ("arguments", "initialize", "global_vars", "training"):
@@ -77,7 +77,7 @@ def _modules() -> dict[str, Any]:
 
 
 def _same_core(checkout: Path) -> None:
-    """Raises NoCheckout where the checkout's Megatron-core is another version than the one that is imported."""
+    """Raise NoCheckout where the checkout's Megatron-core is another version than the one that is imported."""
     package_info = checkout / "megatron" / "core" / "package_info.py"
     if not package_info.is_file():
         return

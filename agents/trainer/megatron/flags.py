@@ -33,7 +33,7 @@ class ReplacedFlags:
 
 
 def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
-    """Set the layout to the task's, which may have been reshaped since it was submitted; what was changed. The
+    """Set the layout to the task's, which may have been reshaped since it was submitted; yield what was changed. The
     vocabulary stays padded as for the flags' own tp: the model is the same in every layout. Where the task says nothing
     of vpp and ep, the flags hold; the parts of an expert, times ep, are tp in any case."""
     if spec.vpp and spec.vpp != (flags_vpp := _vpp_of(args)):
@@ -57,12 +57,13 @@ def apply_task_layout(args: Any, spec: TaskSpec) -> Iterator[str]:
         ("micro_batch_size", spec.micro_batch),
     ):
         if getattr(args, name) != expected:
-            yield f"--{name.replace('_', '-')}: {expected}, as the task says ({getattr(args, name)} on the command line)"
+            flag, value = name.replace("_", "-"), getattr(args, name)
+            yield f"--{flag}: {expected}, as the task says ({value} on the command line)"
             setattr(args, name, expected)
 
 
 def _vpp_of(args: Any) -> int:
-    """What the flags come to, before Megatron has validated them."""
+    """Return what the flags come to, before Megatron has validated them."""
     stage_layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if stage_layers is None:
         return int(chunks or 1)
@@ -74,7 +75,7 @@ def _vpp_of(args: Any) -> int:
 
 
 def require(args: Any, spec: TaskSpec, *, on_gpu: bool) -> None:
-    """Raises Refused."""
+    """Raise FlagsRefused where training with these flags is refused."""
     for reason in _reasons(args, spec, on_gpu=on_gpu):
         raise FlagsRefused(f"args: {reason}")
 
@@ -107,7 +108,7 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
 
 
 def save_predicate(args: Any) -> Callable[[int], bool] | None:
-    """After which iterations Megatron writes checkpoints; None: it never does."""
+    """Return whether Megatron writes a checkpoint after an iteration, as a function; None: it never does."""
     intervals = [getattr(args, name, None) for name in ("save_interval", "non_persistent_save_interval")]
     if not args.save:
         return None

@@ -35,7 +35,8 @@ def index_lock(args: Any, builds: bool) -> Iterator[None]:
 
 
 def _place(args: Any) -> Path | None:
-    """The directory of the cache: Megatron's default is beside the first data set. None: mock data has no index."""
+    """Return the directory of the cache: Megatron's default is beside the first data set. None: mock data has no
+    index."""
     if getattr(args, "mock_data", False):
         return None
     if getattr(args, "data_cache_path", None):

@@ -32,8 +32,8 @@ class TooManyNames(RuntimeError):
 
 
 class ScheduleRuns:
-    """`config`: the model's. `trackers`: of its auxiliary losses. `data`: the loaders of this process. `mpu`:
-    Megatron's. `chunks`: of the model."""
+    """Runs an iteration's micro-batches. `config`: the model's. `trackers`: of its auxiliary losses. `data`: the
+    loaders of this process. `mpu`: Megatron's. `chunks`: of the model."""
 
     def __init__(
         self, hook: Hook, config: Any, trackers: Trackers, data: Sequence[MicroBatchLoader], mpu: Any, chunks: int
@@ -50,8 +50,8 @@ class ScheduleRuns:
         self._names: list[str] = []
 
     def compute(self, step: Step, schedule: Callable[..., Any], options: dict[str, Any]) -> list[dict[str, Any]]:
-        """All that this replica is dealt, until all have agreed on the sums. What Megatron is to log: of the whole
-        iteration, in the last stage."""
+        """Compute all that this replica is assigned, until all have agreed on the sums. Return what Megatron is to log:
+        of the whole iteration, in the last stage."""
         config = self._config
         scale, finalize, group = config.grad_scale_func, config.finalize_model_grads_func, _group_size(config)
         try:
@@ -81,6 +81,7 @@ class ScheduleRuns:
         counts: Counter[int] = Counter()
 
         def seeded(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
+            """Seed the micro-batch and run the script's forward step."""
             place = counts[id(model)]  # of chunks of a model, each takes the micro-batches in their order
             counts[id(model)] += 1
             step.seed(padded[place])
@@ -118,7 +119,7 @@ class ScheduleRuns:
                 slots[place : place + 2].add_(pair.to(slots.device))
 
     def _report(self, step: Step) -> list[dict[str, Any]]:
-        """Each value as a sum and its count, as Megatron wants them of one micro-batch."""
+        """Return each value as a sum and its count, as Megatron wants them of one micro-batch."""
         slots = self._sums.present.slots
         if not self._names:  # this replica has computed nothing yet
             return [{"lm loss": slots.new_tensor([step.loss, 1.0])}]
@@ -126,7 +127,7 @@ class ScheduleRuns:
 
 
 class _Weighing:
-    """Of one call of the schedule. `scale`: by the loss scale."""
+    """The weights of one call of the schedule. `scale`: by the loss scale."""
 
     def __init__(self, scale: Callable[[torch.Tensor], torch.Tensor], *, per_token: bool) -> None:
         self._scale = scale
@@ -135,11 +136,13 @@ class _Weighing:
         self._tokens: list[torch.Tensor] = []
 
     def wrap(self, loss_func: Any, *, counts: bool) -> Any:
-        """The script's loss function, with a weight for its gradient. `counts`: the micro-batch is no filling."""
+        """Return the script's loss function, with a weight for its gradient. `counts`: the micro-batch is no
+        padding."""
         if loss_func is None:
             return None
 
         def weighed(output: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
+            """Return the loss with its weight, and note what is counted."""
             outputs = loss_func(output, *rest, **keywords)
             if keywords.get("non_loss_data"):
                 return outputs
@@ -157,7 +160,7 @@ class _Weighing:
         return weighed
 
     def total(self) -> tuple[float, int]:
-        """The sum of the losses, and what it is to be divided by; both 0 where there is no loss."""
+        """Return the sum of the losses, and what it is to be divided by; both 0 where there is no loss."""
         if not self._losses:
             return 0.0, 0
         count, values = len(self._losses), torch.stack([*self._losses, *self._tokens]).tolist()
@@ -169,11 +172,13 @@ class _Weighted(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the loss as it is."""
         context.save_for_backward(weight)
         return loss.clone()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the weight as its gradient."""
         (weight,) = context.saved_tensors
         return weight.to(gradient.dtype).expand_as(gradient), None
 
@@ -183,8 +188,8 @@ def _group_size(config: Any) -> int:
 
 
 def _fitting(group: int, micro_batches: int, stages: int) -> int:
-    """The group size that is nearest to `group` and leaves no remainder below `stages`. `micro_batches` is at least
-    `stages`, so all of them in one group always do."""
+    """Return the group size that is nearest to `group` and leaves no remainder below `stages`. `micro_batches` is at
+    least `stages`, so all of them in one group always do."""
     fits = [
         size for size in range(stages, micro_batches + 1) if micro_batches % size == 0 or micro_batches % size >= stages
     ]

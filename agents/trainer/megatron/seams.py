@@ -27,7 +27,8 @@ class NoSeam(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """`name` in `megatron.training.<module>`; `users`: functions there that call it. `why`: what it is replaced for."""
+    """A replaced name: `name` in `megatron.training.<module>`; `users`: functions there that call it. `purpose`: what
+    it is replaced for."""
 
     module: str
     name: str
@@ -62,7 +63,7 @@ Lookups = Callable[[str], "dict[str, Collection[str]] | None"]
 
 
 def missing(lookups: Lookups) -> Iterator[str]:
-    """The seams that are not there, one line each."""
+    """Yield the seams that are not there, one line each."""
     for seam in SEAMS:
         reason = _missing(seam, lookups)
         if reason:
@@ -80,9 +81,10 @@ def _missing(seam: Seam, lookups: Lookups) -> str:
 
 
 def lookups_of(modules: dict[str, Any]) -> Lookups:
-    """Of imported modules. The names of a module itself stand under ""."""
+    """Return the lookups of imported modules. The names of a module itself stand under ""."""
 
     def lookups(name: str) -> dict[str, Collection[str]] | None:
+        """Return the names that each function of the module looks up."""
         module = modules.get(name)
         if module is None:
             return None
@@ -93,7 +95,7 @@ def lookups_of(modules: dict[str, Any]) -> Lookups:
 
 
 def require(modules: dict[str, Any]) -> None:
-    """Raises NoSeam."""
+    """Raise NoSeam where a seam is missing."""
     for reason in missing(lookups_of(modules)):
         raise NoSeam(
             f"Megatron-LM {version(modules) or 'of an unknown version'}: {reason}; tested: {', '.join(TESTED)}"
@@ -101,12 +103,12 @@ def require(modules: dict[str, Any]) -> None:
 
 
 def version(modules: dict[str, Any]) -> str:
-    """Of megatron.core, as far as it tells."""
+    """Return the version of megatron.core, "" where it has none."""
     return str(getattr(modules.get("core"), "__version__", ""))
 
 
 def warning(release: str) -> str:
-    """What to say of a version; "" where it was tested."""
+    """Return what to say of a version; "" where it was tested."""
     if not release or any(release.startswith(known_release.rpartition(".")[0] + ".") for known_release in TESTED):
         return ""
     return f"Megatron-LM {release} is not among the tested versions ({', '.join(TESTED)}); its seams are there"

@@ -2,7 +2,7 @@
 
 Megatron adds to them in every forward pass and reads them when it logs, divided by the iteration's micro-batches. After
 each call of the schedule they are moved into the present sum; behind the sum over the replicas they are put back, so
-that the lead logs the whole iteration's. They change no gradient.
+that the leader logs the whole iteration's. They change no gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _EXPERTS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 
 
 class Trackers:
-    """Of a model with that many layers, those of multi-token prediction included."""
+    """The accounts of a model with that many layers, those of multi-token prediction included."""
 
     def __init__(self, config: Any) -> None:
         self._layers = int(config.num_layers) + int(getattr(config, "mtp_num_layers", None) or 0)
@@ -24,7 +24,7 @@ class Trackers:
 
     @property
     def numel(self) -> int:
-        """Elements of a sum; 0 where the model has no such losses."""
+        """Return the elements of a sum; 0 where the model has no such losses."""
         return (len(_EXPERTS) + 1) * self._layers if self._any else 0
 
     def take(self, room: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""TensorBoard and W&B, written by the lead's replica alone, whichever that is.
+"""TensorBoard and W&B, written by the leader's replica alone, whichever that is.
 
-A writer is made when it is first written to by a process of the lead's replica. Before it is known which replica leads,
-and on all others, what is written is dropped.
+A writer is made when it is first written to by a process of the leader's replica. Before it is known which replica
+leads, and on all others, what is written is dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class LeadWriter:
-    """In place of one of Megatron's writers. `leads`: whether this process is in the lead's replica. `make`: the real
+    """In place of one of Megatron's writers. `leads`: whether this process is in the leader's replica. `make`: the real
     one; None where it cannot be made."""
 
     def __init__(self, leads: Callable[[], bool], make: Callable[[], Any]) -> None:

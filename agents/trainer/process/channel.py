@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from agents.protocol.discreet import redact, mask_of
+from agents.protocol.discreet import mask_of, redact
 from agents.protocol.exits import EXIT_NO_AGENT
 from agents.protocol.flight import TellFlight
 from agents.protocol.framing import BadFrame, Unframer, frame
@@ -115,17 +115,17 @@ class AgentChannel:
             return self._condition.wait_for(lambda: not self._queue, timeout_s)
 
     def newest(self, above: int, urgent_only: bool = False) -> Membership | None:
-        """The newest membership of a generation greater than `above`."""
+        """Return the newest membership of a generation greater than `above`, None for none."""
         with self._condition:
             return self._newest(above, urgent_only)
 
     def membership(self, generation: int) -> Membership | None:
-        """The membership of that generation, None where it has not been told."""
+        """Return the membership of that generation, None where it has not come."""
         with self._condition:
             return self._memberships.get(generation)
 
     def received_at(self, generation: int) -> float:
-        """When its membership first came (monotonic seconds)."""
+        """Return when the generation's membership first came (monotonic seconds)."""
         return self._received[generation]
 
     def drop_below(self, below: int) -> None:
@@ -135,13 +135,13 @@ class AgentChannel:
                 del self._memberships[generation], self._received[generation]
 
     def quit_requested(self) -> bool:
-        """Whether the agent wants this worker to end."""
+        """Return whether the agent wants this worker to end."""
         return self._quit_reason is not None
 
     def wait(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait until `done()`, which is asked again at every message and every `wake`. False on timeout.
 
-        Raises QuitAsked as soon as the agent asks the worker to end.
+        Raises QuitRequested as soon as the agent asks the worker to end.
         """
         with self._condition:
             satisfied = self._condition.wait_for(lambda: self._quit_reason is not None or predicate(), timeout_s)

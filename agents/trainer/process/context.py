@@ -39,9 +39,10 @@ class WorkerSettings:
 
     @staticmethod
     def from_environment() -> WorkerSettings:
-        """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600), UNICRON_HANG_FLOOR_S
-        (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50) UNICRON_STANDBY_MAX
-        (8) and UNICRON_DETERMINISTIC (check), which must be the same for all workers of a task."""
+        """Read UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600),
+        UNICRON_HANG_FLOOR_S (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50),
+        UNICRON_STANDBY_MAX (8) and UNICRON_DETERMINISTIC (check), which must be the same for all workers of a task.
+        Raises ValueError."""
         return WorkerSettings(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
@@ -108,7 +109,7 @@ class Context:
 
     @property
     def phase(self) -> Phase:
-        """What the worker is doing; its mark says the same to the agent."""
+        """Return what the worker is doing; its mark says the same to the agent."""
         return self.mark.phase
 
     @phase.setter
@@ -126,12 +127,12 @@ def enter(context: Context) -> None:
 
 
 def is_worker() -> bool:
-    """Whether unicrond started this process."""
+    """Return whether unicrond started this process."""
     return _current is not None
 
 
 def current() -> Context:
-    """This process's context. Raises RuntimeError outside a worker."""
+    """Return this process's context. Raises RuntimeError outside a worker."""
     if _current is None:
         raise RuntimeError("Hook.attach: unicrond did not start this process; submit the script as a task's entry")
     return _current

@@ -106,7 +106,7 @@ DEFAULT: ErrorKind = "exception"
 
 
 def find_symptom(error: BaseException) -> Symptom | None:
-    """The row that describes the exception, or else what it was raised from."""
+    """Return the row that describes the exception, or else what it was raised from; None for none."""
     visited: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in visited:
@@ -119,13 +119,13 @@ def find_symptom(error: BaseException) -> Symptom | None:
 
 
 def classify(error: BaseException) -> tuple[ErrorKind, Phase | None]:
-    """The kind of `error`, and the phase where the table knows it better than the worker."""
+    """Return the kind of `error`, and the phase where the table knows it better than the worker."""
     symptom = find_symptom(error)
     return (DEFAULT, None) if symptom is None else (symptom.kind, symptom.phase)
 
 
 def classify_broken(text: str) -> ErrorKind:
-    """The kind of what broke a group, told as "TypeName: text" or as text alone."""
+    """Return the kind of what broke a group, given as "TypeName: text" or as text alone."""
     name, colon, rest = text.partition(": ")
     symptom = _symptom(name if colon else "", rest if colon else text) or _symptom("", text)
     return "connection_broken" if symptom is None else symptom.kind
@@ -139,7 +139,7 @@ def _symptom(name: str, text: str) -> Symptom | None:
 
 
 def error_report(error: BaseException, generation: int, iteration: int, phase: Phase) -> ErrorReport:
-    """The message that tells the agent of `error`: type and text, and the traceback's end."""
+    """Return the message that reports `error` to the agent: type and text, and the traceback's end."""
     kind, known_phase = classify(error)
     detail = "".join(traceback.format_exception(error))
     return ErrorReport(

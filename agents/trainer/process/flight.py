@@ -45,7 +45,7 @@ class _Dump(msgspec.Struct):
 
 
 def read_flight(modules: Mapping[str, Any] = sys.modules, now_ns: int | None = None) -> Flight:
-    """The last collectives: those that have not ended first of all, and of the others the newest."""
+    """Return the last collectives: those that have not ended first of all, and of the others the newest."""
     torch = modules.get("torch._C._distributed_c10d")
     if torch is None:
         return Flight(trouble="torch.distributed is not loaded in this worker")

@@ -30,7 +30,7 @@ class ReplicaWorld:
     """This process's place in its replica: shard `shard` of `size`."""
 
     def __init__(self, launch: Launch, backend: str) -> None:
-        """Meet the replica's other ranks and set up Megatron's parallel state. Blocks until all are there."""
+        """Join the replica's other ranks and set up Megatron's parallel state. Blocks until all are there."""
         spec = launch.spec
         self.size = spec.replica_workers
         self.shard = launch.shard
@@ -55,15 +55,15 @@ class ReplicaWorld:
             )
 
     def highest(self, *values: int) -> list[int]:
-        """Each value's maximum over the replica's shards."""
+        """Return each value's maximum over the replica's shards."""
         return self._vote(values, dist.ReduceOp.MAX)
 
     def all_true(self, value: bool) -> bool:
-        """Whether it holds for every shard."""
+        """Return whether `value` holds for every shard."""
         return bool(self._vote([int(value)], dist.ReduceOp.MIN)[0])
 
     def from_last_stage(self, *values: float) -> list[float]:
-        """The values of the replica's last rank, which is in the last pipeline stage, where the loss is."""
+        """Return the values of the replica's last rank, which is in the last pipeline stage, where the loss is."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -71,7 +71,7 @@ class ReplicaWorld:
         return [float(value) for value in tensor.tolist()]
 
     def gather(self, row: bytes) -> list[bytes]:
-        """Every shard's row; all of the same length."""
+        """Return every shard's row; all are of the same length."""
         if self.size == 1:
             return [row]
         mine = torch.tensor(list(row), dtype=torch.uint8, device=self.device)

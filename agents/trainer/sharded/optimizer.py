@@ -70,13 +70,15 @@ class Space:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of what is kept per element: the moments, and float32 master values where `data` is not float32."""
+        """Return the names of what is kept per element: the moments, and float32 masters where `data` is not
+        float32."""
         return _MOMENTS if self.data.dtype == torch.float32 else (MASTER, *_MOMENTS)
 
 
 @dataclass(slots=True)
 class Holding:
-    """A part's rows, each as long as the part's span of its space; `stepper`: None until it is to be stepped."""
+    """A part that is held here. `rows`: each as long as the part's span of its space; `stepper`: None until it is to be
+    stepped."""
 
     part: StatePart
     rows: Rows
@@ -84,7 +86,7 @@ class Holding:
 
 
 def _groups(models: list[torch.nn.Module], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The plain optimizer's. Megatron-core 0.15 asks for values of the configuration, one by one."""
+    """Return the plain optimizer's groups. Megatron-core 0.15 asks for values of the configuration, one by one."""
     if "config" in inspect.signature(_get_param_groups).parameters:
         return _get_param_groups(models, config, None)  # type: ignore[no-any-return]
     rates = (config.lr, config.min_lr, config.decoupled_lr, config.decoupled_min_lr)
@@ -95,7 +97,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """Adam over `models`, stepping the parts that this replica holds. See the module's rules."""
 
     def __init__(self, config: OptimizerConfig, models: Sequence[torch.nn.Module]) -> None:
-        """Moves the models' parameters into spaces. ValueError for what it cannot do (docs/use/task-files.md)."""
+        """Move the models' parameters into spaces. ValueError for what it cannot do (docs/use/task-files.md)."""
         if config.fp16 or config.loss_scale or config.optimizer != "adam":
             raise ValueError(
                 "optimizer.distributed: Adam without loss scaling only; use fp32 or bf16, or the unsharded optimizer"
@@ -121,7 +123,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         #: All rows, as the program has loaded them itself, until the first step.
         self.loaded_rows: Rows | None = None
         #: After which iterations the program writes a checkpoint of its own; None: it never does. It finds the whole
-        #: state in `assembled` then, at the lead's replica.
+        #: state in `assembled` then, at the leader's replica.
         self.saves: Callable[[int], bool] | None = None
         self.assembled: Rows | None = None
         probe = self._stepper(StatePart(1, 0), {})
@@ -131,12 +133,13 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all steppers; and those that the next ones are made after, so that a scheduler sets them as well."""
+        """Return the groups of all steppers; and those that the next ones are made after, so that a scheduler sets them
+        too."""
         return [*self._options, *super().param_groups]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def get_grad_norm(self) -> float:
-        """Of the whole gradient, over the replica's shards."""
+        """Return the norm of the whole gradient, over the replica's shards."""
         gradients = [
             parameter.main_grad.float()
             for parameter in chain(*self.whole_groups)
@@ -156,10 +159,10 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return outcome
 
     def reload_model_params(self, state_dict: object = None) -> None:
-        """Nothing: masters are part of the state."""
+        """Skip this: masters are part of the state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What all replicas share: the step count and the options of each group, without its tensors."""
+        """Return what all replicas share: the step count and the options of each group, without its tensors."""
         return {"steps": self.steps, "groups": [_plain(group) for group in self._options]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -187,21 +190,21 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @property
     def extents(self) -> list[int]:
-        """Elements of each space."""
+        """Return the elements of each space."""
         return [space.extent for space in self.spaces]
 
     @property
     def rows(self) -> list[Row]:
-        """Every (number of a space, name of a field), in order."""
+        """Return every (number of a space, name of a field), in order."""
         return [(number, name) for number, space in enumerate(self.spaces) for name in space.fields]
 
     def spans(self) -> list[Span]:
-        """Of all that is held here, staged or not."""
+        """Return the spans of all that is held here, staged or not."""
         spans = [span for holding in (*self._holdings, *self._staged) for span in holding.part.spans(self.extents)]
         return sorted({span for span in spans if span[0] < span[1]})
 
     def drop_parts(self) -> None:
-        """Drop all parts but what the program has brought, before the first step."""
+        """Drop all parts but what the program has loaded, before the first step."""
         self._holdings, self._staged = (
             [],
             [] if self.loaded_rows is None else [Holding(StatePart(1, 0), self.loaded_rows)],
@@ -209,7 +212,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self.chained_optimizers: list[DistributedOptimizer] = []
 
     def read(self, row: Row, start: int, stop: int) -> torch.Tensor:
-        """A stretch of a row that one part held here has all of, counted within its space; not a copy."""
+        """Return a stretch of a row that one part held here has all of, counted within its space; not a copy. Raises
+        KeyError."""
         for holding in (*self._holdings, *self._staged):
             first, last = holding.part.within(self.spaces[row[0]].extent)
             if first <= start and stop <= last:
@@ -217,7 +221,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         raise KeyError(f"elements {start} to {stop} of {row} are not on this replica")
 
     def bytes_at(self, start: int, stop: int) -> torch.Tensor:
-        """The bytes of the parameters in a span of one space, counted through all spaces; not a copy."""
+        """Return the bytes of the parameters in a span of one space, counted through all spaces; not a copy. Raises
+        IndexError."""
         for space in self.spaces:
             if start < space.extent:
                 return space.data[start:stop].view(torch.uint8)
@@ -225,7 +230,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         raise IndexError("behind the last space")
 
     def initial(self, part: StatePart) -> Holding:
-        """The part as training begins: no moments, masters as the parameters are."""
+        """Return the part as training begins: no moments, masters as the parameters are."""
         rows: Rows = {}
         for row in self.rows:
             space, name = self.spaces[row[0]], row[1]
@@ -246,7 +251,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self.chained_optimizers = [holding.stepper for holding in self._holdings]
 
     def _stepper(self, part: StatePart, rows: Rows) -> DistributedOptimizer:
-        """Megatron's optimizer of the part, which goes on from `rows` (where there are any)."""
+        """Return Megatron's optimizer of the part, which goes on from `rows` (where there are any)."""
         rank = _Rank(part)
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
@@ -262,7 +267,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _distributed(self, chunks: Sequence[Any], buffers: Mapping[int, Sequence[Any]], **groups: Any) -> Any:
-        """Megatron's optimizer of these buffers. (Shards of fp32 parameters are views of them, and must be leaves.)"""
+        """Return Megatron's optimizer of these buffers. (Shards of fp32 parameters are views of them, and must be
+        leaves.)"""
         param_groups = [
             {**options, "params": list(parameters)}
             for options, parameters in zip(self._options, self.whole_groups, strict=True)
@@ -294,7 +300,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     # --- the whole state --------------------------------------------------------------------------
 
     def whole_tree(self, rows: Rows) -> dict[str, Any]:
-        """The plain optimizer's state dict; `rows` are whole, and aliased."""
+        """Return the plain optimizer's state dict; `rows` are whole, and aliased."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         masters: list[list[torch.Tensor]] = []
         groups: list[dict[str, Any]] = []
@@ -314,7 +320,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return {"optimizer": inner, "fp32_from_fp16_params": masters} if self.config.bf16 else inner
 
     def _whole_rows(self, tree: Mapping[str, Any]) -> tuple[Rows, int, list[dict[str, Any]]]:
-        """The inverse: rows on the CPU, the steps made, and the groups' options."""
+        """Return the rows of such a state dict, on the CPU, the steps made, and the groups' options. Raises
+        BadState."""
         inner: Mapping[str, Any] = tree.get("optimizer", tree)
         rows = {row: torch.zeros(self.spaces[row[0]].extent) for row in self.rows}
         mine = self.whole_tree(rows)
@@ -355,9 +362,11 @@ class _Rank:
     part: StatePart
 
     def rank(self) -> int:
+        """Return which part it is."""
         return self.part.index
 
     def size(self) -> int:
+        """Return how many parts there are."""
         return self.part.count
 
 

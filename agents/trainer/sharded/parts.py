@@ -43,16 +43,16 @@ class StatePart:
     index: int
 
     def size(self, extent: int) -> int:
-        """Elements of every part of a space of `extent` elements; the last parts end with the space."""
+        """Return the elements of every part of a space of `extent` elements; the last parts end with the space."""
         return -(-extent // (ALIGN * self.count)) * ALIGN
 
     def within(self, extent: int) -> Span:
-        """Its span of one space."""
+        """Return its span of one space."""
         size = self.size(extent)
         return min(self.index * size, extent), min((self.index + 1) * size, extent)
 
     def spans(self, extents: Sequence[int]) -> list[Span]:
-        """Its span of each space, counted through all of them; empty ones as well."""
+        """Return its span of each space, counted through all of them; empty ones as well."""
         spans, base = [], 0
         for extent in extents:
             start, stop = self.within(extent)
@@ -72,12 +72,12 @@ class SpanMove:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
 
 def assign_holders(nodes: Sequence[frozenset[str]]) -> list[tuple[int, ...]]:
-    """The indices of the parts that each replica holds, its own first. `nodes[r]`: the nodes replica r stands on."""
+    """Return the indices of the parts that each replica holds, its own first. `nodes[r]`: the nodes replica r is on."""
     count = len(nodes)
     holders = [[replica] for replica in range(count)]
     if count > 1:
@@ -92,7 +92,7 @@ def assign_holders(nodes: Sequence[frozenset[str]]) -> list[tuple[int, ...]]:
 
 
 def _shift(nodes: Sequence[frozenset[str]]) -> tuple[int, frozenset[int]]:
-    """The ring's shift, and the parts that it leaves on a node of their own."""
+    """Return the ring's shift, and the parts that it leaves on a node of their own."""
     count, best = len(nodes), (0, frozenset(range(len(nodes))))
     for shift in range(1, count):
         near = frozenset(part for part in range(count) if nodes[part] & nodes[(part + shift) % count])
@@ -104,7 +104,7 @@ def _shift(nodes: Sequence[frozenset[str]]) -> tuple[int, frozenset[int]]:
 
 
 def covers(spans_by_member: Iterable[Sequence[Span]], total: int) -> bool:
-    """Whether the members together hold all `total` elements."""
+    """Return whether the members together hold all `total` elements."""
     reached = 0
     for start, stop in sorted(span for spans in spans_by_member for span in spans):
         if start > reached:
@@ -114,21 +114,21 @@ def covers(spans_by_member: Iterable[Sequence[Span]], total: int) -> bool:
 
 
 def gather_moves(spans_by_member: Sequence[Sequence[Span]], total: int) -> list[SpanMove]:
-    """Which member gives what to all, so that each has everything; `target` is meaningless. Raises NowhereHeld."""
+    """Return which member gives what to all, so that each has everything; `target` is meaningless. Raises NoHolder."""
     return _divided(spans_by_member, [(0, 0, total)])
 
 
-def moves(current: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[SpanMove]:
-    """What has to travel so that each member has what it wants, by target and start. Raises NowhereHeld."""
+def moves(current: Sequence[Sequence[Span]], targets: Sequence[Sequence[Span]]) -> list[SpanMove]:
+    """Return what has to travel so that each member has its `targets`, by target and start. Raises NoHolder."""
     missing = [
-        (rank, start, stop) for rank, spans in enumerate(wanted) for span in spans
+        (rank, start, stop) for rank, spans in enumerate(targets) for span in spans
         for start, stop in _without(span, current[rank])
     ]  # fmt: skip
     return _divided(current, missing)
 
 
 def _divided(spans_by_member: Sequence[Sequence[Span]], missing: Sequence[tuple[int, int, int]]) -> list[SpanMove]:
-    """Each missing (target, start, stop), cut where the holders change."""
+    """Return moves for each missing (target, start, stop), cut where the holders change. Raises NoHolder."""
     cuts = sorted({cut for spans in spans_by_member for span in spans for cut in span})
     holders_from = _holders(spans_by_member, cuts)
     loads = [0] * len(spans_by_member)
@@ -149,7 +149,7 @@ def _divided(spans_by_member: Sequence[Sequence[Span]], missing: Sequence[tuple[
 
 
 def _holders(spans_by_member: Sequence[Sequence[Span]], cuts: Sequence[int]) -> dict[int, list[int]]:
-    """Cut -> the members that hold everything from it to the next."""
+    """Return, for each cut, the members that hold everything from it to the next."""
     holders: dict[int, list[int]] = {cut: [] for cut in cuts}
     for member, spans in enumerate(spans_by_member):
         for start, stop in spans:
@@ -158,10 +158,10 @@ def _holders(spans_by_member: Sequence[Sequence[Span]], cuts: Sequence[int]) -> 
     return holders
 
 
-def _without(span: Span, others: Sequence[Span]) -> list[Span]:
-    """What of the span no held span has."""
+def _without(span: Span, spans: Sequence[Span]) -> list[Span]:
+    """Return what of the span no other span has."""
     gaps, (start, stop) = [], span
-    for begin, end in sorted(others):
+    for begin, end in sorted(spans):
         if begin >= stop or end <= start:
             continue
         if begin > start:

@@ -23,14 +23,14 @@ from agents.trainer.sharded.parts import SpanMove, StatePart
 
 
 class Sharing:
-    """One shard's."""
+    """One shard's transfers of optimizer state."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
 
     def gather(self, group: ShardGroup, travelling: Sequence[SpanMove]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Start giving the stepped parameters to all (`target` is meaningless); `ShardGroup.finish` it, and `land` what is
-        returned."""
+        """Start giving the stepped parameters to all (`target` is meaningless); `ShardGroup.finish` it, and `land` what
+        is returned."""
         arriving = []
         for move in travelling:
             place = self.optimizer.bytes_at(move.start, move.stop)
@@ -47,11 +47,11 @@ class Sharing:
             place.copy_(data)
 
     def stage_first(self, parts: Sequence[StatePart]) -> None:
-        """Training begins: stage these parts, made from the parameters."""
+        """Stage these parts as training begins, made from the parameters."""
         self.optimizer.stage([self.optimizer.initial(part) for part in parts])
 
     def stage(self, group: ShardGroup, parts: Sequence[StatePart], travelling: Sequence[SpanMove]) -> int:
-        """Stage these parts, from what is held here and from what travels; the bytes received. Raises what
+        """Stage these parts, from what is held here and from what travels; return the bytes received. Raises what
         `ShardGroup.finish` raises."""
         arrived = [Holding(part, self._empty(part)) for part in parts]
         received_bytes = 0
@@ -66,7 +66,7 @@ class Sharing:
         return received_bytes
 
     def copy_rows(self) -> Rows:
-        """All rows, whole, copied; this replica holds everything."""
+        """Return all rows, whole, copied; this replica holds everything."""
         whole: Rows = {}
         for row in self.optimizer.rows:
             extent = self.optimizer.spaces[row[0]].extent
@@ -76,7 +76,7 @@ class Sharing:
         return whole
 
     def assemble(self, group: ShardGroup, travelling: Sequence[SpanMove]) -> Rows | None:
-        """All rows, whole, at rank 0; None elsewhere. Raises what `ShardGroup.finish` raises."""
+        """Return all rows, whole, at rank 0; None elsewhere. Raises what `ShardGroup.finish` raises."""
         whole: Rows = {}
         for row, pieces in self._exchange(group, travelling):
             if group.rank == 0:
@@ -97,7 +97,7 @@ class Sharing:
         return rows
 
     def _local_pieces(self, row: Row, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """What is held here of a stretch of a row."""
+        """Yield what is held here of a stretch of a row."""
         base = sum(self.optimizer.extents[: row[0]])
         for begin, end in self.optimizer.spans():
             first, last = max(begin - base, start), min(end - base, stop)
@@ -107,7 +107,7 @@ class Sharing:
     def _exchange(
         self, group: ShardGroup, travelling: Sequence[SpanMove]
     ) -> Iterator[tuple[Row, list[tuple[int, int, torch.Tensor]]]]:
-        """Row by row, the pieces that travel to this member: start and stop within the space."""
+        """Yield, row by row, the pieces that travel to this member: start and stop within the space."""
         for row in self.optimizer.rows:
             base = sum(self.optimizer.extents[: row[0]])
             end = base + self.optimizer.extents[row[0]]

@@ -82,12 +82,12 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def layout(self) -> Shape:
-        """That of the replica."""
+        """Return the replica's layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep)
 
     @property
     def size_bytes(self) -> int:
-        """Of all files of all shards."""
+        """Return the size of all files of all shards."""
         return sum(file.size_bytes for record in self.shards for file in record.files)
 
 
@@ -149,7 +149,7 @@ def write(job: WriteJob, tree: object, midway: Callable[[], None] = lambda: None
 
 
 def manifest_of(path: Path) -> CheckpointManifest:
-    """Of the checkpoint in this directory. Raises OSError, BadState."""
+    """Return the manifest of the checkpoint in this directory. Raises OSError, BadState."""
     match = _NAME.match(path.name)
     if match is None:
         raise BadState("is no checkpoint's directory (iteration-<number>)")
@@ -161,8 +161,8 @@ def manifest_of(path: Path) -> CheckpointManifest:
 
 
 def newest_iterations(directory: Path, task: str) -> dict[int, Shape]:
-    """Iterations of the checkpoints that look whole (manifest and sizes), newest first, and the layout of each;
-    others are told on stderr."""
+    """Return the layout of each checkpoint that looks whole (manifest and sizes) by iteration, newest first; print the
+    others to stderr."""
     layouts = {}
     for iteration, path in _list_checkpoints(directory):
         try:
@@ -175,7 +175,7 @@ def newest_iterations(directory: Path, task: str) -> dict[int, Shape]:
 
 
 def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
-    """One shard's tree, and the bytes that were read. Raises OSError, BadState."""
+    """Load one shard's tree; return it and the bytes that were read. Raises OSError, BadState."""
     path = directory / f"iteration-{iteration:08d}"
     manifest = _manifest(path, task, iteration)
     if shard >= len(manifest.shards):
@@ -196,7 +196,7 @@ def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[s
 
 
 def _list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Checkpoints by name, newest first."""
+    """List the checkpoints by name, newest first."""
     if not directory.is_dir():
         return []
     matches = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))]
@@ -270,7 +270,7 @@ def _write_shard(draft: Path, shard: int, tree: object) -> ShardRecord:
 
 
 def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, TensorLocation]:
-    """What `torch.distributed.checkpoint.save` does for a single process; where each entry was put."""
+    """Write what `torch.distributed.checkpoint.save` does for a single process; return where each entry was put."""
     writer, planner = FileSystemWriter(directory), DefaultSavePlanner()
     writer.reset()
     writer.set_up_storage_writer(True)
@@ -297,7 +297,7 @@ def _record(draft: Path, shard: int) -> ShardRecord | None:
 
 
 def _is_publisher(draft: Path) -> bool:
-    """True for exactly one of the callers."""
+    """Return True to exactly one of the callers."""
     try:
         os.close(os.open(draft / ".publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except OSError:  # it is there, or the draft has its final name already
@@ -329,7 +329,7 @@ def _remove_old(directory: Path, keep: int) -> None:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    """Under another name first: a file under its own name is complete."""
+    """Write the file under another name first, so that a file under its own name is complete."""
     new = path.with_name(path.name + ".new")
     with new.open("wb") as file:
         file.write(data)

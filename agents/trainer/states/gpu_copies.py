@@ -27,7 +27,7 @@ def copy_from_gpu(pairs: Sequence[Pair]) -> None:
 
 
 def copy_staged(pairs: Iterable[Pair], buffers: Sequence[torch.Tensor]) -> None:
-    """Through two `buffers` of one size, in turn. Sources that are not on a GPU are copied at once."""
+    """Copy through two `buffers` of one size, in turn. Sources that are not on a GPU are copied at once."""
     emptied: tuple[torch.cuda.Event | None, torch.Tensor, torch.Tensor] | None = None
     for number, (source, target) in enumerate(_pieces(pairs, buffers[0].numel())):
         buffer = buffers[number % 2][: source.numel()]

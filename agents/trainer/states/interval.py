@@ -19,7 +19,7 @@ INTERVAL_MAX_S = 3600.0
 
 
 def optimal_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves."""
+    """Return the seconds of work between two saves that lose least time."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)
@@ -27,6 +27,6 @@ def optimal_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def iterations(cost_s: float, pace_s: float, mtbf_s: float) -> int:
-    """The same in iterations of `pace_s`, at least 1. `mtbf_s` 0: not known."""
+    """Return the same in iterations of `pace_s`, at least 1. `mtbf_s` 0: not known."""
     interval_s = min(optimal_s(cost_s, mtbf_s or MTBF_DEFAULT_S), INTERVAL_MAX_S)
     return max(1, round(interval_s / pace_s)) if pace_s > 0 else 1

@@ -21,7 +21,7 @@ from agents.trainer.states.resharding import Piece, StateLayout
 
 
 def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: int) -> StateLayout | None:
-    """The layout of the tensors by the names of `TrainingState`, None where it is not told in full."""
+    """Return the layout of the tensors by the names of `TrainingState`, None where a part of it is not known."""
     described = [model for model in models if hasattr(model, "sharded_state_dict")]
     if len(described) != len(models):
         return None
@@ -48,7 +48,7 @@ def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: in
 
 
 def _persistent_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and the buffers that are not merely derived from the configuration."""
+    """Yield the parameters, and the buffers that are not merely derived from the configuration."""
     yield from model.named_parameters()
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     yield from ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in saved)
@@ -84,7 +84,7 @@ class _Unknown(Exception):
 
 
 def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameter for each path of `optimizer.state_dict()` that belongs to one. Raises _Unknown."""
+    """Yield the model's parameter for each path of `optimizer.state_dict()` that belongs to one. Raises _Unknown."""
     if isinstance(optimizer, torch.optim.Optimizer):
         yield from _torch_owners(optimizer, {})
         return
@@ -117,17 +117,18 @@ def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain_owners(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As Megatron's plain optimizer for parameters of these groups has them: with masters where some are of 16 bits."""
+    """Yield the paths as Megatron's plain optimizer has them for these groups: with masters where some are of 16
+    bits."""
     parameters = [parameter for group in groups for parameter in group]
     mixed = any(parameter.dtype != torch.float32 for parameter in parameters)
     for number, parameter in enumerate(parameters):
         yield f"{'optimizer.' if mixed else ''}state.{number}", parameter
     for number, group in enumerate(groups):
         masters = [parameter for parameter in group if parameter.dtype != torch.float32]
-        yield from ((f"fp32_from_fp16_params.{number}.{place}", one) for place, one in enumerate(masters))
+        yield from ((f"fp32_from_fp16_params.{number}.{place}", master) for place, master in enumerate(masters))
 
 
 def _torch_owners(optimizer: Any, models: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As torch.optim numbers them: one after the other through the groups. `models`: of masters."""
-    parameters = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
-    yield from ((f"state.{number}", models.get(id(one), one)) for number, one in enumerate(parameters))
+    """Yield the paths as torch.optim numbers them: one after the other through the groups. `models`: of masters."""
+    leaves = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
+    yield from ((f"state.{number}", models.get(id(leaf), leaf)) for number, leaf in enumerate(leaves))

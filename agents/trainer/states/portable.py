@@ -37,7 +37,7 @@ _MASTER = re.compile(r"fp32_from_fp16_params\.(\d+)\.(\d+)$")
 
 
 def whole(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of one replica's shards, without its layout. Raises BadState."""
+    """Return the state of one replica's shards, without its layout. Raises BadState."""
     layouts = [layout_in(shard) for shard in shards]
     tensors: dict[str, torch.Tensor] = {}
     pieces: dict[str, tuple[Piece, ...]] = {}
@@ -59,7 +59,7 @@ def whole(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _optimizer(
     shards: Sequence[dict[str, Any]], layouts: Sequence[StateLayout]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The frame of an optimizer's state for whole tensors, and the tensor of each path in it. Each group has the
+    """Return the frame of an optimizer's state for whole tensors, and the tensor of each path in it. Each group has the
     tensors that it has in any shard."""
     ahead = {match[1] for layout in layouts for path in layout.optimizer if (match := _STATE.match(path))}
     if len(ahead) > 1:
@@ -109,8 +109,8 @@ def _in_order(path: str) -> list[tuple[int, str]]:
 
 
 def export_to(source: Path, directory: Path) -> Path:
-    """Write the checkpoint `source` (DIR/iteration-N) without its layout into `directory`; where it is then. Raises
-    OSError, BadState."""
+    """Write the checkpoint `source` (DIR/iteration-N) without its layout into `directory`; return where it is then.
+    Raises OSError, BadState."""
     manifest = checkpoint.manifest_of(source)
     shards = [
         checkpoint.load(source.parent, manifest.task, manifest.iteration, shard)[0]
@@ -138,7 +138,7 @@ def _write(directory: Path, task: str, iteration: int, tree: dict[str, Any]) -> 
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """As `unicronctl checkpoint` calls it, which has checked the words."""
+    """Run the command as `unicronctl checkpoint` calls it, which has checked the words; return the exit code."""
     parser = argparse.ArgumentParser(prog="unicronctl checkpoint")
     parser.add_argument("what", choices=["export", "import"])
     parser.add_argument("source", type=Path)

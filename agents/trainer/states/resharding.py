@@ -58,7 +58,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
         return tuple((at, at + extent) for at, extent in zip(self.at, (1,) * ahead + self.shape, strict=True))
 
     def view(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """The part of the local tensor that is `box` of the global one, which lies inside this piece."""
+        """Return the part of the local tensor that is `box` of the global one, which lies inside this piece."""
         ahead = len(self.whole) - len(self.shape)
         places = zip(self.within, self.at[ahead:], box[ahead:], strict=True)
         return tensor[tuple(slice(within + lo - at, within + hi - at) for within, at, (lo, hi) in places)]
@@ -80,7 +80,7 @@ class NoLayout(BadState):
 
 
 def layout_in(tree: dict[str, Any]) -> StateLayout:
-    """The layout that the state carries. Raises BadState."""
+    """Return the layout that the state carries. Raises BadState."""
     if tree.get("layout") is None:
         raise NoLayout("cannot be resharded: its model or optimizer does not say where its tensors lie in the whole")
     try:
@@ -90,8 +90,8 @@ def layout_in(tree: dict[str, Any]) -> StateLayout:
 
 
 def reshard(target: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The state that a worker is to live in. `own`: its state as it is, for names, shapes and places; `shards`: all
-    shards of one replica of the other layout. Raises BadState."""
+    """Return the state that a worker is to continue from. `target`: its state as it is, for names, shapes and places;
+    `shards`: all shards of one replica of the other layout. Raises BadState."""
     layout = layout_in(target)
     assembly = _Assembly(layout, target["tensors"])
     first: dict[str, Any] | None = None
@@ -139,7 +139,8 @@ class _Assembly:
                 self._pieces.setdefault(piece.key, []).append((name, piece))
 
     def take(self, role: str, name: str, value: Any, shape: Sequence[int], theirs: StateLayout) -> None:
-        """What this worker needs of one value of another shard, which belongs to the tensor `name` of `shape` there."""
+        """Copy what this worker needs of one value of another shard, which belongs to the tensor `name` of `shape`
+        there."""
         self.roles.setdefault(role)
         is_number = not isinstance(value, torch.Tensor) or (not value.dim() and len(shape) > 0)
         if not is_number and tuple(value.shape) != tuple(shape):
@@ -169,7 +170,7 @@ class _Assembly:
         covered[piece.key, shared] = source.numel()
 
     def tensor(self, role: str, name: str) -> torch.Tensor:
-        """The whole of it. Raises BadState where some is missing."""
+        """Return the whole tensor. Raises BadState where some of it is missing."""
         assembled, covered = self._tensors.get((role, name)), self._covered.get((role, name), {})
         if assembled is None or sum(covered.values()) != assembled.numel():
             count = sum(covered.values())
@@ -177,7 +178,7 @@ class _Assembly:
         return assembled
 
     def value(self, role: str, name: str) -> Any:
-        """A tensor, a number of the tensor's own, or None where no shard has it."""
+        """Return a tensor, a number that holds for the whole tensor, or None where no shard has it."""
         if (role, name) in self._numbers:
             number = self._numbers[role, name]
             return number.clone() if isinstance(number, torch.Tensor) else number
@@ -200,13 +201,13 @@ def _intersection(first: Box, second: Box) -> Box | None:
 
 
 def _values(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What stands at the path, by role: the path without its numbers, and the entry's name where it is a dict."""
-    found = _at(optimizer, path)
+    """Yield what stands at the path, by role: the path without its numbers, and the entry's name where it is a dict."""
+    state = _at(optimizer, path)
     family = ".".join(part for part in path.split(".") if not part.isdecimal())
-    if isinstance(found, dict):
-        yield from ((f"{family}:{key}", value) for key, value in found.items())
-    elif found is not None:
-        yield family, found
+    if isinstance(state, dict):
+        yield from ((f"{family}:{key}", value) for key, value in state.items())
+    elif state is not None:
+        yield family, state
 
 
 def _at(tree: Any, path: str) -> Any:
@@ -221,7 +222,8 @@ def _at(tree: Any, path: str) -> Any:
 
 
 def _optimizer(target: Any, theirs: Any, layout: StateLayout, assembly: _Assembly) -> Any:
-    """Groups and numbers as they were there, parameters and their state as they are cut here."""
+    """Return the state with groups and numbers as they were there, and parameters and their state as they are cut
+    here."""
     merged = _merged(target, theirs, "", frozenset(layout.optimizer))
     for path, name in layout.optimizer.items():
         parent, _, last = path.rpartition(".")
@@ -241,7 +243,7 @@ def _optimizer(target: Any, theirs: Any, layout: StateLayout, assembly: _Assembl
 
 
 def _without(tree: Any, paths: frozenset[str], prefix: str = "") -> Any:
-    """The tree without what stands at the paths."""
+    """Return the tree without what stands at the paths."""
     if isinstance(tree, dict):
         inner = {key: f"{prefix}.{key}".strip(".") for key in tree}
         return {key: _without(value, paths, inner[key]) for key, value in tree.items() if inner[key] not in paths}
@@ -252,7 +254,7 @@ def _without(tree: Any, paths: frozenset[str], prefix: str = "") -> Any:
 
 
 def _merged(target: Any, theirs: Any, prefix: str, paths: frozenset[str]) -> Any:
-    """Their values in this worker's structure. `params` are numbers of this worker's parameters."""
+    """Return their values in this worker's structure. `params` are numbers of this worker's parameters."""
     if not prefix and isinstance(target, list) and isinstance(theirs, dict):
         theirs = [theirs] * len(target)  # experts on workers of their own have an optimizer of their own
     elif not prefix and isinstance(target, dict) and isinstance(theirs, list) and theirs:
@@ -281,13 +283,15 @@ def _merged(target: Any, theirs: Any, prefix: str, paths: frozenset[str]) -> Any
 
 
 def _is_told_apart(group: dict[str, Any]) -> bool:
-    """It is one of Megatron's groups. torch's own have nothing but their place."""
+    """Return whether the group is one of Megatron's, which differ by their values. torch's own have nothing but their
+    place."""
     return "params" in group and any(name in group for name in _OF_ALIKE)
 
 
-def _like(own: dict[str, Any], theirs: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    """Of their groups the one whose rates and decay are this one's: here it may hold experts alone."""
-    alike = (candidate for candidate in theirs if all(candidate.get(name) == own.get(name) for name in _OF_ALIKE))
+def _like(target: dict[str, Any], theirs: list[dict[str, Any]], number: int) -> dict[str, Any]:
+    """Return the one of their groups whose rates and decay are this one's: here it may hold experts alone. Raises
+    NoLayout."""
+    alike = (candidate for candidate in theirs if all(candidate.get(name) == target.get(name) for name in _OF_ALIKE))
     match = next(alike, theirs[number] if number < len(theirs) else None)
     if match is None:
         raise NoLayout(f"cannot be resharded: optimizer: group {number} is none of those in the state")
@@ -295,7 +299,7 @@ def _like(own: dict[str, Any], theirs: list[dict[str, Any]], number: int) -> dic
 
 
 def _copied(tree: Any) -> Any:
-    """What the shard's bytes are not needed for any more."""
+    """Return a copy, so that the shard's bytes are not needed any more."""
     if isinstance(tree, torch.Tensor):
         return tree.clone()
     if isinstance(tree, dict):

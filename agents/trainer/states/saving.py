@@ -1,4 +1,4 @@
-"""The lead replica saves: into its nodes' memory, and from there to storage, while training goes on.
+"""The leader replica saves: into its nodes' memory, and from there to storage, while training goes on.
 
 Rules
 -----
@@ -8,7 +8,7 @@ Rules
 * All shards of the replica capture the same iterations: what depends on one shard's clock, memory or disk is put to
   the vote of all, and only at iterations at which something may be due, which all know.
 * When: at every iteration that the task file's interval divides, or, without one, as often as Young and Daly ask for
-  (`interval.py`), with the cost and the pace as measured. A new lead saves at its first boundary.
+  (`interval.py`), with the cost and the pace as measured. A new leader saves at its first boundary.
 * A capture has no turn while the one before is not sealed, or while the slot is being read. Storage has no turn while
   it is still being written to; an interval from the task file is a promise, though: there training waits.
 * Where memory has no room for two states, or the last word must be on storage before the process ends, the state
@@ -49,7 +49,8 @@ _REASON_CHARS = 512
 
 @dataclass(slots=True)
 class Rhythm:
-    """How often one of the two is saved to. `every`: the task file's interval in iterations, None: as measured."""
+    """How often one of the two targets is saved to. `every`: the task file's interval in iterations, None: as
+    measured."""
 
     every: int | None
     cost_s: float = 0.0
@@ -57,13 +58,13 @@ class Rhythm:
     look_at: int = 0
 
     def may_be_due(self, iteration: int) -> bool:
-        """Cheap, and the same for all shards."""
+        """Return whether a save may be due; cheap, and the same for all shards."""
         if self.every is not None:
             return self.every > 0 and iteration % self.every == 0
         return iteration >= self.look_at
 
     def saved(self, iteration: int) -> None:
-        """The state after `iteration` has been saved."""
+        """Note that the state after `iteration` has been saved."""
         self.last, self.look_at = iteration, iteration + 1
 
 
@@ -76,7 +77,7 @@ class AssembledState:
 
 
 class Saving:
-    """One worker's. `memory`: the node's, None where the agent gives none."""
+    """One worker's saving of its state. `memory`: the node's, None where the agent gives none."""
 
     def __init__(self, context: Context, state: TrainingState) -> None:
         launch = context.launch
@@ -104,7 +105,7 @@ class Saving:
     # --- at a boundary ---------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """What the threads have ended; their failures are ours."""
+        """Collect what the threads have finished, and raise what they have raised."""
         if self._sealing is not None and self._sealing.done():
             self._storing = self._sealing.result() or self._storing
             self._sealing = None
@@ -116,15 +117,15 @@ class Saving:
         self, iteration: int, duration_s: float, loss: float, membership: Membership, *, leads: bool,
         schedule: SaveSchedule | None = None,
     ) -> None:  # fmt: skip
-        """`iteration` is committed, after `duration_s`; save what is due. `leads`: in the lead's replica. `due`: as it
-        has been found already."""
+        """Save what is due after `iteration`, which took `duration_s`. `leads`: in the leader's replica. `schedule`:
+        what is due, None: find out."""
         self._pace_s = self._pace_s * (1 - _PACE_WEIGHT) + duration_s * _PACE_WEIGHT if self._pace_s else duration_s
         schedule = self.schedule(iteration, membership, leads=leads) if schedule is None else schedule
         if leads and schedule.is_due:
             self._capture(iteration, loss, membership.generation, to_storage=schedule.to_storage)
 
     def schedule(self, iteration: int, membership: Membership, *, leads: bool) -> SaveSchedule:
-        """What is to be saved after `iteration`."""
+        """Return what is to be saved after `iteration`."""
         self._collect()
         if leads and not self._was_lead:
             self._to_memory.last = self._to_storage.last = 0
@@ -147,7 +148,7 @@ class Saving:
         return self._is_due(self._to_storage, iteration, mtbf_s, busy=busy)
 
     def _is_due(self, rhythm: Rhythm, iteration: int, mtbf_s: float, *, busy: bool) -> bool:
-        """The vote of the shards; sets when to look again."""
+        """Return the vote of the shards; set when to look again."""
         iterations = interval.iterations(rhythm.cost_s, self._pace_s, mtbf_s)
         iterations, is_busy = self._context.replica.highest(iterations, int(busy))
         if rhythm.every is None and rhythm.last and iteration < rhythm.last + iterations:
@@ -206,7 +207,7 @@ class Saving:
         self, draft: Draft, iteration: int, generation: int, cost_s: float, job: checkpoint.WriteJob | None,
         midway: Callable[[], None],
     ) -> Future[None] | None:  # fmt: skip
-        """In the sealing thread."""
+        """Seal the copy, in the sealing thread; return the write to storage that follows, if any."""
         spec = self._context.launch.spec
         head = draft.seal(iteration, generation, layout=spec.cut)
         source = self.memory or self._private
@@ -235,7 +236,7 @@ class Saving:
     def _store(
         self, job: checkpoint.WriteJob, view: memoryview, resources: ExitStack, midway: Callable[[], None]
     ) -> None:
-        """In the writing thread."""
+        """Write the sealed copy to storage, in the writing thread."""
         with resources:
             try:
                 self._write(job, read(view, copy=False), midway)
@@ -300,7 +301,7 @@ class Saving:
             )
 
     def _settle(self) -> None:
-        """Wait for what is on its way to storage; its failures are ours."""
+        """Wait for what is on its way to storage, and raise what it raises."""
         self._await_seal()
         if self._storing is not None:
             self._storing.result()
@@ -330,7 +331,7 @@ class Saving:
 
 
 def unsaved(iteration: int, by: Saver, error: Exception | None = None) -> SaveError:
-    """What the agent hears of it. None: it is saved again."""
+    """Return the message for the agent that a save has failed; `error` None: that it is saved again."""
     reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS] if error else ""
     return SaveError(iteration=iteration, by=by, reason=reason)
 

@@ -23,8 +23,8 @@ import msgspec
 import torch
 
 from agents.protocol import memory_exchange
-from agents.protocol.memory import StateHead, Memory, digest_of
-from agents.protocol.memory_exchange import Fetching, ExchangeFailed
+from agents.protocol.memory import Memory, StateHead, digest_of
+from agents.protocol.memory_exchange import ExchangeFailed, Fetching
 from agents.protocol.messages import Membership
 from agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from agents.trainer.process.context import Context
@@ -39,8 +39,8 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class Sources:
-    """One shard's way to the state. `memory`: its node's. `told`: which peers there are. `reshard`: this shard's state
-    from all of another layout."""
+    """One shard's access to saved state. `memory`: its node's. `membership`: names the peers. `reshard`: makes this
+    shard's state from all of another layout."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Sources:
         self.resharded_from = ""
 
     def row(self, *, is_first: bool) -> list[int]:
-        """What this replica has to offer. All its shards call this. `is_first`: it is member 0's."""
+        """Return what this replica has to offer. All its shards call this. `is_first`: it is member 0's."""
         heads = [] if self._memory is None else self._memory.heads()
         offers: dict[Kind, list[int]] = {"memory": [head.iteration for head in heads if head.layout == self._layout]}
         if is_first:
@@ -71,7 +71,7 @@ class Sources:
         return row_of(self._common(offers))
 
     def load(self, candidate: Candidate) -> tuple[Tree, int]:
-        """This shard's tree, a copy of its own, and the bytes that were read for it. Raises BadState."""
+        """Load this shard's tree; return a copy of its own, and the bytes that were read for it. Raises BadState."""
         take: dict[Kind, Callable[[int], tuple[Tree, int]]] = {
             "memory": self._from_memory,
             "peer": self._from_peer,
@@ -89,7 +89,7 @@ class Sources:
     # --- looking ---------------------------------------------------------------------------------
 
     def _common(self, offers: dict[Kind, list[int]]) -> dict[Kind, list[int]]:
-        """What all shards of the replica have."""
+        """Return what all shards of the replica have."""
         code = struct.Struct(f"<{ROW_WORDS}q")
         rows = [split(code.unpack(row)) for row in self._context.replica.gather(code.pack(*row_of(offers)))]
         return {
@@ -154,7 +154,8 @@ class Sources:
         return self._put_together(self._stored[iteration], load)
 
     def _put_together(self, layout: Shape, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
-        """This shard as it was kept; or, in another layout, all shards of that, one after the other."""
+        """Return this shard as it was kept; or, in another layout, make it from all shards of that, one after the
+        other."""
         if layout == self._layout:
             state = shard_of(self._context.launch.shard)
             if WHOLE not in state[0]:
@@ -163,6 +164,7 @@ class Sources:
         sizes_bytes: list[int] = []
 
         def shards() -> Iterator[Tree]:
+            """Yield the trees of the other layout's shards."""
             for shard in range(layout.workers):
                 tree, size_bytes = shard_of(shard)
                 sizes_bytes.append(size_bytes)
@@ -182,7 +184,7 @@ def _checked(head: StateHead, view: memoryview, digest: bytes) -> tuple[Tree, in
 
 
 def _size_limit() -> int:
-    """No state is larger than this machine's memory."""
+    """Return this machine's memory in bytes: no state is larger."""
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024

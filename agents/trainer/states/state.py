@@ -35,10 +35,12 @@ class BadState(ValueError):
 
 
 def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The tree's skeleton and its tensors, in the skeleton's order. Raises BadState on a value it cannot hold."""
+    """Return the tree's skeleton and its tensors, in the skeleton's order. Raises BadState on a value it cannot
+    hold."""
     tensors: list[torch.Tensor] = []
 
     def pack(value: object) -> object:
+        """Return what msgpack can hold in place of the value."""
         if isinstance(value, torch.Tensor):
             if value.dtype not in _NAMES:
                 raise BadState(f"a tensor of dtype {value.dtype} cannot be saved")
@@ -54,10 +56,11 @@ def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `flatten`."""
+    """Return the tree of a skeleton and its tensors; the inverse of `flatten`."""
     remaining = iter(tensors)
 
     def unpack(code: int, data: bytes) -> object:
+        """Return the tensor or the tuple of the extension."""
         if code == _TENSOR:
             return next(remaining)
         if code == _TUPLE:
@@ -68,10 +71,11 @@ def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def shapes(skeleton: bytes) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and shape of each tensor in the skeleton's order. Raises BadState."""
+    """Return the dtype and shape of each tensor in the skeleton's order. Raises BadState."""
     kinds: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def unpack(code: int, data: bytes) -> object:
+        """Note the tensor of the extension, or look into the tuple."""
         if code == _TENSOR:
             name, shape = msgpack.unpackb(data)
             if name not in _DTYPES or any(type(extent) is not int or extent < 0 for extent in shape):
@@ -90,7 +94,7 @@ def shapes(skeleton: bytes) -> list[tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of that dtype and shape."""
+    """Return the bytes of a tensor of that dtype and shape."""
     count = 1
     for extent in shape:
         count *= extent
@@ -98,12 +102,12 @@ def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as a flat uint8 tensor (a view where it is contiguous and on the CPU)."""
+    """Return the tensor's bytes as a flat uint8 tensor (a view where it is contiguous and on the CPU)."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def tensor_of(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The inverse of `tensor_bytes`; `data` is a flat uint8 tensor that owns its (aligned) memory."""
+    """Return the tensor of such bytes; `data` is a flat uint8 tensor that owns its (aligned) memory."""
     return data.view(dtype).reshape(tuple(shape))
 
 
@@ -111,11 +115,11 @@ class Stateful(Protocol):
     """What a program has beside model, optimizer and scheduler that goes on from where it stood."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors."""
+        """Return plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Go on from there."""
+        """Continue from that state."""
         ...
 
 
@@ -123,11 +127,11 @@ class Generators(Protocol):
     """Of random numbers (the module `randomness`)."""
 
     def snapshot(self) -> dict[str, Any]:
-        """The state of all generators, as a tree."""
+        """Return the state of all generators, as a tree."""
         ...
 
     def resume(self, states: dict[str, Any], /) -> None:
-        """Go on from a snapshot."""
+        """Continue from a snapshot."""
         ...
 
 
@@ -157,7 +161,7 @@ class TrainingState:
         return list(getattr(self.optimizer, "param_groups", ()))
 
     def capture(self, iteration: int, loss: float) -> dict[str, object]:
-        """The state after `iteration` (the last committed one) as a tree that aliases the live tensors."""
+        """Return the state after `iteration` (the last committed one) as a tree that aliases the live tensors."""
         if not self._layout:  # asked for once: it does not change, and Megatron takes its time
             self._layout.append(self.layout())
         return {
@@ -210,7 +214,7 @@ class TrainingState:
                 )
 
     def params_digest(self) -> str:
-        """blake2b (32 hex digits) over the names and bytes of all parameters in name order."""
+        """Return blake2b (32 hex digits) over the names and bytes of all parameters in name order."""
         digest = blake2b(digest_size=16)
         for name, parameter in sorted(self._parameters()):
             digest.update(name.encode())

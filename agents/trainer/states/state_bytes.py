@@ -34,7 +34,7 @@ class Flat:
 
     @staticmethod
     def of(tree: object) -> Flat:
-        """Raises BadState on a value that a tree cannot hold."""
+        """Return the tree ready to be written. Raises BadState on a value that a tree cannot hold."""
         skeleton, tensors = flatten(tree)
         places, end = _places(len(skeleton), [(tensor.dtype, tensor.shape) for tensor in tensors])
         return Flat(skeleton, tensors, places, end)
@@ -58,7 +58,7 @@ class Flat:
 
 
 def read(view: memoryview, *, copy: bool) -> dict[str, Any]:
-    """The tree; unless copied, its tensors alias `view`. Raises BadState."""
+    """Return the tree; unless copied, its tensors alias `view`. Raises BadState."""
     if len(view) < _FIXED_BYTES or view[:8] != _MAGIC:
         raise BadState("these bytes are not a state of this format")
     length = int.from_bytes(view[8:_FIXED_BYTES], "little")
@@ -78,7 +78,7 @@ def read(view: memoryview, *, copy: bool) -> dict[str, Any]:
 
 
 def check(tree: object) -> dict[str, Any]:
-    """The tree, if it can be a training state: the keys of `TrainingState.capture`, all numbers finite.
+    """Return the tree, if it can be a training state: the keys of `TrainingState.capture`, all numbers finite.
 
     Raises BadState.
     """
@@ -91,7 +91,7 @@ def check(tree: object) -> dict[str, Any]:
 
 
 def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tree's tensors with their paths ("optimizer.state.0.exp_avg"), in the order of `flatten`."""
+    """Yield the tree's tensors with their paths ("optimizer.state.0.exp_avg"), in the order of `flatten`."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict):

@@ -71,7 +71,7 @@ def receive_state(group: ShardGroup, source: int, keep: bool) -> tuple[Any, int]
 
 
 def _chunks(sizes: Sequence[int]) -> Iterator[slice]:
-    """Which tensors travel together, in order: at most CHUNK_BYTES, or one that is larger."""
+    """Yield which tensors travel together, in order: at most CHUNK_BYTES, or one that is larger."""
     begin, length = 0, 0
     for number, size in enumerate(sizes):
         if number > begin and length + size > CHUNK_BYTES:
