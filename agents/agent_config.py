@@ -8,7 +8,7 @@ from agents.protocol.identity import Identity
 from events.vocabulary import ExitCause, Gpu, MemoryService, Name, TaskSpec
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """An agent's settings at its start. Times in seconds."""
 
     node: Name
@@ -24,23 +24,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: How long a start waits for a slot whose worker is about to end, or for the fork server.
     slot_wait_s: float = 20.0
     fork_server_wait_s: float = 60.0
-    #: An older start is not carried out: the coordinator has long since planned without this node.
+    #: A start older than this is not carried out: the coordinator has long since planned without this node.
     start_max_age_s: float = 60.0
     #: How long a new agent waits for the Hellos of the workers that it adopts.
     hello_wait_s: float = 2.0
-    #: At most one StepCommitted of a task in this time.
+    #: At most one StepCommitted of a task is reported in this time.
     commit_interval_s: float = 1.0
-    #: At most one StateKept of a shard in this time: memory is written to much more often.
+    #: At most one StateKept of a shard is reported in this time: memory is written to much more often.
     held_interval_s: float = 10.0
-    #: Where this node's agent takes and gives states; None: nowhere.
+    #: Where this node's agent receives and serves training states; None: nowhere.
     memory: MemoryService | None = None
-    #: What ended the workers that lived when the last agent of this node did, and are gone (kill_counts.py).
+    #: What ended the workers that the last agent of this node left alive and that no longer exist (kill_counts.py).
     vanished: ExitCause = "signalled"
-    #: That tasks may run as, the first where a task names none; empty: all run as the agent's own.
+    #: The users that tasks may run as, the first where a task names none; empty: all run as the agent's own user.
     users: tuple[Identity, ...] = ()
-    #: The type of the node's GPUs; "": not known.
+    #: The type of the node's GPUs; "": unknown.
     gpu: Gpu = ""
 
     def user_of(self, spec: TaskSpec) -> Identity | None:
-        """As whom the task runs; None: as the agent's own user, or (users.refusal) not at all."""
+        """Return the user that the task runs as; None means the agent's own user, or (users.refusal) that it may not
+        run at all."""
         return next((user for user in self.users if spec.run_as in ("", user.name)), None)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 class BoundPath:
-    """A path that a listening socket was just bound to. Connections live on whatever becomes of the file."""
+    """A path to which a listening socket was just bound. Open connections survive whatever becomes of the file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where nothing is there."""
+        """Remember which file is at the path. Raise OSError where there is none."""
         self._path = path
         self._identity = _identity(path)
 
     def holds(self) -> bool:
-        """Whether the file is still the one that was bound."""
+        """Return whether the path still leads to the file that was bound."""
         try:
             return _identity(self._path) == self._identity
         except OSError:
@@ -23,5 +23,5 @@ class BoundPath:
 
 def _identity(path: Path) -> tuple[int, int, int]:
     status = path.lstat()
-    # An inode's number is given again at once; that of another file was made at another time.
+    # The kernel reuses an inode's number at once, but another file has another time of creation.
     return status.st_dev, status.st_ino, status.st_ctime_ns

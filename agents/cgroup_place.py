@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class NoCgroup(Exception):
-    """There is none to be had; the text says why and what to do."""
+    """No usable cgroup; the text says why and what to do."""
 
 
 def own_cgroup(proc: Path = Path("/proc/self")) -> Path:
-    """The directory of this process's cgroup (v2). Raises NoCgroup."""
+    """Return the directory of this process's cgroup (v2). Raise NoCgroup where it has none."""
     try:
         lines = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -32,9 +32,10 @@ def own_cgroup(proc: Path = Path("/proc/self")) -> Path:
 
 
 def prepare(parent: Path, node: str, limits: Iterable[str]) -> Path:
-    """The directory below `parent` for the workers' cgroups, with the controllers that the limits ("memory.max") need.
+    """Make the directory below `parent` for the workers' cgroups, and enable the controllers of the limits
+    ("memory.max").
 
-    Raises NoCgroup.
+    Raise NoCgroup where that is impossible.
     """
     place = parent / f"unicron-{node}"
     try:

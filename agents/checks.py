@@ -25,17 +25,17 @@ from agents.protocol.sum_order import Sum
 from events.finding import Finding
 from events.logs_request import BadLogsMessage, LogsReply
 from events.logs_request import encode as encode_reply
-from events.nats_inquiry import came
+from events.nats_inquiry import wait_for_answer
 from events.node_checks import (
     AnyCheck,
     FactsCheck,
     LinksCheck,
-    LinksSeen,
+    LinksReport,
     NodeFacts,
     PairSum,
     StorageCheck,
-    StorageSeen,
-    Unreached,
+    StorageReport,
+    UnreachablePort,
     decode_check,
     encode,
 )
@@ -44,18 +44,19 @@ from events.vocabulary import Name
 logger = logging.getLogger("agents")
 
 CONNECT_S = 3.0
-#: So many connections are tried at once.
+#: How many connections are tried at once.
 _AT_ONCE = 32
 #: A file that another node has written may be seen there a little later.
 LOOK_S = 5.0
 _LOOK_EVERY_S = 0.25
-_SAID_BYTES = 65536
+_RECEIVE_BYTES = 65536
 _TEXT_CHARS = 400
 
 
 class Checks:
-    """Of one node. `findings`: its preflight's. `fork`: has the fork server fork what sums; why not, or "".
-    `sum_socket`: where that tells its result. `free_gpus`: the names of those that no worker has."""
+    """The checks of one node. `findings` returns those of its preflight. `fork` has the fork server fork the summing
+    process, and returns why it cannot, or "". `sum_socket`: where that process sends its result. `free_gpus` returns
+    the names of the GPUs that no worker has."""
 
     def __init__(
         self,
@@ -79,7 +80,8 @@ class Checks:
         self._running: set[asyncio.Task[None]] = set()
 
     def begin(self, body: bytes, respond: Callable[[bytes], Awaitable[None]]) -> bool:
-        """Begin the check that a request asks for, and answer when it has ended; False where it asks for none."""
+        """Begin the check that a request asks for, and answer when it has ended. Return False where it asks for
+        none."""
         check: AnyCheck | str | None
         try:
             check = decode_check(body)
@@ -93,7 +95,7 @@ class Checks:
         return True
 
     async def close(self) -> None:
-        """End what runs; nothing is answered."""
+        """Cancel the checks that run; they are not answered."""
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -106,7 +108,7 @@ class Checks:
             reply = LogsReply(node=self._node, error=f"its check failed: {type(error).__name__}: {error}"[:_TEXT_CHARS])
         try:
             await respond(encode_reply(reply))
-        except Exception as error:  # the one that asked has gone
+        except Exception as error:  # the requester is no longer there
             logger.info("a check for doctor could not be answered: %s", error)
 
     async def _reply(self, check: AnyCheck | str) -> LogsReply:
@@ -114,8 +116,8 @@ class Checks:
             case FactsCheck():
                 return self._of(await asyncio.to_thread(facts, self._findings, self._address))
             case StorageCheck():
-                seen = await asyncio.to_thread(look_at_storage, check)
-                return self._of(msgspec.structs.replace(seen, runs_as_others=self._runs_as_others))
+                storage = await asyncio.to_thread(look_at_storage, check)
+                return self._of(msgspec.structs.replace(storage, runs_as_others=self._runs_as_others))
             case LinksCheck():
                 if self._links.locked():
                     return LogsReply(node=self._node, error="it checks its links already; try again in a minute")
@@ -123,23 +125,23 @@ class Checks:
                     return self._of(await self._look_at_links(check))
         return LogsReply(node=self._node, error=f"bad request: {check}"[:_TEXT_CHARS])
 
-    def _of(self, seen: NodeFacts | LinksSeen | StorageSeen) -> LogsReply:
-        return LogsReply(node=self._node, data=encode(seen))
+    def _of(self, outcome: NodeFacts | LinksReport | StorageReport) -> LogsReply:
+        return LogsReply(node=self._node, data=encode(outcome))
 
-    async def _look_at_links(self, check: LinksCheck) -> LinksSeen:
-        turn = asyncio.Semaphore(_AT_ONCE)
-        asked = [(peer.node, what, *at) for peer in check.peers for what, at in peer.ports.items()]
-        tried = [unreached(*one, source=self._address, turn=turn) for one in asked]
+    async def _look_at_links(self, check: LinksCheck) -> LinksReport:
+        semaphore = asyncio.Semaphore(_AT_ONCE)
+        ports = [(peer.node, port_name, *at) for peer in check.peers for port_name, at in peer.ports.items()]
+        attempts = [unreached(*port, source=self._address, semaphore=semaphore) for port in ports]
         summing = asyncio.create_task(self._sum(check))
         try:
-            lost = [one for one in await asyncio.gather(*tried) if one is not None]
+            failures = [outcome for outcome in await asyncio.gather(*attempts) if outcome is not None]
             sums, no_sums = await summing
         finally:
             summing.cancel()
-        return LinksSeen(unreached=tuple(lost), sums=sums, no_sums=no_sums[:_TEXT_CHARS])
+        return LinksReport(unreached=tuple(failures), sums=sums, no_sums=no_sums[:_TEXT_CHARS])
 
     async def _sum(self, check: LinksCheck) -> tuple[tuple[PairSum, ...], str]:
-        """What the sums say; why there are none."""
+        """Return the sums of the pairs, and why there are none."""
         gpu = ""
         if check.library == "nccl":
             free = self._free_gpus()
@@ -151,9 +153,9 @@ class Checks:
         order = Sum(address=self._address, token=check.token, pairs=check.pairs, library=check.library,
                     limit_s=check.limit_s, answer=str(self._sum_socket), asked_s=time.monotonic(), gpu=gpu)  # fmt: skip
         try:
-            said = await _said_of(order, self._fork)
-            told = msgspec.json.decode(said, type=tuple[PairSum, ...] | str)
-            return ((), told) if isinstance(told, str) else (told, "")
+            output = await _process_output(order, self._fork)
+            reply = msgspec.json.decode(output, type=tuple[PairSum, ...] | str)
+            return ((), reply) if isinstance(reply, str) else (reply, "")
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             return (), f"its process gave no result: {error or type(error).__name__}"
         except NotForked as error:
@@ -161,26 +163,29 @@ class Checks:
 
 
 class NotForked(Exception):
-    """No process was forked that could sum. The text says why."""
+    """No process was forked that could sum; the text says why."""
 
 
-async def _said_of(order: Sum, fork: Callable[[Sum], str]) -> bytes:
-    """What the process says. Raises NotForked, OSError, TimeoutError. It lives no longer than its connection here."""
-    loop, said = asyncio.get_running_loop(), bytearray()
+async def _process_output(order: Sum, fork: Callable[[Sum], str]) -> bytes:
+    """Return the output of the summing process, which lives no longer than its connection here.
+
+    Raise NotForked, OSError or TimeoutError.
+    """
+    loop, output = asyncio.get_running_loop(), bytearray()
     try:
         with listen_unix(Path(order.answer)) as listener:
-            if why := fork(order):
-                raise NotForked(why)
+            if refusal := fork(order):
+                raise NotForked(refusal)
             async with asyncio.timeout(order.limit_s + CONNECT_S):
                 connection, _ = await loop.sock_accept(listener)
                 with connection:
-                    while data := await loop.sock_recv(connection, _SAID_BYTES):
-                        said += data
+                    while data := await loop.sock_recv(connection, _RECEIVE_BYTES):
+                        output += data
     except TimeoutError:
         raise TimeoutError(f"it did not end within {order.limit_s:g} s") from None
     finally:
         _unlink(order.answer)
-    return bytes(said)
+    return bytes(output)
 
 
 def _unlink(path: str) -> None:
@@ -188,23 +193,23 @@ def _unlink(path: str) -> None:
 
 
 async def unreached(
-    peer: Name, what: str, host: str, port: int, *, source: str, turn: asyncio.Semaphore
-) -> Unreached | None:
-    """Why this node cannot connect there; None where it can. `source`: its own address."""
-    async with turn:
+    peer: Name, port_name: str, host: str, port: int, *, source: str, semaphore: asyncio.Semaphore
+) -> UnreachablePort | None:
+    """Return why this node, from its address `source`, cannot connect to the peer's port; None where it can."""
+    async with semaphore:
         connecting = asyncio.ensure_future(asyncio.open_connection(host, port, local_addr=(source, 0)))
-        connecting.add_done_callback(_hang_up)  # a connection that comes after the wait is closed too
+        connecting.add_done_callback(_hang_up)  # also closes a connection that comes after the wait
         try:
-            if await came(connecting, CONNECT_S):
+            if await wait_for_answer(connecting, CONNECT_S):
                 connecting.result()
                 return None
-            why = f"no answer within {CONNECT_S:g} s"
+            reason = f"no answer within {CONNECT_S:g} s"
         except OSError as error:
-            why = (os.strerror(error.errno) if error.errno else str(error)).lower()
+            reason = (os.strerror(error.errno) if error.errno else str(error)).lower()
         finally:
             connecting.cancel()
-    shown = f"[{host}]" if ":" in host else host
-    return Unreached(peer=peer, what=what, at=f"{shown}:{port}", why=why[:_TEXT_CHARS])
+    url_host = f"[{host}]" if ":" in host else host
+    return UnreachablePort(peer=peer, what=port_name, at=f"{url_host}:{port}", why=reason[:_TEXT_CHARS])
 
 
 def _hang_up(connecting: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
@@ -213,7 +218,7 @@ def _hang_up(connecting: asyncio.Future[tuple[asyncio.StreamReader, asyncio.Stre
 
 
 def facts(findings: Callable[[], list[Finding]], address: str) -> NodeFacts:
-    """What the node's preflight finds, and what has to be alike on all nodes."""
+    """Return the findings of the node's preflight, and what has to be alike on all nodes."""
     return NodeFacts(
         findings=tuple(findings()),
         mtu=0 if preflight.is_loopback(address) else preflight.mtu_of(address) or 0,
@@ -223,26 +228,28 @@ def facts(findings: Callable[[], list[Finding]], address: str) -> NodeFacts:
     )
 
 
-def look_at_storage(check: StorageCheck) -> StorageSeen:
-    """Write, look for, or remove the mark. In the nearest directory that exists: none is made."""
+def look_at_storage(check: StorageCheck) -> StorageReport:
+    """Write, look for, or remove the mark, in the nearest directory that exists: none is made."""
     directory = preflight.existing(Path(check.directory))
     mark = directory / f".unicron-doctor-{check.token}"
-    told = str(directory)[:_TEXT_CHARS]
+    directory_text = str(directory)[:_TEXT_CHARS]
     try:
         match check.part:
             case "write":
                 mark.write_text("unicronctl doctor looks for this on the other nodes; it may be removed\n")
             case "remove":
                 mark.unlink(missing_ok=True)
-                return StorageSeen(result="missing", directory=told)
+                return StorageReport(result="missing", directory=directory_text)
             case "look":
                 ends_s = time.monotonic() + LOOK_S
                 while not mark.exists() and time.monotonic() < ends_s:
                     time.sleep(_LOOK_EVERY_S)
                 if not mark.exists():
-                    return StorageSeen(result="missing", directory=told)
+                    return StorageReport(result="missing", directory=directory_text)
     except PermissionError as error:
-        return StorageSeen(result="refused", directory=told, why=(error.strerror or "")[:_TEXT_CHARS])
+        return StorageReport(result="refused", directory=directory_text, why=(error.strerror or "")[:_TEXT_CHARS])
     except OSError as error:
-        return StorageSeen(result="failed", directory=told, why=(error.strerror or str(error))[:_TEXT_CHARS])
-    return StorageSeen(result="seen", directory=told, writable=os.access(directory, os.W_OK | os.X_OK))
+        return StorageReport(
+            result="failed", directory=directory_text, why=(error.strerror or str(error))[:_TEXT_CHARS]
+        )
+    return StorageReport(result="seen", directory=directory_text, writable=os.access(directory, os.W_OK | os.X_OK))

@@ -1,6 +1,6 @@
 """What an exit status says about the cause: one table of facts, no opinion about the response.
 
-Severity and remedy are the coordinator's. A worker that could still speak has told its cause itself
+Severity and remedy are the coordinator's. A worker that could still report has sent its cause itself
 (messages.Trouble); this is for those that could not.
 """
 
@@ -56,7 +56,7 @@ class Exit(NamedTuple):
 
     @classmethod
     def of(cls, status: int, oom: OomKill = "no") -> Exit:
-        """From the 16-bit status of wait(2), and what is known of the OOM killer (fork_server.py)."""
+        """Build it from the 16-bit status of wait(2), and what is known of the OOM killer (fork_server.py)."""
         if not os.WIFSIGNALED(status):
             return cls(os.WEXITSTATUS(status), None, "oom_killed" if oom == "yes" else "exited")
         cause: ExitCause = "core_dumped" if os.WCOREDUMP(status) else "signalled"
@@ -66,7 +66,10 @@ class Exit(NamedTuple):
 
 
 def classify(end: Exit, *, ready: bool, member: bool = False) -> tuple[ErrorKind, str]:
-    """The kind of error and one plain sentence. `ready`: the worker had built its model; `member`: it trained."""
+    """Return the kind of error and one plain sentence.
+
+    `ready`: the worker had built its model; `member`: it trained.
+    """
     if end.signal is not None:
         kind, hint = _SIGNALS.get(end.signal, ("process_exit", "see signal(7)"))
         if end.signal == signal.SIGKILL:

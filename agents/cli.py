@@ -20,7 +20,7 @@ from agents import preflight, probe
 from agents.accelerators.driver import Choice, NoDriver
 from agents.cgroup_place import NoCgroup
 from agents.daemon import Options, installed_version, node_findings, run_agent
-from agents.fork_server.limits import beyond
+from agents.fork_server.limits import exceeds_hard_limit
 from agents.fork_server.limits import parse as limit
 from agents.kubernetes.node_object import CordonMeans
 from agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
@@ -52,15 +52,15 @@ from events.command_line import (
 from events.keys import read_key
 from events.logins import agent_login
 from events.nats_url import parse_urls
-from events.pid_one import Keeper
+from events.pid_one import InitProcess
 from events.vocabulary import NAME_PATTERN, Gpu
 
-#: Of one node.
+#: The most slots of one node.
 SLOTS_MAX = 1024
 
-#: --supervise: so many within that time, then the container is to be made anew.
+#: --supervise: after this many restarts within this time it gives up, so that the container is made anew.
 _RESTARTS, _RESTARTS_WITHIN_S = 10, 600.0
-#: Exit codes after which it does not start the agent again: ended as asked, bad usage, a newer agent works.
+#: Exit codes after which it does not start the agent again: ended on request, bad usage, a newer agent runs.
 _NOT_AGAIN = (0, 2, EXIT_SUPERSEDED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 _EXAMPLE = f"""example:
@@ -77,15 +77,15 @@ run directory (under systemd, set KillMode=process). SIGINT ends the workers at 
 
 
 def parser() -> Parser:
-    """All flags of `unicron-agent`."""
-    found = SettableParser(
+    """Build the parser of `unicron-agent` with all its flags."""
+    agent_parser = SettableParser(
         prog="unicron-agent",
         description="The agent of one node: starts, watches and adopts the training processes of a unicron cluster.",
         epilog=_EXAMPLE,
         version=installed_version(),
     )
     add(
-        found,
+        agent_parser,
         option("--nats", "URL[,URL]", "NATS server or cluster", type=parse_urls, required=True),
         option("--node", "NAME", "this node's name, unique in the cluster; dots become -", type=_node, required=True),
         option(
@@ -124,12 +124,12 @@ def parser() -> Parser:
         # For tests and experiments: another --preload, --worker or --store for the fork server.
         option("--fork-server", "FLAG=VALUE", SUPPRESS, action="append", default=[]),
     )
-    add_login(found)
-    return found
+    add_login(agent_parser)
+    return agent_parser
 
 
 def _ends() -> tuple[Flag, ...]:
-    """Flags: what becomes of workers when the agent ends."""
+    """Return the flags for what becomes of workers when the agent ends."""
     return (
         option(
             "--lease-s",
@@ -150,7 +150,7 @@ def _ends() -> tuple[Flag, ...]:
 
 
 def _logs() -> tuple[Flag, ...]:
-    """Flags: what becomes of workers' output."""
+    """Return the flags for what becomes of workers' output."""
     return (
         option(
             "--logs-dir",
@@ -177,7 +177,7 @@ def _logs() -> tuple[Flag, ...]:
 
 
 def _looking() -> tuple[Flag, ...]:
-    """Flags: what is looked at instead of starting an agent."""
+    """Return the flags that look at something instead of starting an agent."""
     return (
         option(
             "--probe",
@@ -197,7 +197,7 @@ def _looking() -> tuple[Flag, ...]:
 
 
 def _kubernetes() -> tuple[Flag, ...]:
-    """Flags: the machine's Node object of Kubernetes."""
+    """Return the flags for the machine's Node object of Kubernetes."""
     return (
         option(
             "--kubernetes-node",
@@ -224,7 +224,7 @@ def _kubernetes() -> tuple[Flag, ...]:
 
 
 def _separation() -> tuple[Flag, ...]:
-    """Flags: the users that tasks run as, and the bounds of their workers."""
+    """Return the flags for the users that tasks run as, and for the limits of their workers."""
     return (
         option(
             "--run-as",
@@ -246,113 +246,119 @@ def _separation() -> tuple[Flag, ...]:
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """The options of a command line; one line on stderr and exit code 2 where it is not valid."""
-    line = parser()
-    given = line.parse_args(argv)
+    """Return the options of a command line; print one line on stderr and exit with code 2 where it is not valid."""
+    agent_parser = parser()
+    arguments = agent_parser.parse_args(argv)
     try:
-        variables.check(line.prog, variables.known(line), os.environ)
+        variables.check(agent_parser.prog, variables.program_variables(agent_parser), os.environ)
     except variables.BadVariable as error:
-        line.error(str(error))
-    run_dir = given.run_dir or default_run_dir(given.node)
+        agent_parser.error(str(error))
+    run_dir = arguments.run_dir or default_run_dir(arguments.node)
     try:
-        login = login_of(given)
-        if login.key and (name := read_key(login.key).login) != agent_login(given.node):
-            raise UsageError(f"--key: {login.key} is the key of {name}, not of node {given.node}")
+        login = login_of(arguments)
+        if login.key and (name := read_key(login.key).login) != agent_login(arguments.node):
+            raise UsageError(f"--key: {login.key} is the key of {name}, not of node {arguments.node}")
         RunDir(run_dir)
-        users = _users(given)
-        if given.kubernetes_node and not (given.kubernetes_url or in_cluster_url()):
+        users = _users(arguments)
+        if arguments.kubernetes_node and not (arguments.kubernetes_url or in_cluster_url()):
             raise UsageError(
                 "--kubernetes-node: KUBERNETES_SERVICE_HOST is not set, as it is in a pod; give --kubernetes-url"
             )
     except UsageError as error:
-        line.error(str(error))
+        agent_parser.error(str(error))
     except BadRunDir as error:
-        line.error(f"--{error}")
+        agent_parser.error(f"--{error}")
     return Options(
-        nats=given.nats,
-        node=given.node,
-        slots=given.slots,
-        address=given.address,
+        nats=arguments.nats,
+        node=arguments.node,
+        slots=arguments.slots,
+        address=arguments.address,
         run_dir=run_dir,
-        heartbeat_s=given.heartbeat_s,
-        lease_s=given.lease_s,
-        grace_s=given.grace_s,
-        hand_over=given.hand_over,
+        heartbeat_s=arguments.heartbeat_s,
+        lease_s=arguments.lease_s,
+        grace_s=arguments.grace_s,
+        hand_over=arguments.hand_over,
         login=login,
-        memory_bytes=given.memory_gib,
-        logs_dir=given.logs_dir,
-        shows_output=given.worker_output == "stdout",
-        logs_max_age_s=given.logs_days,
-        logs_max_bytes=given.logs_gib,
-        accelerators=given.accelerators,
-        gpu_type=given.gpu_type or "",
-        states_in_clear=given.states_in_clear,
+        memory_bytes=arguments.memory_gib,
+        logs_dir=arguments.logs_dir,
+        shows_output=arguments.worker_output == "stdout",
+        logs_max_age_s=arguments.logs_days,
+        logs_max_bytes=arguments.logs_gib,
+        accelerators=arguments.accelerators,
+        gpu_type=arguments.gpu_type or "",
+        states_in_clear=arguments.states_in_clear,
         users=users,
-        limits=tuple(given.limit),
-        cgroup=given.cgroup,
-        pass_env=given.pass_env,
-        only_checks=given.check,
-        supervise=given.supervise,
-        new_log=given.new_log,
-        kubernetes=_node_object(given),
-        fork_server_arguments=tuple(given.fork_server),
+        limits=tuple(arguments.limit),
+        cgroup=arguments.cgroup,
+        pass_env=arguments.pass_env,
+        only_checks=arguments.check,
+        supervise=arguments.supervise,
+        new_log=arguments.new_log,
+        kubernetes=_node_object(arguments),
+        fork_server_arguments=tuple(arguments.fork_server),
     )
 
 
-def _node_object(given: Namespace) -> NodeObject | None:
-    if not given.kubernetes_node:
+def _node_object(arguments: Namespace) -> NodeObject | None:
+    if not arguments.kubernetes_node:
         return None
     return NodeObject(
-        url=(given.kubernetes_url or in_cluster_url()).rstrip("/"),
-        name=given.kubernetes_node,
-        account=given.kubernetes_account,
-        cordon_means=given.kubernetes_cordon,
+        url=(arguments.kubernetes_url or in_cluster_url()).rstrip("/"),
+        name=arguments.kubernetes_node,
+        account=arguments.kubernetes_account,
+        cordon_means=arguments.kubernetes_cordon,
     )
 
 
 def _check(options: Options) -> int:
-    """The preflight; the exit code."""
+    """Run the preflight, print its findings and return the exit code."""
     import asyncio
 
-    for noisy in ("events", "asyncio"):  # what NATS says is among the findings
+    for noisy in ("events", "asyncio"):  # NATS's own messages are among the findings
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    found = [
+    findings = [
         *node_findings(options),
         *asyncio.run(preflight.nats_findings(options.nats, options.login, installed_version())),
     ]
-    for finding in found:
+    for finding in findings:
         print(finding)
-    print(f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"Nothing found: {options.node} may join.")
-    return 1 if found else 0
+    print(
+        f"{len(findings)} finding{'s' * (len(findings) != 1)}"
+        if findings
+        else f"Nothing found: {options.node} may join."
+    )
+    return 1 if findings else 0
 
 
-def _users(given: Namespace) -> tuple[Identity, ...]:
-    """Raises UsageError where the node cannot do what the flags ask for."""
-    alone = [name for name in ("limit", "cgroup", "pass_env") if getattr(given, name)]
-    if alone and not given.run_as:
-        raise UsageError(f"--{alone[0].replace('_', '-')}: is for tasks that run as users of their own; give --run-as")
-    for each in given.limit:
-        if each.resource >= 0 and beyond(each) and CAP_SYS_RESOURCE not in capabilities():
-            raise UsageError(f"--limit: {each} is more than the agent itself has; raise that (Limit... in its unit)")
+def _users(arguments: Namespace) -> tuple[Identity, ...]:
+    """Return the users of --run-as. Raise UsageError where the node cannot do what the flags ask for."""
+    dependent = [name for name in ("limit", "cgroup", "pass_env") if getattr(arguments, name)]
+    if dependent and not arguments.run_as:
+        raise UsageError(
+            f"--{dependent[0].replace('_', '-')}: is for tasks that run as users of their own; give --run-as"
+        )
+    for bound in arguments.limit:
+        if bound.resource >= 0 and exceeds_hard_limit(bound) and CAP_SYS_RESOURCE not in capabilities():
+            raise UsageError(f"--limit: {bound} is more than the agent itself has; raise that (Limit... in its unit)")
     try:
-        return identities(given.run_as)
+        return identities(arguments.run_as)
     except BadUser as error:
         raise UsageError(f"--run-as: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Run the agent from the command line and return the exit code."""
     return command_line.run("unicron-agent", lambda: _run(argv))
 
 
 def _supervise(argv: Sequence[str]) -> int:
-    """Keep an agent, a process of its own; the exit code of the last."""
-    # -P: a directory named `agents` where this was started is another's
+    """Keep an agent running in a process of its own; return the exit code of the last one."""
+    # -P: a directory named `agents` in the working directory is not this package
     command = [sys.executable, "-P", "-m", "agents.cli", *(word for word in argv if word != "--supervise")]
-    own = variables.prefix("unicron-agent") + "SUPERVISE"
-    environ = {name: value for name, value in os.environ.items() if name != own}
+    variable = variables.prefix("unicron-agent") + "SUPERVISE"
+    environ = {name: value for name, value in os.environ.items() if name != variable}
     start = partial(os.posix_spawn, sys.executable, command, environ)
-    return Keeper(start, restarts=_RESTARTS, within_s=_RESTARTS_WITHIN_S, last=_NOT_AGAIN).run()
+    return InitProcess(start, restarts=_RESTARTS, within_s=_RESTARTS_WITHIN_S, last=_NOT_AGAIN).run()
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -382,13 +388,13 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _node(text: str) -> str:
-    """The name that the cluster knows the node by: names of machines have dots, which separate NATS's subjects."""
+    """Return the name that the cluster knows the node by: machines' names have dots, which separate NATS's subjects."""
     text = text.replace(".", "-")
     if not re.fullmatch(NAME_PATTERN, text):
         raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63")
     if text in RESERVED_NAMES:
-        taken = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
-        raise ValueError(f"{text!r} cannot be a node's name ({taken} are taken); give the node another name")
+        reserved = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
+        raise ValueError(f"{text!r} cannot be a node's name ({reserved} are taken); give the node another name")
     return text
 
 
@@ -428,12 +434,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _days(text: str) -> float:
-    """In seconds."""
+    """Convert days to seconds."""
     return number(0, 36_500, "days")(text) * 86_400.0
 
 
 def _gib(text: str) -> int:
-    """In bytes."""
+    """Convert GiB to bytes."""
     return int(number(0, 65_536, "GiB")(text) * 2**30)
 
 

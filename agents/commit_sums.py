@@ -1,6 +1,6 @@
 """Commits of single iterations, summed into one StepCommitted: pure, one task and one worker at a time.
 
-A sum covers consecutive iterations of one generation as one worker told them; whatever does not continue
+A sum covers consecutive iterations of one generation as one worker reported them; a commit that does not continue
 it starts a new one.
 """
 
@@ -20,7 +20,7 @@ Position: TypeAlias = tuple[int, int]
 
 
 class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
-    """Iterations first..last of one generation; fields as in StepCommitted."""
+    """The sum of iterations first..last of one generation; fields as in StepCommitted."""
 
     worker: WorkerId
     generation: int
@@ -35,7 +35,7 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
     checksums: Checksums | None = None
 
     def event(self, node: Name, task: Name) -> StepCommitted:
-        """The observation that stands for the whole sum."""
+        """Return the observation that stands for the whole sum."""
         return StepCommitted(node=node, task=task, **msgspec.structs.asdict(self))
 
 
@@ -46,17 +46,17 @@ def _checksums(commit: Committed) -> Checksums | None:
 
 
 def position(commit: Committed) -> Position:
-    """Where the commit stands among all commits of its task."""
+    """Return the position of the commit among all commits of its task."""
     return (commit.generation, commit.iteration)
 
 
 def urgent(commit: Committed) -> bool:
-    """A loss that is not finite must be known at once."""
+    """Return whether the commit must be reported at once: its loss is not finite."""
     return not math.isfinite(commit.loss)
 
 
 def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
-    """Whether the commit is the next one of the same sum."""
+    """Return whether the commit is the next one of the same sum."""
     return (
         before.worker == worker
         and before.generation == commit.generation
@@ -66,7 +66,7 @@ def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
 
 
 def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> CommitSum:
-    """The sum with one more commit; `before` is None or is continued by it."""
+    """Return the sum with one more commit; `before` is None or is continued by it."""
     if before is None:
         return CommitSum(
             worker=worker,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from agents.memory_regions import MemoryRegions, NoRegion
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory
-from agents.protocol.memory_exchange import NoAnswer
+from agents.protocol.memory_exchange import ExchangeFailed
 from agents.protocol.messages import Passes
 from events.vocabulary import MemoryService, Name
 
@@ -20,27 +20,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Copies:
-    """`copy` may be called as often as states come; what came while a copy was under way is copied next."""
+class StateCopier:
+    """Copies states to peers. `copy` may be called whenever a state comes; one that comes during a copy is copied
+    next."""
 
     def __init__(self, node: Name, regions: MemoryRegions, credentials: Credentials | None = None) -> None:
-        """`credentials`: of this node; None: copies travel in clear."""
+        """Take the node's `credentials`; without them copies travel in clear."""
         self._node = node
         self._regions = regions
         self._credentials = credentials
-        self._wanted: dict[tuple[Name, int], tuple[tuple[MemoryService, ...], str]] = {}
+        self._requests: dict[tuple[Name, int], tuple[tuple[MemoryService, ...], str]] = {}
         self._tasks: dict[tuple[Name, int], asyncio.Task[None]] = {}
 
     def copy(self, task: Name, shard: int, peers: tuple[MemoryService, ...], warrant: str = "") -> None:
-        """Have the first of `peers` that takes it keep the newest state of the shard. `warrant`: of the task's
-        membership, with this node's place; not needed in clear."""
+        """Have the first of `peers` that accepts it store the newest state of the shard.
+
+        `warrant`: that of the task's membership, with this node's place; not needed in clear.
+        """
         key = (task, shard)
-        self._wanted[key] = peers, warrant
+        self._requests[key] = peers, warrant
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._run(key), name=f"copy {task}/{shard}")
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the copies that are under way."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -48,12 +51,12 @@ class Copies:
 
     async def _run(self, key: tuple[Name, int]) -> None:
         try:
-            while key in self._wanted:
-                peers, warrant = self._wanted.pop(key)
+            while key in self._requests:
+                peers, warrant = self._requests.pop(key)
                 try:
                     memory = self._regions.open(*key)
                 except NoRegion:
-                    return  # the task has ended meanwhile
+                    return  # the task has ended in the meantime
                 await asyncio.to_thread(self._push, key, memory, peers, warrant)
         finally:
             del self._tasks[key]
@@ -63,20 +66,20 @@ class Copies:
             newest = memory.newest()
             if newest is None:
                 return
-            with memory.reading(newest.iteration) as found:
-                if found is None:
+            with memory.reading(newest.iteration) as state:
+                if state is None:
                     return  # a newer one is being written; it is reported when it is sealed
                 passes = self._passes(peers, key[0], warrant)
-                what, refusals = f"{key[0]}/{key[1]} after iteration {newest.iteration}", []
+                label, refusals = f"{key[0]}/{key[1]} after iteration {newest.iteration}", []
                 for peer in peers:
                     try:
-                        memory_exchange.push(peer, key[0], key[1], self._node, *found, passes)
+                        memory_exchange.push(peer, key[0], key[1], self._node, *state, passes)
                         return
-                    except NoAnswer as error:  # as of a node that leaves: the next one takes it
+                    except ExchangeFailed as error:  # for example a node that leaves: the next peer takes it
                         refusals.append(f"{peer.node}: {error}")
-                        logger.info("%s is not copied to %s: %s", what, peer.node, error)
+                        logger.info("%s is not copied to %s: %s", label, peer.node, error)
                 if refusals:
-                    logger.warning("no copy of %s: %s", what, "; ".join(refusals))
+                    logger.warning("no copy of %s: %s", label, "; ".join(refusals))
         finally:
             memory.close()
 

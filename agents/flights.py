@@ -13,7 +13,8 @@ TIMEOUT_S = 3.0
 
 
 class Flights:
-    """`send` gives a worker the question. The shell tells of workers by `connected`, `disconnected` and `said`."""
+    """Asks workers for their flights. `send` puts the question to a worker; the shell calls `connected`, `disconnected`
+    and `receive`."""
 
     def __init__(self, send: Callable[[WorkerId, TellFlight], None]) -> None:
         self._send = send
@@ -21,21 +22,21 @@ class Flights:
         self._waiting: dict[WorkerId, asyncio.Future[Flight]] = {}
 
     def connected(self, hello: Hello) -> None:
-        """A worker is there; an older one does not understand the question."""
+        """Note that a worker is connected; an older one does not understand the question."""
         (self._able.add if hello.has_flight else self._able.discard)(hello.worker)
 
     def disconnected(self, worker: WorkerId) -> None:
-        """It is not."""
+        """Note that the worker is no longer connected."""
         self._able.discard(worker)
 
-    def said(self, worker: WorkerId, flight: Flight) -> None:
-        """The worker answers; an answer that comes too late is dropped."""
+    def receive(self, worker: WorkerId, flight: Flight) -> None:
+        """Pass the worker's answer on; one that comes too late is dropped."""
         waiting = self._waiting.get(worker)
         if waiting is not None and not waiting.done():
             waiting.set_result(flight)
 
     async def ask(self, worker: WorkerId) -> Flight:
-        """What the worker's recorder holds, or why there is nothing."""
+        """Return the content of the worker's flight recorder, or why there is none."""
         if worker not in self._able:
             return Flight(trouble=f"worker {worker} does not run here, or is too old to tell")
         waiting = self._waiting.setdefault(worker, asyncio.get_running_loop().create_future())

@@ -1,4 +1,5 @@
-"""The agent's line to the fork server: finds a living one or starts one, and knows a broken line from a death.
+"""The agent's connection to the fork server: finds a living one or starts one, and tells a broken connection from a
+death.
 
 Rules
 -----
@@ -44,7 +45,7 @@ _PAUSE_MAX_S = 10.0
 _START_TIMEOUT_S = 120.0
 #: torch's and numpy's thread pools are sized when they are loaded, in the fork server.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-#: To ask whether there is a GPU must not initialise CUDA: a process that has cannot fork workers that use it.
+#: Asking whether there is a GPU must not initialise CUDA: a process with CUDA cannot fork workers that use it.
 _NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -53,9 +54,11 @@ class ForkServerFailed(RuntimeError):
 
 
 class ForkLink:
-    """`on_message` and `on_death` are called in the loop. `arguments`: further flags of agents.fork_server.server.
-    `environment`: what the fork server, and so every worker, sees of this process's. `separates`: it is to run workers
-    as other users."""
+    """Calls `on_message` and `on_death` in the loop.
+
+    `arguments`: further flags of agents.fork_server.server. `environment`: the variables of this process that the fork
+    server, and so every worker, sees. `separates`: it is to run workers as other users.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class ForkLink:
         self._environment = environment
         self._separates = separates
         self._is_unfit = False
-        #: What the fork server reads of the log's vocabulary.
+        #: The schema of the log's vocabulary that the fork server reads.
         self.schema = FIRST
         self._arguments = list(arguments)
         self._on_message = on_message
@@ -88,16 +91,16 @@ class ForkLink:
 
     @property
     def serves(self) -> bool:
-        """Whether a fork server takes orders."""
+        """The fork server is connected and takes orders."""
         return self._is_usable
 
     def send(self, message: ToForkServer) -> None:
-        """Send on the present connection; without one it is lost, and the next inventory settles it."""
+        """Send on the present connection; without one the message is lost, and the next inventory settles it."""
         if self._writer is not None and self._is_usable and not self._writer.is_closing():
             self._writer.write(frame(message))
 
     def sum(self, order: Sum) -> str:
-        """Send it; "", or why not."""
+        """Send the order to sum; return "", or why that is impossible."""
         if not self._is_usable:
             return self.trouble or "the fork server does not run yet"
         if self.schema < SUMS:
@@ -106,12 +109,12 @@ class ForkLink:
         return ""
 
     def kill(self) -> None:
-        """SIGKILL for the fork server: its workers and the store die with it."""
+        """Send SIGKILL to the fork server: its workers and the store die with it."""
         if self._pidfd >= 0:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def renew(self) -> None:
-        """There are no workers: a fork server that does not fit makes room for another."""
+        """Retire a fork server that does not fit; called when there are no workers."""
         if self._is_unfit:
             self.send(Retire())
 
@@ -134,7 +137,7 @@ class ForkLink:
                 continue
             pause_s, self.trouble = _PAUSE_MIN_S, ""
             try:
-                why = await self._read(reader)
+                reason = await self._read(reader)
             finally:
                 self._disconnect()
             has_ended = await self._ended(_RETIRE_WAIT_S if self._is_retiring else _DEATH_WAIT_S)
@@ -142,14 +145,14 @@ class ForkLink:
                 self._forget_process()
                 return
             if has_ended:
-                logger.error("the fork server ended (%s) and its workers with it; starting another", why)
+                logger.error("the fork server ended (%s) and its workers with it; starting another", reason)
                 self._forget_process()
                 self._on_death()
             else:
-                logger.warning("the connection to the fork server broke (%s); connecting again", why)
+                logger.warning("the connection to the fork server broke (%s); connecting again", reason)
 
     async def _ended(self, timeout_s: float) -> bool:
-        """Whether the fork server's process has ended, waiting for that at most `timeout_s`."""
+        """Wait at most `timeout_s` for the end of the fork server's process; return whether it has ended."""
         if self._pidfd < 0:
             return True
         loop = asyncio.get_running_loop()
@@ -182,15 +185,15 @@ class ForkLink:
         return reader
 
     async def _start(self) -> None:
-        """Start one and wait until it serves; ForkServerFailed if it ends or takes too long."""
+        """Start a fork server and wait until it serves. Raise ForkServerFailed if it ends or takes too long."""
         begun_s = time.monotonic()
         self._reap()
-        ready_fd, said_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        ready_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             try:
-                child = self._child = self._launch(said_fd)
+                child = self._child = self._launch(write_fd)
             finally:
-                os.close(said_fd)
+                os.close(write_fd)
             is_ready = await _says_ready(ready_fd)
         finally:
             os.close(ready_fd)
@@ -203,9 +206,9 @@ class ForkLink:
         log_end = tail(self._run_dir.fork_server_log, 2048).decode(errors="replace").strip()
         raise ForkServerFailed(f"it ended with code {code} before it served; its log ends with:\n{log_end}")
 
-    def _launch(self, said_fd: int) -> subprocess.Popen[bytes]:
+    def _launch(self, write_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "agents.fork_server", "--run-dir", str(self._run_dir.path)]
-        command += [*self._arguments, "--ready-fd", str(said_fd)]
+        command += [*self._arguments, "--ready-fd", str(write_fd)]
         path = self._run_dir.fork_server_log
         if path.exists() and path.stat().st_size > MAX_BYTES:
             path.replace(path.with_name(f"{path.name}.1"))
@@ -216,7 +219,7 @@ class ForkLink:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # it outlives us, and no terminal's Ctrl-C is for it
-                pass_fds=(said_fd,),
+                pass_fds=(write_fd,),
                 env=dict.fromkeys(_ONE_THREAD, "1") | _NO_CUDA | dict(self._environment),
             )
 
@@ -227,7 +230,7 @@ class ForkLink:
     # --- reading ---------------------------------------------------------------------------------
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
-        """Pass messages on until the connection ends; why it did."""
+        """Pass messages on until the connection ends; return why it did."""
         incoming: Unframer[FromForkServer] = Unframer(FromForkServer)
         try:
             while data := await reader.read(65536):
@@ -270,7 +273,7 @@ class ForkLink:
 
 
 async def _says_ready(fd: int) -> bool:
-    """Whether READY comes before the end of the stream (or before much too long a time)."""
+    """Return whether READY comes before the end of the stream. Raise ForkServerFailed after _START_TIMEOUT_S."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(fd, readable.set)

@@ -38,37 +38,37 @@ class Health:
         self._feed = feed
         self._running: set[asyncio.Task[None]] = set()
 
-    def check(self, asked: RunCheck) -> None:
-        """Begin a check. Needs a running loop."""
-        task = asyncio.create_task(self._check(asked), name="health check")
+    def check(self, request: RunCheck) -> None:
+        """Begin the check that is asked for. Needs a running loop."""
+        task = asyncio.create_task(self._check(request), name="health check")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     async def close(self) -> None:
-        """End a check that runs; it is not told of."""
+        """Cancel a check that runs; its outcome is not reported."""
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _check(self, asked: RunCheck) -> None:
-        argv = asked.argv or (*self._self_test, "--limit-s", str(asked.limit_s))
+    async def _check(self, request: RunCheck) -> None:
+        argv = request.argv or (*self._self_test, "--limit-s", str(request.limit_s))
         logger.info("health check: %s", " ".join(argv))
         began_s = time.monotonic()
-        environment = {**os.environ, "UNICRON_NODE": self._node, "UNICRON_REASON": asked.reason}
-        passed, detail = await run(argv, asked.limit_s, environment)
-        logger.log(logging.INFO if passed else logging.WARNING, "health check: %s", detail)
+        environment = {**os.environ, "UNICRON_NODE": self._node, "UNICRON_REASON": request.reason}
+        has_passed, detail = await run(argv, request.limit_s, environment)
+        logger.log(logging.INFO if has_passed else logging.WARNING, "health check: %s", detail)
         took_us = int((time.monotonic() - began_s) * 1e6)
-        self._feed(Checked(command_id=asked.command_id, passed=passed, duration_us=took_us, detail=detail))
+        self._feed(Checked(command_id=request.command_id, has_passed=has_passed, duration_us=took_us, detail=detail))
 
 
 async def run(argv: Sequence[str], limit_s: float, environment: dict[str, str]) -> tuple[bool, str]:
-    """Whether the command ended with code 0 in time, and what it said last."""
+    """Run the command; return whether it ended with code 0 in time, and its last output."""
     # `agents.under` stands between: it lowers the priority and asks the kernel to end the command with the agent.
     shelled = (sys.executable, "-m", "agents.under", str(os.getpid()), str(_NICENESS), *argv)
     try:
-        code, said = await bounded_process.run(shelled, limit_s, environment)
+        code, output = await bounded_process.run(shelled, limit_s, environment)
     except (OSError, ValueError) as error:
         return False, f"{argv[0]} cannot be run: {error}"
     if code is None:
-        return False, f"did not end within {limit_s:g} s: {said}"
-    return code == 0, said if code in (0, 1) and said != bounded_process.SILENT else f"exit code {code}: {said}"
+        return False, f"did not end within {limit_s:g} s: {output}"
+    return code == 0, output if code in (0, 1) and output != bounded_process.SILENT else f"exit code {code}: {output}"

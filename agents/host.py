@@ -1,4 +1,4 @@
-"""What this agent has of its host: the machine's, or less where its container is limited to less."""
+"""The resources of this agent's host: the machine's, or less where its container is limited to less."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from agents.protocol import container
 
 
 def load_milli() -> int:
-    """The load average of the last minute, in thousandths. The machine's: the kernel has none of a container."""
+    """Return the load average of the last minute, in thousandths. It is the machine's: the kernel keeps none for a
+    container."""
     return round(os.getloadavg()[0] * 1000)
 
 
 def memory_total_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The memory that may be used: the host's (MemTotal), or the container's limit if that is less; 0 where the kernel
-    does not say."""
+    """Return the memory that may be used: the host's (MemTotal), or the container's limit if that is less; 0 where the
+    kernel does not say."""
     return _less(_meminfo_bytes("MemTotal:", meminfo), container.memory_limit_bytes())
 
 
 def memory_free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that could be given out without swapping (MemAvailable), or up to the container's limit if that is less;
-    0 where the kernel does not say."""
+    """Return the memory that could be given out without swapping (MemAvailable), or up to the container's limit if that
+    is less; 0 where the kernel does not say."""
     return _less(_meminfo_bytes("MemAvailable:", meminfo), container.memory_free_bytes())
 
 

@@ -1,8 +1,8 @@
-"""What ended processes that nothing of ours saw end: by the counts of OOM kills, written down before and read after.
+"""The cause of ends that no process of ours observed: from the counts of OOM kills, written down before and read after.
 
-Workers die with their fork server, and all of them with their container. The next agent finds them gone. What it can
-know of the reason is whether the kernel's OOM killer was at work meanwhile: in the same cgroup, which is proof enough,
-or on the same machine. All else it calls unknown.
+Workers die with their fork server, and all of them with their container. The next agent only finds that they no longer
+exist. It can tell whether the kernel's OOM killer acted in between: in the same cgroup, which is proof enough, or on
+the same machine. It calls every other reason unknown.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from events.vocabulary import ExitCause
 
 
 class KillCounts(msgspec.Struct, frozen=True):
-    """At one moment. `boot`: the machine's; `cgroup`: which one has counted `kills`; `machine`: the kills of the whole
-    machine. None: cannot be read."""
+    """The counts of OOM kills at one moment. `boot`: the machine's boot id; `cgroup`: the one that has counted `kills`;
+    `machine`: the kills of the whole machine. None: cannot be read."""
 
     boot: str = ""
     cgroup: tuple[int, int] | None = None
@@ -26,14 +26,14 @@ class KillCounts(msgspec.Struct, frozen=True):
 
 
 def look(proc: Path = PROC) -> KillCounts:
-    """The counts of now, of this process's memory cgroup and of the machine."""
+    """Return the present counts of this process's memory cgroup and of the machine."""
     counter = oom_counter(places("memory", proc / "self", proc / "self"))
     cgroup = None
     try:
         boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
         if counter is not None:
-            found = counter.parent.stat()
-            cgroup = (found.st_dev, found.st_ino)
+            status = counter.parent.stat()
+            cgroup = (status.st_dev, status.st_ino)
     except OSError:
         boot = ""
     kills = oom_kills(counter) if counter is not None else None
@@ -41,7 +41,7 @@ def look(proc: Path = PROC) -> KillCounts:
 
 
 def cause(before: KillCounts, now: KillCounts) -> ExitCause:
-    """Of processes that lived at `before` and are gone, though nothing saw their end."""
+    """Return what ended the processes that lived at `before` and do not exist now, though nothing saw their end."""
     if not now.boot or before.boot != now.boot:
         return "unknown"
     if before.cgroup == now.cgroup and before.kills is not None and now.kills is not None:

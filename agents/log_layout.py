@@ -8,5 +8,5 @@ from events.vocabulary import Name, WorkerId
 
 
 def worker_log(logs: Path, task: Name, worker: WorkerId) -> Path:
-    """`<logs>/<task>/<worker>.log`; rotated parts stand beside it as `.log.1` (newest), `.log.2`, ..."""
+    """Return `<logs>/<task>/<worker>.log`; rotated parts stand beside it as `.log.1` (newest), `.log.2`, ..."""
     return logs / task / f"{worker}.log"

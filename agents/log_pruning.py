@@ -1,15 +1,15 @@
-"""Workers' logs do not grow without bound: those of workers that have ended go, by age, by size, and where the disk is
+"""Bounds the size of workers' logs: those of workers that have ended are removed by age, by size, and where the disk is
 full.
 
     <logs>/<task>/<worker>.log, .log.1, ...     (rotated_log.py bounds each by itself)
 
 Rules
 -----
-* A living worker's logs are never touched: only whole logs of workers that have ended go, the one that was written
-  to the longest ago first.
-* They go when no process has written to them for `max_age_s`; then while all logs together hold more than `max_bytes`;
-  then while less than `reserve_bytes` are free.
-* Whatever cannot be read or removed is passed over: it is only tidying up.
+* A living worker's logs are never touched: only whole logs of workers that have ended are removed, the one that was
+  written to the longest ago first.
+* They are removed when no process has written to them for `max_age_s`; then while all logs together hold more than
+  `max_bytes`; then while less than `reserve_bytes` are free.
+* Logs that cannot be read or removed are skipped: this is only tidying up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = re.compile(r"^(?P<worker>.+\.[0-9]+)\.log(\.[0-9]+)?$")
 MAX_AGE_S = 14 * 86_400.0
 _MAX_BYTES = 4 * 2**30
 _RESERVE_BYTES = 64 * 2**20
-#: Of the volume that the logs are on; the two numbers above are for large ones.
+#: Shares of the volume that the logs are on; the two numbers above are for large volumes.
 _MAX_SHARE = 0.1
 _RESERVE_SHARE = 0.05
 
@@ -44,7 +44,8 @@ class Limits:
 
     @classmethod
     def of(cls, directory: Path, max_age_s: float | None, max_bytes: int | None) -> Limits:
-        """What people chose; None: two weeks, and 4 GiB or a tenth of `directory`'s volume. Raises OSError."""
+        """Build the limits from the flags; None: two weeks, and 4 GiB or a tenth of `directory`'s volume. Raise
+        OSError."""
         total = shutil.disk_usage(directory).total
         return cls(
             max_age_s=MAX_AGE_S if max_age_s is None else max_age_s,
@@ -55,7 +56,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Log:
-    """One worker's parts."""
+    """The log of one worker with its rotated parts."""
 
     worker: WorkerId
     written_s: float = 0.0
@@ -70,14 +71,14 @@ def prune(
     now_s: float,
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
 ) -> tuple[int, int]:
-    """Remove what is too old or too much; how many workers' logs went, and how many bytes.
+    """Remove the logs that are too old or too large; return how many workers' logs were removed, and how many bytes.
 
-    `now_s`: by the wall clock. `free_bytes`: of the volume.
+    `now_s`: by the wall clock. `free_bytes` returns the free bytes of the volume.
     """
-    found = list(_found(logs))
-    total = sum(log.size_bytes for log in found)
+    worker_logs = list(_scan(logs))
+    total = sum(log.size_bytes for log in worker_logs)
     removed = removed_bytes = 0
-    for log in sorted((log for log in found if log.worker not in living), key=lambda log: log.written_s):
+    for log in sorted((log for log in worker_logs if log.worker not in living), key=lambda log: log.written_s):
         is_old = now_s - log.written_s > limits.max_age_s
         if not is_old and total <= limits.max_bytes and free_bytes(logs) >= limits.reserve_bytes:
             break
@@ -91,7 +92,7 @@ def prune(
     return removed, removed_bytes
 
 
-def _found(logs: Path) -> Iterator[_Log]:
+def _scan(logs: Path) -> Iterator[_Log]:
     for task in _entries(logs):
         if not task.is_dir(follow_symlinks=False):
             continue

@@ -1,7 +1,7 @@
 """Answers requests about this node's workers: logs, stacks, marks, flight recorders (events/logs_request.py).
 
-What looks like a secret is blotted out; values of a task's secrets do not come into a log at all
-(fork_server/masked_log.py). A piece is read with what stands around it, so that nothing shows where two pieces meet.
+Text that looks like a secret is masked; values of a task's secrets do not come into a log at all
+(fork_server/masked_log.py). A piece is read with its surroundings, so that a secret across two pieces is masked too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from events.logs_request import (
     encode_flight,
     encode_marks,
 )
-from events.masking import LOOKS, REACH_BYTES
+from events.masking import PATTERN_MASK, REACH_BYTES
 from events.vocabulary import Name, WorkerId
 
-#: Of one node, in one reply.
+#: The most marks of one node in one reply.
 _MARKS_MAX = 256
 _NUMBER_MAX = 2**53 - 1
 
@@ -48,24 +48,28 @@ async def answer(
     marks_of: Callable[[Name], Mapping[WorkerId, Mark]] = _no_marks,
     flight_of: Callable[[WorkerId], Awaitable[Flight]] = _no_flight,
 ) -> bytes:
-    """The reply to a request, whatever its bytes are. Reads at most MAX_LOG_BYTES of one file. `pid_of`: of a worker's
-    process, 0 where none runs. `marks_of`: of a task's workers that run here. `flight_of`: what a worker's flight
-    recorder holds."""
+    """Return the reply to a request, whatever its bytes are; read at most MAX_LOG_BYTES of one file.
+
+    `pid_of` returns the pid of a worker's process, 0 where none runs; `marks_of` the marks of a task's workers that run
+    here; `flight_of` the content of a worker's flight recorder.
+    """
     try:
         request = decode_request(body)
     except BadLogsMessage as error:
         return encode(LogsReply(node=node, error=f"bad request: {error}"[:1024]))
     if request.marks:
-        return encode(LogsReply(node=node, data=encode_marks(_told(marks_of(request.task), now_us()))))
+        return encode(LogsReply(node=node, data=encode_marks(_worker_marks(marks_of(request.task), now_us()))))
     if request.flight:
         flight = await flight_of(request.worker or "")
-        why = f"node {node}: {flight.trouble}"[:1024] if flight.trouble else ""
-        return encode(LogsReply(node=node, worker=request.worker, data=encode_flight(flight.collectives), error=why))
+        trouble = f"node {node}: {flight.trouble}"[:1024] if flight.trouble else ""
+        return encode(
+            LogsReply(node=node, worker=request.worker, data=encode_flight(flight.collectives), error=trouble)
+        )
     return encode(await _stacks(node, pid_of, request) if request.stacks else _read(node, logs, request))
 
 
-def _told(found: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark]:
-    """A worker may write anything into its mark: each number is cut to its bounds."""
+def _worker_marks(marks: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark]:
+    """Return the marks for the reply. A worker may write anything into its mark: each number is cut to its bounds."""
     return [
         WorkerMark(
             worker=worker,
@@ -77,7 +81,7 @@ def _told(found: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark]:
             waiting=mark.waiting,
             still_us=max(0, at_us - mark.changed_us),
         )
-        for worker, mark in list(found.items())[:_MARKS_MAX]
+        for worker, mark in list(marks.items())[:_MARKS_MAX]
     ]
 
 
@@ -104,14 +108,14 @@ def _read(node: Name, logs: Path, request: LogsRequest) -> LogsReply:
             before = min(start, REACH_BYTES)
             file.seek(start - before)
             read = file.read(before + MAX_LOG_BYTES + REACH_BYTES)
-            data = LOOKS.blotted(read)[before : before + MAX_LOG_BYTES]
+            data = PATTERN_MASK.overwrite(read)[before : before + MAX_LOG_BYTES]
     except OSError as error:
         return LogsReply(node=node, worker=worker, error=f"no log of {worker} on node {node}: {error.strerror}")
     return LogsReply(node=node, worker=worker, data=data, next_offset=start + len(data))
 
 
 def _newest(logs: Path, task: Name) -> WorkerId | None:
-    """The task's worker with the highest number that has a log here."""
+    """Return the task's worker with the highest number that has a log here."""
     names = [path.name.removesuffix(".log") for path in (logs / task).glob(f"{task}.*.log")]
     numbers = [int(number) for name in names if (number := name.rpartition(".")[2]).isdecimal()]
     return f"{task}.{max(numbers)}" if numbers else None

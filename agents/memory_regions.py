@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Callable
 
 from agents.protocol.memory import Memory
-from agents.protocol.messages import Keep, KeepFailed, Kept
-from agents.state import Held
+from agents.protocol.messages import MemoryReserved, ReserveFailed, ReserveMemory
+from agents.state import HeldState
 from events.vocabulary import Name
 
 _KEEP_TIMEOUT_S = 10.0
@@ -16,70 +16,71 @@ Key = tuple[Name, int]
 
 
 class NoRegion(Exception):
-    """The node keeps no memory for the shard, or will not; the text says why."""
+    """The node has no memory for the shard, or will not reserve it; the text says why."""
 
 
 class MemoryRegions:
-    """Lives in the event loop. `ask` sends to the fork server; at most `most` regions are held, copies included.
+    """Opens the memory of shards; lives in the event loop. `ask` sends to the fork server; at most `most` regions
+    exist, copies included.
 
-    `open` and `make` give a fresh opening each time; the caller closes it, and may use it in any one thread.
+    `open` and `make` return a fresh opening each time; the caller closes it, and may use it in any one thread.
     """
 
-    def __init__(self, ask: Callable[[Keep], None], most: int) -> None:
+    def __init__(self, ask: Callable[[ReserveMemory], None], most: int) -> None:
         self._ask = ask
         self._most = most
         self._pid = 0
-        self._kept: dict[Key, Kept] = {}
+        self._regions: dict[Key, MemoryReserved] = {}
         self._waiting: dict[Key, list[asyncio.Future[None]]] = {}
 
-    def held_by(self, pid: int, kept: tuple[Kept, ...]) -> None:
-        """The fork server `pid` has said what it holds."""
+    def set_inventory(self, pid: int, regions: tuple[MemoryReserved, ...]) -> None:
+        """Replace the known regions with those of the fork server `pid`."""
         self._pid = pid
-        self._kept = {(one.task, one.shard): one for one in kept}
+        self._regions = {(region.task, region.shard): region for region in regions}
 
-    def said(self, message: Kept | KeepFailed) -> None:
-        """The fork server has answered, or has made memory for a worker."""
+    def receive(self, message: MemoryReserved | ReserveFailed) -> None:
+        """Note the fork server's answer, or the memory that it has made for a worker."""
         key = (message.task, message.shard)
-        if isinstance(message, Kept):
-            self._kept[key] = message
+        if isinstance(message, MemoryReserved):
+            self._regions[key] = message
         for waiting in self._waiting.pop(key, []):
             if not waiting.done():
-                if isinstance(message, Kept):
+                if isinstance(message, MemoryReserved):
                     waiting.set_result(None)
                 else:
                     waiting.set_exception(NoRegion(message.reason))
 
-    def forgotten(self, task: str) -> None:
-        """The fork server gives up the task's, or all."""
-        self._kept = {key: kept for key, kept in self._kept.items() if task not in ("", key[0])}
+    def drop(self, task: str) -> None:
+        """Drop the task's regions, or all where `task` is "": the fork server releases them."""
+        self._regions = {key: region for key, region in self._regions.items() if task not in ("", key[0])}
 
     def of_task(self, task: Name) -> dict[int, Memory]:
-        """Openings of all that is kept of the task, by shard."""
+        """Open all regions of the task, by shard."""
         opened = {}
-        for of, shard in sorted(self._kept):
-            if of == task:
+        for name, shard in sorted(self._regions):
+            if name == task:
                 with contextlib.suppress(NoRegion):
-                    opened[shard] = self.open(of, shard)
+                    opened[shard] = self.open(name, shard)
         return opened
 
     def open(self, task: Name, shard: int) -> Memory:
-        """Raises NoRegion."""
-        kept = self._kept.get((task, shard))
-        if kept is None:
+        """Open the shard's region. Raise NoRegion where there is none."""
+        region = self._regions.get((task, shard))
+        if region is None:
             raise NoRegion("this node keeps no state of it")
         try:
-            return Memory(f"/proc/{self._pid}/fd/{kept.fd}", kept.max_bytes)
+            return Memory(f"/proc/{self._pid}/fd/{region.fd}", region.max_bytes)
         except OSError as error:
             raise NoRegion(f"the fork server's memory cannot be opened: {error}") from None
 
     async def make(self, task: Name, shard: int) -> Memory:
-        """The same, and there from now on. Raises NoRegion."""
-        if (task, shard) not in self._kept:
-            if len(self._kept) >= self._most:
-                raise NoRegion(f"this node already keeps {len(self._kept)} states and has no room for more")
+        """Open the shard's region, and have the fork server make it first where there is none. Raise NoRegion."""
+        if (task, shard) not in self._regions:
+            if len(self._regions) >= self._most:
+                raise NoRegion(f"this node already keeps {len(self._regions)} states and has no room for more")
             answered = asyncio.get_running_loop().create_future()
             self._waiting.setdefault((task, shard), []).append(answered)
-            self._ask(Keep(task=task, shard=shard))
+            self._ask(ReserveMemory(task=task, shard=shard))
             try:
                 async with asyncio.timeout(_KEEP_TIMEOUT_S):
                     await answered
@@ -87,10 +88,11 @@ class MemoryRegions:
                 raise NoRegion("the fork server does not answer") from None
         return self.open(task, shard)
 
-    def found(self, node: Name) -> list[Held]:
-        """What is in the memory now, for the log; it may have been captured elsewhere, which is not remembered."""
-        found = []
-        for task, shard in self._kept:
+    def states(self, node: Name) -> list[HeldState]:
+        """Return the states in the memory now, for the log. They may have been captured elsewhere, which is not
+        remembered."""
+        states = []
+        for task, shard in self._regions:
             try:
                 memory = self.open(task, shard)
             except NoRegion:
@@ -98,8 +100,8 @@ class MemoryRegions:
             head = memory.newest()
             memory.close()
             if head is not None:
-                found.append(
-                    Held(
+                states.append(
+                    HeldState(
                         task=task,
                         shard=shard,
                         iteration=head.iteration,
@@ -109,4 +111,4 @@ class MemoryRegions:
                         shards=head.layout.workers,
                     )
                 )
-        return found
+        return states

@@ -1,12 +1,12 @@
-"""Where other nodes' agents and workers ask for states, and bring copies of theirs (protocol/memory_exchange.py).
+"""Serves states to other nodes' agents and workers, and stores copies of theirs (protocol/memory_exchange.py).
 
 A thread for each connection, so that no transfer holds up the agent; the bytes go straight between the socket and the
-shared memory. One request each, no wait without a bound. A copy is believed when its digest is right, and is sealed
+shared memory. One request each, no wait without a bound. A copy is accepted when its digest is right, and is sealed
 only then.
 
-A requester that has not named the token yet, or shown its pass, is a stranger. Strangers take no other's place: at most
-`CONNECTIONS_MAX` requests are served at a time, `PEER_MAX` of one peer, and of `STRANGERS_MAX` strangers the oldest has
-to leave for the next. A stranger has `REQUEST_TIMEOUT_S` for its handshake, and as long for its request.
+A requester that has not sent the token or its pass yet is a stranger. Strangers take no place from known peers: at most
+`CONNECTIONS_MAX` requests are served at a time, `PEER_MAX` of one peer, and of `STRANGERS_MAX` strangers the oldest is
+broken off for the next. A stranger has `REQUEST_TIMEOUT_S` for its handshake, and as long for its request.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from agents.protocol.memory_exchange import (
     Accepted,
     Ask,
     BadPass,
+    CopyStored,
+    ExchangeFailed,
     Fetch,
     Fetched,
     HeadOf,
     HeldShard,
     Holds,
-    NoAnswer,
     Push,
-    Refused,
     Request,
-    Stored,
-    hear,
-    received,
-    say,
+    RequestRefused,
+    receive_into,
+    receive_message,
     send,
+    send_message,
 )
-from agents.state import Held
+from agents.state import HeldState
 
 if TYPE_CHECKING:
     from agents.passes import Credentials  # needs an extra
@@ -55,36 +55,36 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 32
 STRANGERS_MAX = 64
-#: So many requests of one node (in clear: one address) are served at a time: its workers ask all at once.
+#: How many requests of one node (in clear: one address) are served at a time: its workers all ask at once.
 PEER_MAX = 16
-#: A requester says at once what it wants: its request is one small frame.
+#: A requester sends its request at once: it is one small frame.
 REQUEST_TIMEOUT_S = 2.0
-#: For a place among the served. The requester waits longer for its answer.
+#: How long a request waits to be served. The requester waits longer for its answer.
 TURN_TIMEOUT_S = SILENCE_TIMEOUT_S / 2
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
 class _Refusal(Exception):
-    """What is said instead of an answer."""
+    """The reason that is sent instead of an answer."""
 
 
 class _Peer(NamedTuple):
-    """The node that asks. `name`: with TLS the node's name, without it the address. `generation`: with TLS that of
-    its warrant, without it None."""
+    """The requesting node. `name`: with TLS the node's name, without it the address. `generation`: with TLS that of its
+    warrant, without it None."""
 
     name: str
     generation: int | None = None
 
 
 class MemoryServer:
-    """Serves `regions` from `start` on. `on_copy` is called in the event loop when a copy is sealed. `credentials`:
+    """Serves `regions` after `start`. `on_copy` is called in the event loop when a copy is sealed. `credentials`: those
     of this node, for TLS and passes; None: in clear, with the token."""
 
     def __init__(
         self,
         regions: MemoryRegions,
         token: str,
-        on_copy: Callable[[Held], None],
+        on_copy: Callable[[HeldState], None],
         credentials: Credentials | None = None,
     ) -> None:
         self._regions = regions
@@ -92,7 +92,7 @@ class MemoryServer:
         self._on_copy = on_copy
         self._credentials = credentials
         self._context = credentials.context() if credentials else None
-        self._places = Places(CONNECTIONS_MAX, PEER_MAX)
+        self._places = RequestSlots(CONNECTIONS_MAX, PEER_MAX)
         self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
@@ -101,7 +101,7 @@ class MemoryServer:
         self.port = 0
 
     def start(self, address: str, port: int) -> None:
-        """Listen on `port`, or on any where it is taken. Call it in the event loop. Raises OSError."""
+        """Listen on `port`, or on any free port where it is in use. Call it in the event loop. Raise OSError."""
         self._loop = asyncio.get_running_loop()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -120,7 +120,7 @@ class MemoryServer:
         threading.Thread(target=self._accept, args=(listener,), name="memory", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening and break off what is under way."""
+        """Stop listening and break off the transfers that are under way."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -145,7 +145,7 @@ class MemoryServer:
             threading.Thread(target=self._serve, args=(connection,), name="memory-peer", daemon=True).start()
 
     def _make_room(self) -> None:
-        """Break off the oldest stranger where there are too many."""
+        """Shut the oldest stranger out where there are too many."""
         with self._lock:
             if len(self._strangers) >= STRANGERS_MAX:
                 oldest = next(iter(self._strangers))
@@ -157,15 +157,15 @@ class MemoryServer:
             connection.settimeout(REQUEST_TIMEOUT_S)
             connection = self._in_tls(connection)
             with connection:
-                request = hear(connection, _requests)
+                request = receive_message(connection, _requests)
                 connection.settimeout(SILENCE_TIMEOUT_S)
                 try:
                     peer = self._admitted(connection, request)
                     self._no_stranger(connection)
                     self._answer_in_turn(connection, request, peer)
                 except _Refusal as refusal:
-                    say(connection, Refused(reason=str(refusal)[:1024]))
-        except (NoAnswer, OSError) as error:
+                    send_message(connection, RequestRefused(reason=str(refusal)[:1024]))
+        except (ExchangeFailed, OSError) as error:
             logger.info("a request for a state was cut off: %s", error)
         except Exception:
             logger.exception("a request for a state failed")
@@ -175,7 +175,7 @@ class MemoryServer:
                 self._connections.discard(connection)
 
     def _in_tls(self, plain: socket.socket) -> socket.socket:
-        """The connection in TLS, where this node has a certificate, in the place of the plain one. Raises OSError."""
+        """Return the connection wrapped in TLS, where this node has a certificate. Raise OSError."""
         if self._context is None:
             return plain
         with self._lock:
@@ -199,7 +199,7 @@ class MemoryServer:
         return connection
 
     def _admitted(self, connection: socket.socket, request: Request) -> _Peer:
-        """Who asks. Raises _Refusal."""
+        """Return the requesting peer. Raise _Refusal where it may not ask."""
         if self._credentials is None:
             if not hmac.compare_digest(request.token.encode(), self._token.encode()):
                 raise _Refusal("the token is not this node's")
@@ -233,7 +233,9 @@ class MemoryServer:
             _require_current(peer, opened)
             match request:
                 case Ask():
-                    say(connection, Holds(shards=tuple(_told(shard, memory) for shard, memory in opened.items())))
+                    send_message(
+                        connection, Holds(shards=tuple(_held_shard(shard, memory) for shard, memory in opened.items()))
+                    )
                 case Fetch():
                     self._give(connection, opened[request.shard], request)
                 case Push():
@@ -243,7 +245,7 @@ class MemoryServer:
                 memory.close()
 
     def _opened(self, request: Request) -> dict[int, Memory]:
-        """The memory that is asked about, by shard."""
+        """Return the memory that the request is about, by shard."""
         assert self._loop is not None
 
         async def reach() -> dict[int, Memory]:
@@ -262,19 +264,21 @@ class MemoryServer:
         except (TimeoutError, RuntimeError):
             raise _Refusal("the agent is ending") from None
 
-    def _give(self, connection: socket.socket, memory: Memory, wanted: Fetch) -> None:
-        with memory.reading(wanted.iteration, wanted.layout) as found:
-            if found is None:
-                raise _Refusal(f"iteration {wanted.iteration} is not in memory, or is being overwritten")
-            head, view = found
-            say(connection, Fetched(head=HeadOf.of(head)))
+    def _give(self, connection: socket.socket, memory: Memory, request: Fetch) -> None:
+        with memory.reading(request.iteration, request.layout) as reading:
+            if reading is None:
+                raise _Refusal(f"iteration {request.iteration} is not in memory, or is being overwritten")
+            head, view = reading
+            send_message(connection, Fetched(head=HeadOf.of(head)))
             send(connection, view)
 
     def _take(self, connection: socket.socket, memory: Memory, push: Push) -> None:
         started, head = time.monotonic(), push.head.head()
         newest = memory.newest()
         if newest is not None and (newest.generation, newest.iteration) >= (head.generation, head.iteration):
-            say(connection, Stored())  # there already, or a newer one: several nodes may bring the same state
+            send_message(
+                connection, CopyStored()
+            )  # this state or a newer one is there already: several nodes may bring the same state
             return
         try:
             draft = memory.draft(head.size_bytes)
@@ -283,15 +287,15 @@ class MemoryServer:
         if draft is None:
             raise _Refusal("another request is writing or reading the memory")
         try:
-            say(connection, Accepted())
-            found = received(connection, draft.view)
-            draft.seal(head.iteration, head.generation, head.digest, head.layout, found)
+            send_message(connection, Accepted())
+            digest = receive_into(connection, draft.view)
+            draft.seal(head.iteration, head.generation, head.digest, head.layout, digest)
         except ValueError as error:
             raise _Refusal(str(error)) from None
         finally:
             draft.abandon()
-        say(connection, Stored())
-        held = Held(
+        send_message(connection, CopyStored())
+        copy = HeldState(
             task=push.task,
             shard=push.shard,
             iteration=head.iteration,
@@ -303,40 +307,40 @@ class MemoryServer:
         )
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._on_copy, held)
+            self._loop.call_soon_threadsafe(self._on_copy, copy)
 
 
-class Places:
-    """So many at a time, and so many of one peer."""
+class RequestSlots:
+    """Bounds how many requests are served at a time, in all and for one peer."""
 
     def __init__(self, most: int, most_of_one: int) -> None:
         self._most = most
         self._most_of_one = most_of_one
-        self._taken: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
         self._changed = threading.Condition()
 
     def take(self, peer: str, timeout_s: float) -> bool:
-        """Whether a place was free in time."""
+        """Wait for a free place; return whether there was one in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_free(peer), timeout_s):
                 return False
-            self._taken[peer] += 1
+            self._served[peer] += 1
             return True
 
     def leave(self, peer: str) -> None:
         """Give a place back."""
         with self._changed:
-            self._taken[peer] -= 1
-            self._taken += Counter()  # without those that have none
+            self._served[peer] -= 1
+            self._served += Counter()  # without those that have none
             self._changed.notify_all()
 
     def _is_free(self, peer: str) -> bool:
-        return self._taken.total() < self._most and self._taken[peer] < self._most_of_one
+        return self._served.total() < self._most and self._served[peer] < self._most_of_one
 
 
 def _require_current(peer: _Peer, opened: Mapping[int, Memory]) -> None:
-    """A node that has left the task gets nothing of what was trained without it, and brings nothing. Raises
-    _Refusal."""
+    """Raise _Refusal where the peer has left the task: it gets nothing of what was trained without it, and brings
+    nothing."""
     if peer.generation is None:
         return
     newest = max((head.generation for memory in opened.values() for head in memory.heads()), default=0)
@@ -345,10 +349,10 @@ def _require_current(peer: _Peer, opened: Mapping[int, Memory]) -> None:
 
 
 def _break_off(connection: socket.socket) -> None:
-    """Whatever its thread does with it. Not TLS's own end, which is for that thread alone."""
+    """Shut the connection down, whatever its thread does with it. TLS's own end is for that thread alone."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _told(shard: int, memory: Memory) -> HeldShard:
+def _held_shard(shard: int, memory: Memory) -> HeldShard:
     return HeldShard(shard=shard, heads=tuple(HeadOf.of(head) for head in memory.heads()))

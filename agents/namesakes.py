@@ -1,19 +1,20 @@
-"""Two agents of one name: the one that started first ends itself.
+"""Handles duplicate agents, two of one name: the one that started first ends itself.
 
 Rules
 -----
-* Of two agents the one with the higher boot number started later, and is obeyed: the log ignores the other's
+* Of two agents the one with the higher boot number started later, and prevails: the log ignores the other's
   observations already (fold.py). An agent that hears a beat of a higher boot under its own name ends, for good: a
   supervisor that started it again would only have it take the name back (EXIT_SUPERSEDED).
-* So does one that reads a command for a higher boot, or hears a join: it leaves the command where it is (shell.py).
+* So does an agent that reads a command for a higher boot, or hears a join: it leaves the command where it is
+  (shell.py).
 * Its workers are no longer the log's, so they end with it; unless the newer one works in the same run directory, and
   adopts them.
-* Commands of a name go to the agent that asks first. So a newcomer beats, but does not join, while an older one is
-  heard: that one has time to end with its workers. Its own predecessor in the run directory is dead (the lock), and
-  not waited for.
+* Commands of a name go to the agent that asks first. So a newcomer beats, but does not join, while an older agent is
+  heard: the older one has time to end with its workers. The newcomer's predecessor in the run directory is dead (the
+  lock), and not waited for.
 * A later boot that is only in the log, and is not heard, belongs to no agent: the run directory was lost and the clock
-  is behind, or the newer one has come and gone while this one was cut off. The number is raised above it, and the agent
-  started again by its supervisor is heard. An agent with a key cannot ask for it: it listens for a while instead.
+  is behind, or the newer one started and ended while this one was cut off. The number is raised above it, and the agent
+  that the supervisor starts again is heard. An agent with a key cannot ask for it: it listens for a while instead.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ import time
 from collections.abc import Callable
 
 from events.codec import BadEvent, read
-from events.nats_connection import Connection, Denied, Unanswered
+from events.nats_connection import Connection, NoReply, PublishDenied
 from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, joins_subject
 from events.vocabulary import Heartbeat, Name, NodeJoined
 
 logger = logging.getLogger(__name__)
 
-#: Of an agent that ended because a newer one has its name. Supervisors must not start it again.
+#: Exit code of an agent that ended because a newer one has its name. Supervisors must not start it again.
 EXIT_SUPERSEDED = 4
-#: A newcomer waits so long for an older agent to fall silent, at most.
+#: How long a newcomer waits for an older agent to fall silent, at most.
 WAIT_MAX_S = 15.0
 #: How often the log is asked, beside at every new connection.
 _LOOK_EVERY_S = 60.0
 _ANSWER_S = 2.0
 
 
-class Namesakes:
-    """What one agent knows of others of its name. Pure; `now_s` is any clock that never steps.
+class DuplicateAgents:
+    """Tracks what one agent knows of others of its name. Pure; `now_s` is any clock that never steps.
 
     `newer`: the highest later boot that was heard; `outrun`: the highest that only stands in the log. 0: none.
     """
 
     def __init__(self, boot: int, previous_boot: int, heartbeat_s: float) -> None:
-        """`previous_boot`: of the agent before in this run directory, 0 = none."""
+        """Start with no duplicate known. `previous_boot`: that of the agent before in this run directory, 0 = none."""
         self._boot = boot
         self._previous_boot = previous_boot
         self.silence_s = 2 * heartbeat_s + 0.5
@@ -54,70 +55,73 @@ class Namesakes:
         self.newer = 0
         self.outrun = 0
 
-    def heard(self, boot: int, now_s: float) -> None:
-        """A beat of an agent of this name, just now."""
+    def note_beat(self, boot: int, now_s: float) -> None:
+        """Note a beat of an agent of this name, received just now."""
         if boot > self._boot:
             self.newer = max(self.newer, boot)
         elif boot not in (self._boot, self._previous_boot):
             self._older_heard_s = now_s
 
-    def stands_in_the_log(self, boot: int, now_s: float) -> None:
-        """The last beat or join of the name; its agent may have gone long ago."""
+    def note_logged(self, boot: int, now_s: float) -> None:
+        """Note the last beat or join of the name in the log; its agent may have ended long ago."""
         if boot > self._boot:
             self.outrun = max(self.outrun, boot)
         else:
-            self.heard(boot, now_s)
+            self.note_beat(boot, now_s)
 
     def is_older_there(self, now_s: float) -> bool:
-        """An older one was heard lately."""
+        """Return whether an older agent was heard lately."""
         return now_s - self._older_heard_s < self.silence_s
 
 
-async def until_alone(known: Namesakes, can_beat: asyncio.Event, now_s: Callable[[], float]) -> bool:
-    """Wait until no older agent is heard; that one ends once it hears our beats. False after WAIT_MAX_S."""
-    if known.is_older_there(now_s()):
+async def until_alone(duplicates: DuplicateAgents, can_beat: asyncio.Event, now_s: Callable[[], float]) -> bool:
+    """Wait until no older agent is heard; that one ends once it hears our beats. Return False after WAIT_MAX_S."""
+    if duplicates.is_older_there(now_s()):
         await can_beat.wait()
         until_s = now_s() + WAIT_MAX_S
-        while known.is_older_there(now_s()) and now_s() < until_s:  # noqa: ASYNC110  # nothing tells of silence
+        while duplicates.is_older_there(now_s()) and now_s() < until_s:  # noqa: ASYNC110  # silence raises no event
             await asyncio.sleep(0.1)
-    return not known.is_older_there(now_s())
+    return not duplicates.is_older_there(now_s())
 
 
-class NamesakeWatch:
-    """Listens and looks for others; `on_newer(boot)` and `on_outrun(boot)` are called in the loop, once. `look`: there
-    is a reason to look at once."""
+class DuplicateWatch:
+    """Listens and looks for other agents of the name; `on_newer(boot)` and `on_outrun(boot)` are called in the loop,
+    once.
+
+    `look`: set where there is a reason to look at once.
+    """
 
     def __init__(
         self,
         connection: Connection,
         node: Name,
-        known: Namesakes,
+        duplicates: DuplicateAgents,
         look: asyncio.Event,
         on_newer: Callable[[int], None],
         on_outrun: Callable[[int], None],
     ) -> None:
         self._connection = connection
         self._node = node
-        self._known = known
+        self._duplicates = duplicates
         self._look_at_once = look
         self._on_newer = on_newer
         self._on_outrun = on_outrun
         self._looked = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch until cancelled."""
 
         async def on_beat(message: object) -> None:
             boot = _boot_in(message.data)  # type: ignore[attr-defined]  # a nats Msg
             if boot:
-                self._known.heard(boot, time.monotonic())
-            if self._known.newer:
-                self._on_newer(self._known.newer)
+                self._duplicates.note_beat(boot, time.monotonic())
+            if self._duplicates.newer:
+                self._on_newer(self._duplicates.newer)
 
         async def on_join(message: object) -> None:
             boot = _boot_in(message.data)  # type: ignore[attr-defined]  # a nats Msg
-            self._known.stands_in_the_log(boot, time.monotonic())
-            if self._known.outrun:
+            self._duplicates.note_logged(boot, time.monotonic())
+            if self._duplicates.outrun:
                 self._look_at_once.set()
 
         await self._connection.subscribe(f"{PREFIX}.beat.{self._node}", on_beat)
@@ -125,51 +129,54 @@ class NamesakeWatch:
         while True:
             session = await self._connection.session()
             if not await self._look() and not self._looked.is_set():
-                await asyncio.sleep(self._known.silence_s)  # an older one would be heard by then
-            if self._known.outrun:
-                await asyncio.sleep(self._known.silence_s)
-                if not self._known.newer:
-                    self._on_outrun(self._known.outrun)
+                await asyncio.sleep(self._duplicates.silence_s)  # an older one would be heard by then
+            if self._duplicates.outrun:
+                await asyncio.sleep(self._duplicates.silence_s)
+                if not self._duplicates.newer:
+                    self._on_outrun(self._duplicates.outrun)
                     return
             self._looked.set()
-            reasons = [asyncio.create_task(one.wait()) for one in (session.lost, self._look_at_once)]
+            waits = [asyncio.create_task(event.wait()) for event in (session.disconnected, self._look_at_once)]
             try:
-                await asyncio.wait(reasons, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waits, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for reason in reasons:
-                    reason.cancel()
+                for wait in waits:
+                    wait.cancel()
             self._look_at_once.clear()
 
     async def alone(self, can_beat: asyncio.Event) -> None:
-        """Until no older agent is heard; that one ends once it hears our beats (`can_beat`). Bounded."""
+        """Wait until no older agent is heard; that one ends once it hears our beats (`can_beat`). Bounded."""
         await self._looked.wait()
-        if self._known.is_older_there(time.monotonic()):
+        if self._duplicates.is_older_there(time.monotonic()):
             logger.warning("an older agent of the name %s may be running: waiting until it ends", self._node)
-            if not await until_alone(self._known, can_beat, time.monotonic):
+            if not await until_alone(self._duplicates, can_beat, time.monotonic):
                 logger.error(
                     "the older agent of the name %s does not end: joining beside it; stop that agent", self._node
                 )
 
     async def _look(self) -> bool:
-        """Whether this login may: one with a key reads nothing that it could have written (events/logins.py)."""
+        """Read the last beat and join of the name; return whether this login may.
+
+        A login with a key reads nothing that it could have written (events/logins.py).
+        """
         for stream, subject in (
             (BEAT_STREAM, f"{PREFIX}.beat.{self._node}"),
             (EVENT_STREAM, joins_subject(self._node)),
         ):
             try:
                 last = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", None, _ANSWER_S)
-            except Denied:
+            except PublishDenied:
                 return False
-            except Unanswered as error:
+            except NoReply as error:
                 logger.info("cannot ask for the last %s: %s", subject, error)
                 continue
             if last.data:
-                self._known.stands_in_the_log(_boot_in(last.data), time.monotonic())
+                self._duplicates.note_logged(_boot_in(last.data), time.monotonic())
         return True
 
 
 def _boot_in(body: bytes) -> int:
-    """The boot that a beat or a join names; 0 for what is neither."""
+    """Return the boot that a beat or a join names; 0 for any other event."""
     try:
         event = read(body)[0].event
     except BadEvent:

@@ -5,7 +5,7 @@ Rules
 * kill: the fork server (workers and store die with it), then this process, by SIGKILL.
 * drop_network: every link but loopback goes down, and up again after `seconds` (0: never). Only in a network namespace
   of the agent's own: elsewhere it would cut off the machine, people included.
-* xid: handed to what watches the accelerators (accelerators/), which takes it as if the driver had reported it.
+* xid: handed to the watch over the accelerators (accelerators/), which treats it as if the driver had reported it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _WHOLE_RANGE = ["0", "0", "4294967295"]
 
 
 class NodeFaults:
-    """`kill_fork_server` ends it by SIGKILL. `report_xid(code, worker)` says why it cannot, or ""."""
+    """Injects faults into this node. `kill_fork_server` ends it by SIGKILL. `report_xid(code, worker)` returns why it
+    cannot, or ""."""
 
     def __init__(
         self, kill_fork_server: Callable[[], None], report_xid: Callable[[int, str], str] | None = None
@@ -41,7 +42,7 @@ class NodeFaults:
         self._report_xid = report_xid
 
     def inject(self, fault: Fault) -> str:
-        """Let it happen; why it cannot, or "". Does not return from a kill. Needs a running loop."""
+        """Inject the fault; return why that is impossible, or "". Does not return from a kill. Needs a running loop."""
         logger.warning("ordered fault on this node: %s", fault.kind)
         match fault.kind:
             case "kill":
@@ -66,11 +67,11 @@ class NodeFaults:
         if not names:
             return "drop_network: this namespace has no link that is up"
         if seconds:
-            asyncio.get_running_loop().call_later(seconds, _mend, names)
+            asyncio.get_running_loop().call_later(seconds, _restore, names)
         return ""
 
 
-def _mend(names: list[str]) -> None:
+def _restore(names: list[str]) -> None:
     for name in names:
         try:
             set_link(name, up=True)
@@ -80,21 +81,21 @@ def _mend(names: list[str]) -> None:
 
 
 def is_in_own_namespace() -> bool:
-    """Whether this process's network is not the machine's (or container's), as far as that can be told."""
-    own = Path("/proc/self/ns/net").readlink()
+    """Return whether this process's network is not the machine's (or container's), as far as that can be told."""
+    namespace = Path("/proc/self/ns/net").readlink()
     try:
-        return own != Path("/proc/1/ns/net").readlink()
+        return namespace != Path("/proc/1/ns/net").readlink()
     except OSError:
         # An agent that may not look lives in a user namespace, and may touch only that namespace's links.
         return Path("/proc/self/uid_map").read_text().split() != _WHOLE_RANGE
 
 
 def set_link(name: str, *, up: bool) -> bool:
-    """Set a network interface up or down; whether that changed anything. Raises OSError."""
+    """Set a network interface up or down; return whether that changed anything. Raise OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         _, flags = _IFREQ.unpack(fcntl.ioctl(handle, _SIOCGIFFLAGS, _IFREQ.pack(name.encode(), 0)))
-        wanted = flags | _IFF_UP if up else flags & ~_IFF_UP
-        if wanted == flags:
+        new_flags = flags | _IFF_UP if up else flags & ~_IFF_UP
+        if new_flags == flags:
             return False
-        fcntl.ioctl(handle, _SIOCSIFFLAGS, _IFREQ.pack(name.encode(), wanted))
+        fcntl.ioctl(handle, _SIOCSIFFLAGS, _IFREQ.pack(name.encode(), new_flags))
         return True

@@ -1,4 +1,4 @@
-"""What the agent has seen, on its way to the log: in order, at least until the log says that it is durable.
+"""Sends the agent's observations to the log: in order, each repeated until the log acknowledges it as durable.
 
 Rules
 -----
@@ -8,11 +8,11 @@ Rules
   one of its producer, so none may overtake another, and a server that refuses one message (no room, a queue that is
   full, a change of leaders) may take those sent behind it. Many agents at once fill the server as well as many messages
   of one would; and atomic batches of a few cost it six times as much (`tests/benchmarks/append_cost.py`).
-* What is repeated goes out with the same message id: the server knows it, and nothing is read to find out.
+* A repetition goes out with the same message id: the server recognises it, and nothing is read to find out.
 * An outage of the log costs nothing but memory, and that is bounded: when full, the oldest report of progress
-  goes (StepCommitted), or where there is none the oldest of all; it is said loudly how many were lost.
-* What the coordinator of the moment cannot read is sent in the form that it can read (`events/schemas.py`).
-* An invalid event would always be refused: it is dropped on arrival, as loudly.
+  (StepCommitted) is dropped, or where there is none the oldest of all; an error in the agent's log says how many.
+* An event that the present coordinator cannot read is sent in the form that it can read (`events/schemas.py`).
+* An invalid event would always be refused: it is dropped on arrival, and reported in the same way.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from events.vocabulary import Name, Observation, StepCommitted
 logger = logging.getLogger(__name__)
 
 CAPACITY = 100_000
-#: Between attempts at what the log refuses; up to twice as long, by chance.
+#: The pause between attempts while the log refuses; up to twice as long, by chance.
 _PAUSE_S = 0.5
-#: What has waited for less is on its way, not kept back.
-KEPT_BACK_S = 1.0
+#: An observation that has waited for less is on its way, not part of a backlog.
+BACKLOG_AGE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class _Item:
 
 
 class Outbox:
-    """`clock_us` gives the wall clock in microseconds (Envelope.observed_at_us)."""
+    """Queues the observations of one agent. `clock_us` returns the wall clock in microseconds
+    (Envelope.observed_at_us)."""
 
     def __init__(self, producer: Name, boot: int, clock_us: Callable[[], int], *, capacity: int = CAPACITY) -> None:
         self._producer = producer
@@ -60,27 +61,29 @@ class Outbox:
         self._capacity = capacity
         self._items: deque[_Item] = deque()
         self._under_way = 0
-        self._drawn = Random(f"{producer} {boot}")  # its own, so that a simulation repeats itself
+        self._random = Random(f"{producer} {boot}")  # its own, so that a simulation repeats itself
         self._number = 0
         self._filled = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
-        self.lost = 0
-        #: What the coordinator reads (events/schemas.py); what it does not know at all is not sent.
+        self.lost_count = 0
+        #: The schema that the coordinator reads (events/schemas.py); an event that it does not know at all is not sent.
         self.schema = FIRST
-        #: The last entry that the log has acknowledged; `on_backward` is called where one comes that is not behind it.
+        #: The last entry that the log has acknowledged; `on_backward` is called where a later one is not behind it.
         self.acked_seq = 0
         self.on_backward: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
-        """Observations that the log has not acknowledged yet."""
+        """Return the number of observations that the log has not acknowledged yet."""
         return len(self._items)
 
-    def kept_back(self, now_s: float) -> tuple[int, int]:
-        """How many observations the log does not take, and the age of the oldest in microseconds: (0, 0) while all goes
-        well. `now_s`: time.monotonic()."""
+    def backlog(self, now_s: float) -> tuple[int, int]:
+        """Return how many observations the log does not accept, and the age of the oldest in microseconds.
+
+        (0, 0) while all goes well. `now_s`: time.monotonic().
+        """
         age_s = now_s - self._items[0].put_s if self._items else 0.0
-        return (len(self._items), int(age_s * 1e6)) if age_s >= KEPT_BACK_S else (0, 0)
+        return (len(self._items), int(age_s * 1e6)) if age_s >= BACKLOG_AGE_S else (0, 0)
 
     def put(self, event: Observation, *, caused_by: str = "", on_durable: Callable[[], None] | None = None) -> None:
         """Queue an observation; never waits. `on_durable` is called once the log holds it."""
@@ -105,18 +108,18 @@ class Outbox:
         self._filled.set()
 
     async def run(self, log: EventLog) -> None:
-        """Append to `log` what is put in, without end."""
+        """Append to `log` the observations that are put in, without end."""
         while True:
             await self._filled.wait()
             item = self._items[0]
             self._under_way = 1
             seqs: list[int] = []
             try:
-                if (told := self._told(item.envelope)) is not None:
-                    seqs = await log.append([told])
+                if (envelope := self._in_schema(item.envelope)) is not None:
+                    seqs = await log.append([envelope])
             except LogError as error:
                 logger.error("the log accepts nothing (%s); keeping %d observations to try again", error, len(self))
-                await asyncio.sleep(_PAUSE_S * self._drawn.uniform(1, 2))
+                await asyncio.sleep(_PAUSE_S * self._random.uniform(1, 2))
                 continue
             finally:
                 self._under_way = 0
@@ -131,7 +134,7 @@ class Outbox:
                 self._empty.set()
 
     def forget(self) -> None:
-        """The log that all this was for is gone. Not while `run` runs."""
+        """Drop all observations: their log no longer exists. Not to be called while `run` runs."""
         if self._items:
             logger.warning("%d observations were for the log before: they are dropped", len(self))
         self._items.clear()
@@ -139,8 +142,8 @@ class Outbox:
         self._empty.set()
         self.acked_seq = 0
 
-    def _told(self, envelope: Envelope) -> Envelope | None:
-        """In the form that the coordinator can read."""
+    def _in_schema(self, envelope: Envelope) -> Envelope | None:
+        """Return the envelope in the form that the coordinator can read; None where it cannot read the event."""
         event = lowered(envelope.event, self.schema)
         if event is None:
             logger.info("not sending %s: the coordinator reads schema %d", envelope.event_id, self.schema)
@@ -148,7 +151,7 @@ class Outbox:
         return envelope if event is envelope.event else replace(envelope, event=event)
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until the log holds all that was put in; False if that took longer than `timeout_s`."""
+        """Wait until the log holds all that was put in; return False if that took longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -157,15 +160,15 @@ class Outbox:
         return True
 
     def _make_room(self) -> None:
-        """Give up one observation that is not under way."""
+        """Drop one observation that is not under way."""
         waiting = enumerate(islice(self._items, self._under_way, None), self._under_way)
         victim = next((i for i, item in waiting if isinstance(item.envelope.event, StepCommitted)), self._under_way)
         item = self._items[victim]
         del self._items[victim]
         self._lose(item.envelope, f"{self._capacity} observations wait for the log")
 
-    def _lose(self, envelope: Envelope, why: str) -> None:
-        self.lost += 1
-        if self.lost & (self.lost - 1) == 0:  # 1, 2, 4, 8, ...: loud, but not a flood
+    def _lose(self, envelope: Envelope, reason: str) -> None:
+        self.lost_count += 1
+        if self.lost_count & (self.lost_count - 1) == 0:  # 1, 2, 4, 8, ...: loud, but not a flood
             kind = type(envelope.event).__name__
-            logger.error("OBSERVATION LOST (%d so far): %s %s: %s", self.lost, kind, envelope.event_id, why)
+            logger.error("OBSERVATION LOST (%d so far): %s %s: %s", self.lost_count, kind, envelope.event_id, reason)

@@ -4,9 +4,9 @@ Rules
 -----
 * It is read from the workers' logs, where it stays: what is hidden there (secrets) is hidden here, and neither fork
   server nor workers know of it.
-* A worker that starts under this agent is shown from its first line on; of one that was adopted only what comes now.
+* A worker that starts under this agent is shown from its first line on; an adopted one only from the adoption on.
 * A thread of its own writes: a standard output that takes nothing holds up neither the agent nor a worker. Nothing is
-  kept for it but what stands in the logs; what was rotated away meanwhile is not shown.
+  stored for it but the logs themselves; text that is rotated away before it is written is not shown.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from agents.log_layout import worker_log
 from events.vocabulary import WorkerId
 
 _EVERY_S = 0.2
-#: So many workers that have ended are remembered, so that none is shown twice.
+#: How many workers that have ended are remembered, so that none is shown twice.
 _ENDED_MAX = 256
 _CHUNK_BYTES = 1 << 16
-#: A longer line is cut there.
+#: The length at which a longer line is cut.
 _LINE_MAX_BYTES = 16 * 1024
-#: At the end of the agent: for what is still to be shown.
+#: How long the agent's end waits for output that is still to be shown.
 _LAST_S = 2.0
 
 
-class _Shown:
-    """One worker's log, as far as it was shown. `from_end`: what it holds now is not."""
+class _LogTail:
+    """Follows one worker's log. `from_end`: begin behind its present content."""
 
     def __init__(self, worker: WorkerId, path: Path, *, from_end: bool) -> None:
         self._prefix = f"{worker}| ".encode()
@@ -45,23 +45,23 @@ class _Shown:
                 os.lseek(self._fd, 0, os.SEEK_END)
 
     def lines(self) -> bytes:
-        """What has come since the last time, in whole lines."""
-        shown = self._read()
+        """Return the whole lines that have come since the last call."""
+        output = self._read()
         while self._is_rotated():
             os.close(self._fd)
             self._fd = -1
-            shown += self._read()
-        return shown
+            output += self._read()
+        return output
 
     def end(self) -> bytes:
-        """What is left, and a line's end where it has none."""
-        shown = self.lines() + (self._prefix + self._rest + b"\n" if self._rest else b"")
+        """Return the rest, with a line end where it has none, and close the log."""
+        output = self.lines() + (self._prefix + self._rest + b"\n" if self._rest else b"")
         if self._fd >= 0:
             os.close(self._fd)
-        return shown
+        return output
 
     def _read(self) -> bytes:
-        shown = b""
+        output = b""
         try:
             if self._fd < 0:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -70,13 +70,13 @@ class _Shown:
                 if len(self._rest) > _LINE_MAX_BYTES:
                     whole.append(self._rest)
                     self._rest = b""
-                shown += b"".join(self._prefix + line + b"\n" for line in whole)
+                output += b"".join(self._prefix + line + b"\n" for line in whole)
         except OSError:
             pass  # it is not there yet, or its volume is gone
-        return shown
+        return output
 
     def _is_rotated(self) -> bool:
-        """The log goes on in another file."""
+        """Return whether the log goes on in another file."""
         if self._fd < 0:
             return False
         try:
@@ -86,8 +86,8 @@ class _Shown:
 
 
 class OutputMirror:
-    """Shows what `living()` workers write, and those that are told to have `ended`, until `close`. `out`: takes bytes,
-    may block."""
+    """Shows what `living()` workers write, and those reported as `ended`, until `close`. `out` takes bytes, and may
+    block."""
 
     def __init__(
         self, logs: Path, living: Callable[[], Collection[WorkerId]], out: Callable[[bytes], object] | None = None
@@ -95,15 +95,16 @@ class OutputMirror:
         self._logs = logs
         self._living = living
         self._out = out or _to_stdout
-        self._shown = {worker: self._open(worker, from_end=True) for worker in living()}
+        self._log_tails = {worker: self._open(worker, from_end=True) for worker in living()}
         self._ended: deque[WorkerId] = deque()
-        self._done: deque[WorkerId] = deque(maxlen=_ENDED_MAX)
+        self._past_workers: deque[WorkerId] = deque(maxlen=_ENDED_MAX)
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
     def ended(self, worker: WorkerId) -> None:
-        """It has, and all that it wrote is in its log; it may have lived too shortly to be seen. May be said again."""
+        """Note that the worker has ended and its log is complete; it may have lived too shortly to be seen. Repeating
+        does no harm."""
         self._ended.append(worker)
 
     def close(self) -> None:
@@ -115,30 +116,30 @@ class OutputMirror:
         while not self._ends.wait(_EVERY_S):
             self._show()
         self._show()
-        for shown in self._shown.values():
-            self._say(shown.end())
+        for log_tail in self._log_tails.values():
+            self._write(log_tail.end())
 
     def _show(self) -> None:
         living = set(self._living())
         while self._ended:
             living.add(worker := self._ended.popleft())
-        for worker in sorted(living - self._shown.keys()):
-            if worker not in self._done:
-                self._shown[worker] = self._open(worker, from_end=False)
+        for worker in sorted(living - self._log_tails.keys()):
+            if worker not in self._past_workers:
+                self._log_tails[worker] = self._open(worker, from_end=False)
         living = set(self._living())
-        for worker, shown in list(self._shown.items()):
+        for worker, log_tail in list(self._log_tails.items()):
             if worker in living:
-                self._say(shown.lines())
-            else:  # all that it wrote is in its log before its end is told
-                self._say(self._shown.pop(worker).end())
-                self._done.append(worker)
+                self._write(log_tail.lines())
+            else:  # all that it wrote is in its log before its end is reported
+                self._write(self._log_tails.pop(worker).end())
+                self._past_workers.append(worker)
 
-    def _open(self, worker: WorkerId, *, from_end: bool) -> _Shown:
-        return _Shown(worker, worker_log(self._logs, worker.rpartition(".")[0], worker), from_end=from_end)
+    def _open(self, worker: WorkerId, *, from_end: bool) -> _LogTail:
+        return _LogTail(worker, worker_log(self._logs, worker.rpartition(".")[0], worker), from_end=from_end)
 
-    def _say(self, text: bytes) -> None:
+    def _write(self, text: bytes) -> None:
         if text:
-            with contextlib.suppress(OSError):  # closed: nobody wants it
+            with contextlib.suppress(OSError):  # closed: nobody reads it
                 self._out(text)
 
 

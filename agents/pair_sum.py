@@ -1,4 +1,4 @@
-"""Sums a vector with other nodes, two nodes at a time: does the way carry what a training group sends?
+"""Sums a vector with other nodes, two nodes at a time: does the link carry what a training group sends?
 
 The fork server forks the process when checks.py asks for it: torch is there already, which would cost seconds of CPU.
 
@@ -9,9 +9,10 @@ Rules
 * A vector of whole numbers: large enough to fill packets of every size, and right to the last bit or wrong.
 * With gloo all pairs sum at the same time; with NCCL, on one GPU, one after the other, in an order that is the same on
   all nodes. What sums is behind one function, `Sum`: NCCL's has only run against a double, never on GPUs.
-* One answer says what came of each pair, or why there was no sum. The process is niced and ends in time, whatever
+* One answer holds the outcome of each pair, or why there was no sum. The process is niced and ends in time, whatever
   hangs, and at once when the agent no longer listens.
-* A node so busy that half of the time is over before it can begin sums nothing: who is late would look like a bad link.
+* A node so busy that half of the time is over before it can begin sums nothing: its lateness would look like a bad
+  link.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from events.pairs import Library, Pair
 _NICENESS = 10
 #: Whole numbers of 4 bytes.
 VECTOR = 1 << 20
-#: Once both are there.
+#: How long a sum may take once both nodes are there.
 SUM_S = 10.0
 _TEXT_CHARS = 400
-#: Share of the limit in which it must have begun; so much later both are there.
+#: Share of the limit in which it must have begun; both nodes must be there _MEET_S later.
 _BEGUN_BY, _MEET_S = 0.5, 5.0
-#: Before the limit everything is told.
+#: Everything is reported this long before the limit.
 _TELL_S = 1.0
 
 #: Adds up the vector in place: (torch, store, rank, address, vector).
-By: TypeAlias = Callable[[Any, Any, int, str, Any], None]
+Summation: TypeAlias = Callable[[Any, Any, int, str, Any], None]
 
 
 class NotThere(Exception):
@@ -53,11 +54,13 @@ class NotThere(Exception):
 
 
 def run(order: Sum) -> NoReturn:
-    """Tell `order.answer` what came of each pair, or why there was no sum, as JSON."""
+    """Send `order.answer` the outcome of each pair, or why there was no sum, as JSON."""
     ends_s = order.asked_s + order.limit_s
     signal.alarm(max(1, round(ends_s - time.monotonic()) + 2))
     os.nice(_NICENESS)
-    with contextlib.suppress(OSError):  # of a session of its own: where the kernel shares CPUs by session, that counts
+    with contextlib.suppress(
+        OSError
+    ):  # it has a session of its own: where the kernel shares CPUs by session, this value counts
         Path("/proc/self/autogroup").write_text(f"{_NICENESS}\n", "ascii")
     if order.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = order.gpu
@@ -68,49 +71,51 @@ def run(order: Sum) -> NoReturn:
         import torch  # the fork server has done it; it is not for the agent, which reads this module as well
 
         torch.set_num_threads(1)
-        told: list[PairSum] | str = too_late(time.monotonic() - order.asked_s, order.limit_s)
-        if not told:
-            told = sum_all(torch, order, LIBRARIES[order.library], ends_s - _TELL_S)
-        answer.sendall(msgspec.json.encode(told))
+        reply: list[PairSum] | str = too_late(time.monotonic() - order.asked_s, order.limit_s)
+        if not reply:
+            reply = sum_all(torch, order, LIBRARIES[order.library], ends_s - _TELL_S)
+        answer.sendall(msgspec.json.encode(reply))
         os._exit(0)  # a thread may hang in the library
 
 
 def _end_with(answer: socket.socket) -> NoReturn:
-    """The agent says nothing: what it hears of it is the end."""
+    """End this process with the agent: the agent sends nothing, so whatever is received is the end of the
+    connection."""
     answer.recv(1)
     os._exit(1)
 
 
 def too_late(after_s: float, limit_s: float) -> str:
-    """Why nothing is summed where it could begin only so long after it was asked for; "": it was quick enough."""
+    """Return why nothing is summed when the sums can begin only `after_s` after the request; "" where that is soon
+    enough."""
     if after_s <= _BEGUN_BY * limit_s:
         return ""
     return f"the node is busy: its sums could begin after {after_s:.0f} s; give a --limit-s above {2 * after_s:.0f}"
 
 
-def sum_all(torch: Any, order: Sum, by: By, ends_s: float) -> list[PairSum]:
-    """What came of each pair by `ends_s` of the monotonic clock."""
-    found: dict[str, PairSum] = {}
+def sum_all(torch: Any, order: Sum, summation: Summation, ends_s: float) -> list[PairSum]:
+    """Sum with every pair; return the outcomes by `ends_s` of the monotonic clock."""
+    sums: dict[str, PairSum] = {}
 
-    def one(pair: Pair) -> None:
-        found[pair.peer] = sum_with(torch, pair, order, by, ends_s)
+    def sum_pair(pair: Pair) -> None:
+        sums[pair.peer] = sum_with(torch, pair, order, summation, ends_s)
 
     def in_turn() -> None:
         for pair in sorted(order.pairs, key=lambda pair: pair.turn):
-            one(pair)
+            sum_pair(pair)
 
-    works = [in_turn] if order.library == "nccl" else [lambda pair=pair: one(pair) for pair in order.pairs]
+    works = [in_turn] if order.library == "nccl" else [lambda pair=pair: sum_pair(pair) for pair in order.pairs]
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, ends_s - time.monotonic()))
     late = "the sum did not end in time"
-    return [found.get(pair.peer) or PairSum(peer=pair.peer, trouble=late) for pair in order.pairs]
+    return [sums.get(pair.peer) or PairSum(peer=pair.peer, trouble=late) for pair in order.pairs]
 
 
-def sum_with(torch: Any, pair: Pair, order: Sum, by: By, ends_s: float) -> PairSum:
-    """Meet one peer, sum, and look at the sum."""
+def sum_with(torch: Any, pair: Pair, order: Sum, summation: Summation, ends_s: float) -> PairSum:
+    """Sum with one peer, after a meeting in its store, and check the sum."""
     prefix, meet_by_s = f"doctor/{order.token}/{pair.turn}", ends_s - SUM_S - _TELL_S
     if order.library == "gloo":  # else a peer may have another pair before this one
         meet_by_s = min(meet_by_s, ends_s + _TELL_S - (1 - _BEGUN_BY) * order.limit_s + _MEET_S)
@@ -121,7 +126,7 @@ def sum_with(torch: Any, pair: Pair, order: Sum, by: By, ends_s: float) -> PairS
     began_s = time.monotonic()
     vector = torch.arange(VECTOR, dtype=torch.int32) * (pair.rank + 1)
     try:
-        by(torch, store, pair.rank, order.address, vector)
+        summation(torch, store, pair.rank, order.address, vector)
         right = torch.equal(vector, torch.arange(VECTOR, dtype=torch.int32) * 3)
         trouble = "" if right else "the sum is wrong"
     except Exception as error:
@@ -132,7 +137,7 @@ def sum_with(torch: Any, pair: Pair, order: Sum, by: By, ends_s: float) -> PairS
 
 
 def _meet(torch: Any, pair: Pair, prefix: str, meet_by_s: float) -> tuple[Any, Any]:
-    """The store, and the pair's part of it, once both are there. Raises NotThere."""
+    """Return the store and the pair's part of it, once both nodes are there. Raise NotThere."""
     dist = torch.distributed
     wait = timedelta(seconds=max(0.5, meet_by_s - time.monotonic()))
     try:
@@ -148,7 +153,7 @@ def _meet(torch: Any, pair: Pair, prefix: str, meet_by_s: float) -> tuple[Any, A
 
 
 def _part(server: Any, store: Any, pair: Pair, prefix: str) -> None:
-    """Of the meeting nothing stays in the store: rank 0 removes it when rank 1 is done."""
+    """Remove the meeting's keys from the store: rank 0 does so when rank 1 is done."""
     with contextlib.suppress(RuntimeError):
         if pair.rank == 1:
             store.set("done", "")
@@ -160,7 +165,7 @@ def _part(server: Any, store: Any, pair: Pair, prefix: str) -> None:
 
 
 def by_gloo(torch: Any, store: Any, rank: int, address: str, vector: Any) -> None:
-    """On the CPU."""
+    """Sum on the CPU."""
     dist = torch.distributed
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=SUM_S)
@@ -169,8 +174,8 @@ def by_gloo(torch: Any, store: Any, rank: int, address: str, vector: Any) -> Non
 
 
 def by_nccl(torch: Any, store: Any, rank: int, address: str, vector: Any) -> None:
-    """On the one GPU that this process sees. `address` is not asked: NCCL chooses its interfaces itself
-    (NCCL_SOCKET_IFNAME)."""
+    """Sum on the one GPU that this process sees. NCCL chooses its interfaces itself (NCCL_SOCKET_IFNAME), not by
+    `address`."""
     dist = torch.distributed
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=SUM_S)
@@ -181,7 +186,7 @@ def by_nccl(torch: Any, store: Any, rank: int, address: str, vector: Any) -> Non
     group.abort()
 
 
-LIBRARIES: dict[Library, By] = {"gloo": by_gloo, "nccl": by_nccl}
+LIBRARIES: dict[Library, Summation] = {"gloo": by_gloo, "nccl": by_nccl}
 
 
 def _first_line(error: Exception) -> str:

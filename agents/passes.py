@@ -2,14 +2,14 @@
 
 Rules
 -----
-* The node that is asked shows its certificate in TLS 1.3: it is the node that was meant, by the cluster's CA, and
-  nobody reads along.
-* The one that asks is a worker, which runs code of a task and must not have its node's private key. So its agent signs
-  a pass for each peer of a membership: this node, that node, this task, for so long. The pass goes through the TLS
-  connection alone; a peer cannot use it at another, and for another task it is worth nothing.
-* A pass says who asks, not what it may have. With it goes the warrant of the membership (events/warrants.py): the
-  head's word that the node is a member, and of which generation. The asked node need not know the task: it gives
-  nothing where it keeps a state of a later generation, and takes none of a later one than the warrant's.
+* The serving node shows its certificate in TLS 1.3: by the cluster's CA it is the intended node, and nobody reads
+  along.
+* The requester is a worker, which runs code of a task and must not have its node's private key. So its agent signs a
+  pass for each peer of a membership: this node, that node, this task, until that time. The pass goes through the TLS
+  connection alone; a peer cannot use it at another peer, and for another task it is worth nothing.
+* A pass identifies the requester; it does not authorise it. The membership's warrant goes with it (events/warrants.py):
+  the head certifies that the node is a member, and of which generation. The serving node need not know the task: it
+  gives nothing where it stores a state of a later generation, and accepts none of a later one than the warrant's.
 * Keys, passes and warrants do not stand in the events of the log: the key comes with the enrolment, the warrant beside
   the membership, passes from the agent.
 """
@@ -26,19 +26,19 @@ from cryptography import x509
 
 from agents.protocol.memory_exchange import BadPass as BadPass
 from agents.protocol.messages import Membership, Passes
-from events.certificates import CLOCKS, BadCertificate, first_in, node_of
+from events.certificates import CLOCKS, BadCertificate, first_certificate, node_of
 from events.keys import Key
-from events.signing import BadSignature, Signer, opened
+from events.signing import BadSignature, Signer, verify_signed
 from events.vocabulary import Count, Name
-from events.warrants import warranted
+from events.warrants import verify_warrant
 
-#: A membership may be asked about its peers long after it was told.
+#: A worker may ask a membership's peers long after the membership was sent.
 VALID_S = 24 * 3600
-_WHAT = "pass"
+_PURPOSE = "pass"
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a pass says. `node`: asks; `peer`: is asked. `ends_s`: since 1970."""
+    """The content of a pass: `node` asks, `peer` is asked; `ends_s`: since 1970."""
 
     node: Name
     peer: Name
@@ -47,7 +47,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Admitted(NamedTuple):
-    """Who asks, and of which generation of the task it is a member."""
+    """The requesting node, and the generation of the task of which it is a member."""
 
     node: str
     generation: int
@@ -57,12 +57,13 @@ _claims = msgspec.msgpack.Decoder(Claims)
 
 
 class Credentials:
-    """A node's certificate, its private key, and the CA. Made from its key; BadCertificate where that carries none."""
+    """A node's certificate, its private key, and the CA, from its key file. Raises BadCertificate where that carries
+    none."""
 
     def __init__(self, key: Key, path: Path) -> None:
-        """`path`: of the key's file, from which TLS reads the certificate."""
+        """Take the key and the `path` of its file, from which TLS reads the certificate."""
         self.ca = key.ca
-        self._authority = first_in(key.ca.encode())
+        self._authority = first_certificate(key.ca.encode())
         self._signer = Signer(key.pem.encode())
         self.node = node_of(self._signer.certificate)
         self._path = path
@@ -70,7 +71,7 @@ class Credentials:
             raise BadCertificate("it is not the certificate of a node")
 
     def context(self) -> ssl.SSLContext:
-        """Of the server of this node's memory. Raises OSError (ssl.SSLError)."""
+        """Return the TLS context for the server of this node's memory. Raise OSError (ssl.SSLError)."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # each request has a connection of its own, and none is resumed
@@ -78,18 +79,18 @@ class Credentials:
         return context
 
     def passes(self, peers: tuple[str, ...], task: str, warrant: str, now: datetime) -> Passes:
-        """For each of the peers. `warrant`: of the membership, with this node's place."""
+        """Sign a pass for each of the peers. `warrant`: that of the membership, with this node's place."""
         ends_s = int(now.timestamp()) + VALID_S
         texts = [(peer, self._signed(Claims(self.node, peer, task, ends_s))) for peer in peers]
         return Passes(ca=self.ca, by_node=tuple(texts), warrant=warrant)
 
-    def with_passes(self, told: Membership, task: str, now: datetime) -> Membership:
-        """A membership as a worker of the task needs it: with this node's passes to its peers."""
-        peers = tuple(peer.node for peer in told.peers)
-        return msgspec.structs.replace(told, passes=self.passes(peers, task, told.warrant, now), warrant="")
+    def with_passes(self, membership: Membership, task: str, now: datetime) -> Membership:
+        """Return the membership as a worker of the task needs it: with this node's passes to its peers."""
+        peers = tuple(peer.node for peer in membership.peers)
+        return msgspec.structs.replace(membership, passes=self.passes(peers, task, membership.warrant, now), warrant="")
 
     def admit(self, text: str, task: str, now: datetime | None = None) -> Admitted:
-        """Who shows this, a pass for this node and the task, a dot and its warrant. Raises BadPass."""
+        """Return the bearer of the text: a pass for this node and the task, a dot and its warrant. Raise BadPass."""
         signed, _, warrant = text.partition(".")
         claims = read_pass(signed, self._authority, now or datetime.now(UTC))
         if claims.peer != self.node:
@@ -99,18 +100,18 @@ class Credentials:
         if not warrant:
             raise BadPass(f"node {claims.node} has no warrant for task {task}")
         try:
-            return Admitted(claims.node, warranted(warrant, claims.node, task, self._authority))
+            return Admitted(claims.node, verify_warrant(warrant, claims.node, task, self._authority))
         except BadSignature as error:
             raise BadPass(str(error)) from None
 
     def _signed(self, claims: Claims) -> str:
-        return self._signer.signed(_WHAT, msgspec.msgpack.encode(claims))
+        return self._signer.sign(_PURPOSE, msgspec.msgpack.encode(claims))
 
 
 def read_pass(text: str, authority: x509.Certificate, now: datetime) -> Claims:
-    """The claims of a pass whose signature, certificate and time are right. Raises BadPass."""
+    """Return the claims of a pass whose signature, certificate and time are right. Raise BadPass."""
     try:
-        signed, certificate = opened(_WHAT, text, authority)
+        signed, certificate = verify_signed(_PURPOSE, text, authority)
         claims = _claims.decode(signed)
     except BadSignature as error:
         raise BadPass(str(error)) from None

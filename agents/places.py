@@ -1,4 +1,5 @@
-"""Where an agent's run directory is, for all that ask it: a program that only asks loads nothing else of the agent."""
+"""The place of an agent's run directory, for every program that asks the agent: such a program loads nothing else of
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ PROBE_SOCKET = "probe.sock"
 
 
 def default_run_dir(node: str) -> Path:
-    """$XDG_RUNTIME_DIR/unicron/<node>, or /tmp/unicron-<uid>/<node> where there is none."""
+    """Return $XDG_RUNTIME_DIR/unicron/<node>, or /tmp/unicron-<uid>/<node> where that variable is not set."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) / "unicron" if runtime else Path(f"/tmp/unicron-{os.getuid()}")
     return base / node

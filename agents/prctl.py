@@ -1,4 +1,5 @@
-"""What Linux keeps of a process beside its ids: death with the parent, orphans, capabilities (prctl(2), capset(2))."""
+"""A process's attributes in Linux beside its ids: death with the parent, orphans, capabilities (prctl(2),
+capset(2))."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def adopt_orphans() -> None:
 
 
 def capabilities() -> frozenset[int]:
-    """What this process may do beyond other processes of its user: numbers of capabilities(7)."""
+    """Return what this process may do beyond other processes of its user, as numbers of capabilities(7)."""
     for line in Path("/proc/self/status").read_text("ascii").splitlines():
         name, _, value = line.partition(":")
         if name == "CapEff":
@@ -50,7 +51,8 @@ def capabilities() -> frozenset[int]:
 
 
 def gain_nothing() -> None:
-    """From now on no exec gives a privilege, neither of a setuid program nor of a file with capabilities. OSError."""
+    """Disable every way in which an exec gives a privilege (setuid programs, files with capabilities). Raise
+    OSError."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     for number in range(64):
@@ -59,15 +61,15 @@ def gain_nothing() -> None:
 
 
 def drop_capabilities() -> None:
-    """Keep none. OSError."""
+    """Drop all capabilities. Raise OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    if _capset(ctypes.byref(header), ctypes.byref(none)) != 0:
+    no_sets = (ctypes.c_uint32 * 6)()
+    if _capset(ctypes.byref(header), ctypes.byref(no_sets)) != 0:
         raise _error("capset")
 
 
 def be_debuggable() -> None:
-    """Debuggers, profilers and core dumps of the user's own may look into this process: a change of user forbids it."""
+    """Allow debuggers, profilers and core dumps of the user's own to read this process: a change of user forbids it."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
@@ -76,6 +78,6 @@ def _prctl(option: int, value: int) -> None:
         raise _error(f"prctl({option})")
 
 
-def _error(what: str) -> OSError:
+def _error(call: str) -> OSError:
     number = ctypes.get_errno()
-    return OSError(number, f"{what}: {os.strerror(number)}")
+    return OSError(number, f"{call}: {os.strerror(number)}")

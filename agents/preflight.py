@@ -1,11 +1,12 @@
-"""What is likely to go wrong on this node, looked at before its agent joins.
+"""Looks for what is likely to go wrong on this node, before its agent joins.
 
 Rules
 -----
-* Nothing here keeps an agent from joining: what is found may be meant. `unicron-agent --check` looks, joins nothing,
+* Nothing here keeps an agent from joining: a finding may be intended. `unicron-agent --check` looks, joins nothing,
   and ends with 1 where it finds anything.
-* It judges what the node can see alone: itself, and NATS with the log's clock and the coordinator's version. The links
-  between nodes `unicronctl doctor` has them try when they have joined, and it shows these findings as well.
+* It judges what the node can see alone: itself, and NATS with the log's clock and the coordinator's version.
+  `unicronctl doctor` has the nodes try the links between them when they have joined, and it shows these findings as
+  well.
 * `look` asks the machine; `findings` is pure.
 """
 
@@ -34,8 +35,8 @@ from events.finding import Finding, clock_finding
 from events.interfaces import interface_of
 from events.keys import Key
 from events.log import LogUnavailable
-from events.nats_connection import Connection, Login, Unanswered
-from events.nats_streams import ApiError, api_once
+from events.nats_connection import Connection, Login, NoReply
+from events.nats_streams import JetStreamError, api_once
 from events.nats_terms import Terms
 from events.schemas import SCHEMA, spoken_schema
 from events.subjects import EVENT_STREAM
@@ -45,7 +46,7 @@ from events.vocabulary import CoordinatorStarted
 FILES_MIN = 8192
 SHM_MIN_BYTES = 1 << 30
 FREE_MIN_BYTES = 1 << 30
-#: Of a run directory without logs: sockets, marks and a few small files.
+#: The least room for a run directory without logs: sockets, marks and a few small files.
 RUN_DIR_MIN_BYTES = 32 << 20
 MTU_MIN = 1500
 RENEW_BEFORE = timedelta(days=14)
@@ -53,8 +54,9 @@ _FOREVER = 1 << 62
 _NATS_S = 5.0
 
 
-class Asked(NamedTuple):
-    """What the flags ask for. `memory_bytes`: for states of training; None: a quarter of `Seen.memory_bytes`."""
+class NodeFlags(NamedTuple):
+    """The flags that the preflight looks at. `memory_bytes`: for states of training; None: a quarter of
+    `MachineFacts.memory_bytes`."""
 
     slots: int
     address: str
@@ -64,12 +66,12 @@ class Asked(NamedTuple):
     nats_is_remote: bool
 
 
-class Seen(NamedTuple):
-    """What the machine says. `mtu`: of the interface that has the address; None where none has it. `free_bytes`: of the
-    volumes of run directory and logs. `limits`: soft ones. `torch`: its version, "" without. `run_dir_in_memory`: on a
-    tmpfs, of `run_dir_bytes`. `memory_bytes`: that may be used; `container_bytes`: the limit of this container, None
-    without. `key_ends`: when the key's certificate ends, None without. `driver_trouble`: why the GPUs' driver does not
-    answer."""
+class MachineFacts(NamedTuple):
+    """What the machine offers. `mtu`: of the interface that has the address; None where none has it. `free_bytes`: of
+    the volumes of run directory and logs. `limits`: soft ones. `torch`: its version, "" without. `run_dir_in_memory`:
+    on a tmpfs, of `run_dir_bytes`. `memory_bytes`: that may be used; `container_bytes`: the limit of this container,
+    None without. `key_ends`: when the key's certificate ends, None without. `driver_trouble`: why the GPUs' driver does
+    not answer."""
 
     gpus: int
     has_rdma: bool
@@ -87,18 +89,18 @@ class Seen(NamedTuple):
     driver_trouble: str = ""
 
 
-def look(asked: Asked, key: Key | None) -> Seen:
-    """Ask this machine."""
-    return Seen(
+def look(flags: NodeFlags, key: Key | None) -> MachineFacts:
+    """Read the facts of this machine."""
+    return MachineFacts(
         gpus=len(visible_gpus()),
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
-        mtu=mtu_of(asked.address),
+        mtu=mtu_of(flags.address),
         memory_bytes=host.memory_total_bytes(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
-        run_dir_in_memory=_is_tmpfs(asked.run_dir),
+        run_dir_in_memory=_is_tmpfs(flags.run_dir),
         free_bytes={
-            "--run-dir": shutil.disk_usage(existing(asked.run_dir)).free,
-            "--logs-dir": shutil.disk_usage(existing(asked.logs_dir)).free,
+            "--run-dir": shutil.disk_usage(existing(flags.run_dir)).free,
+            "--logs-dir": shutil.disk_usage(existing(flags.logs_dir)).free,
         },
         limits={
             name: _soft(limit)
@@ -108,132 +110,141 @@ def look(asked: Asked, key: Key | None) -> Seen:
         key_ends=_certificate_ends(key),
         now=datetime.now(UTC),
         container_bytes=container.memory_limit_bytes(),
-        run_dir_bytes=shutil.disk_usage(existing(asked.run_dir)).total,
+        run_dir_bytes=shutil.disk_usage(existing(flags.run_dir)).total,
         driver_trouble=_driver_trouble(visible_gpus()),
     )
 
 
-def findings(asked: Asked, seen: Seen) -> list[Finding]:
-    """What is likely to go wrong with what the machine has."""
-    rooms = [*_of_room(asked, seen), *_of_container(asked, seen)]
-    return [*_of_gpus(asked, seen), *_of_network(asked, seen), *rooms, *_of_rights(seen)]
+def findings(flags: NodeFlags, machine: MachineFacts) -> list[Finding]:
+    """Return what is likely to go wrong with this machine."""
+    rooms = [*_room_findings(flags, machine), *_container_findings(flags, machine)]
+    return [*_gpu_findings(flags, machine), *_network_findings(flags, machine), *rooms, *_right_findings(machine)]
 
 
 async def nats_findings(servers: Sequence[str], login: Login, version: str = "") -> list[Finding]:
-    """Whether NATS lets this node in, whether the log's clock is this node's, and whether the coordinator is of
-    `version` ("": not asked)."""
+    """Check that NATS lets this node in, that the log's clock is this node's, and that the coordinator is of `version`
+    ("": unchecked)."""
     connection = Connection(servers, name="preflight", login=login)
     try:
         await connection.start(_NATS_S)
         async with asyncio.timeout(_NATS_S):
-            return [*await _of_clock(connection), *await _of_versions(connection, version)]
+            return [*await _clock_findings(connection), *await _version_findings(connection, version)]
     except LogUnavailable as error:
         return [Finding("NATS", str(error), "look at --nats, the head, the network between, and --key")]
     except TimeoutError:
-        what = f"does not answer questions about the log within {_NATS_S:g} s"
-        return [Finding("NATS", what, "look whether `unicrond run` is up on the head")]
+        problem = f"does not answer questions about the log within {_NATS_S:g} s"
+        return [Finding("NATS", problem, "look whether `unicrond run` is up on the head")]
     finally:
         await connection.close()
 
 
-async def _of_clock(connection: Connection) -> list[Finding]:
-    """By the server's own word of what time it is. A server without the log yet says nothing."""
+async def _clock_findings(connection: Connection) -> list[Finding]:
+    """Compare this node's clock with the NATS server's. A server without the log yet gives no finding."""
     began_s, before = time.monotonic(), datetime.now(UTC)
     try:
-        told = datetime.fromisoformat(str((await api_once(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["ts"]))
-    except (ApiError, Unanswered, KeyError, ValueError):
+        server_time = datetime.fromisoformat(str((await api_once(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["ts"]))
+    except (JetStreamError, NoReply, KeyError, ValueError):
         return []
-    off_s = (before - told).total_seconds()
+    off_s = (before - server_time).total_seconds()
     return clock_finding("clock", off_s, time.monotonic() - began_s, "the log's")
 
 
-async def _of_versions(connection: Connection, version: str) -> list[Finding]:
-    heard: list[CoordinatorStarted] = []
-    await Terms(connection, heard.append).ask()
-    if not version or not heard:
+async def _version_findings(connection: Connection, version: str) -> list[Finding]:
+    starts: list[CoordinatorStarted] = []
+    await Terms(connection, starts.append).ask()
+    if not version or not starts:
         return []
-    schema, theirs = spoken_schema(heard[-1].version), heard[-1].version.partition("+")[0]
+    schema, theirs = spoken_schema(starts[-1].version), starts[-1].version.partition("+")[0]
     if schema < SCHEMA or theirs != version.partition("+")[0]:
-        what = f"{version}, of schema {SCHEMA}; the coordinator: {theirs}, of schema {schema}"
-        return [Finding("version", what, "bring both to one version (docs/operate/upgrading.md)")]
+        problem = f"{version}, of schema {SCHEMA}; the coordinator: {theirs}, of schema {schema}"
+        return [Finding("version", problem, "bring both to one version (docs/operate/upgrading.md)")]
     return []
 
 
-def _of_gpus(asked: Asked, seen: Seen) -> Iterator[Finding]:
-    if not seen.torch:
+def _gpu_findings(flags: NodeFlags, machine: MachineFacts) -> Iterator[Finding]:
+    if not machine.torch:
         yield Finding("torch", "is not installed where the agent runs", "pip install the build of your machine first")
-    elif seen.gpus and "+cpu" in seen.torch:
-        yield Finding("torch", f"{seen.torch} computes on the CPU, and there are GPUs", "install its CUDA build")
-    if seen.driver_trouble:
-        what = f"does not tell of the GPUs' health: {seen.driver_trouble}"
-        yield Finding("driver", what, "run nvidia-smi; after an upgrade of the driver reboot, or load its module anew")
-    if seen.gpus and asked.slots > seen.gpus:
-        what = f"{asked.slots} slots, but {seen.gpus} visible GPU{'s' * (seen.gpus > 1)}"
-        yield Finding("--slots", what, "give a slot for each GPU, or look for GPUs that are gone (nvidia-smi)")
-    elif asked.slots < seen.gpus:
-        what = f"{asked.slots} slot{'s' * (asked.slots > 1)}, but {seen.gpus} visible GPUs: the others idle"
-        yield Finding("--slots", what, f"give --slots {seen.gpus}, or hide the others by CUDA_VISIBLE_DEVICES")
+    elif machine.gpus and "+cpu" in machine.torch:
+        yield Finding("torch", f"{machine.torch} computes on the CPU, and there are GPUs", "install its CUDA build")
+    if machine.driver_trouble:
+        problem = f"does not tell of the GPUs' health: {machine.driver_trouble}"
+        yield Finding(
+            "driver", problem, "run nvidia-smi; after an upgrade of the driver reboot, or load its module anew"
+        )
+    if machine.gpus and flags.slots > machine.gpus:
+        problem = f"{flags.slots} slots, but {machine.gpus} visible GPU{'s' * (machine.gpus > 1)}"
+        yield Finding("--slots", problem, "give a slot for each GPU, or look for GPUs that are gone (nvidia-smi)")
+    elif flags.slots < machine.gpus:
+        problem = f"{flags.slots} slot{'s' * (flags.slots > 1)}, but {machine.gpus} visible GPUs: the others idle"
+        yield Finding("--slots", problem, f"give --slots {machine.gpus}, or hide the others by CUDA_VISIBLE_DEVICES")
 
 
-def _of_network(asked: Asked, seen: Seen) -> Iterator[Finding]:
-    if is_loopback(asked.address):
-        if asked.nats_is_remote:
-            what = f"{asked.address} cannot be reached by other nodes"
-            yield Finding("--address", what, "give this node's address in the training network")
+def _network_findings(flags: NodeFlags, machine: MachineFacts) -> Iterator[Finding]:
+    if is_loopback(flags.address):
+        if flags.nats_is_remote:
+            problem = f"{flags.address} cannot be reached by other nodes"
+            yield Finding("--address", problem, "give this node's address in the training network")
         return
-    if seen.mtu is None:
-        yield Finding("--address", f"no interface of this node has {asked.address}", "give an address that it has")
-    elif seen.mtu < MTU_MIN:
-        what = f"the interface of {asked.address} has an MTU of {seen.mtu}"
-        yield Finding("--address", what, "raise it on the interface and the switch, or use another network")
+    if machine.mtu is None:
+        yield Finding("--address", f"no interface of this node has {flags.address}", "give an address that it has")
+    elif machine.mtu < MTU_MIN:
+        problem = f"the interface of {flags.address} has an MTU of {machine.mtu}"
+        yield Finding("--address", problem, "raise it on the interface and the switch, or use another network")
 
 
-def _of_room(asked: Asked, seen: Seen) -> Iterator[Finding]:
-    if not seen.run_dir_in_memory:
-        what = f"{asked.run_dir} is on a disk; marks of progress are written there many times a second"
-        yield Finding("--run-dir", what, "put it on a tmpfs, such as /run/unicron")
-    for flag, free_bytes in seen.free_bytes.items():
-        holds_logs = flag == "--logs-dir" or asked.logs_dir == asked.run_dir
+def _room_findings(flags: NodeFlags, machine: MachineFacts) -> Iterator[Finding]:
+    if not machine.run_dir_in_memory:
+        problem = f"{flags.run_dir} is on a disk; marks of progress are written there many times a second"
+        yield Finding("--run-dir", problem, "put it on a tmpfs, such as /run/unicron")
+    for flag, free_bytes in machine.free_bytes.items():
+        holds_logs = flag == "--logs-dir" or flags.logs_dir == flags.run_dir
         if free_bytes < (FREE_MIN_BYTES if holds_logs else RUN_DIR_MIN_BYTES):
             yield Finding(flag, f"its volume has {free_bytes >> 20} MiB free", "make room, or give another directory")
-    if seen.shm_bytes < SHM_MIN_BYTES:
-        what = f"/dev/shm has {seen.shm_bytes >> 20} MiB; data loaders and NCCL need more"
-        yield Finding("shared memory", what, "mount it larger (in containers: --shm-size, or an emptyDir in memory)")
-    wanted = asked.memory_bytes
-    if seen.container_bytes is None and wanted is not None and seen.memory_bytes and wanted > seen.memory_bytes // 2:
-        what = f"{wanted >> 30} GiB for states of {seen.memory_bytes >> 30} GiB of memory"
-        yield Finding("--memory-gib", what, "leave half of the host's to the training")
+    if machine.shm_bytes < SHM_MIN_BYTES:
+        problem = f"/dev/shm has {machine.shm_bytes >> 20} MiB; data loaders and NCCL need more"
+        yield Finding("shared memory", problem, "mount it larger (in containers: --shm-size, or an emptyDir in memory)")
+    states_bytes = flags.memory_bytes
+    if (
+        machine.container_bytes is None
+        and states_bytes is not None
+        and machine.memory_bytes
+        and states_bytes > machine.memory_bytes // 2
+    ):
+        problem = f"{states_bytes >> 30} GiB for states of {machine.memory_bytes >> 30} GiB of memory"
+        yield Finding("--memory-gib", problem, "leave half of the host's to the training")
 
 
-def _of_container(asked: Asked, seen: Seen) -> Iterator[Finding]:
-    """What lies in memory counts against the container's limit, and at the limit the kernel kills."""
-    if seen.container_bytes is None:
+def _container_findings(flags: NodeFlags, machine: MachineFacts) -> Iterator[Finding]:
+    """Compare the memory of volumes and states with the container's limit: the kernel kills at the limit."""
+    if machine.container_bytes is None:
         return
-    states = seen.memory_bytes // 4 if asked.memory_bytes is None else asked.memory_bytes
-    parts = {"/dev/shm": seen.shm_bytes, "states": states}
-    if seen.run_dir_in_memory:
-        parts["run directory"] = seen.run_dir_bytes
-    if sum(parts.values()) > seen.container_bytes // 2:
-        told = ", ".join(f"{name} {size >> 20}" for name, size in parts.items())
-        what = f"more than half of its limit of {seen.container_bytes >> 20} MiB may lie in memory ({told} MiB)"
-        yield Finding("container", what, "give the volumes a sizeLimit and --memory-gib a number, or raise the limit")
+    states = machine.memory_bytes // 4 if flags.memory_bytes is None else flags.memory_bytes
+    parts = {"/dev/shm": machine.shm_bytes, "states": states}
+    if machine.run_dir_in_memory:
+        parts["run directory"] = machine.run_dir_bytes
+    if sum(parts.values()) > machine.container_bytes // 2:
+        sizes = ", ".join(f"{name} {size >> 20}" for name, size in parts.items())
+        problem = f"more than half of its limit of {machine.container_bytes >> 20} MiB may lie in memory ({sizes} MiB)"
+        yield Finding(
+            "container", problem, "give the volumes a sizeLimit and --memory-gib a number, or raise the limit"
+        )
 
 
-def _of_rights(seen: Seen) -> Iterator[Finding]:
-    if seen.limits["nofile"] < FILES_MIN:
-        what = f"{seen.limits['nofile']} open files are allowed"
-        yield Finding("limits", what, f"ulimit -n {FILES_MIN} or more, or LimitNOFILE= in the unit")
-    if (seen.gpus or seen.has_rdma) and seen.limits["memlock"] < _FOREVER:
-        what = f"{seen.limits['memlock'] >> 20} MiB may be locked; GPUs and network cards pin memory"
-        yield Finding("limits", what, "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit")
-    if seen.key_ends is not None and seen.key_ends < seen.now + RENEW_BEFORE:
-        ended = "has ended" if seen.key_ends < seen.now else "ends"
-        what = f"its certificate {ended} on {seen.key_ends:%Y-%m-%d}"
-        yield Finding("--key", what, "enroll the node again (docs/operate/logins.md)")
+def _right_findings(machine: MachineFacts) -> Iterator[Finding]:
+    if machine.limits["nofile"] < FILES_MIN:
+        problem = f"{machine.limits['nofile']} open files are allowed"
+        yield Finding("limits", problem, f"ulimit -n {FILES_MIN} or more, or LimitNOFILE= in the unit")
+    if (machine.gpus or machine.has_rdma) and machine.limits["memlock"] < _FOREVER:
+        problem = f"{machine.limits['memlock'] >> 20} MiB may be locked; GPUs and network cards pin memory"
+        yield Finding("limits", problem, "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit")
+    if machine.key_ends is not None and machine.key_ends < machine.now + RENEW_BEFORE:
+        ended = "has ended" if machine.key_ends < machine.now else "ends"
+        problem = f"its certificate {ended} on {machine.key_ends:%Y-%m-%d}"
+        yield Finding("--key", problem, "enroll the node again (docs/operate/logins.md)")
 
 
 def mtu_of(address: str) -> int | None:
-    """Of the interface that has the address; None where none has it."""
+    """Return the MTU of the interface that has the address; None where none has it."""
     if not (interface := interface_of(address)):
         return None
     try:
@@ -243,18 +254,18 @@ def mtu_of(address: str) -> int | None:
 
 
 def _is_tmpfs(path: Path) -> bool:
-    """Of the mount that the path is on, or will be."""
+    """Return whether the mount that the path is on, or will be, is in memory."""
     real, best, kind = existing(path).resolve(), "", ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, place, its_kind, *_ = line.split()
+        _, place, mount_kind, *_ = line.split()
         if real.is_relative_to(place) and len(place) >= len(best):
-            best, kind = place, its_kind
+            best, kind = place, mount_kind
     return kind in ("tmpfs", "ramfs")
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that is there."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    """Return the path, or the nearest directory above it that exists."""
+    return next(directory for directory in (path.absolute(), *path.absolute().parents) if directory.exists())
 
 
 def _soft(limit: int) -> int:
@@ -263,14 +274,14 @@ def _soft(limit: int) -> int:
 
 
 def driver_version(module: Path = Path("/sys/module/nvidia/version")) -> str:
-    """Of the GPUs' driver in the kernel, "" without one."""
+    """Return the version of the GPUs' driver in the kernel, "" without one."""
     with contextlib.suppress(OSError):
         return module.read_text("ascii").strip()[:64]
     return ""
 
 
 def version_of(package: str) -> str:
-    """As it is installed, "" where it is not."""
+    """Return the installed version of the package, "" where it is not installed."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return ""
@@ -296,14 +307,14 @@ def _certificate_ends(key: Key | None) -> datetime | None:
 
 
 def is_remote(servers: Sequence[str]) -> bool:
-    """NATS is on another machine."""
-    here = ("localhost", os.uname().nodename)
+    """Return whether NATS is on another machine."""
+    local_names = ("localhost", os.uname().nodename)
     names = [urlsplit(server).hostname or "" for server in servers]
-    return not all(name in here or is_loopback(name) for name in names)
+    return not all(name in local_names or is_loopback(name) for name in names)
 
 
 def is_loopback(address: str) -> bool:
-    """No other machine reaches it."""
+    """Return whether no other machine reaches the address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

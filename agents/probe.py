@@ -1,10 +1,10 @@
-"""`unicron-agent --probe live|ready`: does the agent of a run directory live, does it do its work?
+"""`unicron-agent --probe live|ready`: does the agent of a run directory live, is it doing its work?
 
 Rules
 -----
-* The running agent answers on a socket in its run directory: no port has to be open, and one that stands still gives no
+* The running agent answers on a socket in its run directory: no port has to be open, and an agent that hangs gives no
   answer. `live` is any answer. `ready`: the node has joined, its fork server serves, NATS lets the agent in.
-* So an outage of NATS takes readiness away and never life: a restart would mend nothing and cost the workers.
+* So an outage of NATS takes readiness away and never liveness: a restart would repair nothing and cost the workers.
 * A probe runs every few seconds: this module imports next to nothing.
 """
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     import asyncio
 
 KINDS = ("live", "ready")
-#: Less than a kubelet's probe is given, if its timeoutSeconds is 5.
+#: Less than a kubelet allows a probe, if its timeoutSeconds is 5.
 TIMEOUT_S = 4.0
 _ANSWER_BYTES = 4096
 
 
 class Condition(NamedTuple):
-    """`status`: what the agent does, or waits for, in one line."""
+    """The agent's condition. `status`: what the agent does, or waits for, in one line."""
 
     is_ready: bool
     status: str
@@ -43,9 +43,9 @@ async def serve(path: Path, condition: Callable[[], Condition]) -> asyncio.Serve
     import asyncio
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        found = condition()
+        state = condition()
         with contextlib.suppress(OSError):
-            writer.write(json.dumps(found._asdict()).encode())
+            writer.write(json.dumps(state._asdict()).encode())
             await writer.drain()
             writer.close()
 
@@ -54,24 +54,24 @@ async def serve(path: Path, condition: Callable[[], Condition]) -> asyncio.Serve
 
 
 def ask(path: Path, timeout_s: float = TIMEOUT_S) -> Condition:
-    """What the agent says. Raises OSError (TimeoutError) where none answers, ValueError on what is no answer."""
-    with socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(timeout_s)
-        line.connect(os.fspath(path))
-        said = b""
-        while len(said) < _ANSWER_BYTES and (part := line.recv(_ANSWER_BYTES)):
-            said += part
-    found = json.loads(said)
-    return Condition(bool(found["is_ready"]), str(found["status"]))
+    """Return the agent's answer. Raise OSError (TimeoutError) where none answers, ValueError on an invalid answer."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(os.fspath(path))
+        reply = b""
+        while len(reply) < _ANSWER_BYTES and (part := connection.recv(_ANSWER_BYTES)):
+            reply += part
+    fields = json.loads(reply)
+    return Condition(bool(fields["is_ready"]), str(fields["status"]))
 
 
 def is_asked(argv: Sequence[str]) -> bool:
-    """Whether a command line is a probe's."""
+    """Return whether a command line is a probe's."""
     return any(word.partition("=")[0] == "--probe" for word in argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit code: 0 yes, 1 no, 2 bad usage."""
+    """Run a probe from the command line; return the exit code: 0 yes, 1 no, 2 bad usage."""
     return run("unicron-agent", lambda: _probe(argv))
 
 
@@ -84,18 +84,18 @@ def _probe(argv: Sequence[str] | None) -> int:
         option("--node", "NAME", ""),
         option("--run-dir", "DIR", "", type=Path),
     )
-    given, _ = parser.parse_known_args(argv)
-    if given.run_dir is None and given.node is None:
+    arguments, _ = parser.parse_known_args(argv)
+    if arguments.run_dir is None and arguments.node is None:
         return fail("unicron-agent", "--probe: give --run-dir or --node, as to the agent", 2)
-    run_dir = given.run_dir or default_run_dir(given.node)
+    run_dir = arguments.run_dir or default_run_dir(arguments.node)
     try:
-        found = ask(run_dir / PROBE_SOCKET)
+        condition = ask(run_dir / PROBE_SOCKET)
     except TimeoutError:
         return fail("unicron-agent", f"the agent in {run_dir} does not answer within {TIMEOUT_S:g} s")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return fail("unicron-agent", f"no agent answers in {run_dir}: {error}")
-    print(found.status)
-    return 0 if given.probe == "live" or found.is_ready else 1
+    print(condition.status)
+    return 0 if arguments.probe == "live" or condition.is_ready else 1
 
 
 if __name__ == "__main__":

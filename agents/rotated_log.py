@@ -10,10 +10,11 @@ KEEP = 2
 
 
 class RotatedLog:
-    """Append-only. A disk that is full or gone costs output, never the writer: lost bytes are counted instead."""
+    """An append-only log with rotation. A disk that is full or lost costs output, never the writer: lost bytes are
+    counted."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, keep: int = KEEP) -> None:
-        """Open for appending; the directory is made. Raises OSError where that fails."""
+        """Open for appending; the directory is made. Raise OSError where that fails."""
         self.path = path
         self._max_bytes = max_bytes
         self._keep = keep
@@ -29,12 +30,12 @@ class RotatedLog:
         view = memoryview(data)
         while view:
             try:
-                written = os.write(self._fd, view)
+                count = os.write(self._fd, view)
             except OSError:
                 self.lost_bytes += len(view)
                 return
-            self._size_bytes += written
-            view = view[written:]
+            self._size_bytes += count
+            view = view[count:]
 
     def close(self) -> None:
         """Close the file; more than once is fine."""
@@ -63,7 +64,7 @@ class RotatedLog:
 
 
 def tail(path: Path, size_bytes: int) -> bytes:
-    """The last `size_bytes` of a log, across one rotation; empty where there is none."""
+    """Return the last `size_bytes` of a log, across one rotation; empty where there is none."""
     content = _last_bytes(path, size_bytes)
     if len(content) < size_bytes:
         content = _last_bytes(path.with_name(f"{path.name}.1"), size_bytes - len(content)) + content

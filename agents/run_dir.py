@@ -4,7 +4,7 @@
     <run_dir>/agent.boot     the boot number that was used last
     <run_dir>/agent.memory   what an agent tells the next one (see agents/state.py: Remembered)
     <run_dir>/agent.kills    how often the OOM killer had been at work (kill_counts.py)
-    <run_dir>/agent.exchange where states are taken and given, and the token for it
+    <run_dir>/agent.exchange the port that serves states, and the token for it
     <run_dir>/agent.sock     workers connect here
     <run_dir>/fork.sock      the fork server serves the agent here
     <run_dir>/probe.sock     the agent answers `--probe` here
@@ -50,9 +50,9 @@ class RunDir:
     """Paths and small files of one run directory. Nothing is touched before `claim`."""
 
     def __init__(self, path: Path, logs: Path | None = None) -> None:
-        """`logs`: where workers' logs go, if not below `path`.
+        """Derive the paths. `logs`: where workers' logs go, if not below `path`.
 
-        Raises BadRunDir where a socket's path would be too long for the kernel.
+        Raise BadRunDir where a socket's path would be too long for the kernel.
         """
         self.path = path.absolute()
         length = len(os.fsencode(self.path / _LONGEST_SOCKET))
@@ -77,7 +77,7 @@ class RunDir:
         self.previous_boot = 0
 
     def claim(self) -> None:
-        """Create the directory and hold its lock until this process ends; raises BadRunDir."""
+        """Create the directory and hold its lock until this process ends. Raise BadRunDir."""
         try:
             _refuse_foreign_links(self.path)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class RunDir:
             self._lock_fd = -1
 
     def next_boot(self, wall_clock_us: int) -> int:
-        """A number above every one that was given out before, and durable before it is used.
+        """Return a number above every earlier one, and make it durable before it is used.
 
         The wall clock is a lower bound so that a directory that was lost does not repeat old numbers: it alone counts
         where the last number is damaged, or where a full disk keeps the new one from being written. Both are logged.
@@ -121,18 +121,19 @@ class RunDir:
         self.write_boot(boot)
         return boot
 
-    def is_newer_ones(self, boot: int) -> bool:
-        """Whether the agent of this boot has taken the directory (its lock was removed): the workers are its own."""
+    def belongs_to(self, boot: int) -> bool:
+        """Return whether the agent of this boot has claimed the directory since (its lock was removed): the workers are
+        its own."""
         return self._last_boot() == boot
 
     def write_boot(self, boot: int) -> None:
-        """Have the next number be above `boot`."""
-        written = str(boot).encode("ascii")
+        """Record `boot`, so that the next number is above it."""
+        content = str(boot).encode("ascii")
         try:
-            _replace(self._boot, written, durable=True)
+            _replace(self._boot, content, durable=True)
         except OSError as error:
             try:
-                _overwrite(self._boot, written)  # a full disk has no room for a second file
+                _overwrite(self._boot, content)  # a full disk has no room for a second file
             except OSError:
                 logger.error(
                     "cannot write %s (%s): this agent starts anyway; the next one takes its number from the clock",
@@ -151,17 +152,17 @@ class RunDir:
         text = content.strip()
         if text.isdigit() and len(text) <= len(str(BOOT_LIMIT)) and int(text) < BOOT_LIMIT - 1:
             return int(text)
-        shown = content[:20].decode("ascii", "backslashreplace")
+        beginning = content[:20].decode("ascii", "backslashreplace")
         logger.error(
             "%s is damaged (it begins with %r): replacing it; the boot number comes from the clock. "
             "If the log knows a later one, it ignores this node until the clock has passed that",
             self._boot,
-            shown,
+            beginning,
         )
         return 0
 
     def exchange(self) -> tuple[int, str]:
-        """The port (0: none yet) and the token that the agent before used for states; else a new token."""
+        """Return the port (0: none yet) and the token that the agent before used for states; else a new token."""
         try:
             port, token = _read_small(self._exchange).decode("ascii").split()
             return (int(port) if int(port) < 65536 else 0), token
@@ -169,26 +170,26 @@ class RunDir:
             return 0, secrets.token_hex(16)
 
     def remember_exchange(self, port: int, token: str) -> None:
-        """Others know both by the log: the next agent is to be found under them as well."""
+        """Record port and token: other nodes know both by the log, so the next agent has to use them as well."""
         _replace(self._exchange, f"{port} {token}".encode("ascii"), durable=False)
 
     def remember_kills(self, counts: KillCounts) -> None:
-        """Write down the counts of now, for an agent that finds workers gone."""
+        """Record the present counts, for an agent that finds that workers have ended."""
         _replace(self._kills, msgspec.msgpack.encode(counts), durable=False)
 
     def recall_kills(self) -> KillCounts:
-        """What was written down last; nothing known where there is none."""
+        """Return the counts that were recorded last; an empty KillCounts where there are none."""
         try:
             return msgspec.msgpack.decode(self._kills.read_bytes(), type=KillCounts)
         except (OSError, msgspec.MsgspecError):
             return KillCounts()
 
     def remember(self, memory: Remembered) -> None:
-        """Write down what the next agent must know. It outlives the process, not the machine: no worker does."""
+        """Record what the next agent must know. The file outlives the process, not the machine: no worker does."""
         _replace(self._memory, msgspec.msgpack.encode(memory), durable=False)
 
     def recall(self) -> Remembered:
-        """What the agent before wrote down; nothing where there was none. Raises BadRunDir."""
+        """Return what the agent before recorded; an empty Remembered where there was none. Raise BadRunDir."""
         try:
             return msgspec.msgpack.decode(self._memory.read_bytes(), type=Remembered, strict=True)
         except FileNotFoundError:
@@ -198,7 +199,8 @@ class RunDir:
 
 
 def _refuse_foreign_links(path: Path) -> None:
-    """The owner of a link decides where it leads: in a shared directory such as /tmp, that may be any user."""
+    """Refuse symbolic links of other users on the path: in a shared directory such as /tmp their owner decides where
+    they lead."""
     for part in (path, *path.parents):
         try:
             status = part.lstat()
@@ -216,7 +218,8 @@ def _read_small(path: Path) -> bytes:
 
 
 def _overwrite(path: Path, content: bytes) -> None:
-    """In place and durable: needs no room, but the file must be there. A torn write is seen when it is read."""
+    """Write in place and durably: needs no room, but the file must exist. An incomplete write is detected when it is
+    read."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(fd, content, 0)

@@ -1,18 +1,18 @@
-"""The agent's own health check: is what this node computes, keeps and sums up right, as far as a few seconds can tell?
+"""The agent's own health check: does this node compute, store and sum up correctly, as far as a few seconds can tell?
 
     python -m agents.self_test --slots 8 [--accelerators auto] [--limit-s 60]
 
 What is tested, on the device of every slot at the same time (its GPU, or a CPU thread):
-* the driver's word: no GPU is lost, needs an action, or has memory rows that can be remapped no more;
+* the driver's report: no GPU is lost, needs an action, or has memory rows that can be remapped no more;
 * matrix products: whole numbers, so small that every sum is exact in any order and precision; each product is held bit
   by bit against its repetitions, and against its factors (Freivalds: A(Bx) = (AB)x);
 * memory: patterns and their complements, written, read back and compared;
-* a collective: all slots sum vectors of whole numbers (gloo; nccl where each slot has a GPU of its own).
+* a collective: all slots sum vectors of whole numbers (gloo; nccl where each slot has a GPU to itself).
 
 Rules
 -----
-* No GPU and no network are needed: one process per slot, which meet at a file. No other node takes part: whether links
-  to others are sound, the groups of the next tasks will tell.
+* No GPU and no network are needed: one process per slot, which meet at a file. No other node takes part: the groups
+  of the next tasks will show whether links to other nodes are sound.
 * It ends in time: each part takes at most a share of `--limit-s`, and an alarm ends the whole.
 * It takes little: one thread and at most MEMORY_BYTES per slot, niced by its starter.
 * Exit code 0 and one line: nothing wrong was found. Exit code 1: the line says what, on which slot.
@@ -39,7 +39,7 @@ from agents.accelerators.watch import open_driver
 from agents.prctl import die_with_parent
 from agents.protocol.gpus import visible_gpus
 
-#: Of each slot: on a CPU, and on a GPU (at most a quarter of what is free there).
+#: The memory to test in each slot: on a CPU, and on a GPU (at most a quarter of its free memory).
 MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 4 * 2**30}
 _MATRIX = {"cpu": 384, "cuda": 4096}
 _REPEATS = {"cpu": 4, "cuda": 16}
@@ -50,32 +50,32 @@ _PARTS = ("matmul", "memory", "collective", "silence")
 _COLLECTIVE_S = 30.0
 
 
-class Broken(Exception):
-    """Something is wrong; says what."""
+class SelfTestFailure(Exception):
+    """A part of the test failed; the text says what is wrong."""
 
 
 class Breakage(NamedTuple):
-    """What is to go wrong on purpose."""
+    """The failure to inject on purpose."""
 
     part: str = ""
     slot: int = -1
 
     def hits(self, part: str, slot: int) -> bool:
-        """Here and now."""
+        """Return whether this part is to fail on this slot."""
         return (part, slot) == (self.part, self.slot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Test, print one line; the exit code."""
+    """Run the test, print one line and return the exit code."""
     options = _parse(arguments)
     began_s = time.monotonic()
     try:
-        told = [*_drivers_word(options.accelerators, options.slots), *_test_slots(options)]
-    except Broken as problem:
+        lines = [*_check_drivers(options.accelerators, options.slots), *_test_slots(options)]
+    except SelfTestFailure as problem:
         print(f"self-test: {problem}", flush=True)
         return 1
     took_s = time.monotonic() - began_s
-    print(f"self-test: found nothing wrong in {took_s:.1f} s: {'; '.join(told)}", flush=True)
+    print(f"self-test: found nothing wrong in {took_s:.1f} s: {'; '.join(lines)}", flush=True)
     return 0
 
 
@@ -98,14 +98,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # --- the driver ----------------------------------------------------------------------------------
 
 
-def _drivers_word(choice: Choice, slots: int) -> list[str]:
+def _check_drivers(choice: Choice, slots: int) -> list[str]:
     driver = open_driver(choice, visible_gpus(), slots)
     if driver is None:
         return []
     try:
         for gpu, name in enumerate(driver.names):
             for _, _, message, _ in states_of(driver.read(gpu)):
-                raise Broken(f"{name}: {message}")
+                raise SelfTestFailure(f"{name}: {message}")
     finally:
         driver.close()
     return [f"the driver of {len(driver.names)} accelerators reports no fault"]
@@ -115,7 +115,7 @@ def _drivers_word(choice: Choice, slots: int) -> list[str]:
 
 
 def _test_slots(options: argparse.Namespace) -> list[str]:
-    """One process per slot, forked before anybody has touched a GPU; the first that fails ends the test."""
+    """Fork one process per slot before any has touched a GPU; the first that fails ends the test."""
     import torch  # here: --help need not wait for it
 
     torch.set_num_threads(1)
@@ -134,22 +134,22 @@ def _test_slots(options: argparse.Namespace) -> list[str]:
 def _gather(slots: list[tuple[int, Connection]], limit_s: float) -> list[str]:
     ends_s = time.monotonic() + limit_s
     open_ends = {end: slot for slot, (_, end) in enumerate(slots)}
-    told: dict[int, str] = {}
+    answers: dict[int, str] = {}
     while open_ends:
         ready = wait(list(open_ends), max(0.0, ends_s - time.monotonic()))
         if not ready:
-            raise Broken(f"slot {min(open_ends.values())} did not answer within {limit_s:.0f} s")
+            raise SelfTestFailure(f"slot {min(open_ends.values())} did not answer within {limit_s:.0f} s")
         for end in ready:
             assert isinstance(end, Connection)  # only our own are waited for
             slot = open_ends.pop(end)
             try:
                 wrong, text = end.recv()
             except EOFError:
-                raise Broken(f"slot {slot} ended before it answered") from None
+                raise SelfTestFailure(f"slot {slot} ended before it answered") from None
             if wrong:
-                raise Broken(f"slot {slot}: {text}")
-            told[slot] = text
-    return [f"{len(told)} x {told[0]}" if len(set(told.values())) == 1 else ", ".join(told.values())]
+                raise SelfTestFailure(f"slot {slot}: {text}")
+            answers[slot] = text
+    return [f"{len(answers)} x {answers[0]}" if len(set(answers.values())) == 1 else ", ".join(answers.values())]
 
 
 def _fork(
@@ -169,7 +169,7 @@ def _fork(
         end = Connection(writing, readable=False)
         try:
             end.send((False, _test_slot(slot, options, gpus, store)))
-        except Broken as problem:
+        except SelfTestFailure as problem:
             end.send((True, str(problem)))
         except Exception as error:
             traceback.print_exc()
@@ -191,38 +191,40 @@ def _test_slot(slot: int, options: argparse.Namespace, gpus: tuple[str, ...], st
     if breakage.hits("silence", slot):
         signal.pause()
     products = _check_products(torch, device, slot, breakage)
-    kept = _check_memory(torch, device, slot, breakage)
+    memory_bytes = _check_memory(torch, device, slot, breakage)
     summed = _check_collective(torch, device, slot, options.slots, len(gpus), store, breakage)
-    return f"{kind}: {products} products, {kept >> 20} MiB{summed}"
+    return f"{kind}: {products} products, {memory_bytes >> 20} MiB{summed}"
 
 
 def _check_products(torch: Any, device: Any, slot: int, breakage: Breakage) -> int:
-    """In each precision that the device multiplies in; how many were held against their factors."""
+    """Multiply in each precision of the device; return how many products were compared with their factors."""
     size, kind = _MATRIX[device.type], device.type
-    made = torch.Generator().manual_seed(slot)
+    generator = torch.Generator().manual_seed(slot)
     count = 0
     for precision in (torch.float32, torch.bfloat16) if kind == "cuda" else (torch.float32, torch.float64):
-        factors = [torch.randint(-_LARGEST, _LARGEST, (size, size), generator=made) for _ in range(2)]
-        probe = torch.randint(0, 2, (size, 1), generator=made)
-        one, other = (factor.to(device, precision) for factor in factors)
+        factors = [torch.randint(-_LARGEST, _LARGEST, (size, size), generator=generator) for _ in range(2)]
+        probe = torch.randint(0, 2, (size, 1), generator=generator)
+        left_factor, right_factor = (factor.to(device, precision) for factor in factors)
         first: Any = None
         for repeat in range(_REPEATS[kind]):
-            product = one @ other
+            product = left_factor @ right_factor
             if breakage.hits("matmul", slot) and repeat == _REPEATS[kind] - 1:
                 product[size // 2, size // 3] += 1
             if first is not None and not torch.equal(first, product):
-                raise Broken(f"a matrix product in {precision} differs between two runs on {_name(torch, device)}")
+                raise SelfTestFailure(
+                    f"a matrix product in {precision} differs between two runs on {_name(torch, device)}"
+                )
             first = product if first is None else first
             count += 1
         if precision is not torch.bfloat16:  # whose products are rounded
             expected = factors[0] @ (factors[1] @ probe)
             if not torch.equal(first.cpu().to(torch.int64) @ probe, expected):
-                raise Broken(f"a matrix product in {precision} is wrong on {_name(torch, device)}")
+                raise SelfTestFailure(f"a matrix product in {precision} is wrong on {_name(torch, device)}")
     return count
 
 
 def _check_memory(torch: Any, device: Any, slot: int, breakage: Breakage) -> int:
-    """How many bytes were written and read back."""
+    """Write patterns and read them back; return how many bytes."""
     size_bytes = MEMORY_BYTES[device.type]
     if device.type == "cuda":
         size_bytes = min(size_bytes, torch.cuda.mem_get_info()[0] // 4)
@@ -236,14 +238,16 @@ def _check_memory(torch: Any, device: Any, slot: int, breakage: Breakage) -> int
             words ^= ~pattern if inverted else pattern
             if not torch.equal(words, steps):
                 at = int((words != steps).nonzero()[0])
-                raise Broken(f"memory of {_name(torch, device)} does not keep its bits, first at byte {8 * at}")
+                raise SelfTestFailure(
+                    f"memory of {_name(torch, device)} does not keep its bits, first at byte {8 * at}"
+                )
     return 2 * size_bytes
 
 
 def _check_collective(
     torch: Any, device: Any, slot: int, slots: int, gpus: int, store: Path, breakage: Breakage
 ) -> str:
-    """Between the node's own slots."""
+    """Sum vectors between the node's own slots."""
     if slots == 1:
         return ""
     from datetime import timedelta
@@ -262,7 +266,7 @@ def _check_collective(
             summed[_VECTOR // 2] += 1
         expected = torch.arange(_VECTOR, dtype=torch.int64) * (slots * (slots + 1) // 2)
         if not torch.equal(summed.cpu(), expected):
-            raise Broken(f"a sum over the node's {slots} slots by {backend} is wrong")
+            raise SelfTestFailure(f"a sum over the node's {slots} slots by {backend} is wrong")
     finally:
         distributed.destroy_process_group()
     return f", a sum over {slots} slots by {backend}"

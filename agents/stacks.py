@@ -1,7 +1,7 @@
-"""What a worker's threads are doing at this moment: `py-spy dump`, an extra of its own (`stacks`).
+"""Reads the stacks of a worker's threads: `py-spy dump`, an extra of its own (`stacks`).
 
 py-spy reads another process's memory. Linux lets root do that, and a process with the capability SYS_PTRACE; a plain
-user only where `kernel.yama.ptrace_scope` is 0. The process stands still for some milliseconds meanwhile.
+user only where `kernel.yama.ptrace_scope` is 0. The process is halted for some milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from events.extras import how_to_install
+from events.extras import install_command
 from events.logs_request import MAX_LOG_BYTES
 
 TIMEOUT_S = 5.0
@@ -22,14 +22,14 @@ _PERMISSION = (
 
 
 class NoStacks(Exception):
-    """They cannot be had; one line that says why, and the fix."""
+    """The stacks cannot be read; one line that says why, and the fix."""
 
 
 async def stacks(pid: int) -> bytes:
-    """The stacks of all threads of the process, at most MAX_LOG_BYTES. Raises NoStacks."""
+    """Return the stacks of all threads of the process, at most MAX_LOG_BYTES. Raise NoStacks."""
     program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if program is None:
-        raise NoStacks(f"py-spy is not on this node; {how_to_install('stacks')}")
+        raise NoStacks(f"py-spy is not on this node; {install_command('stacks')}")
     process = await asyncio.create_subprocess_exec(
         program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -44,7 +44,7 @@ async def stacks(pid: int) -> bytes:
                 process.kill()
             await process.wait()
     if process.returncode:
-        said = " ".join(err.decode(errors="replace").split())
-        fix = f"; {_PERMISSION}" if "ermission" in said or "not permitted" in said else ""
-        raise NoStacks(f"py-spy dump of process {pid}: {said[:400] or f'exit code {process.returncode}'}{fix}")
+        errors = " ".join(err.decode(errors="replace").split())
+        fix = f"; {_PERMISSION}" if "ermission" in errors or "not permitted" in errors else ""
+        raise NoStacks(f"py-spy dump of process {pid}: {errors[:400] or f'exit code {process.returncode}'}{fix}")
     return out[:MAX_LOG_BYTES]

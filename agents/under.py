@@ -10,7 +10,7 @@ from agents.prctl import die_with_parent
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Exit code 127 with one line where the command cannot be run."""
+    """Run the command in place of this process; exit with code 127 and one line where it cannot be run."""
     parent, niceness, *argv = arguments
     die_with_parent(int(parent))
     os.nice(int(niceness))

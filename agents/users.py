@@ -2,9 +2,9 @@
 
 Rules
 -----
-* No task runs as root, nor as the agent: its key and its sockets are the agent's own.
+* No task runs as root, nor as the agent: the key and the sockets are for the agent alone.
 * The first of the list is for tasks that name none: with a list no task runs as the agent.
-* Without the privilege to change users an agent with a list does not start; without a list it says what that means.
+* An agent with a list needs the privilege to change users, else it does not start; one without a list logs the risks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agents.prctl import CAP_KILL, CAP_SETGID, CAP_SETUID, capabilities
 from agents.protocol.identity import Identity
 
 NEEDED = {"CAP_KILL": CAP_KILL, "CAP_SETGID": CAP_SETGID, "CAP_SETUID": CAP_SETUID}
-#: What every task may see of the agent's environment: names, or (with a closing "_") beginnings of names. A secret of
-#: one task that stands in the agent's environment must not reach another.
-PASSED = (
+#: The variables of the agent that every task may see: names, or (with a closing "_") beginnings of names. A secret of
+#: one task in the agent's environment must not reach another task.
+SAFE_VARIABLES = (
     "PATH", "LANG", "LANGUAGE", "LC_", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH",
     "PYTHONUNBUFFERED", "PYTHONHASHSEED", "PYTHONWARNINGS", "CUDA_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_",
     "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "TORCH_", "PYTORCH_", "TRITON_",
@@ -33,30 +33,32 @@ class BadUser(ValueError):
 
 
 def identities(names: Sequence[str]) -> tuple[Identity, ...]:
-    """The users of this node with these names. Raises BadUser."""
-    found = tuple(_identity(name) for name in dict.fromkeys(names))
-    if found and (lacking := [name for name, number in NEEDED.items() if number not in capabilities()]):
+    """Return the users of this node with these names. Raise BadUser."""
+    users = tuple(_identity(name) for name in dict.fromkeys(names))
+    if users and (lacking := [name for name, number in NEEDED.items() if number not in capabilities()]):
         raise BadUser(
             f"needs {', '.join(lacking)}; start the agent as root, or with AmbientCapabilities="
             f"{' '.join(NEEDED)} in its unit"
         )
-    for user in found:
+    for user in users:
         _require_readable(user)
-    return found
+    return users
 
 
 def _require_readable(user: Identity) -> None:
-    """What a task imports after the drop it reads as its user: a Python below /root is closed to others."""
+    """Raise BadUser where the user cannot read what a task imports: a Python below /root is closed to others."""
     run = [sys.executable, "-c", "import agents.protocol.messages"]
     try:
-        tried = subprocess.run(
+        process = subprocess.run(
             run, user=user.uid, group=user.gid, extra_groups=user.groups, cwd="/", capture_output=True, check=False
         )
-        said = "" if tried.returncode == 0 else tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        problem = "" if process.returncode == 0 else process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     except OSError as error:
-        said = f"{error.strerror}"
-    if said:
-        raise BadUser(f"user {user.name} cannot run {sys.executable} ({said}); install it where all users can read it")
+        problem = f"{error.strerror}"
+    if problem:
+        raise BadUser(
+            f"user {user.name} cannot run {sys.executable} ({problem}); install it where all users can read it"
+        )
 
 
 def _identity(name: str) -> Identity:
@@ -73,17 +75,18 @@ def _identity(name: str) -> Identity:
     return Identity(name=name, uid=entry.pw_uid, gid=entry.pw_gid, groups=tuple(sorted(groups)), home=entry.pw_dir)
 
 
-def passed_on(environ: Mapping[str, str], more: Collection[str]) -> dict[str, str]:
-    """What of the agent's environment tasks may see, where they run as users of their own."""
+def visible_environment(environ: Mapping[str, str], more: Collection[str]) -> dict[str, str]:
+    """Return the part of the agent's environment that tasks may see where they run as users of their own."""
     return {
         name: value
         for name, value in environ.items()
-        if name in more or any(name == one or (one.endswith("_") and name.startswith(one)) for one in PASSED)
+        if name in more
+        or any(name == pattern or (pattern.endswith("_") and name.startswith(pattern)) for pattern in SAFE_VARIABLES)
     }
 
 
 def refusal(users: Collection[str], run_as: str) -> str:
-    """Why a task with this `run_as` does not start on a node with this list; "" where it does."""
+    """Return why a task with this `run_as` does not start on a node with this list; "" where it does."""
     if not run_as or run_as in users:
         return ""
     if not users:
@@ -92,7 +95,8 @@ def refusal(users: Collection[str], run_as: str) -> str:
 
 
 def not_separated(users: Sequence[Identity], cgroup: str) -> Iterator[str]:
-    """What tasks on this node can do to it and to each other, in sentences. `cgroup`: why there is none, or ""."""
+    """Yield sentences about what tasks on this node can do to it and to each other. `cgroup`: why there is none, or
+    ""."""
     if not users:
         me = _name(os.getuid())
         yield (

@@ -2,15 +2,16 @@
 
 Rules
 -----
-* A worker says in its mark when its iteration began and how long it may last (trainer/detection/baseline.py). The watch
-  looks when that time is over: once in several iterations. It looks every IDLE_S besides, because a limit becomes
+* A worker writes in its mark when its iteration began and how long it may last (trainer/detection/baseline.py). The
+  watch looks when that time is over: once in several iterations. It looks every IDLE_S besides, because a limit becomes
   shorter as soon as the usual time is known, and between groups there is none; a look costs some 20 microseconds.
-* Lateness is reported once, and again when it has lasted two, four, eight ... limits: what is slow moves on meanwhile.
+* Lateness is reported once, and again when it has lasted two, four, eight ... limits: a worker that is only slow moves
+  on in between.
 * A process that the kernel shows as stopped for STOPPED_S is late, whatever its limit, which may be long: while
   state is saved, or as long as nothing is known of its iterations.
 * Time that a worker waits for a CPU does not count as time of its iteration: on a machine that is too busy, as when a
   fork server imports torch beside it, a worker without a CPU does not move either, and does not hang.
-* A look that comes late itself proves nothing: this process, or the machine, stood still as well. It is repeated.
+* A look that comes late itself proves nothing: this process, or the machine, was halted as well. It is repeated.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from events.vocabulary import WorkerId
 IDLE_S = 0.5
 #: A brief stop, as by a profiler that looks at the stack, does not last so long.
 STOPPED_S = 1.0
-#: A look that comes so much later than it was to is not believed.
+#: A look that comes this much later than planned does not count.
 _HELD_UP_US = 250_000
 _MIN_US = 1_000
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedWorker:
     pid: int
     timer: asyncio.TimerHandle | None = None
     looked_for_us: int = 0
-    #: The iteration that was told to be late, and how often.
+    #: The iteration that was reported as late, and how often.
     late: tuple[int, int] = (0, 0)
     times: int = 0
-    #: Since when it was seen stopped at every look; 0: it was not.
+    #: Since when every look has found it stopped; 0: it is not.
     stopped_us: int = 0
     #: For how long it has waited for a CPU: until the last look, and until the last one before this iteration.
     waited_us: int = 0
@@ -50,52 +51,52 @@ class _Watched:
 
 
 class Signs(Protocol):
-    """What can be seen of workers from outside; `now_us` is the clock of their marks."""
+    """Reads the signs of workers from outside; `now_us` is the clock of their marks."""
 
     def now_us(self) -> int:
-        """Microseconds on the clock of the marks."""
+        """Return the time in microseconds on the clock of the marks."""
         ...
 
     def mark(self, worker: WorkerId) -> Mark | None:
-        """The worker's phase mark, None where it has made none."""
+        """Return the worker's phase mark, None where it has made none."""
         ...
 
     def take_away(self, worker: WorkerId) -> Mark | None:
-        """The worker's last mark, and away with it."""
+        """Remove the worker's mark, and return its last content."""
         ...
 
     def is_stopped(self, pid: int) -> bool:
-        """Whether the process is stopped (SIGSTOP, a debugger)."""
+        """Return whether the process is stopped (SIGSTOP, a debugger)."""
         ...
 
     def waited_us(self, pid: int) -> int:
-        """For how long the process has waited for a CPU, in microseconds."""
+        """Return for how long the process has waited for a CPU, in microseconds."""
         ...
 
 
 class MarkFiles:
-    """This machine's: marks in a directory, and the kernel's word."""
+    """The signs on this machine: marks in a directory, and the kernel's files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def now_us(self) -> int:
-        """See Signs."""
+        """Return the time; see Signs."""
         return marks.now_us()
 
     def mark(self, worker: WorkerId) -> Mark | None:
-        """See Signs."""
+        """Return the mark; see Signs."""
         return marks.read(self._directory / worker)
 
     def take_away(self, worker: WorkerId) -> Mark | None:
-        """See Signs."""
+        """Remove the mark; see Signs."""
         mark = self.mark(worker)
         with contextlib.suppress(OSError):
             (self._directory / worker).unlink()
         return mark
 
     def is_stopped(self, pid: int) -> bool:
-        """The kernel shows the process as stopped by a signal or a debugger."""
+        """Return whether the kernel shows the process as stopped by a signal or a debugger."""
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
@@ -103,30 +104,33 @@ class MarkFiles:
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def waited_us(self, pid: int) -> int:
-        """For how long its main thread, in which it trains, was ready to run and had no CPU (Linux'
-        Documentation/scheduler/sched-stats); 0 where the kernel does not tell."""
+        """Return for how long its main thread, in which it trains, was ready to run and had no CPU.
+
+        See Linux' Documentation/scheduler/sched-stats; 0 where the kernel does not say.
+        """
         try:
             return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) // 1000
         except (OSError, ValueError, IndexError):
             return 0
 
 
-class Watch:
-    """`on_late(worker, mark, still_us, stopped, times)` is called in the loop; `times` counts within an iteration."""
+class ProgressWatch:
+    """Reports late workers: `on_late(worker, mark, still_us, stopped, times)` is called in the loop; `times` counts
+    within an iteration."""
 
     def __init__(self, signs: Signs, on_late: Callable[[WorkerId, Mark, int, bool, int], None]) -> None:
         self._signs = signs
         self._on_late = on_late
-        self._watched: dict[WorkerId, _Watched] = {}
+        self._watched: dict[WorkerId, _WatchedWorker] = {}
 
     def follow(self, worker: WorkerId, pid: int) -> None:
         """Watch a worker; repeating this is harmless."""
         if worker not in self._watched:
-            self._watched[worker] = _Watched(pid, waited_us=self._signs.waited_us(pid))
+            self._watched[worker] = _WatchedWorker(pid, waited_us=self._signs.waited_us(pid))
             self._look_in(worker, int(IDLE_S * 1e6))
 
     def drop(self, worker: WorkerId) -> Mark | None:
-        """The worker has ended: its last mark, which is taken away."""
+        """Stop watching a worker that has ended; remove its mark and return the last content."""
         watched = self._watched.pop(worker, None)
         if watched is not None and watched.timer is not None:
             watched.timer.cancel()
@@ -153,14 +157,14 @@ class Watch:
         if mark is None or not mark.limit_us:
             self._look_in(worker, int(IDLE_S * 1e6))
             return
-        here = (mark.generation, mark.iteration)
-        if here != watched.late:
-            watched.late, watched.times, watched.waited_before_us = here, 0, waited_until_last_us
+        position = (mark.generation, mark.iteration)
+        if position != watched.late:
+            watched.late, watched.times, watched.waited_before_us = position, 0, waited_until_last_us
         starved_us = watched.waited_us - watched.waited_before_us
-        stopped = self._signs.is_stopped(watched.pid)
-        watched.stopped_us = (watched.stopped_us or now_us) if stopped else 0
+        is_stopped = self._signs.is_stopped(watched.pid)
+        watched.stopped_us = (watched.stopped_us or now_us) if is_stopped else 0
         due_us = mark.boundary_us + mark.limit_us * 2**watched.times + starved_us
-        if stopped and not watched.times:
+        if is_stopped and not watched.times:
             due_us = min(due_us, watched.stopped_us + int(STOPPED_S * 1e6))
         if now_us < due_us:
             self._look_in(worker, min(due_us - now_us, int(IDLE_S * 1e6)))
@@ -168,6 +172,6 @@ class Watch:
             self._look_in(worker, int(IDLE_S * 1e6))
         else:
             watched.times += 1
-            self._on_late(worker, mark, max(0, now_us - mark.changed_us - starved_us), stopped, watched.times)
+            self._on_late(worker, mark, max(0, now_us - mark.changed_us - starved_us), is_stopped, watched.times)
             if worker in self._watched:
                 self._look_in(worker, int(IDLE_S * 1e6))

@@ -1,10 +1,10 @@
-"""Where workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
+"""The socket on which workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
 
-The fork server makes a worker's connection and says whose it is: a worker cannot speak in another one's name. (Workers
+The fork server makes a worker's connection and names the worker: a worker cannot speak in another one's name. (Workers
 of an older fork server connect themselves, as this user.)
 
 The socket's file may be unlinked (by a cleaner of temporary files). Connected workers do not notice; a worker
-that starts later would find no agent, and end after the lease. So the file is looked at, and bound again.
+that starts later would find no agent, and end after the lease. So the file is checked regularly, and bound again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from events.vocabulary import WorkerId
 
 logger = logging.getLogger(__name__)
 
-#: A worker that does not read is not waited for; beyond this it is cut off (it connects again and gets all anew).
+#: Nothing waits for a worker that does not read; beyond this it is cut off (it connects again and gets all anew).
 _MAX_UNREAD_BYTES = 16 * 1024 * 1024
 _LOOK_EVERY_S = 1.0
 
 
 class WorkerSockets:
-    """`on_connected` is called before any message of a connection; `on_disconnected` for the newest one only."""
+    """The workers' connections. `on_connected` is called before any message of a connection; `on_disconnected` for the
+    newest one only."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class WorkerSockets:
         self._on_message = on_message
         self._on_disconnected = on_disconnected
         self._writers: dict[WorkerId, asyncio.StreamWriter] = {}
-        #: As the fork server has made them; a worker has one at a time.
-        self._made: dict[WorkerId, asyncio.StreamWriter] = {}
+        #: The connections that the fork server has made; a worker has one at a time.
+        self._assigned_writers: dict[WorkerId, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._bound: BoundPath | None = None
@@ -55,7 +56,7 @@ class WorkerSockets:
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen; a socket file that an earlier agent left is replaced. Raises OSError."""
+        """Listen; a socket file that an earlier agent left is replaced. Raise OSError."""
         await self._bind()
         self._looking = asyncio.create_task(self._stay_bound(), name="agent.sock")
 
@@ -68,7 +69,7 @@ class WorkerSockets:
         self._bound = BoundPath(self._path)
 
     async def _stay_bound(self) -> None:
-        told = ""
+        last_error = ""
         while True:
             await asyncio.sleep(self._look_every_s)
             if self._bound is not None and self._bound.holds():
@@ -76,11 +77,11 @@ class WorkerSockets:
             try:
                 await self._bind()
             except OSError as error:
-                if str(error) != told:
+                if str(error) != last_error:
                     logger.error("%s is gone and cannot be bound again: %s", self._path, error)
-                told, self._bound = str(error), None
+                last_error, self._bound = str(error), None
             else:
-                told = ""
+                last_error = ""
                 logger.warning("%s was gone: bound it again; connected workers are not affected", self._path)
 
     async def close(self) -> None:
@@ -132,15 +133,15 @@ class WorkerSockets:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         incoming: Unframer[FromWorker | Connected] = Unframer(FromWorker | Connected)
         worker = ""
-        whose: Connected | None = None
-        why = "end of stream"
+        owner: Connected | None = None
+        reason = "end of stream"
         try:
             while data := await reader.read(65536):
                 for message in incoming.feed(data):
                     if isinstance(message, Connected):
-                        whose = self._given(message, whose, worker, writer)
+                        owner = self._assign(message, owner, worker, writer)
                     elif isinstance(message, Hello) and not worker:
-                        _require_owner(whose, message)
+                        _require_owner(owner, message)
                         worker = message.worker
                         self._greet(message, writer)
                     elif not worker or isinstance(message, Hello):
@@ -150,27 +151,30 @@ class WorkerSockets:
                     elif self._writers.get(worker) is writer:
                         self._on_message(worker, message)
         except BadFrame as error:
-            why = f"bad frame: {error}"
-            logger.error("%s: closing its connection, %s", worker or "an unknown worker", why)
+            reason = f"bad frame: {error}"
+            logger.error("%s: closing its connection, %s", worker or "an unknown worker", reason)
         except OSError as error:
-            why = error.strerror or type(error).__name__
+            reason = error.strerror or type(error).__name__
         finally:
-            if whose and self._made.get(whose.worker) is writer:
-                del self._made[whose.worker]
+            if owner and self._assigned_writers.get(owner.worker) is writer:
+                del self._assigned_writers[owner.worker]
             if worker and self._writers.get(worker) is writer:
                 del self._writers[worker]
-                logger.info("%s has disconnected (%s)", worker, why)
+                logger.info("%s has disconnected (%s)", worker, reason)
                 self._on_disconnected(worker)
 
-    def _given(self, said: Connected, before: Connected | None, worker: str, writer: asyncio.StreamWriter) -> Connected:
-        """The fork server gives this connection to a worker: what that had before, it has given up."""
+    def _assign(
+        self, message: Connected, before: Connected | None, worker: str, writer: asyncio.StreamWriter
+    ) -> Connected:
+        """Assign this connection to the worker that the fork server names, and close the worker's older one. Return the
+        message."""
         if worker or before is not None:
             raise BadFrame("Connected: only the fork server says it, first of all")
-        older = self._made.pop(said.worker, None)
+        older = self._assigned_writers.pop(message.worker, None)
         if older is not None:
             older.close()
-        self._made[said.worker] = writer
-        return said
+        self._assigned_writers[message.worker] = writer
+        return message
 
     def _greet(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
         older = self._writers.get(hello.worker)
@@ -180,6 +184,6 @@ class WorkerSockets:
         self._on_connected(hello)
 
 
-def _require_owner(whose: Connected | None, hello: Hello) -> None:
-    if whose and (whose.worker, whose.task, whose.pid) != (hello.worker, hello.task, hello.pid):
-        raise BadFrame(f"says it is {hello.worker} of process {hello.pid}, and was given to {whose.worker}")
+def _require_owner(owner: Connected | None, hello: Hello) -> None:
+    if owner and (owner.worker, owner.task, owner.pid) != (hello.worker, hello.task, hello.pid):
+        raise BadFrame(f"says it is {hello.worker} of process {hello.pid}, and was given to {owner.worker}")

@@ -1,1 +1,1 @@
-"""The node's accelerators: what their driver reports, and a watch that tells the agent's core of it."""
+"""The node's accelerators: the driver's reports, and a watch that passes findings to the agent's core."""

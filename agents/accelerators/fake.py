@@ -1,41 +1,41 @@
-"""A driver of GPUs that are not there: they report nothing but what they are told to. For drills and tests on CPUs."""
+"""A driver of GPUs that do not exist: they only report what a caller orders. For drills and tests on CPUs."""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
 
-from agents.accelerators.readings import Reading, XidSeen
+from agents.accelerators.readings import GpuReading, XidEvent
 
 
 class FakeDriver:
-    """Behind the same interface as NVML (`driver.py`). `slots`: the name of each slot's GPU."""
+    """A fake behind the same interface as NVML (`driver.py`). `slots`: the name of each slot's GPU."""
 
     def __init__(self, slots: Sequence[str]) -> None:
         self.names = tuple(dict.fromkeys(slots))
         self.gpu_of_slot = tuple(self.names.index(name) for name in slots)
         self.models = ("",) * len(self.names)
-        self.readings = [Reading() for _ in self.names]
-        self._events: queue.SimpleQueue[tuple[int, XidSeen] | None] = queue.SimpleQueue()
+        self.readings = [GpuReading() for _ in self.names]
+        self._events: queue.SimpleQueue[tuple[int, XidEvent] | None] = queue.SimpleQueue()
 
-    def report(self, gpu: int, seen: XidSeen) -> None:
-        """Have a GPU report an event. From any thread."""
-        self._events.put((gpu, seen))
+    def report(self, gpu: int, event: XidEvent) -> None:
+        """Have a GPU report an event. May be called from any thread."""
+        self._events.put((gpu, event))
 
-    def read(self, gpu: int) -> Reading:
-        """See Driver."""
+    def read(self, gpu: int) -> GpuReading:
+        """Return the present reading; see Driver."""
         return self.readings[gpu]
 
-    def wait(self, timeout_s: float) -> tuple[int, XidSeen] | None:
-        """See Driver."""
+    def wait(self, timeout_s: float) -> tuple[int, XidEvent] | None:
+        """Wait for an event; see Driver."""
         try:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def wake(self) -> None:
-        """See Driver."""
+        """Wake the waiting thread; see Driver."""
         self._events.put(None)
 
     def close(self) -> None:
-        """See Driver."""
+        """Close nothing; see Driver."""

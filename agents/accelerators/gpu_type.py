@@ -1,4 +1,4 @@
-"""What type of GPU a node has: a driver's name for it in the words of the throughput model's presets."""
+"""The type of a node's GPUs: the driver's name in the terms of the throughput model's presets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _LENGTH_MAX = 63
 
 
 def gpu_type(names: Sequence[str]) -> str:
-    """The type of GPUs that a driver calls so ("NVIDIA H100 80GB HBM3"); "" of none, all in one of several."""
+    """Return the type of GPUs from the driver's names ("NVIDIA H100 80GB HBM3"); "" without any, all types joined where
+    there are several."""
     return "_".join(sorted({_type(name) for name in names} - {""}))[:_LENGTH_MAX]
 
 

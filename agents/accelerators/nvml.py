@@ -2,10 +2,10 @@
 
 Rules
 -----
-* What a GPU or an older driver does not support is None, one field at a time. A GPU that the driver has lost is `lost`.
-* An event says its XID alone, so the recovery action is read right after it.
-* nvmlEventSetWait cannot be interrupted: it is called for at most _SLICE_S at a time. One that fails at once (the
-  driver is gone, a GPU was lost) is called again after _AGAIN_S.
+* A field that a GPU or an older driver does not support is None. A GPU that the driver has lost is `is_lost`.
+* An event has its XID alone, so the recovery action is read right after it.
+* nvmlEventSetWait cannot be interrupted: it is called for at most _SLICE_S at a time. After a call that fails at
+  once (the driver is unloaded, a GPU was lost) it is called again after _AGAIN_S.
 * No CUDA: NVML makes no context.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agents.accelerators.driver import NoDriver
-from agents.accelerators.readings import Reading, RecoveryAction, Throttle, XidSeen
+from agents.accelerators.readings import GpuReading, RecoveryAction, Throttle, XidEvent
 
 logger = logging.getLogger("agents")
 
@@ -46,7 +46,7 @@ class NvmlDriver:
     """The GPUs that the slots' workers run on. `slots`: names as in CUDA_VISIBLE_DEVICES (index, UUID, MIG UUID)."""
 
     def __init__(self, slots: Sequence[str]) -> None:
-        """Raises NoDriver."""
+        """Open NVML. Raise NoDriver."""
         try:
             import pynvml
         except ImportError:
@@ -65,27 +65,27 @@ class NvmlDriver:
     def _open(self, slots: Sequence[str]) -> None:
         nvml = self._nvml
         self._devices: list[Any] = []
-        found: list[str] = []
+        names: list[str] = []
         models: list[str] = []
         gpu_of_slot = []
         for slot in slots:
             device = self._device(slot)
             model = str(nvml.nvmlDeviceGetName(device))
             name = f"{model} {nvml.nvmlDeviceGetUUID(device)}"
-            if name not in found:
-                found.append(name)
+            if name not in names:
+                names.append(name)
                 models.append(model)
                 self._devices.append(device)
-            gpu_of_slot.append(found.index(name))
-        self.names, self.models = tuple(found), tuple(models)
+            gpu_of_slot.append(names.index(name))
+        self.names, self.models = tuple(names), tuple(models)
         self.gpu_of_slot = tuple(gpu_of_slot)
         self._addresses = [_address(device) for device in self._devices]
         self._links = [self._links_of(device) for device in self._devices]
-        self._woken = threading.Event()
+        self._wakeup = threading.Event()
         self._complaints: set[str] = set()
         self._has_events = False
         self._events = nvml.nvmlEventSetCreate()
-        for name, device in zip(found, self._devices, strict=True):
+        for name, device in zip(names, self._devices, strict=True):
             try:
                 nvml.nvmlDeviceRegisterEvents(device, nvml.nvmlEventTypeXidCriticalError, self._events)
                 self._has_events = True
@@ -98,7 +98,7 @@ class NvmlDriver:
             return nvml.nvmlDeviceGetHandleByIndex(int(name))
         if name.startswith("MIG-"):
             return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(name))
-        # CUDA takes the beginning of a UUID as well.
+        # CUDA accepts the beginning of a UUID as well.
         for index in range(nvml.nvmlDeviceGetCount()):
             device = nvml.nvmlDeviceGetHandleByIndex(index)
             if nvml.nvmlDeviceGetUUID(device).startswith(name):
@@ -106,25 +106,25 @@ class NvmlDriver:
         return nvml.nvmlDeviceGetHandleByUUID(name)
 
     def _links_of(self, device: Any) -> list[int]:
-        """The GPU's NVLinks, active or not."""
+        """Return the GPU's NVLinks, active or not."""
         nvml = self._nvml
         return [
             link
             for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-            if self._told(nvml.nvmlDeviceGetNvLinkState, device, link) is not None
+            if self._optional(nvml.nvmlDeviceGetNvLinkState, device, link) is not None
         ]
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def read(self, gpu: int) -> Reading:
-        """See Driver."""
+    def read(self, gpu: int) -> GpuReading:
+        """Read a GPU; see Driver."""
         nvml, device = self._nvml, self._devices[gpu]
         try:
             nvml.nvmlDeviceGetUUID(device)
             fields = self._fields(device)
-            rows = self._told(nvml.nvmlDeviceGetRemappedRows, device)
-            up = [self._told(nvml.nvmlDeviceGetNvLinkState, device, link) for link in self._links[gpu]]
-            return Reading(
+            rows = self._optional(nvml.nvmlDeviceGetRemappedRows, device)
+            up = [self._optional(nvml.nvmlDeviceGetNvLinkState, device, link) for link in self._links[gpu]]
+            return GpuReading(
                 action=_action(fields[nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]),
                 ecc_volatile=self._ecc(device, nvml.NVML_VOLATILE_ECC),
                 ecc_aggregate=self._ecc(device, nvml.NVML_AGGREGATE_ECC),
@@ -134,13 +134,13 @@ class NvmlDriver:
                 links_up=sum(map(bool, up)) if None not in up else None,
                 link_errors=_first(fields, self._link_errors()),
                 link_recoveries=_first(fields, self._link_recoveries()),
-                throttles=_throttles(self._told(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0),
+                throttles=_throttles(self._optional(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0),
             )
         except nvml.NVMLError_GpuIsLost:
-            return Reading(lost=True)
+            return GpuReading(is_lost=True)
         except nvml.NVMLError as error:
             self._complain(f"{self.names[gpu]} cannot be read: {error}")
-            return Reading()
+            return GpuReading()
 
     def _fields(self, device: Any) -> dict[int, int | None]:
         nvml = self._nvml
@@ -148,12 +148,12 @@ class NvmlDriver:
         for alternatives in (self._link_errors(), self._link_recoveries()):
             # The first counts all links by itself; newer ones do under this scope.
             fields += [(field, _ALL_LINKS if place else 0) for place, ids in enumerate(alternatives) for field in ids]
-        values = self._told(nvml.nvmlDeviceGetFieldValues, device, fields) or ()
-        told = {value.fieldId: _value(value) for value in values}
-        return {field: told.get(field) for field, _ in fields}
+        values = self._optional(nvml.nvmlDeviceGetFieldValues, device, fields) or ()
+        by_id = {value.fieldId: _value(value) for value in values}
+        return {field: by_id.get(field) for field, _ in fields}
 
     def _link_errors(self) -> list[list[int]]:
-        """Fields to be summed, by generation of GPUs: the first that the driver knows counts."""
+        """Return the fields to be summed, by generation of GPUs: the first that the driver knows counts."""
         nvml = self._nvml
         return [
             [
@@ -173,13 +173,13 @@ class NvmlDriver:
         ]
 
     def _ecc(self, device: Any, counter: int, kind: int | None = None) -> Any:
-        """A counter of uncorrectable errors, or of those of `kind`."""
+        """Return a counter of uncorrectable errors, or of those of `kind`."""
         nvml = self._nvml
         kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if kind is None else kind
-        return self._told(nvml.nvmlDeviceGetTotalEccErrors, device, kind, counter)
+        return self._optional(nvml.nvmlDeviceGetTotalEccErrors, device, kind, counter)
 
-    def _told(self, ask: Callable[..., Any], *about: Any) -> Any:
-        """The answer; None where there is none. Raises NVMLError_GpuIsLost."""
+    def _optional(self, ask: Callable[..., Any], *about: Any) -> Any:
+        """Return the answer; None where there is none. Raise NVMLError_GpuIsLost."""
         try:
             return ask(*about)
         except self._nvml.NVMLError_GpuIsLost:
@@ -189,25 +189,25 @@ class NvmlDriver:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def wait(self, timeout_s: float) -> tuple[int, XidSeen] | None:
-        """See Driver."""
+    def wait(self, timeout_s: float) -> tuple[int, XidEvent] | None:
+        """Wait for an event; see Driver."""
         nvml, until_s = self._nvml, time.monotonic() + timeout_s
-        while self._has_events and not self._woken.is_set() and (left_s := until_s - time.monotonic()) > 0:
+        while self._has_events and not self._wakeup.is_set() and (left_s := until_s - time.monotonic()) > 0:
             try:
                 event = nvml.nvmlEventSetWait(self._events, int(1000 * min(left_s, _SLICE_S)) + 1)
             except nvml.NVMLError_Timeout:
                 continue
             except nvml.NVMLError as error:
                 self._complain(f"NVML does not report events: {error}")
-                self._woken.wait(min(left_s, _AGAIN_S))
+                self._wakeup.wait(min(left_s, _AGAIN_S))
                 continue
-            seen = self._seen(event)
-            if seen is not None:
-                return seen
-        self._woken.wait(max(0.0, until_s - time.monotonic()))
+            xid_event = self._xid_event(event)
+            if xid_event is not None:
+                return xid_event
+        self._wakeup.wait(max(0.0, until_s - time.monotonic()))
         return None
 
-    def _seen(self, event: Any) -> tuple[int, XidSeen] | None:
+    def _xid_event(self, event: Any) -> tuple[int, XidEvent] | None:
         address = _address(event.device)
         if event.eventType != self._nvml.nvmlEventTypeXidCriticalError or address not in self._addresses:
             return None
@@ -216,20 +216,20 @@ class NvmlDriver:
             action = _action(self._fields(self._devices[gpu])[self._nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
         except self._nvml.NVMLError:
             action = None
-        return gpu, XidSeen(code=int(event.eventData), action=action)
+        return gpu, XidEvent(code=int(event.eventData), action=action)
 
-    def _complain(self, what: str) -> None:
-        """Each thing once: it would be the same every few seconds."""
-        if what not in self._complaints:
-            self._complaints.add(what)
-            logger.warning("%s", what)
+    def _complain(self, text: str) -> None:
+        """Log each text once: it would be the same every few seconds."""
+        if text not in self._complaints:
+            self._complaints.add(text)
+            logger.warning("%s", text)
 
     def wake(self) -> None:
-        """See Driver."""
-        self._woken.set()
+        """Wake the waiting thread; see Driver."""
+        self._wakeup.set()
 
     def close(self) -> None:
-        """See Driver."""
+        """Close NVML; see Driver."""
         for let_go in (lambda: self._nvml.nvmlEventSetFree(self._events), self._nvml.nvmlShutdown):
             try:
                 let_go()
@@ -238,7 +238,7 @@ class NvmlDriver:
 
 
 def _address(device: Any) -> int | None:
-    """NVML's handle of a device is a pointer to what only NVML knows."""
+    """Return the address in NVML's handle of a device, a pointer whose target only NVML knows."""
     return ctypes.cast(device, ctypes.c_void_p).value
 
 
@@ -253,11 +253,11 @@ def _action(value: int | None) -> RecoveryAction | None:
 
 
 def _first(fields: dict[int, int | None], alternatives: Sequence[Sequence[int]]) -> int | None:
-    """The sum of the first alternative with any value."""
+    """Return the sum of the first alternative with any value."""
     for ids in alternatives:
-        told = [value for field in ids if (value := fields[field]) is not None]
-        if told:
-            return sum(told)
+        values = [value for field in ids if (value := fields[field]) is not None]
+        if values:
+            return sum(values)
     return None
 
 

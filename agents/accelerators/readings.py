@@ -1,27 +1,27 @@
-"""What a driver tells of a GPU: counters and states at one moment, and XID events. Values; None: it does not say."""
+"""The driver's data about a GPU: counters and states at one moment, and XID events. Values; None: unknown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-#: What the driver says that a GPU needs before it can be used again; "other": a newer driver's word.
+#: The action that a GPU needs before it can be used again, by the driver; "other": one of a newer driver.
 RecoveryAction: TypeAlias = Literal["none", "reset", "reboot", "drain", "other"]
 #: Why a GPU runs slower than it could, beyond its normal power management.
 Throttle: TypeAlias = Literal["thermal", "power"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class GpuReading:
     """One look at a GPU. Counts only grow while the driver is loaded; `aggregate` ones survive that.
 
-    `lost`: the driver cannot reach the GPU any more; then nothing else is known.
+    `is_lost`: the driver cannot reach the GPU any more; then nothing else is known.
     `ecc_volatile`, `ecc_aggregate`: uncorrectable errors; `ecc_corrected`: corrected ones, volatile.
     `rows_pending`, `rows_failed`: of row remapping.
     `links_up`: active NVLinks. `link_errors`: their CRC errors and replays. `link_recoveries`: retrainings.
     """
 
-    lost: bool = False
+    is_lost: bool = False
     action: RecoveryAction | None = None
     ecc_volatile: int | None = None
     ecc_aggregate: int | None = None
@@ -35,11 +35,11 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class XidSeen:
-    """The driver has reported a code; `action`: what it says right after it that the GPU needs."""
+class XidEvent:
+    """The driver has reported a code; `action`: the recovery action that it names right after it."""
 
     code: int
     action: RecoveryAction | None = None
 
 
-Sighting: TypeAlias = Reading | XidSeen
+Sighting: TypeAlias = GpuReading | XidEvent

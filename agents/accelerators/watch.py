@@ -1,13 +1,13 @@
-"""Watching a node's accelerators: two threads that may block in the driver, one place that judges what they see.
+"""Watching a node's accelerators: two threads that may block in the driver, one place that judges their sightings.
 
 Rules
 -----
 * One thread waits for events, the other reads all GPUs every POLL_S: a driver that hangs in one does not keep the other
-  from telling, and neither ever holds up the event loop.
-* What they see is judged in the event loop (`diagnosis.py`), in the order in which it comes. An ordered XID comes in by
-  the same door, as if the driver had reported it.
+  from reporting, and neither ever holds up the event loop.
+* Sightings are judged in the event loop (`diagnosis.py`), in the order in which they come. An ordered XID takes the
+  same path, as if the driver had reported it.
 * A driver that does not answer for SILENCE_S is reported once, in the agent's own log.
-* Whatever a driver raises, its thread logs it, the first time, and goes on after a pause: the watch does not end.
+* A thread logs whatever its driver raises, the first time, and goes on after a pause: the watch does not end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from agents.accelerators.diagnosis import Finding, History, diagnose
-from agents.accelerators.driver import Choice, Driver, NoDriver
+from agents.accelerators.diagnosis import GpuFinding, History, diagnose
+from agents.accelerators.driver import Choice, GpuDriver, NoDriver
 from agents.accelerators.fake import FakeDriver
 from agents.accelerators.nvml import NvmlDriver
-from agents.accelerators.readings import Sighting, XidSeen
+from agents.accelerators.readings import Sighting, XidEvent
 from events.vocabulary import WorkerId
 
 logger = logging.getLogger("agents")
@@ -32,10 +32,10 @@ SILENCE_S = 60.0
 _WAIT_S = 60.0
 
 
-def open_driver(choice: Choice, gpus: tuple[str, ...], slots: int) -> Driver | None:
-    """The driver that `choice` asks for; None where nothing is to be watched. `gpus`: by slot (`gpus.py`).
+def open_driver(choice: Choice, gpus: tuple[str, ...], slots: int) -> GpuDriver | None:
+    """Open the driver that `choice` names; return None where nothing is to be watched. `gpus`: by slot (`gpus.py`).
 
-    "auto": NVML where the node has GPUs and NVML works. Raises NoDriver where "nvml" cannot be had.
+    "auto": NVML where the node has GPUs and NVML works. Raise NoDriver where "nvml" is impossible.
     """
     if choice == "fake":
         return FakeDriver([f"fake {name}" for name in gpus or range(slots)])
@@ -51,17 +51,18 @@ def open_driver(choice: Choice, gpus: tuple[str, ...], slots: int) -> Driver | N
 
 
 class AcceleratorWatch:
-    """`workers`: the worker in each slot now. `on_finding(gpu, worker, finding)`: the GPU's name; "" for no worker."""
+    """Watches the node's GPUs. `workers()` returns the worker in each slot now. `on_finding(gpu, worker, finding)`: the
+    GPU's name; "" for no worker."""
 
     def __init__(
         self,
-        driver: Driver,
+        driver: GpuDriver,
         workers: Callable[[], Mapping[int, WorkerId]],
-        on_finding: Callable[[str, str, Finding], None],
+        on_finding: Callable[[str, str, GpuFinding], None],
         *,
         poll_s: float = POLL_S,
     ) -> None:
-        """Begins at once. Needs a running loop."""
+        """Begin at once. Needs a running loop."""
         self._driver = driver
         self._workers = workers
         self._on_finding = on_finding
@@ -82,15 +83,16 @@ class AcceleratorWatch:
         logger.info("accelerators are watched: %s", ", ".join(driver.names))
 
     def report_xid(self, code: int, worker: str) -> str:
-        """Take a code as if the driver had reported it, of the worker's GPU ("": the node's first). Why not, or ""."""
+        """Handle a code as if the driver had reported it, of the worker's GPU ("": the node's first). Return why not,
+        or ""."""
         slots = [slot for slot, name in self._workers().items() if name == worker]
         if worker and not slots:
             return f"xid: no worker {worker} runs here"
-        self._take(self._driver.gpu_of_slot[slots[0]] if slots else 0, XidSeen(code=code))
+        self._take(self._driver.gpu_of_slot[slots[0]] if slots else 0, XidEvent(code=code))
         return ""
 
     async def close(self) -> None:
-        """Stop watching; waits for the threads, but not for a driver that hangs."""
+        """Stop watching; wait for the threads, but not for a driver that hangs."""
         self._closing.set()
         self._timer.cancel()
         self._driver.wake()
@@ -141,13 +143,13 @@ class AcceleratorWatch:
     def _listen(self) -> None:
         while not self._closing.is_set():
             try:
-                seen = self._driver.wait(_WAIT_S)
+                event = self._driver.wait(_WAIT_S)
             except Exception as error:
                 self._complain("wait", error)
                 self._closing.wait(self._poll_s)
                 continue
-            if seen is not None:
-                self._hand_over(*seen)
+            if event is not None:
+                self._hand_over(*event)
 
     def _complain(self, where: str, error: Exception) -> None:
         if where not in self._complained:
@@ -156,5 +158,5 @@ class AcceleratorWatch:
 
     def _hand_over(self, gpu: int, sighting: Sighting) -> None:
         if not self._closing.is_set():
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
                 self._loop.call_soon_threadsafe(self._take, gpu, sighting)

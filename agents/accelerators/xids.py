@@ -1,12 +1,13 @@
-"""What NVIDIA's XID codes mean here: one table (docs/operate/faults.md, "Accelerators", is compared with it).
+"""The meaning of NVIDIA's XID codes: one table (docs/operate/faults.md, "Accelerators", is compared with it).
 
 Rules
 -----
 * Meanings and advice are the vendor's (XID catalogue); the error kind is ours, and its severity the coordinator's.
-* No kind: it is reported, and nothing follows, unless it foretells a failure. Another code, or the process's own end,
+* No kind: it is reported, and nothing follows, unless it foretells a failure. Another code, or the process's own exit,
   reports a symptom's cause.
-* A code that is not in the table is a fault of what ran there (SEV2), with a warning that names it: the code may be
-  informational, so no node is lost over a single one; what is broken comes again, and then it is.
+* A code that is not in the table is a fault of the program that ran there (SEV2), with a warning that names it: the
+  code may be informational, so no node is isolated over a single one; a broken GPU reports it again, and then the node
+  is.
 * The advice decides what may readmit the node (isolation.py): a health check; where it is a reboot, or
   another part, a person or the operator's repair command first.
 * Where the driver itself says what the GPU needs (its recovery action), that counts instead (`diagnosis.py`).
@@ -21,8 +22,8 @@ from events.vocabulary import ErrorKind, RepairNeed
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """`recurring`: one is the program's fault, a second one under another worker is the GPU's. `foretells`: nothing has
-    failed yet."""
+    """A row of the table. `recurring`: one is the program's fault, a second one under another worker is the GPU's.
+    `foretells`: nothing has failed yet."""
 
     codes: tuple[int, ...]
     meaning: str
@@ -33,12 +34,12 @@ class Xid:
 
     @property
     def needs(self) -> RepairNeed:
-        """What the advice asks of the node's keeper, before the GPU is used again."""
+        """The repair that the advice demands, before the GPU is used again."""
         return _NEEDS.get(self.advice, "")
 
 
 _NEEDS: dict[str, RepairNeed] = {"reset the GPU": "reset", "reboot the node": "reboot"}
-#: The driver has changed its mind about what the GPU needs; the code itself says nothing more.
+#: The driver has changed its recovery action for the GPU; the code itself says nothing more.
 RECOVERY_ACTION_CHANGED = 154
 
 XIDS: tuple[Xid, ...] = (
@@ -77,11 +78,11 @@ _BY_CODE = {code: row for row in XIDS for code in row.codes}
 
 
 def xid(code: int) -> Xid:
-    """The row of a code; for one that is not in the table the conservative default."""
+    """Return the row of a code; for one that is not in the table the conservative default."""
     row = _BY_CODE.get(code)
     return row or Xid((code,), "unknown XID", "look it up in the vendor's catalogue", "gpu_fault", True)
 
 
 def is_known(code: int) -> bool:
-    """Whether the table has the code."""
+    """Return whether the table has the code."""
     return code in _BY_CODE

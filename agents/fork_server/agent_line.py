@@ -23,7 +23,7 @@ from agents.protocol.peer_uid import peer_uid
 logger = logging.getLogger("agents.fork_server")
 
 _CHUNK_BYTES = 65536
-#: How often an agent that is away is looked out for: somebody may have unlinked the socket that it will look for.
+#: How often the socket is checked while no agent is connected: somebody may have unlinked it.
 _LOOK_EVERY_S = 1.0
 
 
@@ -41,8 +41,8 @@ class _Agent:
 
 
 class AgentLine:
-    """The connection to the newest agent. `greeting()` gives the messages that a new agent receives first;
-    `obey(message)` carries out one of its own."""
+    """The connection to the newest agent. `greeting()` returns the messages that a new agent receives first;
+    `handle(message)` carries out a message of the agent."""
 
     def __init__(
         self,
@@ -50,53 +50,53 @@ class AgentLine:
         lease_s: float,
         selector: selectors.BaseSelector,
         greeting: Callable[[], Iterable[FromForkServer]],
-        obey: Callable[[ToForkServer], None],
+        handle: Callable[[ToForkServer], None],
     ) -> None:
         self._path = path
         self._lease_s = lease_s
         self._selector = selector
         self._greeting = greeting
-        self._obey = obey
+        self._handle = handle
         self._agent: _Agent | None = None
-        self._lonely_since_s = time.monotonic()
+        self._agentless_since_s = time.monotonic()
         self._listener = listen_unix(path)
         self._bound = BoundPath(path)
 
     def open(self) -> None:
-        """Agents may connect from now on."""
+        """Let agents connect from now on."""
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def due_s(self) -> list[float]:
-        """When to look again, by the monotonic clock; empty: only messages matter."""
+        """Return the times of the next looks, by the monotonic clock; empty: only messages matter."""
         if self._agent is not None:
             return []
-        return [self._lonely_since_s + self._lease_s, time.monotonic() + _LOOK_EVERY_S]
+        return [self._agentless_since_s + self._lease_s, time.monotonic() + _LOOK_EVERY_S]
 
     def look(self) -> None:
-        """Raises Retired when the lease is over without an agent."""
-        if self._agent is None and time.monotonic() - self._lonely_since_s >= self._lease_s:
+        """Raise Retired when the lease is over without an agent."""
+        if self._agent is None and time.monotonic() - self._agentless_since_s >= self._lease_s:
             raise Retired(f"no agent for {self._lease_s:g} s")
         self._stay_bound()
 
-    def say(self, message: FromForkServer) -> None:
-        """To the agent, if there is one."""
+    def send(self, message: FromForkServer) -> None:
+        """Send a message to the agent, if there is one."""
         if self._agent is not None:
             self._agent.outgoing += frame(message)
             self._flush()
 
-    def drop(self, why: str) -> None:
+    def drop(self, reason: str) -> None:
         """End the connection."""
         agent = self._agent
         if agent is None:
             return
-        logger.info("the agent is gone: %s", why)
+        logger.info("the agent is gone: %s", reason)
         self._agent = None
-        self._lonely_since_s = time.monotonic()
+        self._agentless_since_s = time.monotonic()
         self._selector.unregister(agent.connection)
         agent.connection.close()
 
     def close(self) -> None:
-        """In a child, or at the end: all sockets."""
+        """Close all sockets, in a child or at the end."""
         self._listener.close()
         if self._agent is not None:
             self._agent.connection.close()
@@ -116,10 +116,11 @@ class AgentLine:
         self._agent = _Agent(connection, Unframer(ToForkServer), bytearray())
         self._selector.register(connection, selectors.EVENT_READ, self._talk)
         for message in self._greeting():
-            self.say(message)
+            self.send(message)
 
     def _stay_bound(self) -> None:
-        """Without an agent: the next one must find the socket, or the workers end with the lease."""
+        """Bind the socket again where it is lost and no agent is connected: the next agent must find it, or the workers
+        end with the lease."""
         if self._agent is not None or self._bound.holds():
             return
         try:
@@ -146,8 +147,8 @@ class AgentLine:
         except OSError as error:
             self.drop(f"{error.strerror}")
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.outgoing else 0)
-        self._selector.modify(agent.connection, wanted, self._talk)
+        event_mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.outgoing else 0)
+        self._selector.modify(agent.connection, event_mask, self._talk)
 
     def _talk(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -167,6 +168,6 @@ class AgentLine:
             self.drop(f"{error.strerror}")
             return
         for message in messages:
-            self._obey(message)
+            self._handle(message)
         if not data:
             self.drop("the agent closed the connection")

@@ -1,4 +1,4 @@
-"""What a worker is born with."""
+"""The setup of a worker's process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from agents.protocol.messages import Launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
-    """How a worker is born. `output_fd`: its stdout and stderr; `given`: the other descriptors that it keeps. `user`,
-    `cgroup`: what it becomes, and where; None: as its parent. `limits`: by number of resource."""
+class ChildSetup:
+    """The setup of a worker's process. `output_fd`: its stdout and stderr; `inherited_fds`: the other descriptors that
+    it keeps. `user`, `cgroup`: its user and cgroup; None: its parent's. `limits`: by number of resource."""
 
     launch: Launch
     slot: int
     gpus: tuple[str, ...]
     output_fd: int
-    given: tuple[int, ...]
+    inherited_fds: tuple[int, ...]
     parent_pid: int
     user: Identity | None = None
     cgroup: Path | None = None

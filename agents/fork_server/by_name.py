@@ -1,4 +1,4 @@
-"""What a flag names."""
+"""Imports objects that flags name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-def imported(path: str) -> Any:
-    """The object at "package.module:name"."""
+def import_object(path: str) -> Any:
+    """Import and return the object at "package.module:name"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

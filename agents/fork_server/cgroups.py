@@ -1,11 +1,11 @@
-"""A cgroup (v2) for each worker: what it starts cannot leave it, is bounded with it, and ends with it.
+"""A cgroup (v2) for each worker: its processes cannot leave it, are bounded with it, and end with it.
 
 Rules
 -----
 * A worker enters its cgroup before it becomes its user, and a user may not leave it.
-* When the worker has ended, all that is left in its cgroup is killed, whatever session or user it made for itself.
-* What a fork server that was killed has left is killed by the next one, before it serves.
-* Without a directory nothing of this happens: the agent has said so.
+* When the worker has ended, the processes left in its cgroup are killed, whatever session or user they are in.
+* The processes that a killed fork server has left are killed by the next one, before it serves.
+* Without a directory nothing of this happens: that is the agent's choice.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ logger = logging.getLogger("agents.fork_server")
 
 
 class Cgroups:
-    """`place`: the directory for them, None: none are made. `limits`: file of a cgroup -> what is written to it."""
+    """The cgroups of the workers. `place`: the directory for them, None: there are none. `limits`: file of a cgroup ->
+    its content."""
 
     def __init__(self, place: Path | None, limits: Mapping[str, str]) -> None:
         self._place = place
         self._limits = limits
-        #: Of ended workers, with processes that are about to be gone.
+        #: Cgroups of ended workers, with processes that are about to end.
         self._emptying: set[Path] = set()
 
     def sweep(self) -> None:
@@ -34,15 +35,15 @@ class Cgroups:
             return
         try:
             self._place.mkdir(exist_ok=True)
-            left = [directory for directory in self._place.iterdir() if directory.is_dir()]
+            leftovers = [directory for directory in self._place.iterdir() if directory.is_dir()]
         except OSError as error:
             logger.error("no cgroups below %s: %s; no worker starts", self._place, error.strerror)
             return
-        for directory in left:
+        for directory in leftovers:
             self._end(directory)
 
     def make(self, worker: str) -> Path | None:
-        """The worker's, with its limits. Raises OSError."""
+        """Make the worker's cgroup, with its limits. Raise OSError."""
         if self._place is None:
             return None
         directory = self._place / worker
@@ -52,12 +53,12 @@ class Cgroups:
         return directory
 
     def ended(self, worker: str) -> None:
-        """End what the worker has left."""
+        """Kill the processes that the ended worker has left."""
         if self._place is not None:
             self._end(self._place / worker)
 
     def tidy(self) -> None:
-        """Remove those that are empty by now."""
+        """Remove the cgroups that are empty by now."""
         for directory in tuple(self._emptying):
             with contextlib.suppress(OSError):
                 directory.rmdir()
@@ -77,7 +78,7 @@ class Cgroups:
 
 
 def enter(directory: Path, pid: int = 0) -> None:
-    """Move a process there; 0: this one. Raises OSError."""
+    """Move a process into the cgroup; 0: this one. Raise OSError."""
     (directory / "cgroup.procs").write_text(str(pid))
 
 

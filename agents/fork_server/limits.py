@@ -20,7 +20,8 @@ _FILE = re.compile(r"(cpu|hugetlb|io|memory|misc|pids|rdma)(\.[a-z0-9_]+)+")
 
 
 class Limit(NamedTuple):
-    """`resource`: its number, -1 for a cgroup's. `number`: the resource's limit. `value`: what a cgroup's file gets."""
+    """One limit. `resource`: its number, -1 for a cgroup's. `number`: the resource's limit. `value`: the text for a
+    cgroup's file."""
 
     name: str
     value: str
@@ -32,7 +33,7 @@ class Limit(NamedTuple):
 
 
 def parse(text: str) -> Limit:
-    """Of "NAME=VALUE". Raises ValueError."""
+    """Parse "NAME=VALUE". Raise ValueError."""
     name, equals, value = text.partition("=")
     if not equals or not value:
         raise ValueError(f"{text!r} is not NAME=VALUE; give nofile=65536 or memory.max=64G")
@@ -46,7 +47,7 @@ def parse(text: str) -> Limit:
     return Limit(name, value, _RESOURCES[name], number)
 
 
-def beyond(limit: Limit) -> bool:
-    """Whether it is more than this process may give."""
+def exceeds_hard_limit(limit: Limit) -> bool:
+    """Return whether the limit is more than this process may grant."""
     hard = resource.getrlimit(limit.resource)[1]
     return hard != resource.RLIM_INFINITY and (limit.number == resource.RLIM_INFINITY or limit.number > hard)

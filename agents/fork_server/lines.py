@@ -1,4 +1,5 @@
-"""The workers' lines: each asks here for a connection to the agent, and gets one that is its own (protocol/line.py)."""
+"""The workers' lines: each worker asks here for a connection to the agent, and gets one to itself
+(protocol/line.py)."""
 
 from __future__ import annotations
 
@@ -14,59 +15,59 @@ from agents.protocol.messages import Connected
 from agents.protocol.peers import agent_schema
 from events.schemas import TASK_USERS
 
-#: A worker waits longer than this between two tries; what asks more often gets no connection each time.
+#: A worker waits longer than this between two tries; one that asks more often gets no connection each time.
 _PAUSE_S = 0.005
 
 
 @dataclass(slots=True)
 class _Line:
     ours: socket.socket
-    whose: Connected
+    owner: Connected
     granted_s: float = 0.0
 
 
 class Lines:
-    """`agent_socket`: where the agent listens, whichever lives."""
+    """Serves the workers' lines. `agent_socket`: where the agent listens, whichever agent lives."""
 
     def __init__(self, agent_socket: Path, selector: selectors.BaseSelector) -> None:
         self._agent_socket = str(agent_socket)
         self._selector = selector
         self._lines: dict[int, _Line] = {}
 
-    def serve(self, ours: socket.socket, whose: Connected) -> None:
-        """Answer the worker at the other end, until it closes it."""
-        opened = _Line(ours, whose)
+    def serve(self, ours: socket.socket, owner: Connected) -> None:
+        """Answer the worker at the other end, until it closes the line."""
+        opened = _Line(ours, owner)
         self._lines[ours.fileno()] = opened
         self._selector.register(ours, selectors.EVENT_READ, lambda _: self._answer(opened))
 
     def close(self) -> None:
-        """In a child, or at the end: every descriptor."""
-        for one in self._lines.values():
-            one.ours.close()
+        """Close every descriptor, in a child or at the end."""
+        for worker_line in self._lines.values():
+            worker_line.ours.close()
 
-    def _answer(self, one: _Line) -> None:
-        wanted = line.asked(one.ours)
-        if wanted is None:
-            self._selector.unregister(one.ours)
-            del self._lines[one.ours.fileno()]
-            one.ours.close()
-        elif wanted:
+    def _answer(self, worker_line: _Line) -> None:
+        request = line.has_request(worker_line.ours)
+        if request is None:
+            self._selector.unregister(worker_line.ours)
+            del self._lines[worker_line.ours.fileno()]
+            worker_line.ours.close()
+        elif request:
             now_s = time.monotonic()
-            connection = self._connected(one.whose) if now_s >= one.granted_s + _PAUSE_S else None
+            connection = self._connected(worker_line.owner) if now_s >= worker_line.granted_s + _PAUSE_S else None
             if connection is None:
-                line.deny(one.ours)
+                line.deny(worker_line.ours)
                 return
-            one.granted_s = now_s
+            worker_line.granted_s = now_s
             with connection:
-                line.grant(one.ours, connection, agent_schema(self._agent_socket))
+                line.grant(worker_line.ours, connection, agent_schema(self._agent_socket))
 
-    def _connected(self, whose: Connected) -> socket.socket | None:
+    def _connected(self, owner: Connected) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:
             connection.connect(self._agent_socket)
             if agent_schema(self._agent_socket) >= TASK_USERS:  # an older one would not understand it
-                connection.send(frame(whose))
+                connection.send(frame(owner))
         except OSError:  # no agent, or one with more connections waiting than it takes
             connection.close()
             return None

@@ -1,4 +1,4 @@
-"""`python -m agents.fork_server`: its flags. Preloads what is heavy, then serves."""
+"""`python -m agents.fork_server`: its flags. Preloads the heavy modules, then serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from agents.fork_server.by_name import imported
+from agents.fork_server.by_name import import_object
 from agents.fork_server.cgroups import Cgroups
 from agents.fork_server.limits import parse
 from agents.fork_server.server import READY, ForkServer
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
     begun_s = time.monotonic()
     importlib.import_module(options.preload)
-    run, serve_store, sums = imported(options.worker), imported(options.store), imported(options.sum)
+    run, serve_store, sums = import_object(options.worker), import_object(options.store), import_object(options.sum)
     server = ForkServer(
         options.run_dir,
         address=options.address,
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if threads > 1 or threading.active_count() > 1:
         logger.error("the preloaded modules have started %d threads: forked workers may hang", threads - 1)
     gc.collect()
-    gc.freeze()  # what is here stays: collections in children shall not copy its pages
+    gc.freeze()  # these objects stay: collections in children shall not copy their pages
     logger.info("preloaded in %.1f s, serving %s", time.monotonic() - begun_s, options.run_dir)
     server.serve(announce)
     sys.exit(0)

@@ -1,9 +1,9 @@
 """A worker's output on its way to its log: values of its task's secrets are hidden before they come to the disk.
 
-The value may come in two pieces; what could be its beginning waits for more, or for the end of the output.
+The value may come in two pieces; a part that may be its beginning waits for more, or for the end of the output.
 
 A value is read as the task's user: a privileged fork server must not look for a task into files that are closed to it
-(what is hidden would give them away), and one that is not root could not read the user's own.
+(the masked text would give them away), and one that is not root could not read the user's own.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from agents.fork_server.privileges import acting_for
 from agents.fork_server.task_secrets import NoSecret, read_secrets, regular
 from agents.protocol.identity import Identity
 from agents.rotated_log import RotatedLog
-from events.masking import HIDDEN, needles, values_in
+from events.masking import PLACEHOLDER, needles, values_in
 from events.vocabulary import TaskSpec
 
-_HIDDEN = HIDDEN.encode()
+_MASK = PLACEHOLDER.encode()
 
 
 class MaskedLog:
-    """A RotatedLog that these values never come into."""
+    """A RotatedLog without these values: they never reach the disk."""
 
     def __init__(self, log: RotatedLog, values: Iterable[str]) -> None:
         self._log = log
-        self._needles = sorted((one.encode() for one in needles(values)), key=len, reverse=True)
+        self._needles = sorted((needle.encode() for needle in needles(values)), key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, self._needles)))
-        self._held = b""
+        self._rest = b""
 
     @property
     def path(self) -> Path:
-        """See RotatedLog."""
+        """The path of the RotatedLog."""
         return self._log.path
 
     @property
     def lost_bytes(self) -> int:
-        """See RotatedLog."""
+        """The lost bytes of the RotatedLog."""
         return self._log.lost_bytes
 
     def write(self, data: bytes) -> None:
-        """Append, or keep back the part that may be the beginning of a value."""
+        """Append, except for the part that may be the beginning of a value: that waits."""
         if not self._needles:
             self._log.write(data)
             return
-        data, shown, begin = self._held + data, b"", 0
+        data, output, begin = self._rest + data, b"", 0
         while True:
             end = min(_unfinished(needle, data, begin) for needle in self._needles)
-            found = self._pattern.search(data, begin)
-            if found is None or end <= found.start():  # what is unfinished may become a longer value
+            match = self._pattern.search(data, begin)
+            if match is None or end <= match.start():  # the unfinished part may become a longer value
                 break
-            shown += data[begin : found.start()] + _HIDDEN
-            begin = found.end()
-        self._held = data[end:]
-        if shown := shown + data[begin:end]:
-            self._log.write(shown)
+            output += data[begin : match.start()] + _MASK
+            begin = match.end()
+        self._rest = data[end:]
+        if output := output + data[begin:end]:
+            self._log.write(output)
 
     def end(self) -> None:
-        """The output has ended: write what was kept back, and close the file."""
-        held, self._held = self._held, b""
-        if held:
-            self._log.write(self._pattern.sub(_HIDDEN, held))
+        """Write the part that waits, at the end of the output, and close the file."""
+        rest, self._rest = self._rest, b""
+        if rest:
+            self._log.write(self._pattern.sub(_MASK, rest))
         self._log.close()
 
     def close(self) -> None:
@@ -73,26 +73,27 @@ class MaskedLog:
 
 
 def masked_log(path: Path, spec: TaskSpec, user: Identity | None) -> MaskedLog:
-    """The log of a worker of this task, which runs as `user`. Raises OSError where it cannot be opened."""
+    """Open the log of a worker of this task, which runs as `user`. Raise OSError where that is impossible."""
     return MaskedLog(RotatedLog(path), values_of(spec, user))
 
 
 def values_of(spec: TaskSpec, user: Identity | None, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The secrets of a task's workers on this node: those it names, and those in its `env` that look like some.
+    """Return the secrets of a task's workers on this node: those it names, and those in its `env` that look like some.
 
-    One that cannot be read is left out: the worker says so, and ends.
+    A secret that cannot be read is left out: the worker reports that, and ends.
     """
-    found = values_in(spec.env)
+    values = values_in(spec.env)
     if spec.secrets:
         with acting_for(user):
             for name, source in spec.secrets.items():
                 with contextlib.suppress(NoSecret):  # a pipe would hold the fork server up, and give its value but once
-                    found += read_secrets({name: source}, environ, regular).values()
-    return found
+                    values += read_secrets({name: source}, environ, regular).values()
+    return values
 
 
 def _unfinished(needle: bytes, data: bytes, begin: int) -> int:
-    """Where the end of `data`, from `begin` on, starts that begins the needle and is not all of it; else its length."""
+    """Return where the end of `data`, from `begin` on, starts that begins the needle and is not all of it; else its
+    length."""
     place = data.find(needle[:1], max(begin, len(data) - len(needle) + 1))
     while place >= 0:
         if needle.startswith(data[place:]):

@@ -1,4 +1,4 @@
-"""Whether the kernel's OOM killer ended a process: three witnesses, from the most exact to the vaguest.
+"""Finds out whether the kernel's OOM killer ended a process: three witnesses, from the most exact to the vaguest.
 
 Rules
 -----
@@ -8,8 +8,8 @@ Rules
   One that has not grown is a "no" for a process that stayed there: the kernel counts before it kills.
 * The machine's counter (/proc/vmstat): if it stands still, no process was OOM-killed. If it has grown, or cannot
   be read, the answer is "maybe".
-* Read once at a process's birth and once at its death by SIGKILL; never in between. Exit code 137 is how a shell tells
-  of a child's SIGKILL: the same is asked then.
+* Read once at a process's fork and once at its death by SIGKILL; never in between. Exit code 137 is how a shell reports
+  a child's SIGKILL: it is judged in the same way.
 """
 
 from __future__ import annotations
@@ -24,54 +24,55 @@ from agents.protocol.messages import OomKill
 
 _KERNEL_LOG = Path("/dev/kmsg")
 _KILLED = re.compile(rb"Killed process (\d+)\b")
-#: How a shell tells that a child was ended by SIGKILL: 128 and the signal's number.
+#: How a shell reports that SIGKILL ended a child: 128 and the signal's number.
 EXIT_OF_A_KILLED_CHILD = 137
 _RECORD_BYTES = 8192
 _NAMED_MAX = 1024
 
 
 class OomWitness:
-    """`born` for every process that may be asked about, then `ended` for those that SIGKILL ended."""
+    """Judges kills: `track` for every process that may be asked about, then `ended` for those that SIGKILL ended."""
 
     def __init__(self, kernel_log: Path = _KERNEL_LOG, proc: Path = PROC) -> None:
         self._proc = proc
         self._log_fd = _opened_at_its_end(kernel_log)
-        self._named: dict[int, None] = {}
+        self._log_pids: dict[int, None] = {}
         self._counters: dict[int, Path] = {}
-        #: Those whose cgroup is the one that they were born in.
+        #: Processes that are still in the cgroup in which they were forked.
         self._staying: set[int] = set()
         #: Per counter, the kills that have been explained.
-        self._known: dict[Path, int] = {}
+        self._explained: dict[Path, int] = {}
         self._machine = self._machine_kills()
 
-    def born(self, pid: int, *, stays: bool = True) -> None:
-        """The process has just been forked: it is in its parent's memory cgroup, and `stays` there or does not."""
+    def track(self, pid: int, *, stays: bool = True) -> None:
+        """Track a process that has just been forked: it is in its parent's memory cgroup, and `stays` there or does
+        not."""
         counter = self._counter_of(pid)
         if counter is not None:
             if stays:
                 self._staying.add(pid)
             self._counters[pid] = counter
-            if counter not in self._known:
-                self._known[counter] = oom_kills(counter) or 0
+            if counter not in self._explained:
+                self._explained[counter] = oom_kills(counter) or 0
 
     def forget(self, pid: int) -> None:
-        """The process has ended otherwise than by SIGKILL."""
+        """Stop tracking the process: it has ended otherwise than by SIGKILL."""
         self._counters.pop(pid, None)
         self._staying.discard(pid)
 
     def ended(self, pid: int) -> OomKill:
-        """A SIGKILL that unicron did not send has ended the process: was it the kernel's?"""
+        """Judge whether the kernel's OOM killer sent the SIGKILL that ended the process, which unicron did not send."""
         counter = self._counters.pop(pid, None)
         before, self._machine = self._machine, self._machine_kills()
         kills = oom_kills(counter) if counter is not None else None
         stayed = pid in self._staying
         self.forget(pid)
-        counted = counter is not None and kills is not None and kills > self._known[counter]
-        if counted and counter is not None:
-            self._known[counter] += 1
+        is_counted = counter is not None and kills is not None and kills > self._explained[counter]
+        if is_counted and counter is not None:
+            self._explained[counter] += 1
         self._read_log()
-        if pid in self._named or counted:
-            self._named.pop(pid, None)
+        if pid in self._log_pids or is_counted:
+            self._log_pids.pop(pid, None)
             return "yes"
         if (before is not None and self._machine == before) or (stayed and kills is not None):
             return "no"
@@ -106,9 +107,9 @@ class OomWitness:
             if not record:
                 return
             for number in _KILLED.findall(record):
-                self._named[int(number)] = None
-                if len(self._named) > _NAMED_MAX:
-                    del self._named[next(iter(self._named))]
+                self._log_pids[int(number)] = None
+                if len(self._log_pids) > _NAMED_MAX:
+                    del self._log_pids[next(iter(self._log_pids))]
 
 
 def _opened_at_its_end(log: Path) -> int:

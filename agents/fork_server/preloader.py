@@ -1,11 +1,11 @@
-"""`python -m agents.fork_server.preloader`: a process of a task's own, which has imported what the task names.
+"""`python -m agents.fork_server.preloader`: a process for one task, which has imported the modules that the task names.
 
 Rules
 -----
-* It runs as the task's user, in the task's directory and environment: the fork server never imports what a task brings.
+* It runs as the task's user, in the task's directory and environment: the fork server never imports a task's modules.
 * It is a fresh interpreter: a checkout with another Megatron-core than this node's is imported in its place.
 * For each worker it forks twice: the worker's parent ends at once, and the fork server, which adopts orphans, is its
-  parent from then on, as of all workers. The worker says so itself, so that the kernel vouches for its pid
+  parent from then on, as of all workers. The worker itself reports that, so that the kernel vouches for its pid
   (SCM_CREDENTIALS), and waits until the fork server knows it.
 * It ends with the fork server, or when that closes the socket.
 """
@@ -25,23 +25,23 @@ from typing import NoReturn
 
 import msgspec
 
-from agents.fork_server.birth import Birth
-from agents.fork_server.by_name import imported
+from agents.fork_server.birth import ChildSetup
+from agents.fork_server.by_name import import_object
 from agents.fork_server.worker_process import become_worker
 from agents.prctl import die_with_parent
 from agents.protocol.messages import Launch
 
-#: What is said on the socket, beside orders.
-READY, BORN = b"ready", b"born"
+#: The messages on the socket, beside orders.
+READY, FORKED = b"ready", b"born"
 #: A Launch holds a task of 64 KiB at most.
 ORDER_BYTES_MAX = 192 * 1024
 _GO = b"g"
 _ADOPTED_WITHIN_S = 10.0
 
 
-class Order(msgspec.Struct, frozen=True):
-    """A worker to be born. Its descriptors come beside: output, go, and those that it keeps, in `Birth.given`'s order
-    (line, mark, and memory where there is one)."""
+class ForkOrder(msgspec.Struct, frozen=True):
+    """An order to fork a worker. Its descriptors come beside: output, go, and those that it keeps, in the order of
+    `ChildSetup.inherited_fds` (line, mark, and memory where there is one)."""
 
     launch: Launch
     slot: int
@@ -49,12 +49,12 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def go(fd: int) -> None:
-    """The worker at the other end of the pipe may begin."""
+    """Let the worker at the other end of the pipe begin."""
     os.write(fd, _GO)
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Import, then give birth to workers until the socket is closed. `arguments`: see preloaders.py."""
+    """Import the modules, then fork workers until the socket is closed. `arguments`: see preloaders.py."""
     fd, parent, preload, worker, *modules = arguments
     control = socket.socket(fileno=int(fd))
     die_with_parent(int(parent))
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> NoReturn:
         sys.path.insert(0, str(Path.cwd()))
         for name in (preload, *modules):
             importlib.import_module(name)
-        run = imported(worker)
+        run = import_object(worker)
     except BaseException as error:
         traceback.print_exc()
         control.send(f"{type(error).__name__}: {error}".encode()[:1024])
@@ -74,12 +74,14 @@ def main(arguments: list[str]) -> NoReturn:
         body, fds, _, _ = socket.recv_fds(control, ORDER_BYTES_MAX, 8)
         if not body:
             sys.exit(0)
-        _bear(control, msgspec.msgpack.decode(body, type=Order), fds, int(parent), run)
-        for one in fds:
-            os.close(one)
+        _fork_worker(control, msgspec.msgpack.decode(body, type=ForkOrder), fds, int(parent), run)
+        for received_fd in fds:
+            os.close(received_fd)
 
 
-def _bear(control: socket.socket, order: Order, fds: list[int], parent: int, run: Callable[[Launch], object]) -> None:
+def _fork_worker(
+    control: socket.socket, order: ForkOrder, fds: list[int], parent: int, run: Callable[[Launch], object]
+) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     between = os.fork()
@@ -94,7 +96,7 @@ def _bear(control: socket.socket, order: Order, fds: list[int], parent: int, run
             time.sleep(0.0005)
         os.setsid()
         die_with_parent(parent)
-        control.send(BORN)
+        control.send(FORKED)
         output_fd, go_fd, line_fd, mark_fd, *memory = fds
         if os.read(go_fd, 1) != _GO:
             os._exit(1)
@@ -104,15 +106,15 @@ def _bear(control: socket.socket, order: Order, fds: list[int], parent: int, run
             mark=f"/proc/self/fd/{mark_fd}",
             memory=f"/proc/self/fd/{memory[0]}" if memory else "",
         )
-        birth = Birth(
+        setup = ChildSetup(
             launch=launch,
             slot=order.slot,
             gpus=order.gpus,
             output_fd=output_fd,
-            given=(line_fd, mark_fd, *memory),
+            inherited_fds=(line_fd, mark_fd, *memory),
             parent_pid=parent,
         )
-        become_worker(birth, run)
+        become_worker(setup, run)
     finally:
         os._exit(1)
 

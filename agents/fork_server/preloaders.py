@@ -2,12 +2,12 @@
 
 Rules
 -----
-* A worker of such a task waits until its preloader is ready, and is born of that.
-* A preloader that fails takes the births that wait with it: each says why, and the next start tries again. Where one
-  that was ready is gone, another takes them over, once: a worker that was not told to begin never does.
-* What it says is a user's word: pids are the kernel's, and only of processes that are the fork server's children by
-  then. It cannot make the fork server wait.
-* It is kept for as long as its task keeps states here, and `MOST` at a time; another environment makes another one.
+* A worker of such a task waits until its preloader is ready, and is forked by it.
+* When a preloader fails, the forks that wait for it fail: each reports why, and the next start tries again. Where one
+  that was ready has ended, another takes them over, once: a worker without the order to begin never begins.
+* Its messages are a user's and not trusted: pids come from the kernel, and only of processes that are the fork server's
+  children by then. It cannot make the fork server wait.
+* It lives for as long as its task has states here, and `MOST` at a time; another environment makes another one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 
 import msgspec
 
-from agents.fork_server.birth import Birth
+from agents.fork_server.birth import ChildSetup
 from agents.fork_server.cgroups import Cgroups, enter
-from agents.fork_server.preloader import BORN, ORDER_BYTES_MAX, READY, Order, go
+from agents.fork_server.preloader import FORKED, ORDER_BYTES_MAX, READY, ForkOrder, go
 from agents.fork_server.privileges import StillPrivileged, become
 from agents.fork_server.task_secrets import NoSecret
 from agents.fork_server.worker_process import NoDirectory, keep_only, redirect, settle
@@ -39,11 +39,11 @@ _UCRED = struct.Struct("3i")
 
 
 @dataclass(slots=True)
-class Waiting:
-    """A birth under way. `born(pid)` is called when the process is there, and knows nothing before `born` returns;
-    `failed(reason)` in its place. `fds`: copies of the birth's descriptors, closed afterwards."""
+class PendingFork:
+    """A fork under way. `born(pid)` is called when the process exists, which does nothing before `born` returns;
+    `failed(reason)` in its place. `fds`: copies of the setup's descriptors, closed afterwards."""
 
-    birth: Birth
+    setup: ChildSetup
     fds: list[int]
     born: Callable[[int], None]
     failed: Callable[[str], None]
@@ -61,15 +61,15 @@ class _Preloader:
     cgroup: str
     log: Path
     is_ready: bool = False
-    #: Not ordered yet; ordered, in this order.
-    waiting: deque[Waiting] = field(default_factory=deque)
-    ordered: deque[Waiting] = field(default_factory=deque)
+    #: Forks that are not ordered yet; those that are, in this order.
+    waiting: deque[PendingFork] = field(default_factory=deque)
+    ordered: deque[PendingFork] = field(default_factory=deque)
 
 
 class Preloaders:
-    """`fork(child)`: gives the pid. `preload`, `worker`: names of a module and of a function, as the fork server has
-    them. `taken(pid)`: whether it is a worker's already. `output(birth, log)`: a descriptor for what goes there,
-    as a worker's of that birth does."""
+    """The preloaders of the node's tasks. `fork(child)` returns the pid. `preload`, `worker`: names of a module and of
+    a function, as the fork server has them. `is_worker(pid)`: whether it is a worker's already. `output(setup, log)`
+    returns a descriptor whose output goes to that log, masked as the worker's output."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class Preloaders:
         selector: selectors.BaseSelector,
         preload: str,
         worker: str,
-        taken: Callable[[int], bool],
+        is_worker: Callable[[int], bool],
         cgroups: Cgroups,
-        output: Callable[[Birth, Path], int],
+        output: Callable[[ChildSetup, Path], int],
     ) -> None:
         self._output = output
-        self._taken = taken
+        self._is_worker = is_worker
         self._cgroups = cgroups
-        self._made = 0
+        self._count = 0
         self._fork = fork
         self._selector = selector
         self._preload = preload
@@ -94,43 +94,43 @@ class Preloaders:
         self._by_pid: dict[int, _Preloader] = {}
 
     def has(self, pid: int) -> bool:
-        """Whether `pid` is a preloader's."""
+        """Return whether `pid` is a preloader's."""
         return pid in self._by_pid
 
-    def bear(self, waiting: Waiting, log: Path) -> None:
-        """Have the worker born of its task's preloader, now or when that is ready. `log`: the preloader's. Raises
-        OSError."""
-        birth = waiting.birth
-        task, key = birth.launch.task, _key(birth)
-        there = self._by_task.get(task)
-        if there is not None and there.key != key:
-            self._end(there, "the task has another environment by now")
-            there = None
-        if there is None:
-            there = self._start(birth, key, log)
-        there.waiting.append(waiting)
-        if there.is_ready:
-            self._order(there)
+    def fork_worker(self, waiting: PendingFork, log: Path) -> None:
+        """Have the task's preloader fork the worker, now or when it is ready. `log`: the preloader's. Raise OSError."""
+        setup = waiting.setup
+        task, key = setup.launch.task, _key(setup)
+        preloader = self._by_task.get(task)
+        if preloader is not None and preloader.key != key:
+            self._end(preloader, "the task has another environment by now")
+            preloader = None
+        if preloader is None:
+            preloader = self._start(setup, key, log)
+        preloader.waiting.append(waiting)
+        if preloader.is_ready:
+            self._order(preloader)
 
     def forget(self, task: str) -> None:
-        """End the task's; all where it is ""."""
-        for one in list(self._by_task.values()):
-            if task in ("", one.task):
-                self._end(one, "the task has ended here")
+        """End the task's preloader; all where `task` is ""."""
+        for preloader in list(self._by_task.values()):
+            if task in ("", preloader.task):
+                self._end(preloader, "the task has ended here")
 
     def ended(self, pid: int) -> None:
-        """Its process has ended and was waited for. What it said before may not have been read yet."""
-        one = self._by_pid.pop(pid)
-        self._cgroups.ended(one.cgroup)
-        while self._hear(one):
+        """Handle the end of a preloader's process that has been waited for. Its last messages may not have been read
+        yet."""
+        preloader = self._by_pid.pop(pid)
+        self._cgroups.ended(preloader.cgroup)
+        while self._receive(preloader):
             pass
-        self._end(one, _complaint(b""))
+        self._end(preloader, _complaint(b""))
 
     def close(self) -> None:
-        """In a child, or at the end: every descriptor."""
-        for one in self._by_task.values():
-            one.control.close()
-            for waiting in (*one.waiting, *one.ordered):
+        """Close every descriptor, in a child or at the end."""
+        for preloader in self._by_task.values():
+            preloader.control.close()
+            for waiting in (*preloader.waiting, *preloader.ordered):
                 for fd in (*waiting.fds, waiting.go_fd):
                     with contextlib.suppress(OSError):
                         os.close(fd)
@@ -138,9 +138,9 @@ class Preloaders:
     # --- inside ----------------------------------------------------------------------------------
 
     def _has(self, pid: int) -> bool:
-        return pid in self._by_pid or self._taken(pid)
+        return pid in self._by_pid or self._is_worker(pid)
 
-    def _start(self, birth: Birth, key: bytes, log: Path) -> _Preloader:
+    def _start(self, setup: ChildSetup, key: bytes, log: Path) -> _Preloader:
         for old in list(self._by_task.values())[: max(0, len(self._by_task) - MOST + 1)]:
             self._end(old, "more tasks have modules to import than this node keeps")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -149,128 +149,132 @@ class Preloaders:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * ORDER_BYTES_MAX)
         command = [sys.executable, "-P", "-m", "agents.fork_server.preloader", str(theirs.fileno()), str(self._pid)]
-        command += [self._preload, self._worker, *birth.launch.spec.preload]
-        self._made += 1
-        name = f"{birth.launch.task}.preload{self._made}"
+        command += [self._preload, self._worker, *setup.launch.spec.preload]
+        self._count += 1
+        name = f"{setup.launch.task}.preload{self._count}"
         with theirs, contextlib.ExitStack() as opened:
             opened.callback(ours.close)
-            output_fd = self._output(birth, log)
+            output_fd = self._output(setup, log)
             try:
                 cgroup = self._cgroups.make(name)
-                process = replace(birth, gpus=(), output_fd=output_fd, given=(theirs.fileno(),), cgroup=cgroup)
+                process = replace(setup, gpus=(), output_fd=output_fd, inherited_fds=(theirs.fileno(),), cgroup=cgroup)
                 pid = self._fork(lambda: _become_preloader(process, command))
             finally:
                 os.close(output_fd)
             opened.pop_all()
-        made = _Preloader(birth.launch.task, key, pid, birth.user.uid if birth.user else os.getuid(), ours, name, log)
-        self._by_task[made.task] = self._by_pid[pid] = made
-        self._selector.register(ours, selectors.EVENT_READ, lambda _: self._hear(made))
-        return made
+        preloader = _Preloader(
+            setup.launch.task, key, pid, setup.user.uid if setup.user else os.getuid(), ours, name, log
+        )
+        self._by_task[preloader.task] = self._by_pid[pid] = preloader
+        self._selector.register(ours, selectors.EVENT_READ, lambda _: self._receive(preloader))
+        return preloader
 
-    def _order(self, one: _Preloader) -> None:
-        while one.waiting:
-            waiting = one.waiting[0]
-            birth = waiting.birth
+    def _order(self, preloader: _Preloader) -> None:
+        while preloader.waiting:
+            waiting = preloader.waiting[0]
+            setup = waiting.setup
             read_fd, waiting.go_fd = os.pipe2(os.O_CLOEXEC)
-            body = msgspec.msgpack.encode(Order(birth.launch, birth.slot, birth.gpus))
+            body = msgspec.msgpack.encode(ForkOrder(setup.launch, setup.slot, setup.gpus))
             try:
-                output_fd, *kept = waiting.fds
-                socket.send_fds(one.control, [body], [output_fd, read_fd, *kept])
+                output_fd, *other_fds = waiting.fds
+                socket.send_fds(preloader.control, [body], [output_fd, read_fd, *other_fds])
             except OSError as error:
                 os.close(waiting.go_fd)
                 waiting.go_fd = -1
-                if not isinstance(error, BlockingIOError):  # else more at its next word
-                    self._end(one, _complaint(b""))
+                if not isinstance(error, BlockingIOError):  # else more at its next message
+                    self._end(preloader, _complaint(b""))
                 return
             finally:
                 os.close(read_fd)
-            one.ordered.append(one.waiting.popleft())
+            preloader.ordered.append(preloader.waiting.popleft())
 
-    def _hear(self, one: _Preloader) -> bool:
-        """Read one word of it; whether there may be more."""
+    def _receive(self, preloader: _Preloader) -> bool:
+        """Read one message of the preloader; return whether there may be more."""
         try:
-            said, ancillary, _, _ = one.control.recvmsg(2048, socket.CMSG_SPACE(_UCRED.size))
+            message, ancillary, _, _ = preloader.control.recvmsg(2048, socket.CMSG_SPACE(_UCRED.size))
         except BlockingIOError:
             return False
         except OSError:
-            said, ancillary = b"", []
+            message, ancillary = b"", []
         pid = next((_UCRED.unpack(data)[0] for _, kind, data in ancillary if kind == socket.SCM_CREDENTIALS), 0)
-        if said == READY and not one.is_ready:
-            one.is_ready = True
-        elif said == BORN and one.ordered and _is_child(pid, self._pid, one.uid) and not self._has(pid):
-            waiting = one.ordered.popleft()
+        if message == READY and not preloader.is_ready:
+            preloader.is_ready = True
+        elif (
+            message == FORKED and preloader.ordered and _is_child(pid, self._pid, preloader.uid) and not self._has(pid)
+        ):
+            waiting = preloader.ordered.popleft()
             waiting.born(pid)
             with contextlib.suppress(OSError):
                 go(waiting.go_fd)
             _release(waiting)
         else:
-            self._end(one, _complaint(said))
+            self._end(preloader, _complaint(message))
             return False
-        self._order(one)
+        self._order(preloader)
         return True
 
-    def _end(self, one: _Preloader, why: str) -> None:
-        if self._by_task.get(one.task) is one:
-            del self._by_task[one.task]
-        if one.control.fileno() >= 0:
-            self._selector.unregister(one.control)
-            one.control.close()
-        if one.pid in self._by_pid:  # not waited for: its pid is its own
+    def _end(self, preloader: _Preloader, reason: str) -> None:
+        if self._by_task.get(preloader.task) is preloader:
+            del self._by_task[preloader.task]
+        if preloader.control.fileno() >= 0:
+            self._selector.unregister(preloader.control)
+            preloader.control.close()
+        if preloader.pid in self._by_pid:  # not waited for: the pid is still its own
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
-        births = (*one.ordered, *one.waiting)
-        one.waiting.clear()
-        one.ordered.clear()
-        for birth in births:
-            if one.is_ready and not birth.is_second:
-                self._again(birth, one.log)
+                os.kill(preloader.pid, signal.SIGKILL)
+        forks = (*preloader.ordered, *preloader.waiting)
+        preloader.waiting.clear()
+        preloader.ordered.clear()
+        for waiting in forks:
+            if preloader.is_ready and not waiting.is_second:
+                self._retry(waiting, preloader.log)
             else:
-                birth.failed(f"preload: {why}"[:1024])
-                _release(birth)
+                waiting.failed(f"preload: {reason}"[:1024])
+                _release(waiting)
 
-    def _again(self, birth: Waiting, log: Path) -> None:
-        birth.is_second = True
-        if birth.go_fd >= 0:
-            os.close(birth.go_fd)
-            birth.go_fd = -1
+    def _retry(self, waiting: PendingFork, log: Path) -> None:
+        waiting.is_second = True
+        if waiting.go_fd >= 0:
+            os.close(waiting.go_fd)
+            waiting.go_fd = -1
         try:
-            self.bear(birth, log)
+            self.fork_worker(waiting, log)
         except OSError as error:
-            birth.failed(f"preload: {error.strerror}"[:1024])
-            _release(birth)
+            waiting.failed(f"preload: {error.strerror}"[:1024])
+            _release(waiting)
 
 
-def _become_preloader(birth: Birth, command: list[str]) -> None:
-    """In the child: everything that a worker becomes, and then a fresh interpreter."""
-    keep_only({0, 1, 2, birth.output_fd, *birth.given})
-    redirect(birth.output_fd, birth.user)
+def _become_preloader(setup: ChildSetup, command: list[str]) -> None:
+    """Become the preloader, in the child: apply a worker's setup, then start a fresh interpreter."""
+    keep_only({0, 1, 2, setup.output_fd, *setup.inherited_fds})
+    redirect(setup.output_fd, setup.user)
     try:
-        if birth.cgroup is not None:
-            enter(birth.cgroup)
-        if birth.user is not None:
-            become(birth.user, birth.limits, birth.parent_pid)
-        settle(birth)
-        os.set_inheritable(birth.given[0], True)
+        if setup.cgroup is not None:
+            enter(setup.cgroup)
+        if setup.user is not None:
+            become(setup.user, setup.limits, setup.parent_pid)
+        settle(setup)
+        os.set_inheritable(setup.inherited_fds[0], True)
         os.execv(command[0], command)
     except (NoDirectory, NoSecret, OSError, StillPrivileged) as error:
         print(error, flush=True)
-        os.write(birth.given[0], str(error).encode()[:1024])
+        os.write(setup.inherited_fds[0], str(error).encode()[:1024])
 
 
-def _complaint(said: bytes) -> str:
-    if not said:
+def _complaint(message: bytes) -> str:
+    if not message:
         return "the process that imports its modules has ended"
-    if said in (READY, BORN):
+    if message in (READY, FORKED):
         return "the process that imports its modules says what is not so"
-    return f"it cannot be imported: {said.decode(errors='replace')}"
+    return f"it cannot be imported: {message.decode(errors='replace')}"
 
 
-def _key(birth: Birth) -> bytes:
-    spec = birth.launch.spec
-    return msgspec.msgpack.encode([birth.user, spec.cwd, spec.preload, sorted(spec.env.items()), spec.secrets])
+def _key(setup: ChildSetup) -> bytes:
+    spec = setup.launch.spec
+    return msgspec.msgpack.encode([setup.user, spec.cwd, spec.preload, sorted(spec.env.items()), spec.secrets])
 
 
-def _release(waiting: Waiting) -> None:
+def _release(waiting: PendingFork) -> None:
     for fd in (*waiting.fds, waiting.go_fd):
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -278,10 +282,11 @@ def _release(waiting: Waiting) -> None:
 
 
 def _is_child(pid: int, parent: int, uid: int) -> bool:
-    """Whether the process is `parent`'s child and `uid`'s: nothing else may be signalled in a worker's name."""
+    """Return whether the process is `parent`'s child and `uid`'s: no other process may be signalled in a worker's
+    name."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text("ascii").splitlines()
     except OSError:
         return False
-    told = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    return told.get("PPid") == [str(parent)] and told.get("Uid", [""])[0] == str(uid)
+    fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    return fields.get("PPid") == [str(parent)] and fields.get("Uid", [""])[0] == str(uid)

@@ -3,11 +3,11 @@
 Rules
 -----
 * Limits come first, while they may still be set; then groups, group, user, and at last every capability.
-* The order is checked, not believed: a child that still has anything of the fork server's ends.
-* A change of user makes the kernel forget that the child dies with its parent: that is asked for again.
-* What the fork server itself reads for a task, it reads with the rights of the task's user (`acting_for`).
+* The outcome is verified: a child that still has a privilege of the fork server ends.
+* A change of user makes the kernel forget that the child dies with its parent: that is requested again.
+* The fork server itself reads a task's files with the rights of the task's user (`acting_for`).
 
-`agents/users.py` says who may be run as; `cgroups.py` puts the child into its cgroup, before this.
+`agents/users.py` decides as which users tasks may run; `cgroups.py` puts the child into its cgroup, before this.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from agents.protocol.identity import Identity
 
 
 class StillPrivileged(Exception):
-    """The child could not become its user; it must not go on. The text says what is left."""
+    """The child could not become its user; it must not go on. The text says which privilege is left."""
 
 
 def become(user: Identity, limits: Mapping[int, int], parent_pid: int) -> None:
     """Turn this process into one of `user`'s, for good. `limits`: by number of resource (resource.RLIMIT_NOFILE).
 
-    Raises StillPrivileged.
+    Raise StillPrivileged.
     """
     try:
         for number, value in limits.items():
@@ -50,9 +50,9 @@ def become(user: Identity, limits: Mapping[int, int], parent_pid: int) -> None:
 
 @contextmanager
 def acting_for(user: Identity | None) -> Iterator[None]:
-    """Files are opened with the rights of `user` meanwhile, not with this process's; None: with this one's.
+    """Open files with the rights of `user` inside the block, not with this process's; None: with this process's.
 
-    The real and the saved user stay, so that `user` can neither signal nor trace this process. Raises OSError.
+    The real and the saved user stay, so that `user` can neither signal nor trace this process. Raise OSError.
     """
     with ExitStack() as back:
         if user is not None:
@@ -67,5 +67,5 @@ def acting_for(user: Identity | None) -> Iterator[None]:
 
 
 def personal(user: Identity) -> dict[str, str]:
-    """The variables that name a user."""
+    """Return the variables that name a user."""
     return {"HOME": user.home, "USER": user.name, "LOGNAME": user.name}

@@ -10,12 +10,12 @@ Rules
   kernel kills them (PR_SET_PDEATHSIG): no worker runs on unattended.
 * It outlives the agent and serves the newest connection alone. A new agent receives the exits that no agent has
   acknowledged, then the inventory. Without an agent for the lease time it kills all and ends: another node may
-  have been given its work by then (self-fencing).
-* What a dead worker left in its process group is killed with it.
+  have its work by then (self-fencing).
+* The processes that a dead worker has left in its process group are killed with it.
 * A Spawn for a worker that lives is answered again and not done again.
-* Where it has the privilege to run workers as other users, it imports nothing of a task's: what a task brings with it
-  is imported by the worker, or by a preloader of the task's own (preloaders.py), after the drop (privileges.py), and
-  nothing that listens to others keeps the privilege.
+* Where it has the privilege to run workers as other users, it imports no task's modules: these are imported by the
+  worker, or by the task's own preloader (preloaders.py), after the drop (privileges.py), and no process that listens to
+  others keeps the privilege.
 
 What does not live here: workers (workers.py), their memory (memories.py), the store (store.py), the line to the agent
 (agent_line.py), the flags (main.py).
@@ -37,18 +37,18 @@ from pathlib import Path
 
 from agents.fork_server.agent_line import AgentLine, Retired
 from agents.fork_server.memories import Memories
-from agents.fork_server.store import Store
+from agents.fork_server.store import StoreProcess
 from agents.fork_server.worker_process import HANDLED_SIGNALS, detach
 from agents.fork_server.workers import Separation, Workers
 from agents.prctl import adopt_orphans, drop_capabilities, gain_nothing
 from agents.protocol.messages import (
     ExitedAck,
-    Forget,
     FromForkServer,
     Inventory,
-    Keep,
     Kill,
     Launch,
+    ReleaseMemory,
+    ReserveMemory,
     Retire,
     Spawn,
     ToForkServer,
@@ -61,7 +61,7 @@ logger = logging.getLogger("agents.fork_server")
 
 #: Another fork server holds the run directory.
 EXIT_OCCUPIED = 3
-#: Said on --ready-fd once agents may connect.
+#: Written to --ready-fd once agents may connect.
 READY = b"ready\n"
 _END_TIMEOUT_S = 5.0
 
@@ -94,15 +94,15 @@ class ForkServer:
         except OSError:
             os.close(self._lock_fd)
             raise SystemExit(EXIT_OCCUPIED) from None
-        self._store = Store(address, serve_store, self._fork_unprivileged)
+        self._store = StoreProcess(address, serve_store, self._fork_unprivileged)
         self._sums = sums
-        self._line = AgentLine(self._socket_path, lease_s, self._selector, self._greeting, self._obey)
-        self._memories = Memories(memory_max_bytes, self._line.say)
+        self._line = AgentLine(self._socket_path, lease_s, self._selector, self._greeting, self._handle)
+        self._memories = Memories(memory_max_bytes, self._line.send)
         self._separates = separation is not None and separation.users
         self._workers = Workers(
             run,
             self._fork_worker,
-            self._line.say,
+            self._line.send,
             self._selector,
             self._memories,
             run_dir,
@@ -116,21 +116,21 @@ class ForkServer:
     # --- the loop --------------------------------------------------------------------------------
 
     def serve(self, on_ready: Callable[[], None]) -> None:
-        """Serve until retired; then all children are gone. `on_ready`: agents may connect now."""
+        """Serve until retired; all children have ended then. `on_ready` is called when agents may connect."""
         adopt_orphans()
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # the wake-up is all that is wanted
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only the wake-up matters
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wakeup)
         self._workers.sweep()
         self._line.open()
-        on_ready()  # before the first fork: no child shall hold what it writes to
+        on_ready()  # before the first fork: no child shall hold the descriptor that it writes to
         self._store.start()
         try:
             while True:
                 for key, events in self._selector.select(self._timeout_s()):
-                    # A callback may have closed what comes later in the same batch.
+                    # A callback may have closed a descriptor that comes later in the same batch.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
                 self._line.look()
@@ -141,7 +141,7 @@ class ForkServer:
             self._end()
 
     def _timeout_s(self) -> float | None:
-        """Until the lease or the store's pause is over; None: only events matter."""
+        """Return the time until the lease or the store's pause is over; None: only events matter."""
         due_s = self._line.due_s()
         if (store_due_s := self._store.due_s()) is not None:
             due_s.append(store_due_s)
@@ -150,7 +150,7 @@ class ForkServer:
     def _on_sigterm(self, *_: object) -> None:
         self._ending = True
 
-    def _woken(self, _: int) -> None:
+    def _on_wakeup(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wake_read.recv(4096):
                 pass
@@ -166,13 +166,13 @@ class ForkServer:
         inventory = Inventory(
             store_port=self._store.port,
             workers=self._workers.inventory(),
-            kept=self._memories.kept(),
+            kept=self._memories.regions(),
             schema=SCHEMA,
             separates=self._separates,
         )
         yield greeting_of(inventory, agent_schema(self._agent_socket))
 
-    def _obey(self, message: ToForkServer) -> None:
+    def _handle(self, message: ToForkServer) -> None:
         match message:
             case Spawn():
                 self._workers.spawn(message)
@@ -180,10 +180,10 @@ class ForkServer:
                 self._workers.kill(worker, number)
             case ExitedAck(worker=worker):
                 self._workers.acknowledged(worker)
-            case Keep(task=task, shard=shard):
-                self._memories.keep(task, shard)
-            case Forget(task=task):
-                self._memories.forget(task)
+            case ReserveMemory(task=task, shard=shard):
+                self._memories.reserve(task, shard)
+            case ReleaseMemory(task=task):
+                self._memories.release(task)
                 self._workers.preloaders.forget(task)
             case Sum():
                 self._sum(message)
@@ -193,7 +193,7 @@ class ForkServer:
     # --- children --------------------------------------------------------------------------------
 
     def _fork(self, child: Callable[[], object]) -> int:
-        """A detached child that runs `child` and ends; its pid. The child never comes back here."""
+        """Fork a detached child that runs `child` and ends; return its pid. The child never comes back here."""
         sys.stdout.flush()
         sys.stderr.flush()
         parent = self._pid
@@ -214,7 +214,8 @@ class ForkServer:
             os._exit(1)
 
     def _fork_unprivileged(self, child: Callable[[], object]) -> int:
-        """What speaks to the network needs no privilege, and has none: the store, a sum with other nodes."""
+        """Fork a child that speaks to the network (the store, a sum with other nodes): it needs no privilege, and has
+        none."""
 
         def unprivileged() -> None:
             if self._separates:
@@ -225,7 +226,7 @@ class ForkServer:
         return self._fork(unprivileged)
 
     def _sum(self, order: Sum) -> None:
-        """The process tells the agent itself; what it says is not for here."""
+        """Fork the summing process, which sends its result to the agent itself."""
 
         def without_store() -> None:
             self._store.listener.close()
@@ -244,17 +245,17 @@ class ForkServer:
         return self._fork(without_store)
 
     def _close_all(self) -> None:
-        """Every descriptor that is the fork server's own, but for the store's listener."""
+        """Close every descriptor that is the fork server's own, but for the store's listener."""
         self._selector.close()
-        for one in (self._wake_read, self._wake_write):
-            one.close()
+        for end in (self._wake_read, self._wake_write):
+            end.close()
         os.close(self._lock_fd)
         self._line.close()
         self._memories.close()
         self._workers.close()
 
     def _reap(self) -> None:
-        """Take in every child that has ended, our own or adopted."""
+        """Wait for every child that has ended, our own or adopted."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -302,6 +303,6 @@ class ForkServer:
 
 
 def _children() -> list[int]:
-    """All our children, also those whose own parent has died."""
+    """Return all our children, also those whose own parent has died."""
     pid = os.getpid()
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()]

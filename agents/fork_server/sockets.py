@@ -9,7 +9,7 @@ _STORE_BACKLOG = 1024
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A listener at `path`, for this user alone. OSError."""
+    """Listen at `path`, for this user alone. Raise OSError."""
     path.unlink(missing_ok=True)  # ours by the lock: a leftover of one that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -20,8 +20,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def listen_tcp(address: str) -> socket.socket:
-    """A listener on a free port of `address`. Raises SystemExit with a reason where this node does
-    not have that address."""
+    """Listen on a free port of `address`. Raise SystemExit with a reason where this node does not have that address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

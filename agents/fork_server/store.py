@@ -18,8 +18,9 @@ _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 5.0
 
 
-class Store:
-    """`fork(child)`: forks and gives the pid. `serve`: called in the child, never here."""
+class StoreProcess:
+    """The process of the rendezvous store. `fork(child)` forks and returns the pid. `serve`: called in the child, never
+    here."""
 
     def __init__(
         self,
@@ -36,16 +37,16 @@ class Store:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self.listener.getsockname()[1])
 
     def start(self) -> None:
-        """Fork one."""
+        """Fork a store."""
         self._forked_s = time.monotonic()
         self.pid = self._fork(lambda: self._serve(self.listener))
 
     def due_s(self) -> float | None:
-        """When the next one is to be forked, by the monotonic clock; None while one lives."""
+        """Return when the next one is to be forked, by the monotonic clock; None while one lives."""
         return None if self.pid else self._forked_s + self._pause_s
 
     def revive(self) -> None:
@@ -54,7 +55,7 @@ class Store:
             self.start()
 
     def ended(self, status: int) -> None:
-        """It has died; the next one waits for the longer, the shorter this one lived."""
+        """Note the store's death; the next one waits for the longer, the shorter this one lived."""
         lived_s = time.monotonic() - self._forked_s
         self.pid = 0
         self._pause_s = _PAUSE_MIN_S if lived_s > _PAUSE_MAX_S else min(self._pause_s * 2, _PAUSE_MAX_S)

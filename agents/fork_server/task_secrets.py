@@ -12,14 +12,14 @@ SECRET_BYTES_MAX = 64 * 1024
 
 
 class NoSecret(Exception):
-    """The node does not have it; the text says which and why."""
+    """The node does not have the secret; the text says which and why."""
 
 
 Opener: TypeAlias = Callable[[str, int], int]
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a file that can be read without waiting, and no other. Raises OSError."""
+    """Open a file that can be read without waiting, and no other. Raise OSError."""
     fd = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -30,7 +30,7 @@ def regular(path: str, flags: int) -> int:
 def read_secrets(
     sources: Mapping[str, str], environ: Mapping[str, str] = os.environ, opener: Opener = os.open
 ) -> dict[str, str]:
-    """The values, by the name of their variable. `sources`: "file:PATH" or "env:NAME". Raises NoSecret.
+    """Return the values, by the name of their variable. `sources`: "file:PATH" or "env:NAME". Raise NoSecret.
 
     A file's last line end is not part of the value.
     """
@@ -48,8 +48,8 @@ def _value(name: str, source: str, environ: Mapping[str, str], opener: Opener) -
             value = file.read(SECRET_BYTES_MAX + 1)
         text = value.decode().removesuffix("\n")
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not text"
-        raise NoSecret(f"secret {name}: {where}: {why}; each node of the task needs it") from None
+        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        raise NoSecret(f"secret {name}: {where}: {reason}; each node of the task needs it") from None
     if len(value) > SECRET_BYTES_MAX or "\0" in text:
         raise NoSecret(f"secret {name}: {where}: no variable can hold it; give a shorter text")
     return text

@@ -1,4 +1,4 @@
-"""The first moments of a forked child: from a copy of the fork server to a worker of its own.
+"""The first moments of a forked child: from a copy of the fork server to an independent worker.
 
 It runs between fork and the worker's own code, so it does nothing that could block or take a lock, and it
 never returns: whatever happens ends in `os._exit`.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-from agents.fork_server.birth import Birth
+from agents.fork_server.birth import ChildSetup
 from agents.fork_server.cgroups import enter
 from agents.fork_server.privileges import StillPrivileged, become, personal
 from agents.fork_server.task_secrets import NoSecret, read_secrets
@@ -25,14 +25,15 @@ from agents.prctl import die_with_parent
 from agents.protocol.identity import Identity
 from agents.protocol.messages import Launch
 
-#: Under memory pressure the kernel shall take a worker, not the agent or the fork server (see proc(5)).
+#: Under memory pressure the kernel shall kill a worker, not the agent or the fork server (see proc(5)).
 OOM_SCORE_ADJUSTMENT = 500
-#: What the fork server handles or ignores, and a worker by default does not. Blocked around the fork.
+#: Signals that the fork server handles or ignores, and a worker by default does not. Blocked around the fork.
 HANDLED_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
 
 
 def detach(parent_pid: int, close_inherited: Callable[[], None]) -> None:
-    """Own session and process group, death with the parent, default signals, no descriptor of the parent's.
+    """Give the child its own session and process group, death with the parent, default signals, and no descriptor of
+    the parent's.
 
     Called with HANDLED_SIGNALS blocked; unblocks them.
     """
@@ -45,20 +46,20 @@ def detach(parent_pid: int, close_inherited: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
 
-def become_worker(birth: Birth, run: Callable[[Launch], object]) -> NoReturn:
+def become_worker(setup: ChildSetup, run: Callable[[Launch], object]) -> NoReturn:
     """Turn this (detached) child into the worker and run it to its end."""
     code = 1
     try:
-        keep_only({0, 1, 2, birth.output_fd, *birth.given})
-        redirect(birth.output_fd, birth.user)
+        keep_only({0, 1, 2, setup.output_fd, *setup.inherited_fds})
+        redirect(setup.output_fd, setup.user)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT), "ascii")
-        if birth.cgroup is not None:
-            enter(birth.cgroup)
-        if birth.user is not None:
-            become(birth.user, birth.limits, birth.parent_pid)
-        settle(birth)
-        run(birth.launch)
+        if setup.cgroup is not None:
+            enter(setup.cgroup)
+        if setup.user is not None:
+            become(setup.user, setup.limits, setup.parent_pid)
+        settle(setup)
+        run(setup.launch)
         code = 0
     except SystemExit as end:
         code = _exit_code(end.code)
@@ -76,7 +77,7 @@ def keep_only(fds: Collection[int]) -> None:
     """Close every other descriptor, those of libraries too."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         if int(name) not in fds:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
 
 
@@ -84,11 +85,11 @@ class NoDirectory(Exception):
     """The worker cannot enter its working directory."""
 
 
-def settle(birth: Birth) -> None:
-    """The task's environment and working directory, as the task's user. Raises NoSecret, NoDirectory."""
-    spec, user = birth.launch.spec, birth.user
-    if birth.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = birth.gpus[birth.slot]
+def settle(setup: ChildSetup) -> None:
+    """Set the task's environment and enter its working directory, as the task's user. Raise NoSecret, NoDirectory."""
+    spec, user = setup.launch.spec, setup.user
+    if setup.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[setup.slot]
         # Numbered as NVML does: the accelerator that is watched for the slot is the one it computes on.
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if user is not None:
@@ -96,8 +97,8 @@ def settle(birth: Birth) -> None:
     secrets = read_secrets(spec.secrets)
     os.environ.update(spec.env)
     os.environ.update(secrets)
-    given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    os.environ["OTEL_RESOURCE_ATTRIBUTES"] = resource_attributes(given, birth.launch)
+    attributes = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    os.environ["OTEL_RESOURCE_ATTRIBUTES"] = resource_attributes(attributes, setup.launch)
     directories = [spec.cwd] if spec.cwd else [user.home, "/"] if user else []
     for directory in directories:
         try:
@@ -106,12 +107,12 @@ def settle(birth: Birth) -> None:
         except OSError as error:
             last = error
     if directories:
-        whose = f" as user {user.name}" if user else ""
-        raise NoDirectory(f"cwd: cannot enter {spec.cwd}{whose}: {last.strerror}")
+        as_user = f" as user {user.name}" if user else ""
+        raise NoDirectory(f"cwd: cannot enter {spec.cwd}{as_user}: {last.strerror}")
 
 
 def redirect(output_fd: int, user: Identity | None) -> None:
-    """Have stdout and stderr go there, line by line, and stdin be empty."""
+    """Redirect stdout and stderr to the descriptor, line by line, and let stdin be empty."""
     if user is not None:
         with contextlib.suppress(OSError):  # without CAP_CHOWN: then /dev/stdout cannot be opened by name
             os.fchown(output_fd, user.uid, user.gid)
@@ -129,7 +130,8 @@ def redirect(output_fd: int, user: Identity | None) -> None:
 
 
 def _exit_code(code: object) -> int:
-    """As the interpreter does it: None is 0, a number is itself, anything else is printed and 1."""
+    """Return the exit code as the interpreter does: None is 0, a number is itself, any other object is printed and
+    1."""
     if code is None:
         return 0
     if isinstance(code, int):

@@ -1,7 +1,7 @@
-"""The node's workers as children: born, heard through a pipe, killed, and their ends reported until acknowledged.
+"""The node's workers as children: forked, read through a pipe, killed, and their exits reported until acknowledged.
 
 A worker's output is in its log before its exit is reported. A SIGKILL that was not sent from here may have been the
-kernel's: the witnesses are asked first. Beside its output a worker is born with three descriptors: its line to the
+kernel's: the witnesses are asked first. Beside its output a worker inherits three descriptors: its line to the
 agent, its mark, and the memory of its shard's state.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from agents.fork_server.birth import Birth
+from agents.fork_server.birth import ChildSetup
 from agents.fork_server.cgroups import Cgroups, enter
 from agents.fork_server.lines import Lines
 from agents.fork_server.mark_pages import MarkPages
 from agents.fork_server.masked_log import MaskedLog, masked_log
 from agents.fork_server.memories import Memories
 from agents.fork_server.oom import EXIT_OF_A_KILLED_CHILD, OomWitness
-from agents.fork_server.preloaders import Preloaders, Waiting
+from agents.fork_server.preloaders import PendingFork, Preloaders
 from agents.fork_server.worker_process import become_worker
 from agents.protocol import line
 from agents.protocol.gpus import visible_gpus
@@ -57,17 +57,17 @@ class _Output:
 
 
 @dataclass(slots=True)
-class _Newborn:
-    """A worker that is being born: our ends of its line and its output. `opened`: closes all where that fails."""
+class _PendingWorker:
+    """A worker that is being started: our ends of its line and its output. `opened`: closes all where that fails."""
 
-    birth: Birth
+    setup: ChildSetup
     ours: socket.socket
     output: _Output
     opened: ExitStack
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerProcess:
     worker: WorkerId
     task: Name
     pid: int
@@ -79,8 +79,8 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class Separation:
-    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and none stays what its parent
-    is. `limits`: of resources, by number."""
+    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and none keeps its parent's.
+    `limits`: of resources, by number."""
 
     users: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
@@ -88,8 +88,9 @@ class Separation:
 
 
 class Workers:
-    """`run`: called in children, never here. `fork(child)`: gives the pid. `say`: to the agent. `run_dir`: the agent's,
-    with its socket and the links to marks. `names`: of the fork server's own preload and of `run`."""
+    """The workers of the node. `run`: called in children, never here. `fork(child)` returns the pid. `say` sends to the
+    agent. `run_dir`: the agent's, with its socket and the links to marks. `names`: of the fork server's own preload and
+    of `run`."""
 
     def __init__(
         self,
@@ -113,31 +114,31 @@ class Workers:
         self._gpus = visible_gpus()
         self._oom = OomWitness()
         self._pid = os.getpid()
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _WorkerProcess] = {}
         self._pids: dict[WorkerId, int] = {}
         self.preloaders = Preloaders(fork, selector, *names, self.has, separation.cgroups, self._output)
-        #: They wait for their preloader.
-        self._unborn: set[WorkerId] = set()
+        #: The workers that wait for their preloader.
+        self._pending: set[WorkerId] = set()
         self._outputs: dict[int, _Output] = {}
-        #: Ends that no agent has acknowledged.
+        #: Exits that no agent has acknowledged.
         self.exits: dict[WorkerId, Exited] = {}
 
     def inventory(self) -> tuple[InventoryWorker, ...]:
-        """Those that live."""
+        """Return the workers that live."""
         return tuple(
             InventoryWorker(worker=w.worker, task=w.task, pid=w.pid, slot=w.slot) for w in self._workers.values()
         )
 
     def has(self, pid: int) -> bool:
-        """Whether `pid` is a worker's."""
+        """Return whether `pid` is a worker's."""
         return pid in self._workers
 
     def is_output(self, fd: int) -> bool:
-        """Whether a worker's pipe is read from `fd`."""
+        """Return whether a worker's pipe is read from `fd`."""
         return fd in self._outputs
 
     def close(self) -> None:
-        """In a child, or at the end: every descriptor."""
+        """Close every descriptor, in a child or at the end."""
         for fd in self._outputs:
             os.close(fd)
         self._oom.close()
@@ -148,7 +149,7 @@ class Workers:
             output.log.close()
 
     def spawn(self, spawn: Spawn) -> None:
-        """Fork a worker, or say why not. One that lives or has ended is answered again."""
+        """Fork a worker, or report why not. One that lives or has ended is answered again."""
         launch = spawn.launch
         worker = launch.worker
         if worker in self._pids:
@@ -157,7 +158,7 @@ class Workers:
         if worker in self.exits:
             self._say(self.exits[worker])
             return
-        if worker in self._unborn:
+        if worker in self._pending:
             return
         try:
             self._require_startable(spawn)
@@ -166,7 +167,7 @@ class Workers:
             self._failed(worker, f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}")
 
     def _failed(self, worker: WorkerId, reason: str) -> None:
-        self._unborn.discard(worker)
+        self._pending.discard(worker)
         self._marks.forget(worker)
         self.separation.cgroups.ended(worker)
         self._say(SpawnFailed(worker=worker, reason=reason[:1024]))
@@ -191,55 +192,55 @@ class Workers:
                 mark=f"/proc/self/fd/{mark_fd}",
                 line_fd=theirs.fileno(),
             )
-            birth = Birth(
+            setup = ChildSetup(
                 launch=launch,
                 slot=spawn.slot,
                 gpus=self._gpus,
                 output_fd=write_fd,
-                given=(theirs.fileno(), mark_fd, memory_fd),
+                inherited_fds=(theirs.fileno(), mark_fd, memory_fd),
                 parent_pid=self._pid,
                 user=spawn.user,
                 cgroup=cgroup,
                 limits=self.separation.limits,
             )
-            newborn = _Newborn(birth, ours, _Output(read_fd, log), opened)
+            pending = _PendingWorker(setup, ours, _Output(read_fd, log), opened)
             if launch.spec.preload:
-                self._bear(newborn)
+                self._fork_by_preloader(pending)
             else:
-                self._born(newborn, self._fork(lambda: become_worker(birth, self._run)))
+                self._register(pending, self._fork(lambda: become_worker(setup, self._run)))
             opened.pop_all()
         theirs.close()
         for fd in (write_fd, mark_fd, memory_fd):
             if fd >= 0:
                 os.close(fd)
 
-    def _bear(self, newborn: _Newborn) -> None:
-        """By its task's preloader, later."""
-        launch = newborn.birth.launch
-        fds = [_copy(fd, newborn.opened) for fd in (newborn.birth.output_fd, *newborn.birth.given) if fd >= 0]
+    def _fork_by_preloader(self, pending: _PendingWorker) -> None:
+        """Have the task's preloader fork the worker, later."""
+        launch = pending.setup.launch
+        fds = [_copy(fd, pending.opened) for fd in (pending.setup.output_fd, *pending.setup.inherited_fds) if fd >= 0]
 
         def failed(reason: str) -> None:
-            newborn.ours.close()
-            newborn.output.log.close()
-            os.close(newborn.output.fd)
+            pending.ours.close()
+            pending.output.log.close()
+            os.close(pending.output.fd)
             self._failed(launch.worker, reason)
 
-        waiting = Waiting(newborn.birth, fds, lambda pid: self._born(newborn, pid), failed)
+        waiting = PendingFork(pending.setup, fds, lambda pid: self._register(pending, pid), failed)
         name = f"{launch.task}.preload"
-        self._unborn.add(launch.worker)
-        self.preloaders.bear(waiting, newborn.output.log.path.with_name(f"{name}.log"))
+        self._pending.add(launch.worker)
+        self.preloaders.fork_worker(waiting, pending.output.log.path.with_name(f"{name}.log"))
 
-    def _born(self, newborn: _Newborn, pid: int) -> None:
-        birth, output = newborn.birth, newborn.output
-        launch = birth.launch
-        self._unborn.discard(launch.worker)
-        if launch.spec.preload and birth.cgroup is not None:
+    def _register(self, pending: _PendingWorker, pid: int) -> None:
+        setup, output = pending.setup, pending.output
+        launch = setup.launch
+        self._pending.discard(launch.worker)
+        if launch.spec.preload and setup.cgroup is not None:
             with contextlib.suppress(OSError):  # it has ended already
-                enter(birth.cgroup, pid)
-        self._lines.serve(newborn.ours, Connected(worker=launch.worker, task=launch.task, pid=pid))
+                enter(setup.cgroup, pid)
+        self._lines.serve(pending.ours, Connected(worker=launch.worker, task=launch.task, pid=pid))
         self._carry(output)
-        self._oom.born(pid, stays=birth.cgroup is None)
-        self._workers[pid] = _Worker(launch.worker, launch.task, pid, birth.slot, output)
+        self._oom.track(pid, stays=setup.cgroup is None)
+        self._workers[pid] = _WorkerProcess(launch.worker, launch.task, pid, setup.slot, output)
         self._pids[launch.worker] = pid
         self._say(Forked(worker=launch.worker, pid=pid))
 
@@ -247,19 +248,19 @@ class Workers:
         self._outputs[output.fd] = output
         self._selector.register(output.fd, selectors.EVENT_READ, lambda _: self._pump(output))
 
-    def _output(self, birth: Birth, log: Path) -> int:
-        """A descriptor whose output goes to that log, as a worker's of that birth does. Raises OSError."""
+    def _output(self, setup: ChildSetup, log: Path) -> int:
+        """Return a descriptor whose output goes to that log, masked as the worker's output. Raise OSError."""
         with ExitStack() as opened:
-            carried = masked_log(log, birth.launch.spec, birth.user)
-            opened.callback(carried.close)
+            masked = masked_log(log, setup.launch.spec, setup.user)
+            opened.callback(masked.close)
             read_fd, write_fd = _pipe(opened)
-            self._carry(_Output(read_fd, carried))
+            self._carry(_Output(read_fd, masked))
             opened.pop_all()
         return write_fd
 
     def _memory_fd(self, launch: Launch, opened: ExitStack) -> int:
-        """A descriptor of the shard's memory; -1: there is none."""
-        if not self._memories.max_bytes or (fd := self._memories.keep(launch.task, launch.shard)) < 0:
+        """Return a descriptor of the shard's memory; -1: there is none."""
+        if not self._memories.max_bytes or (fd := self._memories.reserve(launch.task, launch.shard)) < 0:
             return -1
         return _copy(fd, opened)
 
@@ -283,24 +284,24 @@ class Workers:
         self.separation.cgroups.sweep()
 
     def acknowledged(self, worker: WorkerId) -> None:
-        """The worker's end is in the log."""
+        """Forget the worker's exit: the log holds it."""
         self.exits.pop(worker, None)
         self._marks.forget(worker)
 
     def kill(self, worker: WorkerId, number: int) -> None:
-        """Signal `number` to the worker's process group, while it lives."""
+        """Send signal `number` to the worker's process group, while it lives."""
         pid = self._pids.get(worker)
         if pid is None:
-            return  # it has ended, and its pid may be another's by now
+            return  # it has ended, and its pid may belong to another process by now
         self._workers[pid].killed |= number == signal.SIGKILL
         try:
             os.killpg(pid, number)
-        except ProcessLookupError:  # it has not come to its setsid yet
+        except ProcessLookupError:  # it has not reached its setsid yet
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _pump(self, output: _Output, limit_bytes: int = _CHUNK_BYTES) -> None:
-        """Carry what the pipe holds into the log, at most `limit_bytes`; close both at the end of the stream."""
+        """Copy the pipe's content into the log, at most `limit_bytes`; close both at the end of the stream."""
         while limit_bytes > 0:
             try:
                 data = os.read(output.fd, _CHUNK_BYTES)
@@ -316,7 +317,7 @@ class Workers:
             limit_bytes -= len(data)
 
     def ended(self, pid: int, status: int) -> None:
-        """The worker has ended and was waited for: drain its pipe, then report."""
+        """Report the worker's exit, of a process that has been waited for, after its pipe is drained."""
         worker = self._workers.pop(pid)
         if worker.output.fd in self._outputs:
             self._pump(worker.output, _DRAIN_BYTES)
@@ -333,10 +334,11 @@ class Workers:
 
 
 def _copy(fd: int, opened: ExitStack) -> int:
-    """One for the worker to keep: its copy of the original is closed in the child with all that is the parent's."""
-    given = os.dup(fd)
-    opened.callback(os.close, given)
-    return given
+    """Copy a descriptor for the worker to keep: the original is closed in the child with all the parent's
+    descriptors."""
+    copy_fd = os.dup(fd)
+    opened.callback(os.close, copy_fd)
+    return copy_fd
 
 
 def _pipe(opened: ExitStack) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""What the agent's core does about each input, by subject; `agents/core.py` is the door and holds the rules."""
+"""The handling of each input by the agent's core, by subject; `agents/core.py` is the entry and holds the rules."""

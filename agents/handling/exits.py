@@ -1,4 +1,4 @@
-"""Exits: the end of a worker, its cause, and what is remembered of it. Rules: core.py."""
+"""Exits: the end of a worker, its cause, and its record in the memory. Rules: core.py."""
 
 from __future__ import annotations
 
@@ -6,67 +6,68 @@ from msgspec.structs import replace
 
 from agents.classify import Exit, classify
 from agents.handling import commits, starting
-from agents.handling.turn import Turn, newest_of
+from agents.handling.turn import Transition, newest_of
 from agents.protocol.marks import Mark
 from agents.protocol.messages import ExitedAck
-from agents.state import MAX_GONE, Gone, Link, TellForkServer, Worker
+from agents.state import MAX_GONE, EndedWorker, TellForkServer, WorkerLink, WorkerRecord
 from events.vocabulary import ErrorReported, WorkerExited, WorkerId
 
 
-def exited(turn: Turn, worker: WorkerId, pid: int, end: Exit, log_tail: str, mark: Mark | None) -> None:
-    """A process has ended: tell its cause and its end, and forget it when the log has them."""
-    if worker in turn.state.confirming:
+def exited(transition: Transition, worker: WorkerId, pid: int, end: Exit, log_tail: str, mark: Mark | None) -> None:
+    """Report the cause and the exit of an ended process, and forget it when the log has them."""
+    if worker in transition.state.confirming:
         return
-    record = turn.memory.workers.get(worker)
+    record = transition.memory.workers.get(worker)
     if record is None:
-        exited_before(turn, worker, end, log_tail)
+        exited_before(transition, worker, end, log_tail)
         return
     if record.foreign:
-        forget(turn, record, None)
-        turn.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+        forget(transition, record, None)
+        transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
         return
-    starting.started(turn, worker, pid)  # in case that it ended so soon that its Forked was lost
-    record = turn.memory.workers[worker]
+    starting.started(transition, worker, pid)  # in case that it ended so soon that its Forked was lost
+    record = transition.memory.workers[worker]
     task = record.task
-    commits.close_sum(turn, task)
+    commits.close_sum(transition, task)
     expected = record.stop != "no" or (end.exit_code == 0 and record.member and not left_early(record, mark))
     if not expected and not record.cause_told:
-        tell_cause(turn, record, end, log_tail, mark)
-    forget(turn, record, Gone(expected=expected, durable=False))
-    tell_exit(turn, worker, end, expected, log_tail, mark if record.member else None)
+        tell_cause(transition, record, end, log_tail, mark)
+    forget(transition, record, EndedWorker(expected=expected, durable=False))
+    tell_exit(transition, worker, end, expected, log_tail, mark if record.member else None)
     for order in record.stop_orders:
-        turn.answer(order)
+        transition.answer(order)
 
 
-def left_early(record: Worker, mark: Mark | None) -> bool:
-    """A member that ended with code 0 had not done its part, nor asked to stop. Without a mark one cannot tell."""
+def left_early(record: WorkerRecord, mark: Mark | None) -> bool:
+    """Return whether a member that ended with code 0 had neither done its part nor asked to stop. Unknown without a
+    mark: False."""
     return mark is not None and mark.phase != "done" and not (record.completed or record.stopping)
 
 
-def exited_before(turn: Turn, worker: WorkerId, end: Exit, log_tail: str) -> None:
-    """An exit of a worker that is not in the memory, or that was in the outbox of the agent before."""
-    gone = turn.memory.gone.get(worker)
-    if (gone and gone.durable) or worker in turn.memory.foreign_gone:
-        turn.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+def exited_before(transition: Transition, worker: WorkerId, end: Exit, log_tail: str) -> None:
+    """Handle an exit of a worker that is not in the memory, or that was in the outbox of the agent before."""
+    ended_worker = transition.memory.ended_workers.get(worker)
+    if (ended_worker and ended_worker.durable) or worker in transition.memory.foreign_gone:
+        transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
         return
-    expected = gone.expected if gone else False
-    put_gone(turn, worker, Gone(expected=expected, durable=False))
-    tell_exit(turn, worker, end, expected, log_tail)
+    expected = ended_worker.expected if ended_worker else False
+    remember_end(transition, worker, EndedWorker(expected=expected, durable=False))
+    tell_exit(transition, worker, end, expected, log_tail)
 
 
-def tell_cause(turn: Turn, record: Worker, end: Exit, log_tail: str, mark: Mark | None) -> None:
-    """Append ErrorReported for an end that was not expected."""
+def tell_cause(transition: Transition, record: WorkerRecord, end: Exit, log_tail: str, mark: Mark | None) -> None:
+    """Append ErrorReported for an unexpected exit."""
     kind, text = classify(end, ready=record.ready, member=record.member)
-    link = turn.state.links.get(record.worker, Link())
-    generation, committed = turn.state.summed.get(record.task, (0, 0))
+    link = transition.state.links.get(record.worker, WorkerLink())
+    generation, committed = transition.state.summed.get(record.task, (0, 0))
     at_work = committed + 1 if generation == record.generation else 0
-    turn.append(
+    transition.append(
         ErrorReported(
-            node=turn.config.node,
+            node=transition.config.node,
             task=record.task,
             worker=record.worker,
             kind=kind,
-            generation=max(record.generation, link.told),
+            generation=max(record.generation, link.sent_generation),
             iteration=mark.iteration if mark else max(link.iteration, at_work),
             phase=mark.phase if mark else "unknown" if record.ready else "start",
             message=text,
@@ -75,12 +76,14 @@ def tell_cause(turn: Turn, record: Worker, end: Exit, log_tail: str, mark: Mark 
     )
 
 
-def tell_exit(turn: Turn, worker: WorkerId, end: Exit, expected: bool, log_tail: str, mark: Mark | None = None) -> None:
+def tell_exit(
+    transition: Transition, worker: WorkerId, end: Exit, expected: bool, log_tail: str, mark: Mark | None = None
+) -> None:
     """Append WorkerExited, and remember that the log is still to confirm it. `mark`: a member's."""
-    turn.state = replace(turn.state, confirming=turn.state.confirming | {worker})
-    turn.append(
+    transition.state = replace(transition.state, confirming=transition.state.confirming | {worker})
+    transition.append(
         WorkerExited(
-            node=turn.config.node,
+            node=transition.config.node,
             task=worker.rpartition(".")[0],
             worker=worker,
             exit_code=end.exit_code,
@@ -96,21 +99,21 @@ def tell_exit(turn: Turn, worker: WorkerId, end: Exit, expected: bool, log_tail:
 
 
 def computed(mark: Mark) -> int:
-    """How many micro-batches of its iteration the worker had finished, at least: the one that it began last may be
-    over where it regroups."""
+    """Return how many micro-batches of its iteration the worker had finished, at least: the last one may be over where
+    it regroups."""
     return mark.micro_batch + (mark.phase in ("reduce", "step"))
 
 
-def forget(turn: Turn, record: Worker, gone: Gone | None) -> None:
-    """Forget the worker; `gone`: what to keep of it, None for nothing."""
-    worker, state = record.worker, turn.state
-    turn.remember(workers={w: r for w, r in turn.memory.workers.items() if w != worker})
-    if gone:
-        put_gone(turn, worker, gone)
+def forget(transition: Transition, record: WorkerRecord, ended_worker: EndedWorker | None) -> None:
+    """Forget the worker; `ended_worker`: the record to keep of it, None for nothing."""
+    worker, state = record.worker, transition.state
+    transition.remember(workers={w: r for w, r in transition.memory.workers.items() if w != worker})
+    if ended_worker:
+        remember_end(transition, worker, ended_worker)
     links = {w: link for w, link in state.links.items() if w != worker}
-    turn.state = replace(turn.state, links=links, unheard=state.unheard - {worker})
+    transition.state = replace(transition.state, links=links, unheard=state.unheard - {worker})
 
 
-def put_gone(turn: Turn, worker: WorkerId, gone: Gone) -> None:
-    """Keep how the worker ended, of at most MAX_GONE workers."""
-    turn.remember(gone=newest_of({**turn.memory.gone, worker: gone}, MAX_GONE))
+def remember_end(transition: Transition, worker: WorkerId, ended_worker: EndedWorker) -> None:
+    """Remember how the worker ended, of at most MAX_GONE workers."""
+    transition.remember(ended_workers=newest_of({**transition.memory.ended_workers, worker: ended_worker}, MAX_GONE))

@@ -1,4 +1,4 @@
-"""Adoption: what the fork server says; its inventory is what there is. Rules: core.py."""
+"""Adoption: the fork server's messages, and its inventory, which is complete. Rules: core.py."""
 
 from __future__ import annotations
 
@@ -9,106 +9,115 @@ from msgspec.structs import replace
 
 from agents.classify import Exit
 from agents.handling import exits, joining, starting, stopping
-from agents.handling.turn import MAX_TEXT, Turn
+from agents.handling.turn import MAX_TEXT, Transition
 from agents.protocol.marks import Mark
-from agents.protocol.messages import Exited, Forked, FromForkServer, Inventory, KeepFailed, Kept, SpawnFailed
-from agents.state import ArmTimer, Gone, Worker
+from agents.protocol.messages import (
+    Exited,
+    Forked,
+    FromForkServer,
+    Inventory,
+    MemoryReserved,
+    ReserveFailed,
+    SpawnFailed,
+)
+from agents.state import ArmTimer, EndedWorker, WorkerRecord
 from events.vocabulary import ExitCause, WorkerId
 
 
-def fork_server_said(turn: Turn, said: FromForkServer, log_tail: str, mark: Mark | None) -> None:
-    """Hand a message of the fork server to its subject. `log_tail`, `mark`: of the worker that it names."""
-    match said:
+def fork_server_said(transition: Transition, message: FromForkServer, log_tail: str, mark: Mark | None) -> None:
+    """Dispatch a message of the fork server to its subject. `log_tail`, `mark`: of the worker that it names."""
+    match message:
         case Forked(worker=worker, pid=pid):
-            starting.started(turn, worker, pid)
+            starting.started(transition, worker, pid)
         case SpawnFailed(worker=worker, reason=reason):
-            spawn_failed(turn, worker, reason)
+            spawn_failed(transition, worker, reason)
         case Exited(worker=worker, pid=pid, status=status, oom=oom):
-            exits.exited(turn, worker, pid, Exit.of(status, oom), log_tail, mark)
-            after_an_end(turn)
+            exits.exited(transition, worker, pid, Exit.of(status, oom), log_tail, mark)
+            after_an_end(transition)
         case Inventory():
-            take_inventory(turn, said)
-        case Kept() | KeepFailed():
+            take_inventory(transition, message)
+        case MemoryReserved() | ReserveFailed():
             pass  # descriptors are the shell's
         case _ as never:
             assert_never(never)
 
 
-def spawn_failed(turn: Turn, worker: WorkerId, reason: str) -> None:
-    """A process that could not be started: its start is answered with `reason`, and its slot is free."""
-    record = turn.memory.workers.get(worker)
+def spawn_failed(transition: Transition, worker: WorkerId, reason: str) -> None:
+    """Answer the start of a process that could not be started with `reason`, and free its slot."""
+    record = transition.memory.workers.get(worker)
     if record is None or record.pid:
         return
-    exits.forget(turn, record, Gone(expected=True, durable=True))
+    exits.forget(transition, record, EndedWorker(expected=True, durable=True))
     if record.starting:
-        turn.answer(record.starting.order, f"the process could not be started: {reason}"[:MAX_TEXT])
+        transition.answer(record.starting.order, f"the process could not be started: {reason}"[:MAX_TEXT])
     for order in record.stop_orders:
-        turn.answer(order)
-    after_an_end(turn)
+        transition.answer(order)
+    after_an_end(transition)
 
 
-def take_inventory(turn: Turn, inventory: Inventory) -> None:
-    """What the fork server holds is what there is; exits that it still knows came before this."""
-    is_first = turn.state.phase == "adopting" and not turn.state.store_port
-    turn.state = replace(turn.state, store_port=inventory.store_port, separates=inventory.separates)
+def take_inventory(transition: Transition, inventory: Inventory) -> None:
+    """Accept the fork server's inventory: there are no other workers. Exits that it still knows came before this."""
+    is_first = transition.state.phase == "adopting" and not transition.state.store_port
+    transition.state = replace(transition.state, store_port=inventory.store_port, separates=inventory.separates)
     listed = {entry.worker: entry for entry in inventory.workers}
     if is_first:
-        begin_adoption(turn, frozenset(listed))
+        begin_adoption(transition, frozenset(listed))
     for worker, entry in sorted(listed.items()):
-        if worker not in turn.memory.workers:
-            record = Worker(worker=worker, task=entry.task, slot=entry.slot, pid=entry.pid)
-            turn.remember(workers={**turn.memory.workers, worker: record})
+        if worker not in transition.memory.workers:
+            record = WorkerRecord(worker=worker, task=entry.task, slot=entry.slot, pid=entry.pid)
+            transition.remember(workers={**transition.memory.workers, worker: record})
             continue
-        starting.started(turn, worker, entry.pid)
-        stopping.press(turn, turn.change(turn.memory.workers[worker], pid=entry.pid, slot=entry.slot))
-    end_all_but(turn, frozenset(listed), turn.config.vanished)
-    after_an_end(turn)
-    if turn.state.phase == "up" and turn.state.joined_port != turn.state.store_port:
-        joining.join(turn)
+        starting.started(transition, worker, entry.pid)
+        stopping.press(transition, transition.change(transition.memory.workers[worker], pid=entry.pid, slot=entry.slot))
+    end_all_but(transition, frozenset(listed), transition.config.vanished)
+    after_an_end(transition)
+    if transition.state.phase == "up" and transition.state.joined_port != transition.state.store_port:
+        joining.join(transition)
 
 
-def begin_adoption(turn: Turn, listed: frozenset[WorkerId]) -> None:
-    """The fork server has listed its workers: wait `hello_wait_s` at most for those that are not connected."""
-    for waiting in turn.memory.waiting:
-        starting.arm_wait(turn, waiting.command.worker)
-    connected = {worker for worker, link in turn.state.links.items() if link.connected}
-    turn.state = replace(turn.state, unheard=listed - connected)
-    if turn.state.unheard:
-        turn.actions.append(ArmTimer(name="adopt", key="", after_s=turn.config.hello_wait_s))
+def begin_adoption(transition: Transition, listed: frozenset[WorkerId]) -> None:
+    """Wait `hello_wait_s` at most for the listed workers that are not connected."""
+    for waiting in transition.memory.waiting:
+        starting.arm_wait(transition, waiting.command.worker)
+    connected = {worker for worker, link in transition.state.links.items() if link.connected}
+    transition.state = replace(transition.state, unheard=listed - connected)
+    if transition.state.unheard:
+        transition.actions.append(ArmTimer(name="adopt", key="", after_s=transition.config.hello_wait_s))
 
 
-def fork_server_died(turn: Turn, cause: ExitCause) -> None:
-    """All workers have died with the fork server, which `cause` has ended."""
-    turn.state = replace(turn.state, store_port=0)
-    end_all_but(turn, frozenset(), cause)
-    after_an_end(turn)
+def fork_server_died(transition: Transition, cause: ExitCause) -> None:
+    """End all workers, which have died with the fork server. `cause`: what ended it."""
+    transition.state = replace(transition.state, store_port=0)
+    end_all_but(transition, frozenset(), cause)
+    after_an_end(transition)
 
 
-def end_all_but(turn: Turn, listed: frozenset[WorkerId], cause: ExitCause) -> None:
-    """What the fork server does not list went with an earlier one, or was never asked of this one."""
-    for worker in sorted(turn.memory.workers.keys() - listed):
-        record = turn.memory.workers[worker]
+def end_all_but(transition: Transition, listed: frozenset[WorkerId], cause: ExitCause) -> None:
+    """End the workers that the fork server does not list: they died with an earlier one, or were never ordered from
+    this one."""
+    for worker in sorted(transition.memory.workers.keys() - listed):
+        record = transition.memory.workers[worker]
         if record.pid:
-            exits.exited(turn, worker, record.pid, Exit(None, signal.SIGKILL, cause), "", None)
+            exits.exited(transition, worker, record.pid, Exit(None, signal.SIGKILL, cause), "", None)
         else:
-            requeue(turn, record)
+            requeue(transition, record)
 
 
-def requeue(turn: Turn, record: Worker) -> None:
-    """The Spawn was lost with the fork server or its connection."""
-    turn.remember(workers={w: r for w, r in turn.memory.workers.items() if w != record.worker})
+def requeue(transition: Transition, record: WorkerRecord) -> None:
+    """Let a start wait again whose Spawn was lost with the fork server or its connection."""
+    transition.remember(workers={w: r for w, r in transition.memory.workers.items() if w != record.worker})
     if record.starting and record.stop == "no":
-        turn.remember(waiting=(record.starting, *turn.memory.waiting))
-        starting.arm_wait(turn, record.worker)
+        transition.remember(waiting=(record.starting, *transition.memory.waiting))
+        starting.arm_wait(transition, record.worker)
         return
     if record.starting:
-        turn.answer(record.starting.order, f"stopped before it started: {record.stop_reason}"[:MAX_TEXT])
+        transition.answer(record.starting.order, f"stopped before it started: {record.stop_reason}"[:MAX_TEXT])
     for order in record.stop_orders:
-        turn.answer(order)
+        transition.answer(order)
 
 
-def after_an_end(turn: Turn) -> None:
-    """A worker is gone: waiting starts get its slot, and the node may now be able to join or leave."""
-    starting.fill_slots(turn)
-    joining.join_if_complete(turn)
-    joining.leave_if_empty(turn)
+def after_an_end(transition: Transition) -> None:
+    """Give the slot of an ended worker to waiting starts; the node may now be able to join or leave."""
+    starting.fill_slots(transition)
+    joining.join_if_complete(transition)
+    joining.leave_if_empty(transition)

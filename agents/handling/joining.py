@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from agents.handling import commits, kept_states, starting, stopping
-from agents.handling.turn import MAX_TEXT, Turn
+from agents.handling.turn import MAX_TEXT, Transition
 from agents.known_log import difference
-from agents.protocol.messages import Forget
+from agents.protocol.messages import ReleaseMemory
 from agents.state import ArmTimer, Finish, ForgetLog, LogSeen, MachineSaw, Remembered, TellForkServer
 from events.vocabulary import (
     MachineReported,
@@ -20,152 +20,166 @@ from events.vocabulary import (
 )
 
 
-def join_if_complete(turn: Turn) -> None:
-    """Join once the log has been seen, the store runs and every adopted worker has been heard."""
-    state = turn.state
+def join_if_complete(transition: Transition) -> None:
+    """Join once the log has been seen, the store runs and every adopted worker has connected."""
+    state = transition.state
     if state.phase == "adopting" and state.log_seen and state.store_port and not state.unheard:
-        turn.state = replace(turn.state, phase="up")
-        join(turn)
+        transition.state = replace(transition.state, phase="up")
+        join(transition)
         if state.drain_s is not None:
-            begin_drain(turn, state.drain_s)
+            begin_drain(transition, state.drain_s)
 
 
-def join(turn: Turn) -> None:
-    """Append NodeJoined with the workers that run here, and tell of what the node's memory holds."""
-    config = turn.config
+def join(transition: Transition) -> None:
+    """Append NodeJoined with the workers that run here, and report the states in the node's memory."""
+    config = transition.config
     running = [
         RunningWorker(worker=w.worker, task=w.task, pid=w.pid, generation=w.generation)
-        for _, w in sorted(turn.memory.workers.items())
+        for _, w in sorted(transition.memory.workers.items())
         if w.pid and not w.foreign
     ]
-    turn.state = replace(turn.state, joined_port=turn.state.store_port)
-    turn.append(
+    transition.state = replace(transition.state, joined_port=transition.state.store_port)
+    transition.append(
         NodeJoined(
             node=config.node,
             address=config.address,
             slots=config.slots,
-            store=StoreAddress(host=config.address, port=turn.state.store_port),
+            store=StoreAddress(host=config.address, port=transition.state.store_port),
             agent_boot=config.agent_boot,
             version=config.version,
             workers=tuple(running),
             memory=config.memory,
             users=tuple(user.name for user in config.users),
-            since_boot=turn.memory.since_boot,
+            since_boot=transition.memory.since_boot,
             gpu=config.gpu,
         )
     )
-    if turn.state.machine is not None:
-        _tell_machine(turn, turn.state.machine)
-    members = [w for _, w in sorted(turn.memory.workers.items()) if w.pid and w.member and not w.foreign]
+    if transition.state.machine is not None:
+        _tell_machine(transition, transition.state.machine)
+    members = [w for _, w in sorted(transition.memory.workers.items()) if w.pid and w.member and not w.foreign]
     for task in dict.fromkeys(worker.task for worker in members):
-        membership = turn.memory.memberships.get(task)
+        membership = transition.memory.memberships.get(task)
         peers = tuple(peer.node for peer in membership.peers) if membership else ()
-        turn.append(PeersRemembered(node=config.node, task=task, peers=peers))
-    for held in turn.state.untold.values():
-        if held is not None:
-            kept_states.tell_held(turn, held)
+        transition.append(PeersRemembered(node=config.node, task=task, peers=peers))
+    for held_state in transition.state.untold.values():
+        if held_state is not None:
+            kept_states.tell_held(transition, held_state)
 
 
-def machine_saw(turn: Turn, saw: MachineSaw) -> None:
-    """Tell the log, once for each change; a node that has not joined tells it when it does."""
-    if saw == turn.state.machine:
+def machine_saw(transition: Transition, saw: MachineSaw) -> None:
+    """Report the keeper's demand to the log, once for each change; a node that has not joined reports it when it
+    does."""
+    if saw == transition.state.machine:
         return
-    turn.state = replace(turn.state, machine=saw)
-    if turn.state.phase == "up":
-        _tell_machine(turn, saw)
+    transition.state = replace(transition.state, machine=saw)
+    if transition.state.phase == "up":
+        _tell_machine(transition, saw)
 
 
-def _tell_machine(turn: Turn, saw: MachineSaw) -> None:
-    turn.append(MachineReported(node=turn.config.node, hold=saw.hold, reason=saw.reason[:MAX_TEXT]))
+def _tell_machine(transition: Transition, saw: MachineSaw) -> None:
+    transition.append(MachineReported(node=transition.config.node, hold=saw.hold, reason=saw.reason[:MAX_TEXT]))
 
 
-def drain(turn: Turn, reason: str, limit_s: float) -> None:
-    """Leave once the coordinator has moved the workers away, after `limit_s` anyhow. A second call does nothing; a node
-    that has not joined yet joins first, if workers run on it."""
-    if turn.state.drain_s is not None or turn.state.phase in ("leaving", "left"):
+def drain(transition: Transition, reason: str, limit_s: float) -> None:
+    """Leave once the coordinator has moved the workers away, after `limit_s` anyhow.
+
+    A second call does nothing; a node that has not joined yet joins first, if workers run on it.
+    """
+    if transition.state.drain_s is not None or transition.state.phase in ("leaving", "left"):
         return
-    if turn.state.phase == "adopting" and not (turn.memory.workers or turn.memory.waiting):
-        leave(turn, reason)
+    if transition.state.phase == "adopting" and not (transition.memory.workers or transition.memory.waiting):
+        leave(transition, reason)
         return
-    turn.state = replace(turn.state, drain_s=limit_s, leave_reason=reason[:MAX_TEXT])
-    turn.actions.append(ArmTimer(name="drain", key="", after_s=limit_s))
-    if turn.state.phase == "up":
-        begin_drain(turn, limit_s)
+    transition.state = replace(transition.state, drain_s=limit_s, leave_reason=reason[:MAX_TEXT])
+    transition.actions.append(ArmTimer(name="drain", key="", after_s=limit_s))
+    if transition.state.phase == "up":
+        begin_drain(transition, limit_s)
 
 
-def begin_drain(turn: Turn, limit_s: float) -> None:
-    """Announce the end. The log has that before it has the starts that are given up."""
-    turn.state = replace(turn.state, phase="draining")
-    grace_us, reason = round((limit_s + turn.config.kill_after_s) * 1e6), turn.state.leave_reason
-    turn.append(NodeLeaving(node=turn.config.node, grace_us=grace_us, reason=reason))
-    for waiting in turn.memory.waiting:
-        starting.give_up_start(turn, waiting, "the node is leaving")
-    leave_if_empty(turn)
+def begin_drain(transition: Transition, limit_s: float) -> None:
+    """Announce the node's end. The log receives that before it receives the starts that are given up."""
+    transition.state = replace(transition.state, phase="draining")
+    grace_us, reason = round((limit_s + transition.config.kill_after_s) * 1e6), transition.state.leave_reason
+    transition.append(NodeLeaving(node=transition.config.node, grace_us=grace_us, reason=reason))
+    for waiting in transition.memory.waiting:
+        starting.give_up_start(transition, waiting, "the node is leaving")
+    leave_if_empty(transition)
 
 
-def end_drain(turn: Turn) -> None:
-    """The time is over: what still runs is ended."""
-    if turn.state.phase in ("leaving", "left"):
+def end_drain(transition: Transition) -> None:
+    """Stop the workers that still run when the time for the drain is over."""
+    if transition.state.phase in ("leaving", "left"):
         return
-    turn.state = replace(turn.state, phase="leaving")
-    for waiting in turn.memory.waiting:
-        starting.give_up_start(turn, waiting, "the node is leaving")
-    for record in sorted(turn.memory.workers.values(), key=lambda worker: worker.worker):
+    transition.state = replace(transition.state, phase="leaving")
+    for waiting in transition.memory.waiting:
+        starting.give_up_start(transition, waiting, "the node is leaving")
+    for record in sorted(transition.memory.workers.values(), key=lambda worker: worker.worker):
         if record.stop in ("no", "quit"):
-            why = f"it did not leave its group within {turn.state.drain_s:g} s: {turn.state.leave_reason}"
-            stopping.press(turn, turn.change(record, stop="term", stop_reason=why[:MAX_TEXT]))
-    leave_if_empty(turn)
+            stop_reason = (
+                f"it did not leave its group within {transition.state.drain_s:g} s: {transition.state.leave_reason}"
+            )
+            stopping.press(transition, transition.change(record, stop="term", stop_reason=stop_reason[:MAX_TEXT]))
+    leave_if_empty(transition)
 
 
-def leave(turn: Turn, reason: str) -> None:
+def leave(transition: Transition, reason: str) -> None:
     """Stop all workers, give up all starts, and leave when nothing runs here any more. A second call does nothing."""
-    if turn.state.phase in ("leaving", "left"):
+    if transition.state.phase in ("leaving", "left"):
         return
-    turn.state = replace(turn.state, phase="leaving", leave_reason=reason[:MAX_TEXT])
-    for waiting in turn.memory.waiting:
-        starting.give_up_start(turn, waiting, "the node is leaving")
-    for worker in sorted(turn.memory.workers):
-        stopping.stop(turn, turn.memory.workers[worker], f"the node is leaving: {reason}")
-    leave_if_empty(turn)
+    transition.state = replace(transition.state, phase="leaving", leave_reason=reason[:MAX_TEXT])
+    for waiting in transition.memory.waiting:
+        starting.give_up_start(transition, waiting, "the node is leaving")
+    for worker in sorted(transition.memory.workers):
+        stopping.stop(transition, transition.memory.workers[worker], f"the node is leaving: {reason}")
+    leave_if_empty(transition)
 
 
-def leave_if_empty(turn: Turn) -> None:
-    """Append NodeLeft and finish, if the node is to leave and its last worker is gone. A newcomer that has not come to
-    see the log has not joined: it has nothing to leave, and an older agent of its name may be at work."""
-    if turn.state.phase not in ("draining", "leaving") or turn.memory.workers:
+def leave_if_empty(transition: Transition) -> None:
+    """Append NodeLeft and finish, if the node is to leave and its last worker has ended.
+
+    A newcomer that has not seen the log yet has not joined: it has nothing to leave, and an older agent of its name may
+    be at work.
+    """
+    if transition.state.phase not in ("draining", "leaving") or transition.memory.workers:
         return
-    commits.close_all_sums(turn)
-    turn.state = replace(turn.state, phase="left")
-    if turn.state.log_seen or turn.memory.log:
-        turn.append(NodeLeft(node=turn.config.node, reason=turn.state.leave_reason))
-    turn.actions.append(Finish())
+    commits.close_all_sums(transition)
+    transition.state = replace(transition.state, phase="left")
+    if transition.state.log_seen or transition.memory.log:
+        transition.append(NodeLeft(node=transition.config.node, reason=transition.state.leave_reason))
+    transition.actions.append(Finish())
 
 
-def log_seen(turn: Turn, seen: LogSeen) -> None:
-    """The log answers. Another one than the known one makes all workers foreign, and the node joins it anew."""
-    is_another = bool(difference(turn.memory, seen))
+def log_seen(transition: Transition, log: LogSeen) -> None:
+    """Note that the log answers. If it is not the known one, all workers become foreign, and the node joins it anew."""
+    is_another = bool(difference(transition.memory, log))
     if is_another:
-        forget_log(turn)
-    if seen.identity:
-        taken_us = max(turn.memory.log_taken_us, seen.taken_us)
-        if (seen.identity, seen.last_seq, taken_us) != (turn.memory.log, turn.memory.log_seq, turn.memory.log_taken_us):
-            turn.remember(log=seen.identity, log_seq=seen.last_seq, log_taken_us=taken_us)
-    turn.state = replace(turn.state, log_seen=True)
-    if is_another and turn.state.phase == "up":
-        join(turn)
-    join_if_complete(turn)
+        forget_log(transition)
+    if log.identity:
+        taken_us = max(transition.memory.log_taken_us, log.taken_us)
+        if (log.identity, log.last_seq, taken_us) != (
+            transition.memory.log,
+            transition.memory.log_seq,
+            transition.memory.log_taken_us,
+        ):
+            transition.remember(log=log.identity, log_seq=log.last_seq, log_taken_us=taken_us)
+    transition.state = replace(transition.state, log_seen=True)
+    if is_another and transition.state.phase == "up":
+        join(transition)
+    join_if_complete(transition)
 
 
-def forget_log(turn: Turn) -> None:
+def forget_log(transition: Transition) -> None:
     """Forget all that belongs to another log, and stop its workers."""
     memory = Remembered(
-        since_boot=turn.memory.since_boot,
-        log_taken_us=turn.memory.log_taken_us,
-        workers={w: replace(record, foreign=True) for w, record in turn.memory.workers.items()},
-        foreign_gone=tuple(turn.memory.gone),
+        since_boot=transition.memory.since_boot,
+        log_taken_us=transition.memory.log_taken_us,
+        workers={w: replace(record, foreign=True) for w, record in transition.memory.workers.items()},
+        foreign_gone=tuple(transition.memory.ended_workers),
     )
-    turn.state = replace(turn.state, memory=memory, sums={}, summed={}, lead_tells={}, confirming=frozenset())
-    turn.state = replace(turn.state, holds=frozenset(), untold={})
-    turn.actions += [ForgetLog(), TellForkServer(message=Forget(task=""))]
+    transition.state = replace(
+        transition.state, memory=memory, sums={}, summed={}, lead_tells={}, confirming=frozenset()
+    )
+    transition.state = replace(transition.state, holds=frozenset(), untold={})
+    transition.actions += [ForgetLog(), TellForkServer(message=ReleaseMemory(task=""))]
     for worker in sorted(memory.workers):
-        stopping.stop(turn, turn.memory.workers[worker], "the log that started it is gone")
+        stopping.stop(transition, transition.memory.workers[worker], "the log that started it is gone")

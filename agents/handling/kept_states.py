@@ -1,4 +1,4 @@
-"""Kept states: what the memory of this node holds, copied to peers and told to the log. Rules: core.py."""
+"""Kept states: the states in this node's memory, copied to peers and reported to the log. Rules: core.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from agents.handling.turn import Turn
-from agents.protocol.messages import Captured, Forget
-from agents.state import ArmTimer, CopyState, Held, Order, TellForkServer
+from agents.handling.turn import Transition
+from agents.protocol.messages import Captured, ReleaseMemory
+from agents.state import ArmTimer, CopyState, HeldState, PendingCommand, TellForkServer
 from events.vocabulary import MemoryService, StateKept
 
 #: A log that syncs each entry takes some 800 in a second.
@@ -16,20 +16,20 @@ TELL_APART_S = 0.002
 TELL_WITHIN_S = 2.0
 
 
-def captured(turn: Turn, task: str, capture: Captured) -> None:
-    """A worker has captured its state: have it copied to peers on other nodes, and tell of it."""
-    membership = turn.memory.memberships.get(task)
-    peers = tuple(peer for peer in (membership.peers if membership else ()) if peer.node != turn.config.node)
+def captured(transition: Transition, task: str, capture: Captured) -> None:
+    """Have a state that a worker has captured copied to peers on other nodes, and report it."""
+    membership = transition.memory.memberships.get(task)
+    peers = tuple(peer for peer in (membership.peers if membership else ()) if peer.node != transition.config.node)
     if peers:
-        turn.actions.append(CopyState(task=task, shard=capture.shard, peers=peers))
-    held(
-        turn,
-        Held(
+        transition.actions.append(CopyState(task=task, shard=capture.shard, peers=peers))
+    report_held(
+        transition,
+        HeldState(
             task=task,
             shard=capture.shard,
             iteration=capture.iteration,
             generation=capture.generation,
-            origin=turn.config.node,
+            origin=transition.config.node,
             size_bytes=capture.size_bytes,
             shards=capture.shards,
             duration_us=capture.duration_us,
@@ -37,73 +37,73 @@ def captured(turn: Turn, task: str, capture: Captured) -> None:
     )
 
 
-def set_peers(turn: Turn, task: str, peers: tuple[MemoryService, ...]) -> None:
-    """What is here is copied at once: the next capture may be long in coming."""
-    membership = turn.memory.memberships.get(task)
+def set_peers(transition: Transition, task: str, peers: tuple[MemoryService, ...]) -> None:
+    """Set the task's peers, and copy the states that are here at once: the next capture may be long in coming."""
+    membership = transition.memory.memberships.get(task)
     if membership is not None:
         changed = replace(membership, peers=peers)
-        turn.remember(memberships={**turn.memory.memberships, task: changed})
-    others = tuple(peer for peer in peers if peer.node != turn.config.node)
-    for key in sorted(turn.state.holds):
+        transition.remember(memberships={**transition.memory.memberships, task: changed})
+    remote_peers = tuple(peer for peer in peers if peer.node != transition.config.node)
+    for key in sorted(transition.state.holds):
         name, _, shard = key.partition("/")
-        if name == task and others:
-            turn.actions.append(CopyState(task=task, shard=int(shard), peers=others))
+        if name == task and remote_peers:
+            transition.actions.append(CopyState(task=task, shard=int(shard), peers=remote_peers))
 
 
-def held(turn: Turn, held: Held) -> None:
-    """The node's memory holds a state: tell it when it is this node's turn, or with the next turn of its timer."""
-    key = f"{held.task}/{held.shard}"
-    turn.state = replace(turn.state, holds=turn.state.holds | {key})
-    if key in turn.state.untold or turn.state.phase == "adopting":  # the node joins first
-        turn.state = replace(turn.state, untold={**turn.state.untold, key: held})
-    elif after_s := _turn_s(turn, held.task):
-        turn.state = replace(turn.state, untold={**turn.state.untold, key: held})
-        turn.actions.append(ArmTimer(name="held", key=key, after_s=after_s))
+def report_held(transition: Transition, held_state: HeldState) -> None:
+    """Report a state in the node's memory: at once, or with the node's place among the others or its timer."""
+    key = f"{held_state.task}/{held_state.shard}"
+    transition.state = replace(transition.state, holds=transition.state.holds | {key})
+    if key in transition.state.untold or transition.state.phase == "adopting":  # the node joins first
+        transition.state = replace(transition.state, untold={**transition.state.untold, key: held_state})
+    elif after_s := _stagger_s(transition, held_state.task):
+        transition.state = replace(transition.state, untold={**transition.state.untold, key: held_state})
+        transition.actions.append(ArmTimer(name="held", key=key, after_s=after_s))
     else:
-        tell_held(turn, held)
+        tell_held(transition, held_state)
 
 
-def _turn_s(turn: Turn, task: str) -> float:
-    """How long the node waits for those that stand before it among the nodes of the task."""
-    membership = turn.memory.memberships.get(task)
+def _stagger_s(transition: Transition, task: str) -> float:
+    """Return how long the node waits for those that stand before it among the nodes of the task."""
+    membership = transition.memory.memberships.get(task)
     before: dict[str, None] = {}
     for member in membership.members if membership else ():
-        if member.node == turn.config.node:
+        if member.node == transition.config.node:
             return min(len(before) * TELL_APART_S, TELL_WITHIN_S)
         before[member.node] = None
     return 0.0
 
 
-def tell_held(turn: Turn, held: Held) -> None:
+def tell_held(transition: Transition, held_state: HeldState) -> None:
     """Append StateKept; the next of the same shard waits `held_interval_s` seconds."""
-    key = f"{held.task}/{held.shard}"
-    turn.state = replace(turn.state, untold={**turn.state.untold, key: None})
-    turn.actions.append(ArmTimer(name="held", key=key, after_s=turn.config.held_interval_s))
-    turn.append(
+    key = f"{held_state.task}/{held_state.shard}"
+    transition.state = replace(transition.state, untold={**transition.state.untold, key: None})
+    transition.actions.append(ArmTimer(name="held", key=key, after_s=transition.config.held_interval_s))
+    transition.append(
         StateKept(
-            node=turn.config.node,
-            task=held.task,
-            shard=held.shard,
-            iteration=held.iteration,
-            generation=held.generation,
-            origin=held.origin,
-            size_bytes=held.size_bytes,
-            shards=held.shards,
-            duration_us=held.duration_us,
+            node=transition.config.node,
+            task=held_state.task,
+            shard=held_state.shard,
+            iteration=held_state.iteration,
+            generation=held_state.generation,
+            origin=held_state.origin,
+            size_bytes=held_state.size_bytes,
+            shards=held_state.shards,
+            duration_us=held_state.duration_us,
         )
     )
 
 
-def drop_state(turn: Turn, task: str, order: Order) -> None:
+def drop_state(transition: Transition, task: str, order: PendingCommand) -> None:
     """Forget all states of the task, and answer the order."""
-    forget_untold(turn, lambda key: key.partition("/")[0] == task)
-    holds = (key for key in turn.state.holds if key.partition("/")[0] != task)
-    turn.state = replace(turn.state, holds=frozenset(holds))
-    turn.actions.append(TellForkServer(message=Forget(task=task)))
-    turn.answer(order)
+    forget_untold(transition, lambda key: key.partition("/")[0] == task)
+    holds = (key for key in transition.state.holds if key.partition("/")[0] != task)
+    transition.state = replace(transition.state, holds=frozenset(holds))
+    transition.actions.append(TellForkServer(message=ReleaseMemory(task=task)))
+    transition.answer(order)
 
 
-def forget_untold(turn: Turn, gone: Callable[[str], bool]) -> None:
-    """Do not tell of states whose key ("task/shard") `gone` says is gone."""
-    untold = {key: held for key, held in turn.state.untold.items() if not gone(key)}
-    turn.state = replace(turn.state, untold=untold)
+def forget_untold(transition: Transition, is_dropped: Callable[[str], bool]) -> None:
+    """Forget unreported states whose key ("task/shard") `is_dropped` accepts."""
+    untold = {key: held_state for key, held_state in transition.state.untold.items() if not is_dropped(key)}
+    transition.state = replace(transition.state, untold=untold)

@@ -1,112 +1,126 @@
-"""Memberships: the newest one of each task, told to whom it concerns. Rules: core.py."""
+"""Memberships: the newest one of each task, sent to the workers that it concerns. Rules: core.py."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from agents.handling.turn import Turn, newest_of
+from agents.handling.turn import Transition, newest_of
 from agents.protocol.messages import Membership, Regrouped
-from agents.state import MAX_TASKS, Order, TellWorker, Worker
+from agents.state import MAX_TASKS, PendingCommand, TellWorker, WorkerRecord
 from events.roster import place_of
-from events.seats import Telling, joiners_of, members_of, told_by, told_so_far
+from events.seats import PartialMembership, add_part, broadcast_seats, joiners_of, members_of
 from events.vocabulary import Member, MembershipDecided, MembershipPart, SetMembership, ToldOnce
 
 
-def set_membership(turn: Turn, command: SetMembership, order: Order, warrant: str = "") -> None:
-    """Keep the membership and tell it to the task's workers; an older one than the known is refused."""
-    newest = turn.memory.memberships.get(command.task)
+def set_membership(transition: Transition, command: SetMembership, order: PendingCommand, warrant: str = "") -> None:
+    """Store the membership and send it to the task's workers; one older than the known is refused."""
+    newest = transition.memory.memberships.get(command.task)
     if newest and command.generation < newest.generation:
-        turn.answer(order, f"old generation {command.generation}: {newest.generation} is already known")
+        transition.answer(order, f"old generation {command.generation}: {newest.generation} is already known")
         return
-    _keep(turn, command, command, command.members, command.joiners, warrant)
-    turn.answer(order)
+    _keep(transition, command, command, command.members, command.joiners, warrant)
+    transition.answer(order)
 
 
-def take_part(turn: Turn, part: MembershipPart, term: int) -> None:
-    """Keep a part until its membership is decided."""
-    _keep_telling(turn, part.task, told_so_far(turn.memory.tellings.get(part.task), part, term))
+def take_part(transition: Transition, part: MembershipPart, term: int) -> None:
+    """Store a part until its membership is decided."""
+    _keep_telling(transition, part.task, add_part(transition.memory.tellings.get(part.task), part, term))
 
 
-def decided(turn: Turn, event: MembershipDecided, term: int, warrant: str = "") -> None:
-    """Keep the membership and tell it to the task's workers. An older one changes nothing, nor a torn one, nor one that
-    commands bring."""
-    told = event.told
-    if told is None:
+def decided(transition: Transition, event: MembershipDecided, term: int, warrant: str = "") -> None:
+    """Store the membership and send it to the task's workers.
+
+    An older one changes nothing, nor an incomplete one, nor one that commands bring.
+    """
+    broadcast = event.told
+    if broadcast is None:
         return
-    seats = told_by(turn.memory.tellings.get(event.task), told, event.generation, term)
-    _keep_telling(turn, event.task, None)
-    newest = turn.memory.memberships.get(event.task)
+    seats = broadcast_seats(transition.memory.tellings.get(event.task), broadcast, event.generation, term)
+    _keep_telling(transition, event.task, None)
+    newest = transition.memory.memberships.get(event.task)
     if seats is None or (newest and event.generation <= newest.generation):
         return
-    generations = {**turn.state.lead_tells, event.task: event.generation if told.lead_tells else 0}
-    turn.state = replace(turn.state, lead_tells=newest_of(generations, MAX_TASKS))
-    _keep(turn, event, told, members_of(event.task, seats, told.size), joiners_of(event.task, seats), warrant)
+    generations = {**transition.state.lead_tells, event.task: event.generation if broadcast.lead_tells else 0}
+    transition.state = replace(transition.state, lead_tells=newest_of(generations, MAX_TASKS))
+    _keep(
+        transition,
+        event,
+        broadcast,
+        members_of(event.task, seats, broadcast.size),
+        joiners_of(event.task, seats),
+        warrant,
+    )
 
 
-def to_report(turn: Turn, record: Worker, said: Regrouped) -> Regrouped | None:
-    """What is to be reported of a member's word that it is in its group; None where the lead's word stands for it."""
-    membership = turn.memory.memberships.get(record.task)
-    if membership is None or not membership.generation == said.generation == turn.state.lead_tells.get(record.task):
-        return replace(said, others_dealt=0)
+def to_report(transition: Transition, record: WorkerRecord, report: Regrouped) -> Regrouped | None:
+    """Return the report that a member is in its group as it is to be appended; None where the leader's stands for
+    it."""
+    membership = transition.memory.memberships.get(record.task)
+    if membership is None or not membership.generation == report.generation == transition.state.lead_tells.get(
+        record.task
+    ):
+        return replace(report, others_dealt=0)
     if membership.members[0].worker == record.worker:
-        return said
-    keeps_state = said.source == "own" and record.worker not in membership.joiners
-    return None if keeps_state else replace(said, others_dealt=0)
+        return report
+    keeps_state = report.source == "own" and record.worker not in membership.joiners
+    return None if keeps_state else replace(report, others_dealt=0)
 
 
 def _keep(
-    turn: Turn,
-    said: SetMembership | MembershipDecided,
-    told: SetMembership | ToldOnce,
+    transition: Transition,
+    source: SetMembership | MembershipDecided,
+    details: SetMembership | ToldOnce,
     members: tuple[Member, ...],
     joiners: tuple[str, ...],
     warrant: str,
 ) -> None:
     membership = Membership(
-        generation=said.generation,
+        generation=source.generation,
         members=members,
         joiners=joiners,
-        urgent=said.urgent,
-        store=said.store,
-        peers=told.peers,
-        mtbf_us=told.mtbf_us,
-        handover=told.handover,
-        stop=told.stop,
-        warrant=_warrant_here(turn, said.task, members, warrant),
+        urgent=source.urgent,
+        store=source.store,
+        peers=details.peers,
+        mtbf_us=details.mtbf_us,
+        handover=details.handover,
+        stop=details.stop,
+        warrant=_warrant_here(transition, source.task, members, warrant),
     )
-    others = {task: m for task, m in turn.memory.memberships.items() if task != said.task}
-    turn.remember(memberships=newest_of({**others, said.task: membership}, MAX_TASKS))
-    for worker in sorted(turn.memory.workers):
-        tell_membership(turn, turn.memory.workers[worker])
+    rest = {task: m for task, m in transition.memory.memberships.items() if task != source.task}
+    transition.remember(memberships=newest_of({**rest, source.task: membership}, MAX_TASKS))
+    for worker in sorted(transition.memory.workers):
+        tell_membership(transition, transition.memory.workers[worker])
 
 
-def _warrant_here(turn: Turn, task: str, members: tuple[Member, ...], warrant: str) -> str:
-    """With this node's place. A node that has left keeps the warrant of before: what its last worker captures is to be
-    copied still."""
-    place = place_of(turn.config.node, (member.node for member in members)) if warrant else ""
-    newest = turn.memory.memberships.get(task)
+def _warrant_here(transition: Transition, task: str, members: tuple[Member, ...], warrant: str) -> str:
+    """Return the warrant with this node's place.
+
+    A node that has left keeps the earlier warrant: its last worker's capture is still to be copied.
+    """
+    place = place_of(transition.config.node, (member.node for member in members)) if warrant else ""
+    newest = transition.memory.memberships.get(task)
     return f"{warrant}.{place}" if place else newest.warrant if newest else ""
 
 
-def _keep_telling(turn: Turn, task: str, telling: Telling | None) -> None:
-    """The parts that have come of the task's next membership."""
-    if telling is None and task not in turn.memory.tellings:
+def _keep_telling(transition: Transition, task: str, telling: PartialMembership | None) -> None:
+    """Store the parts that have come of the task's next membership."""
+    if telling is None and task not in transition.memory.tellings:
         return
-    others = {name: begun for name, begun in turn.memory.tellings.items() if name != task}
-    turn.remember(tellings=newest_of({**others, **({task: telling} if telling else {})}, MAX_TASKS))
+    rest = {name: partial for name, partial in transition.memory.tellings.items() if name != task}
+    transition.remember(tellings=newest_of({**rest, **({task: telling} if telling else {})}, MAX_TASKS))
 
 
-def tell_membership(turn: Turn, record: Worker) -> None:
-    """Give a worker its task's newest membership, if that concerns it and it has not got it yet."""
-    membership = turn.memory.memberships.get(record.task)
+def tell_membership(transition: Transition, record: WorkerRecord) -> None:
+    """Send a worker its task's newest membership, if that concerns it and it has not received it yet."""
+    membership = transition.memory.memberships.get(record.task)
     if membership is None:
         return
     is_member = any(member.worker == record.worker for member in membership.members)
     if not is_member and not record.member:
         return  # a newcomer that waits for a later membership
     if not record.member:
-        record = turn.change(record, member=True)
-    link = turn.state.links.get(record.worker)
-    if link and link.connected and link.told < membership.generation:
-        turn.link(record.worker, replace(link, told=membership.generation))
-        turn.actions.append(TellWorker(worker=record.worker, message=membership))
+        record = transition.change(record, member=True)
+    link = transition.state.links.get(record.worker)
+    if link and link.connected and link.sent_generation < membership.generation:
+        transition.link(record.worker, replace(link, sent_generation=membership.generation))
+        transition.actions.append(TellWorker(worker=record.worker, message=membership))

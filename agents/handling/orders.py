@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from agents import ordered_faults
 from agents.handling import joining, kept_states, memberships, starting, stopping
-from agents.handling.turn import MAX_TEXT, UNREAD, Turn
-from agents.state import Checked, Commanded, Order, RunCheck, Told, Unreadable
+from agents.handling.turn import MAX_TEXT, UNREAD, Transition
+from agents.state import Checked, Commanded, LogDecision, PendingCommand, RunCheck, Unreadable
 from events.seats import starts
 from events.vocabulary import (
     CheckNode,
@@ -29,140 +29,147 @@ from events.vocabulary import (
 )
 
 
-def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case for each kind of command
-    """Obey a command to this node: once, and no older one than the newest that was obeyed. One for a newer agent is not
-    answered: it is for that one."""
-    command = given.command
-    if command.node != turn.config.node or command.agent_boot > turn.config.agent_boot:
+def commanded(transition: Transition, delivery: Commanded) -> None:  # noqa: C901  # one case for each kind of command
+    """Carry out a command to this node: once, and none older than the newest that was carried out.
+
+    One for a newer agent is left to that agent, unanswered.
+    """
+    command = delivery.command
+    if command.node != transition.config.node or command.agent_boot > transition.config.agent_boot:
         return
     if isinstance(command, StartWorkers):
         for start in starts(command):
-            commanded(turn, replace(given, command=start))
+            commanded(transition, replace(delivery, command=start))
         return
-    order = Order(command_id=command.command_id, cause=given.cause)
-    if order.command_id in turn.memory.answered:
-        turn.say_answer(order)
+    order = PendingCommand(command_id=command.command_id, cause=delivery.cause)
+    if order.command_id in transition.memory.answered:
+        transition.say_answer(order)
         return
-    if is_pending(turn, order.command_id):
+    if is_pending(transition, order.command_id):
         return
-    if 0 < command.agent_boot < turn.memory.since_boot:
-        turn.answer(order, "stale: it was for an agent whose run directory is lost; that agent may have obeyed")
+    if 0 < command.agent_boot < transition.memory.since_boot:
+        transition.answer(order, "stale: it was for an agent whose run directory is lost; that agent may have obeyed")
         return
-    fence = (given.term, command.epoch)
-    if fence < turn.memory.fence:
-        term, epoch = turn.memory.fence
-        turn.answer(order, f"stale: term {given.term} epoch {command.epoch}, this node obeys {term} {epoch}")
+    fence = (delivery.term, command.epoch)
+    if fence < transition.memory.fence:
+        term, epoch = transition.memory.fence
+        transition.answer(order, f"stale: term {delivery.term} epoch {command.epoch}, this node obeys {term} {epoch}")
         return
-    if fence > turn.memory.fence:
-        turn.remember(fence=fence)
+    if fence > transition.memory.fence:
+        transition.remember(fence=fence)
     match command:
-        case StartWorker() | InjectFault() | CheckNode() if given.age_s > turn.config.start_max_age_s:
-            turn.answer(
+        case StartWorker() | InjectFault() | CheckNode() if delivery.age_s > transition.config.start_max_age_s:
+            transition.answer(
                 order,
-                f"stale: commanded {given.age_s:.0f} s ago, this node acts within {turn.config.start_max_age_s:g} s "
-                "(if it is not that old, the clocks of this node and of the log differ)",
+                f"stale: commanded {delivery.age_s:.0f} s ago, this node acts within "
+                f"{transition.config.start_max_age_s:g} s (if it is not that old, "
+                "the clocks of this node and of the log differ)",
             )
         case StartWorker():
-            starting.start(turn, command, order)
+            starting.start(transition, command, order)
         case StopWorker():
-            stopping.stop_commanded(turn, command, order)
+            stopping.stop_commanded(transition, command, order)
         case SetMembership():
-            memberships.set_membership(turn, command, order, given.warrant)
+            memberships.set_membership(transition, command, order, delivery.warrant)
         case InjectFault(fault=fault):
-            inject(turn, fault, order)
+            inject(transition, fault, order)
         case CheckNode():
-            check(turn, command, order)
+            check(transition, command, order)
         case LeaveCluster():
-            leave(turn, command, order)
+            leave(transition, command, order)
         case SetPeers(task=task, peers=peers):
-            kept_states.set_peers(turn, task, peers)
-            turn.answer(order)
+            kept_states.set_peers(transition, task, peers)
+            transition.answer(order)
         case DropState(task=task):
-            kept_states.drop_state(turn, task, order)
+            kept_states.drop_state(transition, task, order)
         case _ as never:
             assert_never(never)
 
 
-def leave(turn: Turn, command: LeaveCluster, order: Order) -> None:
-    """Leave for good, drained; or, forgotten while it was away, end what runs here."""
-    turn.answer(order)
-    turn.state = replace(turn.state, ends="for good" if command.for_good else "forgotten")
+def leave(transition: Transition, command: LeaveCluster, order: PendingCommand) -> None:
+    """Leave for good, drained; or, for a node that was forgotten while it was away, end what runs here."""
+    transition.answer(order)
+    transition.state = replace(transition.state, ends="for good" if command.for_good else "forgotten")
     if command.for_good:
-        joining.drain(turn, f"it was told to leave for good: {command.reason}", command.limit_us / 1e6)
+        joining.drain(transition, f"it was told to leave for good: {command.reason}", command.limit_us / 1e6)
     else:
-        joining.leave(turn, f"the node was forgotten: {command.reason}")
+        joining.leave(transition, f"the node was forgotten: {command.reason}")
 
 
-def told(turn: Turn, given: Told) -> None:
-    """Obey a membership or peers from the log, unless the node has obeyed a newer term."""
-    if given.term < turn.memory.fence[0]:
+def apply_decision(transition: Transition, decision: LogDecision) -> None:
+    """Apply a membership or peers from the log, unless the node has seen a newer term."""
+    if decision.term < transition.memory.fence[0]:
         return
-    if given.term > turn.memory.fence[0]:
-        turn.remember(fence=(given.term, 0))
-    match given.event:
+    if decision.term > transition.memory.fence[0]:
+        transition.remember(fence=(decision.term, 0))
+    match decision.event:
         case MembershipPart() as part:
-            memberships.take_part(turn, part, given.term)
+            memberships.take_part(transition, part, decision.term)
         case MembershipDecided() as decided:
-            memberships.decided(turn, decided, given.term, given.warrant)
+            memberships.decided(transition, decided, decision.term, decision.warrant)
         case PeersDecided(task=task, peers=peers):
-            kept_states.set_peers(turn, task, peers)
+            kept_states.set_peers(transition, task, peers)
         case _:
-            pass  # of a younger coordinator, which knows that this agent does not know it
+            pass  # from a younger coordinator, which knows that this agent cannot read it
 
 
-def unreadable(turn: Turn, given: Unreadable) -> None:
+def unreadable(transition: Transition, unread: Unreadable) -> None:
     """Refuse a command that cannot be read; if it has been answered already, repeat the answer."""
-    order = Order(command_id=given.command_id, cause=given.cause)
-    if order.command_id in turn.memory.answered:
-        turn.say_answer(order)
+    order = PendingCommand(command_id=unread.command_id, cause=unread.cause)
+    if order.command_id in transition.memory.answered:
+        transition.say_answer(order)
     else:
-        turn.answer(order, f"{UNREAD}{given.reason}")
+        transition.answer(order, f"{UNREAD}{unread.reason}")
 
 
-def is_pending(turn: Turn, command_id: str) -> bool:
-    """Whether the command has been taken up and not answered yet."""
-    starts = [w.order for w in turn.memory.waiting]
-    starts += [w.starting.order for w in turn.memory.workers.values() if w.starting]
-    stops = [o for w in turn.memory.workers.values() for o in w.stop_orders]
-    checking = turn.state.checking
+def is_pending(transition: Transition, command_id: str) -> bool:
+    """Return whether the command has been accepted and not answered yet."""
+    starts = [w.order for w in transition.memory.waiting]
+    starts += [w.starting.order for w in transition.memory.workers.values() if w.starting]
+    stops = [o for w in transition.memory.workers.values() for o in w.stop_orders]
+    checking = transition.state.checking
     if checking is not None and checking.command_id == command_id:
         return True
-    return command_id in turn.state.injecting or any(order.command_id == command_id for order in starts + stops)
+    return command_id in transition.state.injecting or any(order.command_id == command_id for order in starts + stops)
 
 
-def inject(turn: Turn, fault: Fault, order: Order) -> None:
-    """Let a fault happen that a person has ordered, on the node or on one of its workers."""
+def inject(transition: Transition, fault: Fault, order: PendingCommand) -> None:
+    """Inject a fault that a person has ordered, into the node or one of its workers."""
     if ordered_faults.is_of_node(fault):
         if fault.kind == "kill":
-            turn.answer(order)
+            transition.answer(order)
         else:
-            turn.state = replace(turn.state, injecting={**turn.state.injecting, order.command_id: order})
-        turn.actions.append(ordered_faults.on_node(fault, order.command_id))
+            transition.state = replace(
+                transition.state, injecting={**transition.state.injecting, order.command_id: order}
+            )
+        transition.actions.append(ordered_faults.on_node(fault, order.command_id))
         return
-    record = turn.memory.workers.get(fault.worker)
-    done = ordered_faults.on_worker(fault, record, is_connected=turn.is_connected(fault.worker))
-    if isinstance(done, str):
-        turn.answer(order, done)
+    record = transition.memory.workers.get(fault.worker)
+    action = ordered_faults.on_worker(fault, record, is_connected=transition.is_connected(fault.worker))
+    if isinstance(action, str):
+        transition.answer(order, action)
     else:
-        turn.actions.append(done)
-        turn.answer(order)
+        transition.actions.append(action)
+        transition.answer(order)
 
 
-def injected(turn: Turn, command_id: str, reason: str) -> None:
-    """Answer an ordered fault on the node. `reason`: why it could not happen, "" where it did."""
-    order = turn.state.injecting.get(command_id)
+def injected(transition: Transition, command_id: str, reason: str) -> None:
+    """Answer an ordered fault on the node. `reason`: why it could not be injected, "" where it was."""
+    order = transition.state.injecting.get(command_id)
     if order is not None:
-        turn.state = replace(turn.state, injecting={c: o for c, o in turn.state.injecting.items() if c != command_id})
-        turn.answer(order, reason)
+        transition.state = replace(
+            transition.state, injecting={c: o for c, o in transition.state.injecting.items() if c != command_id}
+        )
+        transition.answer(order, reason)
 
 
-def check(turn: Turn, command: CheckNode, order: Order) -> None:
-    """Check the node's health; one check at a time, another is refused."""
-    if turn.state.checking is not None:
-        turn.answer(order, "another check is under way")
+def check(transition: Transition, command: CheckNode, order: PendingCommand) -> None:
+    """Start a check of the node's health; one check at a time, another is refused."""
+    if transition.state.checking is not None:
+        transition.answer(order, "another check is under way")
         return
-    turn.state = replace(turn.state, checking=order)
-    turn.actions.append(
+    transition.state = replace(transition.state, checking=order)
+    transition.actions.append(
         RunCheck(
             command_id=order.command_id,
             argv=command.argv,
@@ -172,20 +179,20 @@ def check(turn: Turn, command: CheckNode, order: Order) -> None:
     )
 
 
-def checked(turn: Turn, given: Checked) -> None:
-    """Append the result of the check that was asked for."""
-    order = turn.state.checking
-    if order is None or order.command_id != given.command_id:
+def checked(transition: Transition, outcome: Checked) -> None:
+    """Append the result of the ordered check."""
+    order = transition.state.checking
+    if order is None or order.command_id != outcome.command_id:
         return
-    turn.state = replace(turn.state, checking=None)
-    turn.append(
+    transition.state = replace(transition.state, checking=None)
+    transition.append(
         NodeChecked(
-            node=turn.config.node,
-            command_id=given.command_id,
-            passed=given.passed,
-            duration_us=given.duration_us,
-            detail=given.detail[:MAX_TEXT],
+            node=transition.config.node,
+            command_id=outcome.command_id,
+            passed=outcome.has_passed,
+            duration_us=outcome.duration_us,
+            detail=outcome.detail[:MAX_TEXT],
         ),
         order.cause,
     )
-    turn.answer(order)
+    transition.answer(order)

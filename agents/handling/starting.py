@@ -4,88 +4,89 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agents.handling.turn import Turn
+from agents.handling.turn import Transition
 from agents.log_layout import worker_log
 from agents.protocol.messages import Launch, Spawn
-from agents.state import ArmTimer, Link, Order, TellForkServer, Waiting, Worker
+from agents.state import ArmTimer, PendingCommand, PendingStart, TellForkServer, WorkerLink, WorkerRecord
 from agents.users import refusal as users_refusal
 from events.task_env import refusal as variable_refusal
 from events.vocabulary import StartWorker, TaskSpec, WorkerId, WorkerStarted
 
 
-def start(turn: Turn, command: StartWorker, order: Order) -> None:
+def start(transition: Transition, command: StartWorker, order: PendingCommand) -> None:
     """Spawn the worker, let it wait for a slot, or answer why not; a repeated start acts once."""
     worker = command.worker
-    if turn.state.phase in ("draining", "leaving", "left"):
-        turn.answer(order, "the node is leaving")
+    if transition.state.phase in ("draining", "leaving", "left"):
+        transition.answer(order, "the node is leaving")
     elif worker.rpartition(".")[0] != command.spec.name:
-        turn.answer(order, f"worker {worker} does not belong to task {command.spec.name}")
-    elif worker in turn.memory.workers and turn.memory.workers[worker].foreign:
-        turn.answer(order, f"a worker {worker} of an older log has not ended yet")
-    elif is_known(turn, worker):
-        turn.answer(order)  # it exists or has existed: this start has acted already
-    elif turn.state.store_port and not free_slots(turn) and not is_slot_coming(turn):
-        turn.answer(order, f"no free slot: all {turn.config.slots} slots hold a worker")
+        transition.answer(order, f"worker {worker} does not belong to task {command.spec.name}")
+    elif worker in transition.memory.workers and transition.memory.workers[worker].foreign:
+        transition.answer(order, f"a worker {worker} of an older log has not ended yet")
+    elif is_known(transition, worker):
+        transition.answer(order)  # it exists or has existed: this start has acted already
+    elif transition.state.store_port and not free_slots(transition) and not is_slot_coming(transition):
+        transition.answer(order, f"no free slot: all {transition.config.slots} slots hold a worker")
     else:
-        turn.remember(waiting=(*turn.memory.waiting, Waiting(command=command, order=order)))
-        fill_slots(turn)
-        if any(w.command.worker == worker for w in turn.memory.waiting):
-            arm_wait(turn, worker)
+        transition.remember(waiting=(*transition.memory.waiting, PendingStart(command=command, order=order)))
+        fill_slots(transition)
+        if any(w.command.worker == worker for w in transition.memory.waiting):
+            arm_wait(transition, worker)
 
 
-def is_known(turn: Turn, worker: WorkerId) -> bool:
-    """Whether the worker waits, runs, or has ended here."""
-    memory = turn.memory
+def is_known(transition: Transition, worker: WorkerId) -> bool:
+    """Return whether the worker waits, runs, or has ended here."""
+    memory = transition.memory
     is_waiting = any(w.command.worker == worker for w in memory.waiting)
-    return is_waiting or worker in memory.workers or worker in memory.gone
+    return is_waiting or worker in memory.workers or worker in memory.ended_workers
 
 
-def free_slots(turn: Turn) -> list[int]:
-    """The numbers of the free slots, ascending."""
-    taken = {worker.slot for worker in turn.memory.workers.values()}
-    return [slot for slot in range(turn.config.slots) if slot not in taken]
+def free_slots(transition: Transition) -> list[int]:
+    """Return the numbers of the free slots, ascending."""
+    occupied = {worker.slot for worker in transition.memory.workers.values()}
+    return [slot for slot in range(transition.config.slots) if slot not in occupied]
 
 
-def is_slot_coming(turn: Turn) -> bool:
-    """Some worker is about to end: told to, done, or its connection broke."""
-    links = turn.state.links
+def is_slot_coming(transition: Transition) -> bool:
+    """Return whether some worker is about to end: stopped, done, or its connection broke."""
+    links = transition.state.links
     return any(
-        w.stop != "no" or w.completed or not links.get(w.worker, Link()).connected for w in turn.memory.workers.values()
+        w.stop != "no" or w.completed or not links.get(w.worker, WorkerLink()).connected
+        for w in transition.memory.workers.values()
     )
 
 
-def arm_wait(turn: Turn, worker: WorkerId) -> None:
-    """Bound how long a start waits for a slot, or for the fork server."""
-    config = turn.config
-    after_s = config.slot_wait_s if turn.state.store_port else config.fork_server_wait_s
-    turn.actions.append(ArmTimer(name="wait", key=worker, after_s=after_s))
+def arm_wait(transition: Transition, worker: WorkerId) -> None:
+    """Set a limit on how long a start waits for a slot, or for the fork server."""
+    config = transition.config
+    after_s = config.slot_wait_s if transition.state.store_port else config.fork_server_wait_s
+    transition.actions.append(ArmTimer(name="wait", key=worker, after_s=after_s))
 
 
-def fill_slots(turn: Turn) -> None:
-    """Spawn what waits, oldest first, as far as there are slots."""
-    while turn.memory.waiting and turn.state.store_port and (free := free_slots(turn)):
-        first, *rest = turn.memory.waiting
+def fill_slots(transition: Transition) -> None:
+    """Spawn the waiting starts, oldest first, as far as there are slots."""
+    while transition.memory.waiting and transition.state.store_port and (free := free_slots(transition)):
+        first, *later = transition.memory.waiting
         command = first.command
-        if reason := refusal(turn, command.spec):
-            give_up_start(turn, first, reason)
+        if reason := refusal(transition, command.spec):
+            give_up_start(transition, first, reason)
             continue
-        turn.remember(waiting=tuple(rest))
-        record = Worker(worker=command.worker, task=command.spec.name, slot=free[0], starting=first)
-        turn.remember(
-            workers={**turn.memory.workers, command.worker: record},
-            foreign_gone=tuple(w for w in turn.memory.foreign_gone if w != command.worker),
+        transition.remember(waiting=tuple(later))
+        record = WorkerRecord(worker=command.worker, task=command.spec.name, slot=free[0], starting=first)
+        transition.remember(
+            workers={**transition.memory.workers, command.worker: record},
+            foreign_gone=tuple(w for w in transition.memory.foreign_gone if w != command.worker),
         )
-        turn.actions.append(TellForkServer(message=spawn(turn, command, free[0])))
+        transition.actions.append(TellForkServer(message=spawn(transition, command, free[0])))
 
 
-def refusal(turn: Turn, spec: TaskSpec) -> str:
-    """Why this node does not run the task as it asks for; "" where it does."""
-    users = turn.config.users
+def refusal(transition: Transition, spec: TaskSpec) -> str:
+    """Return why this node cannot run the task as its specification demands; "" where it can."""
+    users = transition.config.users
     if reason := users_refusal([user.name for user in users], spec.run_as):
         return reason
     if refused := next((name for name in spec.env if variable_refusal(name)), ""):
         return f"env.{refused}: {variable_refusal(refused)}"
-    if users and not turn.state.separates:
+    if users and not transition.state.separates:
         return (
             "the fork server is of an agent without --run-as, and its workers live; drain the node, then uncordon it, "
             "and a new one starts"
@@ -93,9 +94,9 @@ def refusal(turn: Turn, spec: TaskSpec) -> str:
     return ""
 
 
-def spawn(turn: Turn, command: StartWorker, slot: int) -> Spawn:
-    """The order to the fork server; its log path is a file of this node."""
-    config, task = turn.config, command.spec.name
+def spawn(transition: Transition, command: StartWorker, slot: int) -> Spawn:
+    """Return the order to the fork server; its log path is a file of this node."""
+    config, task = transition.config, command.spec.name
     launch = Launch(
         worker=command.worker,
         task=task,
@@ -111,20 +112,20 @@ def spawn(turn: Turn, command: StartWorker, slot: int) -> Spawn:
     return Spawn(launch=launch, log_path=log_path, slot=slot, user=config.user_of(command.spec))
 
 
-def started(turn: Turn, worker: WorkerId, pid: int) -> None:
-    """The process runs: append WorkerStarted and answer the start. A second call does nothing."""
-    record = turn.memory.workers.get(worker)
+def started(transition: Transition, worker: WorkerId, pid: int) -> None:
+    """Append WorkerStarted for a running process and answer the start. A second call does nothing."""
+    record = transition.memory.workers.get(worker)
     if record is None or record.pid:
         return
     waiting = record.starting
-    record = turn.change(record, pid=pid, starting=None)
-    started = WorkerStarted(node=turn.config.node, task=record.task, worker=worker, pid=pid)
-    turn.append(started, waiting.order.cause if waiting else "")
+    record = transition.change(record, pid=pid, starting=None)
+    started = WorkerStarted(node=transition.config.node, task=record.task, worker=worker, pid=pid)
+    transition.append(started, waiting.order.cause if waiting else "")
     if waiting:
-        turn.answer(waiting.order)
+        transition.answer(waiting.order)
 
 
-def give_up_start(turn: Turn, waiting: Waiting, reason: str) -> None:
-    """A waiting start is answered with `reason`, and waits no more."""
-    turn.remember(waiting=tuple(w for w in turn.memory.waiting if w is not waiting))
-    turn.answer(waiting.order, reason)
+def give_up_start(transition: Transition, waiting: PendingStart, reason: str) -> None:
+    """Answer a waiting start with `reason`, and drop it."""
+    transition.remember(waiting=tuple(w for w in transition.memory.waiting if w is not waiting))
+    transition.answer(waiting.order, reason)

@@ -1,7 +1,7 @@
-"""The part of the Kubernetes API that this needs: one Node object, read, watched and patched, as a pod may.
+"""The part of the Kubernetes API that the agent needs: one Node object, read, watched and patched, as a pod may.
 
-Token and CA are files that the kubelet keeps fresh: both are read again, the token with each request. Nothing is asked
-for but this one node.
+Token and CA are files that the kubelet keeps fresh: both are read again, the token with each request. No other object
+is requested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
-#: The server ends a watch by then, and it is asked for again.
+#: The server ends a watch by then, and it is requested again.
 WATCH_S = 240
 _ANSWER_S = 15.0
 _LINE_BYTES_MAX = 4 * 1024 * 1024
@@ -53,7 +53,7 @@ class _NodeStatus(msgspec.Struct):
 
 
 class _Node(msgspec.Struct):
-    """What node_object.py reads of a Node; the rest may be anything."""
+    """The parts of a Node that node_object.py reads; the rest may have any form."""
 
     metadata: _Metadata | None = None
     spec: _Spec | None = None
@@ -68,14 +68,14 @@ class _Change(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """What the server says of a failure."""
+    """The server's message about a failure."""
 
     message: str = ""
     code: int = 0
 
 
 class KubernetesError(Exception):
-    """One line: what the server says, or that it does not answer. `status`: of HTTP, 0: none."""
+    """One line: the server's message, or that it does not answer. `status`: of HTTP, 0: none."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -83,7 +83,7 @@ class KubernetesError(Exception):
 
 
 class NodeApi:
-    """`name`: of the Node object. `account`: the directory with `token` and `ca.crt`."""
+    """The API for one Node object. `name`: of the object. `account`: the directory with `token` and `ca.crt`."""
 
     def __init__(self, url: str, name: str, account: Path) -> None:
         self._path = f"{url}/api/v1/nodes"
@@ -92,17 +92,18 @@ class NodeApi:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self) -> dict[str, Any]:
-        """The object. Raises KubernetesError."""
+        """Return the object. Raise KubernetesError."""
         return await self._ask("GET", f"/{quote(self._name)}")
 
     async def patch(self, patch: Mapping[str, Any], kind: str, *, status: bool = False) -> dict[str, Any]:
-        """The object, changed. `status`: its status is patched. Raises KubernetesError."""
+        """Apply a patch to the object, or to its status, and return it. Raise KubernetesError."""
         path = f"/{quote(self._name)}{'/status' if status else ''}"
         return await self._ask("PATCH", path, data=json.dumps(patch).encode(), headers={"Content-Type": kind})
 
     async def watch(self, version: str) -> AsyncIterator[dict[str, Any]]:
-        """The object whenever it changes after `version`, until the server ends the watch. Raises KubernetesError."""
-        asked = {
+        """Yield the object whenever it changes after `version`, until the server ends the watch. Raise
+        KubernetesError."""
+        query = {
             "watch": "true",
             "fieldSelector": f"metadata.name={self._name}",
             "resourceVersion": version,
@@ -112,16 +113,16 @@ class NodeApi:
         timeout = aiohttp.ClientTimeout(total=WATCH_S + 60, sock_connect=_ANSWER_S)
         try:
             async with (await self._opened()).get(
-                self._path, params=asked, headers=self._login(), timeout=timeout, ssl=self._tls()
+                self._path, params=query, headers=self._login(), timeout=timeout, ssl=self._tls()
             ) as answer:
-                await _refused(answer)
+                await _raise_for_status(answer)
                 async for line in answer.content:
-                    said = _decoded(line, _Change) if line.strip() else _Change()
-                    if said.type == "ERROR":  # 410: the version is too old
-                        told = _decoded(said.object, _Status)
-                        raise KubernetesError(_one_line(told.message), told.code)
-                    if said.type in ("ADDED", "MODIFIED"):
-                        yield _node(said.object)
+                    change = _decoded(line, _Change) if line.strip() else _Change()
+                    if change.type == "ERROR":  # 410: the version is too old
+                        failure = _decoded(change.object, _Status)
+                        raise KubernetesError(_one_line(failure.message), failure.code)
+                    if change.type in ("ADDED", "MODIFIED"):
+                        yield _node(change.object)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise KubernetesError(_no_answer(error)) from None
 
@@ -138,11 +139,11 @@ class NodeApi:
             async with (await self._opened()).request(
                 method, f"{self._path}{path}", headers=headers, timeout=timeout, ssl=self._tls(), **more
             ) as answer:
-                await _refused(answer)
-                found = await answer.read()
+                await _raise_for_status(answer)
+                body = await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise KubernetesError(_no_answer(error)) from None
-        return _node(found)
+        return _node(body)
 
     async def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -164,14 +165,14 @@ class NodeApi:
             raise KubernetesError(f"cannot read {self._account / 'ca.crt'}: {error}") from None
 
 
-async def _refused(answer: aiohttp.ClientResponse) -> None:
+async def _raise_for_status(answer: aiohttp.ClientResponse) -> None:
     if answer.status >= 400:
         try:
-            said = _decoded(await answer.read(), _Status).message
+            detail = _decoded(await answer.read(), _Status).message
         except KubernetesError:
-            said = answer.reason or ""
-        what = f"{answer.method} {answer.url.path}: {answer.status} {_one_line(said)}"
-        raise KubernetesError(what[:500], answer.status)
+            detail = answer.reason or ""
+        text = f"{answer.method} {answer.url.path}: {answer.status} {_one_line(detail)}"
+        raise KubernetesError(text[:500], answer.status)
 
 
 def _decoded(data: bytes | msgspec.Raw, kind: type[T]) -> T:
@@ -182,7 +183,7 @@ def _decoded(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 def _node(data: bytes | msgspec.Raw) -> dict[str, Any]:
-    """The whole object, whose parts that are read here have the right form. Raises KubernetesError."""
+    """Return the whole object; check the form of the parts that are read here. Raise KubernetesError."""
     _decoded(data, _Node)
     return _decoded(data, dict[str, Any])
 

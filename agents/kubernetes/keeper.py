@@ -1,10 +1,10 @@
-"""Keeps both in step: what the Node object says goes into the log, an isolation goes into the Node object.
+"""Keeps both in step: the Node object's demands go into the log, an isolation goes into the Node object.
 
-* The keeper reads the object at the start and after each watch, and watches it in between. It tells the core what the
-  object says; the core tells the log each change (agents/handling/joining.py).
-* The log is asked every LOOK_EVERY_S, and when the coordinator says something of the node. Taint and condition are
-  written once for each change; what the API server refuses is tried again, and said once.
-* Whatever fails here costs the cluster nothing: the agent works on.
+* The keeper reads the object at the start and after each watch, and watches it in between. It passes the
+  object's hold to the core; the core reports each change to the log (agents/handling/joining.py).
+* The log is asked every LOOK_EVERY_S, and when the coordinator decides about the node. Taint and condition are written
+  once for each change; a write that the API server refuses is tried again, and logged once.
+* A failure here costs the cluster nothing: the agent works on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from datetime import UTC, datetime
 from agents.kubernetes.api import MERGE, STRATEGIC, KubernetesError, NodeApi
 from agents.kubernetes.node_object import (
     CordonMeans,
-    Held,
+    Hold,
     condition_patch,
     has_taint,
-    held,
+    hold_of,
     taint_patch,
 )
 from agents.kubernetes.standing import Standing, standing
-from events.nats_connection import Connection, Unanswered
+from events.nats_connection import Connection, NoReply
 from events.subjects import standing_subjects
 from events.vocabulary import Name
 
@@ -37,18 +37,18 @@ _CONFLICT = 409
 
 
 class KubernetesNode:
-    """`saw`: told what the machine is held for, in the loop."""
+    """Keeps the Node object and the log in step. `on_hold` is called in the loop with the machine's hold."""
 
-    def __init__(self, api: NodeApi, node: Name, cordon_means: CordonMeans, saw: Callable[[Held], object]) -> None:
+    def __init__(self, api: NodeApi, node: Name, cordon_means: CordonMeans, on_hold: Callable[[Hold], object]) -> None:
         self._api = api
         self._node = node
         self._means = cordon_means
-        self._saw = saw
-        self._said = ""
+        self._on_hold = on_hold
+        self._last_warning = ""
         self._look = asyncio.Event()
 
     async def run(self, connection: Connection) -> None:
-        """Until cancelled; never raises."""
+        """Keep both in step until cancelled; never raise."""
         try:
             await asyncio.gather(self._read(), self._write(connection))
         finally:
@@ -58,37 +58,37 @@ class KubernetesNode:
         pause_s = _AGAIN_S
         while True:
             try:
-                found = await self._api.get()
-                self._found(found)
+                node = await self._api.get()
+                self._report_hold(node)
                 pause_s = _AGAIN_S
-                version = str((found.get("metadata") or {}).get("resourceVersion", ""))
-                async for changed in self._api.watch(version):
-                    self._found(changed)
+                version = str((node.get("metadata") or {}).get("resourceVersion", ""))
+                async for change in self._api.watch(version):
+                    self._report_hold(change)
             except KubernetesError as error:
                 self._say(f"cannot read this machine's Node object: {error}")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_MAX_S)
             else:
-                await asyncio.sleep(_AGAIN_S / 10)  # a server that ends watches at once is not asked in a circle
+                await asyncio.sleep(_AGAIN_S / 10)  # a server that ends watches at once is not asked in a busy loop
 
-    def _found(self, node: dict[str, object]) -> None:
-        self._saw(held(node, self._means))
+    def _report_hold(self, node: dict[str, object]) -> None:
+        self._on_hold(hold_of(node, self._means))
 
     async def _write(self, connection: Connection) -> None:
-        async def heard(_: object) -> None:
+        async def on_decision(_: object) -> None:
             self._look.set()
 
         for subject in standing_subjects(self._node):
-            await connection.subscribe(subject, heard)
-        written: Standing | None = None
+            await connection.subscribe(subject, on_decision)
+        last_written: Standing | None = None
         while True:
             self._look.clear()
             try:
                 now = await standing(connection, self._node)
-                if now.isolated is not None and now != written:
+                if now.isolated is not None and now != last_written:
                     await self._tell(now)
-                    written = now
-            except Unanswered as error:
+                    last_written = now
+            except NoReply as error:
                 self._say(f"cannot ask the log whether this node is isolated: {error}")
             except KubernetesError as error:
                 self._say(f"cannot write an isolation into this machine's Node object: {error}")
@@ -115,6 +115,6 @@ class KubernetesNode:
         await self._api.patch(condition_patch(isolated=isolated, reason=now.reason, now=at), STRATEGIC, status=True)
 
     def _say(self, text: str) -> None:
-        level = logging.DEBUG if text == self._said else logging.WARNING
-        self._said = text
+        level = logging.DEBUG if text == self._last_warning else logging.WARNING
+        self._last_warning = text
         logger.log(level, "%s; trying again", text)

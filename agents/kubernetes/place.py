@@ -1,4 +1,4 @@
-"""Where the node's Node object is."""
+"""The place of the node's Node object."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from agents.kubernetes.node_object import CordonMeans
 
-#: Where a pod finds its account.
+#: The directory of a pod's account.
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class NodeObject(NamedTuple):
-    """`account`: the directory with `token` and `ca.crt`. `cordon_means`: see node_object.py."""
+    """The place of the node's Node object. `account`: the directory with `token` and `ca.crt`. `cordon_means`: see
+    node_object.py."""
 
     url: str
     name: str
@@ -23,6 +24,6 @@ class NodeObject(NamedTuple):
 
 
 def in_cluster_url(environ: Mapping[str, str] = os.environ) -> str:
-    """Where pods find the API server; "" outside of a cluster."""
+    """Return the URL of the API server for pods; "" outside of a cluster."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}" if host else ""

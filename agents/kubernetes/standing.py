@@ -1,6 +1,6 @@
-"""Whether this cluster has isolated the node: by the coordinator's own words in the log.
+"""Finds out whether this cluster has isolated the node, by the coordinator's own events in the log.
 
-Asked for are the last NodeIsolated, NodeReadmitted and NodeForgotten of the node, which only the coordinator writes
+It reads the last NodeIsolated, NodeReadmitted and NodeForgotten of the node, which only the coordinator writes
 (events/logins.py); the latest counts. Where none is in the stream any more, nothing is known.
 """
 
@@ -15,15 +15,15 @@ from events.vocabulary import Name, NodeIsolated
 
 
 class Standing(NamedTuple):
-    """`isolated`: None where the log does not say."""
+    """The node's standing. `isolated`: None where the log does not say."""
 
     isolated: bool | None
     reason: str
 
 
 async def standing(connection: Connection, node: Name) -> Standing:
-    """By the log. Raises Unanswered (Denied)."""
-    last, found = 0, Standing(None, "")
+    """Return the node's standing by the log. Raise NoReply (PublishDenied)."""
+    last, latest = 0, Standing(None, "")
     for subject in standing_subjects(node):
         answer = await connection.request(f"$JS.API.DIRECT.GET.{EVENT_STREAM}.{subject}", b"")
         seq = int((answer.headers or {}).get("Nats-Sequence", 0))
@@ -34,5 +34,5 @@ async def standing(connection: Connection, node: Name) -> Standing:
         except BadEvent:
             continue
         is_isolated = isinstance(event, NodeIsolated)
-        last, found = seq, Standing(is_isolated, event.reason if is_isolated else "")  # type: ignore[union-attr]  # just looked at
-    return found
+        last, latest = seq, Standing(is_isolated, event.reason if is_isolated else "")  # type: ignore[union-attr]  # tested just above
+    return latest

@@ -1,1 +1,1 @@
-"""What the processes of a node share: agent, fork server and workers speak it; it imports none of them."""
+"""The protocol that the processes of a node share: agent, fork server and workers use it; it imports none of them."""

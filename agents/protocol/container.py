@@ -6,8 +6,8 @@ Rules
   at the container: `mountinfo` says at which cgroup (its root field), and the path is taken from there.
 * A limit may stand at the process's own cgroup or at any above it that is visible. The smallest counts.
 * Version 1 is preferred where it has the controller: a hybrid machine mounts version 2 without any.
-* What cannot be read is None: unknown, never "no limit" in disguise. No limit is None too where the kernel says so, for
-  then the machine's own size counts.
+* A limit that cannot be read is None: unknown, never "no limit" in disguise. No limit is None too where the kernel says
+  so, for then the machine's own size counts.
 
 Sources: cgroups(7), Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux, proc_pid_mountinfo(5).
 """
@@ -27,19 +27,19 @@ _NO_LIMIT = 1 << 60
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
-class Place(NamedTuple):
-    """A process's cgroup of one controller. `own`: its directory, as mounted here; `top`: of the mount, which is `own`
-    or above it. `version`: 1 or 2."""
+class CgroupPlace(NamedTuple):
+    """A process's cgroup of one controller. `directory`: its own, as mounted here; `top`: that of the mount, which is
+    `directory` or above it. `version`: 1 or 2."""
 
     version: int
-    own: Path
+    directory: Path
     top: Path
 
     def upwards(self) -> Iterator[Path]:
-        """The directories from its own up to the mount's."""
-        yield self.own
-        if self.own != self.top:
-            for above in self.own.parents:
+        """Yield the directories from the cgroup's up to the mount's."""
+        yield self.directory
+        if self.directory != self.top:
+            for above in self.directory.parents:
                 yield above
                 if above == self.top:
                     return
@@ -54,26 +54,27 @@ class Mount(NamedTuple):
     controllers: frozenset[str]
 
 
-def places(controller: str, process: Path = PROC / "self", own: Path = PROC / "self") -> list[Place]:
-    """Where a process's cgroup with this controller is, as `own` sees it: version 1 before 2; empty where no such is.
+def places(controller: str, process: Path = PROC / "self", observer: Path = PROC / "self") -> list[CgroupPlace]:
+    """Return a process's cgroups with this controller, as `observer` sees them: version 1 before 2; empty where there
+    is none.
 
-    `process`, `own`: directories of /proc.
+    `process`, `observer`: directories of /proc.
     """
     try:
         memberships = list(_memberships((process / "cgroup").read_text()))
-        mounts = list(mounted((own / "mountinfo").read_text()))
+        mounts = list(cgroup_mounts((observer / "mountinfo").read_text()))
     except (OSError, ValueError):
         return []
-    found = []
+    cgroups = []
     for version in (1, 2):
         paths = [path for names, path in memberships if (controller in names if version == 1 else not names)]
-        wanted = [m for m in mounts if m.version == version and (version == 2 or controller in m.controllers)]
-        found += [Place(version, _inside(path, mount), mount.place) for path in paths for mount in wanted]
-    return found
+        hierarchies = [m for m in mounts if m.version == version and (version == 2 or controller in m.controllers)]
+        cgroups += [CgroupPlace(version, _inside(path, mount), mount.place) for path in paths for mount in hierarchies]
+    return cgroups
 
 
-def mounted(mountinfo: str) -> Iterator[Mount]:
-    """The hierarchies of cgroups in a /proc/PID/mountinfo."""
+def cgroup_mounts(mountinfo: str) -> Iterator[Mount]:
+    """Yield the hierarchies of cgroups in a /proc/PID/mountinfo."""
     for line in mountinfo.splitlines():
         fields, dash, rest = line.partition(" - ")
         if not dash or not rest.startswith(("cgroup ", "cgroup2 ")):
@@ -84,37 +85,39 @@ def mounted(mountinfo: str) -> Iterator[Mount]:
         yield Mount(version, _plain(root), Path(_plain(place)), frozenset(options.split(",") if version == 1 else ()))
 
 
-def memory_limit_bytes(found: list[Place] | None = None) -> int | None:
-    """The smallest limit of memory; None where there is none, or none that can be read."""
+def memory_limit_bytes(cgroups: list[CgroupPlace] | None = None) -> int | None:
+    """Return the smallest limit of memory; None where there is none, or none that can be read."""
     limits = []
-    for place in places("memory") if found is None else found:
+    for place in places("memory") if cgroups is None else cgroups:
         name = "memory.limit_in_bytes" if place.version == 1 else "memory.max"
         limits += [limit for directory in place.upwards() if (limit := _number(directory / name)) is not None]
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
-def memory_free_bytes(found: list[Place] | None = None) -> int | None:
-    """What the cgroup with the least room could still take: its limit, less what is used and cannot be given back.
-    None where there is no limit, or the kernel does not say."""
+def memory_free_bytes(cgroups: list[CgroupPlace] | None = None) -> int | None:
+    """Return what the cgroup with the least room could still take: its limit, less the usage that cannot be reclaimed.
+
+    None where there is no limit, or the kernel does not say.
+    """
     free = []
-    for place in places("memory") if found is None else found:
+    for place in places("memory") if cgroups is None else cgroups:
         limit_name, used_name, idle_name = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             if place.version == 1
             else ("memory.max", "memory.current", "inactive_file")
         )
         for directory in place.upwards():
-            limit, used = _number(directory / limit_name), _number(directory / used_name)
-            if limit is not None and limit < _NO_LIMIT and used is not None:
+            limit, usage = _number(directory / limit_name), _number(directory / used_name)
+            if limit is not None and limit < _NO_LIMIT and usage is not None:
                 idle = _field(directory / "memory.stat", idle_name) or 0
-                free.append(max(0, limit - max(0, used - idle)))
+                free.append(max(0, limit - max(0, usage - idle)))
     return min(free, default=None)
 
 
-def cpu_limit(found: list[Place] | None = None) -> float | None:
-    """How many CPUs' time the cgroups allow; None where there is no limit, or none that can be read."""
+def cpu_limit(cgroups: list[CgroupPlace] | None = None) -> float | None:
+    """Return how many CPUs' time the cgroups allow; None where there is no limit, or none that can be read."""
     limits = []
-    for place in places("cpu") if found is None else found:
+    for place in places("cpu") if cgroups is None else cgroups:
         for directory in place.upwards():
             if place.version == 1:
                 quota, period = _number(directory / "cpu.cfs_quota_us"), _number(directory / "cpu.cfs_period_us")
@@ -127,44 +130,45 @@ def cpu_limit(found: list[Place] | None = None) -> float | None:
 
 
 def cpus() -> int:
-    """How many CPUs this process may keep busy: of those that it may run on, within its cgroups' limit; at least 1."""
+    """Return how many CPUs this process may keep busy: of those that it may run on, within its cgroups' limit; at least
+    1."""
     allowed = len(os.sched_getaffinity(0))
     limit = cpu_limit()
     return allowed if limit is None else max(1, min(allowed, math.floor(limit)))
 
 
-def oom_counter(found: list[Place]) -> Path | None:
-    """The file that counts the OOM kills of a cgroup: of the nearest one, upwards, that has a count."""
-    for place in found:
+def oom_counter(cgroups: list[CgroupPlace]) -> Path | None:
+    """Return the file that counts the OOM kills of a cgroup: of the nearest one, upwards, that has a count."""
+    for place in cgroups:
         name = "memory.oom_control" if place.version == 1 else "memory.events"
         # A process's own cgroup of version 2 may have no memory controller: then one above counts.
-        for directory in place.upwards() if place.version == 2 else (place.own,):
+        for directory in place.upwards() if place.version == 2 else (place.directory,):
             if oom_kills(directory / name) is not None:
                 return directory / name
     return None
 
 
 def oom_kills(counter: Path) -> int | None:
-    """The number of OOM kills in such a file, or in /proc/vmstat; None where it cannot be read."""
+    """Return the number of OOM kills in such a file, or in /proc/vmstat; None where it cannot be read."""
     return _field(counter, "oom_kill")
 
 
 def _memberships(text: str) -> Iterator[tuple[frozenset[str], str]]:
-    """Of a /proc/PID/cgroup: the controllers, none for version 2, and the cgroup's path."""
+    """Yield the entries of a /proc/PID/cgroup: the controllers, none for version 2, and the cgroup's path."""
     for line in text.splitlines():
         _, names, path = line.split(":", 2)
         yield frozenset(names.split(",") if names else ()), path.removesuffix(" (deleted)")
 
 
 def _inside(path: str, mount: Mount) -> Path:
-    """The directory of a cgroup, or the mount's own where the cgroup is not below what is mounted."""
+    """Return the directory of a cgroup, or the mount's own where the cgroup is not below the mount's root."""
     inside = os.path.relpath(PurePosixPath("/", path), PurePosixPath("/", mount.root))
     return mount.place if inside == "." or inside.split("/")[0] == ".." else mount.place / inside
 
 
 def _plain(text: str) -> str:
-    """Without the kernel's escapes: `\\040` is a space."""
-    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), text)
+    """Return the text without the kernel's escapes: `\\040` is a space."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 def _text(path: Path) -> str | None:
@@ -183,7 +187,7 @@ def _integer(text: str) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after a name in a file of names and numbers."""
+    """Return the number after a name in a file of names and numbers."""
     for line in (_text(path) or "").splitlines():
         first, _, number = line.partition(" ")
         if first == name:

@@ -1,4 +1,4 @@
-"""What a worker tells of a trouble, without the secrets of its task."""
+"""Removes the secrets of a task from a worker's error reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from agents.protocol.messages import Trouble
+from agents.protocol.messages import ErrorReport
 from events.masking import Mask, values_in
 from events.vocabulary import TaskSpec
 
@@ -16,14 +16,14 @@ _DETAIL_CHARS = 32768
 
 
 def mask_of(spec: TaskSpec, environ: Mapping[str, str] = os.environ) -> Mask:
-    """Hides the secrets of the task, as this worker's environment has them."""
+    """Return a mask that hides the secrets of the task, as this worker's environment has them."""
     return Mask([*(environ[name] for name in spec.secrets if name in environ), *values_in(spec.env)])
 
 
-def discreet(trouble: Trouble, mask: Mask) -> Trouble:
-    """The same, without what the mask hides."""
+def redact(report: ErrorReport, mask: Mask) -> ErrorReport:
+    """Return the report without the text that the mask hides."""
     return replace(
-        trouble,
-        message=mask.text(trouble.message)[:_MESSAGE_CHARS],
-        detail=mask.text(trouble.detail)[-_DETAIL_CHARS:],
+        report,
+        message=mask.text(report.message)[:_MESSAGE_CHARS],
+        detail=mask.text(report.detail)[-_DETAIL_CHARS:],
     )

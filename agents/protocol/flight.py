@@ -1,4 +1,4 @@
-"""A question to a worker beside its work: what does its flight recorder hold? Part of messages.py."""
+"""A request to a worker beside its work, for the content of its flight recorder. Part of messages.py."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from agents.protocol.message import Message
+from agents.protocol.message import WireMessage
 from events.collectives import COLLECTIVES_MAX, Collective
 from events.vocabulary import Text
 
 
-class TellFlight(Message, frozen=True, kw_only=True):
-    """(agent -> worker) tell what the flight recorder holds. Only to a worker whose Hello says that it can."""
+class TellFlight(WireMessage, frozen=True, kw_only=True):
+    """(agent -> worker) send the content of the flight recorder. Only to a worker whose Hello says that it can."""
 
 
-class Flight(Message, frozen=True, kw_only=True):
-    """(worker -> agent) what the flight recorder holds, the oldest first. `trouble`: why there is nothing."""
+class Flight(WireMessage, frozen=True, kw_only=True):
+    """(worker -> agent) the content of the flight recorder, the oldest first. `trouble`: why there is nothing."""
 
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
     trouble: Text = ""

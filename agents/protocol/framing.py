@@ -21,8 +21,12 @@ from events.tolerance import without_unknown
 
 logger = logging.getLogger(__name__)
 _HEADER_BYTES = 4
-#: All messages, in both directions.
-_NAMES = frozenset(name for name, kind in vars(messages).items() if isinstance(kind, type))
+#: The tags of all messages, in both directions, and the names of the types in them.
+_NAMES = frozenset(
+    str(kind.__struct_config__.tag or name) if issubclass(kind, msgspec.Struct) else name
+    for name, kind in vars(messages).items()
+    if isinstance(kind, type)
+)
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
@@ -32,7 +36,7 @@ class BadFrame(ValueError):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """One message as a frame. Raises BadFrame where it would be longer than MAX_FRAME_BYTES."""
+    """Return one message as a frame. Raise BadFrame where it would be longer than MAX_FRAME_BYTES."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"{type(message).__name__} takes {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
@@ -40,17 +44,17 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Unframer(Generic[T]):
-    """Collects bytes and gives the messages that are complete. `expected`: a union of tagged structs."""
+    """Collects bytes and returns the messages that are complete. `expected`: a union of tagged structs."""
 
     def __init__(self, expected: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)
         self._kinds: dict[str, type[msgspec.Struct]] = {
-            kind.__name__: kind for kind in typing.get_args(expected) or (expected,)
+            str(kind.__struct_config__.tag): kind for kind in typing.get_args(expected) or (expected,)
         }
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """The messages that `data` completes, in order. Raises BadFrame; the stream is of no use afterwards."""
+        """Return the messages that `data` completes, in order. Raise BadFrame; the stream is of no use afterwards."""
         self._buffer += data
         messages: list[T] = []
         start = 0
@@ -69,7 +73,7 @@ class Unframer(Generic[T]):
         return messages
 
     def _decode(self, body: bytes) -> T | None:
-        """The message; None for one of a younger version's types. Raises BadFrame."""
+        """Return the message; None for one of a younger version's types. Raise BadFrame."""
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -78,8 +82,8 @@ class Unframer(Generic[T]):
                 name = plain.get("type") if isinstance(plain, dict) else None
                 if isinstance(name, str) and name.isidentifier():
                     if name in self._kinds:
-                        known = without_unknown(plain, self._kinds[name])
-                        return self._decoder.decode(msgspec.msgpack.encode(known))
+                        fields = without_unknown(plain, self._kinds[name])
+                        return self._decoder.decode(msgspec.msgpack.encode(fields))
                     if name not in _NAMES:
                         logger.warning("skipping an unknown message %s: its sender is of a newer version", name)
                         return None

@@ -1,4 +1,4 @@
-"""Whom a process runs as."""
+"""The user that a process runs as."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ the optimizer's step), `committed` (after it), `saving` (half a checkpoint is wr
 `formed`, `exchanged`, `giving` (state is being broadcast), `dividing` (parts have arrived, the old ones are still
 held).
 
-The phases that people name are the points of PHASES: those that are passed in every process, whatever was expected when
-it started.
+The phases that people name are the points of PHASES: every process reaches these, whatever was expected when it
+started.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Rule:
     at: str = "micro_batch"
     micro_batch: int | None = None
     fired: bool = False
-    #: Of `slow`, which fires again and again, from `iteration` on.
+    #: For `slow`, which fires again and again, from `iteration` on.
     seconds: float = 0.0
     slowed: int = 0
 
 
 def parse(text: str) -> tuple[Rule, ...]:
-    """The rules in `text`. Raises ValueError naming the part that is wrong."""
+    """Return the rules in `text`. Raise ValueError naming the part that is wrong."""
     rules = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         action, _, conditions = part.partition("@")
@@ -88,13 +88,14 @@ def parse(text: str) -> tuple[Rule, ...]:
 
 
 def rule_of(fault: Fault) -> Rule:
-    """What the agent orders, as a rule."""
+    """Return the agent's order as a rule."""
     action = "raise" if fault.kind == "exception" else fault.kind
     return Rule(action, fault.worker, fault.at_iteration or None, at=PHASES[fault.phase], seconds=fault.seconds)
 
 
-class Injection:
-    """The rules of this process. `ordered`: where the agent's orders arrive, from another thread."""
+class FaultInjector:
+    """Injects the faults of this process by its rules. `ordered`: where the agent's orders arrive, from another
+    thread."""
 
     def __init__(self, worker: str, text: str, ordered: deque[Fault] | None = None) -> None:
         self._worker = worker
@@ -102,19 +103,19 @@ class Injection:
         self._ordered = deque() if ordered is None else ordered
         self._spoils_loss = False
 
-    def spoilt(self, loss_sum: float) -> float:
-        """The loss that the training loop is to see."""
+    def spoil_loss(self, loss_sum: float) -> float:
+        """Return the loss that the training loop is to see."""
         if self._spoils_loss:
             self._spoils_loss = False
             return float("nan")
         return loss_sum
 
     def expects(self, point: Point) -> bool:
-        """Whether a fault is ordered for such a point: some are looked for only then."""
+        """Return whether a fault is ordered for such a point: some points are only reached then."""
         return any(rule.at == point and not rule.fired and rule.worker in (None, self._worker) for rule in self._rules)
 
     def fire(self, point: Point, iteration: int, generation: int, finished: int = 0) -> None:  # noqa: C901  # a filter, then one branch for each fault
-        """Let the fault happen that was ordered for this moment, if any."""
+        """Inject the fault that was ordered for this moment, if any."""
         while self._ordered:
             self._rules.append(rule_of(self._ordered.popleft()))
         for rule in self._rules:

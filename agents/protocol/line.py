@@ -1,10 +1,10 @@
-"""How a worker comes to its agent: by a socket pair that it was born with, and no path.
+"""The line by which a worker gets a connection to its agent: a socket pair that it inherits, and no path.
 
 Rules
 -----
 * The worker asks its fork server on the pair, one datagram for each connection that it wants. The fork server connects
-  to the agent's socket, says whose connection that is (`messages.Connected`), and answers with the descriptor and the
-  schema that the agent reads. Without an agent it answers with nothing.
+  to the agent's socket, names the worker of that connection (`messages.Connected`), and answers with the descriptor and
+  the schema that the agent reads. Without an agent it answers with nothing.
 * So a worker needs no right to the agent's directory, and cannot speak in another one's name.
 """
 
@@ -14,21 +14,21 @@ import contextlib
 import socket
 
 _ASK = b"?"
-_NOBODY = b"-"
-#: The fork server answers at once, unless the machine stands still.
+_NO_AGENT = b"-"
+#: The fork server answers at once, unless the machine is halted.
 _ANSWER_TIMEOUT_S = 5.0
 _ANSWER_BYTES = 16
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """The fork server's end, which never blocks, and the worker's."""
+    """Make a line; return the fork server's end, which never blocks, and the worker's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
 
 
 class Line:
-    """The worker's end. With descriptor -1 the worker has no agent."""
+    """The worker's end of the line. With descriptor -1 the worker has no agent."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd) if fd >= 0 else None
@@ -36,7 +36,7 @@ class Line:
             self._socket.settimeout(_ANSWER_TIMEOUT_S)
 
     def connect(self) -> tuple[socket.socket, int] | None:
-        """A connection to the agent, and the schema that the agent reads; None where there is no agent now."""
+        """Return a connection to the agent, and the schema that the agent reads; None where there is no agent now."""
         if self._socket is None:
             return None
         try:
@@ -50,8 +50,8 @@ class Line:
         return connections[0], int(answer)
 
 
-def asked(ours: socket.socket) -> bool | None:
-    """Whether the worker asks for a connection; None where its end is closed."""
+def has_request(ours: socket.socket) -> bool | None:
+    """Return whether the worker asks for a connection; None where its end is closed."""
     try:
         return ours.recv(_ANSWER_BYTES) == _ASK or None
     except BlockingIOError:
@@ -69,4 +69,4 @@ def grant(ours: socket.socket, connection: socket.socket, schema: int) -> None:
 def deny(ours: socket.socket) -> None:
     """Answer that there is no agent."""
     with contextlib.suppress(OSError):
-        ours.send(_NOBODY)
+        ours.send(_NO_AGENT)

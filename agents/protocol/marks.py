@@ -1,10 +1,10 @@
-"""A worker's phase mark: where it is, in a few bytes of shared memory that its agent can read without its help.
+"""A worker's phase mark: its position in training, in a few bytes of shared memory that its agent reads unaided.
 
     <run dir>/marks/<worker>
 
 Rules
 -----
-* The worker is born with a descriptor of the memory, which the fork server has made; the file is a link to that, for
+* The worker inherits a descriptor of the memory, which the fork server has made; the file is a link to that, for
   the agent alone.
 * The worker maps it and overwrites one record; no system call, no lock, about a microsecond. It is the only
   writer.
@@ -13,7 +13,7 @@ Rules
 * Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 * `entered` counts the collectives across replicas in this generation. All members make the same ones in the same
   order, so the one that has entered fewer is behind; it does not matter what the collectives are.
-* A mark outlives its worker until the agent has read it: it says where a worker was when it was killed.
+* A mark outlives its worker until the agent has read it: it shows what a worker was doing when it was killed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _RECORD = struct.Struct("=12Q")
 _MAGIC = 0x756E69636D61726B
 _TRIES = 16
-#: No honest number is larger; the log takes none that is.
+#: No honest number is larger; the log accepts no larger one.
 _LIMIT = 2**53
-#: Of a mark.
+#: The size of a mark.
 SIZE_BYTES = _RECORD.size
 
 
 class Mark(NamedTuple):
-    """What one reading says. `boundary_us`: when the iteration began; `limit_us`: how long it may last, 0 = any time.
+    """One reading of a mark. `boundary_us`: when the iteration began; `limit_us`: how long it may last, 0 = any time.
 
     `changed_us`: when this mark was made.
     """
@@ -50,29 +50,29 @@ class Mark(NamedTuple):
     iteration: int
     micro_batch: int
     entered: int
-    left: int
+    finished: int
     boundary_us: int
     limit_us: int
     changed_us: int
 
     @property
     def waiting(self) -> bool:
-        """It has entered a collective and not left it."""
-        return self.entered > self.left
+        """Return whether the worker is inside a collective."""
+        return self.entered > self.finished
 
     @property
     def due_us(self) -> int:
-        """When the iteration is late; 0: never."""
+        """Return when the iteration is late, in microseconds on the marks' clock; 0: never."""
         return self.boundary_us + self.limit_us if self.limit_us else 0
 
 
 def path_of(agent_socket: str, worker: str) -> Path:
-    """Where the worker's mark is: beside the socket of its agent."""
+    """Return the path of the worker's mark: beside the socket of its agent."""
     return Path(agent_socket).parent / "marks" / worker
 
 
 def read(path: Path) -> Mark | None:
-    """The newest mark; None where there is none, or none that is whole."""
+    """Return the newest mark; None where there is none, or none that is complete."""
     for _ in range(_TRIES):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,12 +96,12 @@ def read(path: Path) -> Mark | None:
 
 
 class Marker:
-    """The worker's side. Without a directory to write to, marks are made nowhere."""
+    """The worker's side of the mark. Without a directory to write to, marks are made nowhere."""
 
     def __init__(self, path: Path | None) -> None:
         self._number = 0
         self._phase: Phase = "start"
-        self._generation = self._iteration = self._micro_batch = self._entered = self._left = 0
+        self._generation = self._iteration = self._micro_batch = self._entered = self._finished = 0
         self._boundary_us = self._limit_us = 0
         self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
         if path is not None:
@@ -116,7 +116,7 @@ class Marker:
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
-        """The phase that was marked last."""
+        """Set the phase and mark it."""
         if phase != self._phase:
             self._phase = phase
             self._mark()
@@ -128,23 +128,23 @@ class Marker:
 
     @limit_us.setter
     def limit_us(self, limit_us: int) -> None:
-        """The limit that was marked last, in microseconds."""
+        """Set the limit, in microseconds, and mark it."""
         self._limit_us = limit_us
         self._mark()
 
     @property
     def elapsed_us(self) -> int:
-        """Since the iteration began."""
+        """Return the microseconds since the iteration began."""
         return max(0, now_us() - self._boundary_us)
 
-    def working(self, micro_batch: int) -> None:
-        """The iteration's `micro_batch`-th micro-batch begins here (from 0)."""
+    def begin_micro_batch(self, micro_batch: int) -> None:
+        """Mark the beginning of the iteration's `micro_batch`-th micro-batch (from 0)."""
         self._micro_batch = micro_batch
         self._phase = "forward"
         self._mark()
 
-    def begun(self, iteration: int, limit_us: int) -> None:
-        """An iteration begins now and may last `limit_us`."""
+    def begin_iteration(self, iteration: int, limit_us: int) -> None:
+        """Mark the beginning of an iteration, which may last `limit_us`."""
         self._iteration = iteration
         self._micro_batch = 0
         self._boundary_us = now_us()
@@ -152,36 +152,36 @@ class Marker:
         self._mark()
 
     def idle(self) -> None:
-        """No iteration runs: nothing is late."""
+        """Mark that no iteration runs: nothing is late."""
         self._limit_us = 0
         self._mark()
 
-    def moved(self, generation: int) -> None:
-        """The worker is in the group of `generation`, whose collectives are counted from here on."""
+    def enter_group(self, generation: int) -> None:
+        """Mark that the worker is in the group of `generation`, whose collectives are counted from here on."""
         self._generation = generation
-        self._entered = self._left = self._limit_us = 0
+        self._entered = self._finished = self._limit_us = 0
         self._mark()
 
     def entering(self) -> None:
-        """A collective across replicas begins."""
+        """Mark the beginning of a collective across replicas."""
         self._entered += 1
         self._mark()
 
     def leaving(self) -> None:
-        """It is over."""
-        self._left = self._entered
+        """Mark the end of the collective."""
+        self._finished = self._entered
         self._mark()
 
     def _mark(self) -> None:
         self._number += 1
         _RECORD.pack_into(
             self._memory, 0, self._number, _MAGIC, _NUMBER[self._phase], self._generation, self._iteration,
-            self._micro_batch, self._entered, self._left, self._boundary_us, self._limit_us, now_us(), self._number,
+            self._micro_batch, self._entered, self._finished, self._boundary_us, self._limit_us, now_us(), self._number,
         )  # fmt: skip
 
 
 def now_us() -> int:
-    """Microseconds of CLOCK_MONOTONIC."""
+    """Return the microseconds of CLOCK_MONOTONIC."""
     return time.monotonic_ns() // 1000
 
 

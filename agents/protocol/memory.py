@@ -2,15 +2,15 @@
 
 Rules
 -----
-* The memory is a memfd that the fork server holds. A worker is born with a descriptor of it; the agent opens it by its
-  path under /proc. It goes with the fork server, so nothing of it can be left behind.
+* The memory is a memfd that the fork server holds. A worker inherits a descriptor of it; the agent opens it by its
+  path under /proc. It ends with the fork server, so nothing of it can be left behind.
 * A page of heads, then two slots. A writer takes the slot that does not hold the newest state: it voids its head,
   writes the payload, and seals it with a head that names iteration, generation, layout, size and blake2b of the
   payload, and carries a digest of its own. A writer that is killed half-way leaves a void head: the other slot is
   untouched.
-* Readers believe a head whose digest is right, and a payload that has the digest its head names.
+* Readers accept a head whose digest is right, and a payload that has the digest its head names.
 * A slot is locked while it is written (exclusively) or read (shared), by open file description, so that the kernel
-  lifts the locks of the dead. No process waits for a lock: a writer that finds its slot taken has no turn.
+  lifts the locks of the dead. No process waits for a lock: a writer that finds its slot locked gives up.
 * A state that does not fit makes the memory grow, which voids both slots; it never shrinks, and never grows beyond
   its bound.
 
@@ -47,8 +47,8 @@ class TooLarge(Exception):
     """The state does not fit within the memory's bound."""
 
 
-class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a sealed slot holds: the state after `iteration`, reduced under `generation`, by a replica of tp * pp."""
+class StateHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The head of a sealed slot: the state after `iteration`, reduced under `generation`, by a replica of tp * pp."""
 
     iteration: int
     generation: int
@@ -61,23 +61,23 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layout(self) -> Shape:
-        """That of the replica."""
+        """The layout of the replica."""
         return Shape(self.tp, self.pp, self.vpp, self.ep)
 
 
 def digest_of(payload: bytes | memoryview) -> bytes:
-    """blake2b of a payload, 32 bytes; lets other threads run meanwhile."""
+    """Return the blake2b of a payload, 32 bytes; other threads may run in the meantime."""
     return blake2b(payload, digest_size=_DIGEST_BYTES).digest()
 
 
 class Digesting:
-    """`digest_of` a view that is being filled from its start, by another thread meanwhile."""
+    """Computes `digest_of` a view in another thread, while the view is being filled from its start."""
 
     _STRETCH_BYTES = 4 << 20
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
-        self._told = 0
+        self._queued_bytes = 0
         self._stretches: SimpleQueue[int] = SimpleQueue()
         self._hash = blake2b(digest_size=_DIGEST_BYTES)
         self._thread: Thread | None = None
@@ -90,18 +90,18 @@ class Digesting:
         self._view = memoryview(b"")
 
     def reached(self, size_bytes: int) -> None:
-        """So much of the view is filled."""
-        if size_bytes - self._told >= self._STRETCH_BYTES:
+        """Note that this many bytes of the view are filled."""
+        if size_bytes - self._queued_bytes >= self._STRETCH_BYTES:
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="digest", daemon=True)
                 self._thread.start()
-            self._told = size_bytes
+            self._queued_bytes = size_bytes
             self._stretches.put(size_bytes)
 
     def digest(self) -> bytes:
-        """Of the whole view, which is filled."""
+        """Return the digest of the whole view, which is filled."""
         self._end()
-        self._hash.update(self._view[self._told :])
+        self._hash.update(self._view[self._queued_bytes :])
         return self._hash.digest()
 
     def _end(self) -> None:
@@ -111,14 +111,14 @@ class Digesting:
             self._thread = None
 
     def _run(self) -> None:
-        done = 0
-        while (until := self._stretches.get()) >= 0:
-            self._hash.update(self._view[done:until])
-            done = until
+        hashed = 0
+        while (end := self._stretches.get()) >= 0:
+            self._hash.update(self._view[hashed:end])
+            hashed = end
 
 
 def sealed_memory(name: str, seals: int, size_bytes: int = 0) -> int:
-    """A memfd whose size the kernel keeps from changing as `seals` say, whoever has it. Raises OSError."""
+    """Make a memfd whose size the kernel keeps from changing as `seals` say, whoever has it. Raise OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
@@ -130,10 +130,10 @@ def sealed_memory(name: str, seals: int, size_bytes: int = 0) -> int:
 
 
 class Memory:
-    """One opening of a node's memory; of no use to two threads at once (`reopen` gives another)."""
+    """One opening of a node's memory; of no use to two threads at once (`reopen` makes another)."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        """`max_bytes`: bound of the whole memory. Raises OSError where there is none at `path`."""
+        """Open the memory at `path`; `max_bytes`: bound of the whole memory. Raise OSError where there is none."""
         self.path = path
         self.max_bytes = max_bytes
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -141,7 +141,7 @@ class Memory:
 
     @staticmethod
     def private(max_bytes: int) -> Memory:
-        """Memory of this process alone, where the fork server holds none for it."""
+        """Make memory of this process alone, where the fork server holds none for it."""
         fd = os.memfd_create("unicron-private", os.MFD_CLOEXEC)
         try:
             memory = Memory(f"/proc/{os.getpid()}/fd/{fd}", max_bytes)
@@ -151,11 +151,11 @@ class Memory:
         return memory
 
     def reopen(self) -> Memory:
-        """Another opening, with locks of its own."""
+        """Return another opening, with its own locks."""
         return Memory(self.path, self.max_bytes)
 
     def close(self) -> None:
-        """Lift the locks. Views that are still held stay valid."""
+        """Release the locks. Views in use stay valid."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -163,23 +163,30 @@ class Memory:
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def heads(self) -> list[Head]:
-        """Of the sealed slots, newest first."""
+    def heads(self) -> list[StateHead]:
+        """Return the heads of the sealed slots, newest first."""
         return [head for _, head, _ in self._sealed()]
 
-    def newest(self) -> Head | None:
-        """The newest state that is whole, None where there is none."""
+    def newest(self) -> StateHead | None:
+        """Return the head of the newest complete state, None where there is none."""
         return next(iter(self.heads()), None)
 
     @contextmanager
-    def reading(self, iteration: int, layout: Shape | None = None) -> Iterator[tuple[Head, memoryview] | None]:
-        """The sealed state after `iteration` (of that layout, where one is given), kept from being overwritten;
-        None where there is none, or it is being overwritten. Its digest is for the reader to check (`digest_of`)."""
-        for slot, found, _ in self._sealed():
-            if found.iteration == iteration and layout in (None, found.layout) and self._lock(slot, fcntl.F_RDLCK):
+    def reading(self, iteration: int, layout: Shape | None = None) -> Iterator[tuple[StateHead, memoryview] | None]:
+        """Lock and yield the sealed state after `iteration` (of that layout, where one is named), so that it is not
+        overwritten.
+
+        None where there is none, or it is being overwritten. The reader checks its digest (`digest_of`).
+        """
+        for slot, candidate, _ in self._sealed():
+            if (
+                candidate.iteration == iteration
+                and layout in (None, candidate.layout)
+                and self._lock(slot, fcntl.F_RDLCK)
+            ):
                 try:
                     # Only what is read under the lock holds.
-                    again = next(((h, at) for s, h, at in self._sealed() if s == slot and h == found), None)
+                    again = next(((h, at) for s, h, at in self._sealed() if s == slot and h == candidate), None)
                     if again is None:
                         continue
                     head, at = again
@@ -192,7 +199,7 @@ class Memory:
     # --- writing ---------------------------------------------------------------------------------
 
     def draft(self, size_bytes: int) -> Draft | None:
-        """A slot to write a state of that size into; None while it is in use. Raises TooLarge."""
+        """Return a slot to write a state of that size into; None while it is in use. Raise TooLarge."""
         if self._needed(size_bytes) > self.max_bytes:
             raise TooLarge(f"two states of {size_bytes} bytes do not fit into {self.max_bytes} bytes of memory")
         sealed = self._sealed()
@@ -205,8 +212,8 @@ class Memory:
                 self._lock(slot, fcntl.F_UNLCK)
                 return None
             capacity = _page_up(size_bytes)
-            for each in _SLOTS:
-                self._void(each)
+            for index in _SLOTS:
+                self._void(index)
             os.ftruncate(self._fd, _PAGE_BYTES + 2 * capacity)
             self._lock(1 - slot, fcntl.F_UNLCK)
         self._void(slot)
@@ -231,23 +238,24 @@ class Memory:
             self._map = mmap.mmap(self._fd, size)
         return self._map
 
-    def _sealed(self) -> list[tuple[int, Head, int]]:
-        """Slot, head and place of the payload, newest first. A head is read as one piece, and has its own digest."""
-        mapped, found = self._mapped(), []
+    def _sealed(self) -> list[tuple[int, StateHead, int]]:
+        """Return slot, head and place of each payload, newest first. A head is read as one piece, and has its own
+        digest."""
+        mapped, entries = self._mapped(), []
         for slot in _SLOTS:
             start = slot * _HEAD_STRIDE
             packed = bytes(mapped[start : start + _HEAD.size])
-            own = bytes(mapped[start + _HEAD.size : start + _HEAD.size + _DIGEST_BYTES])
+            checksum = bytes(mapped[start + _HEAD.size : start + _HEAD.size + _DIGEST_BYTES])
             magic, iteration, generation, size_bytes, at, tp, pp, vpp, ep, digest = _HEAD.unpack(packed)
-            if magic == _MAGIC and own == digest_of(packed) and at + size_bytes <= len(mapped):
-                found.append((slot, Head(iteration, generation, size_bytes, digest, tp, pp, vpp, ep), at))
-        return sorted(found, key=lambda entry: (entry[1].generation, entry[1].iteration), reverse=True)
+            if magic == _MAGIC and checksum == digest_of(packed) and at + size_bytes <= len(mapped):
+                entries.append((slot, StateHead(iteration, generation, size_bytes, digest, tp, pp, vpp, ep), at))
+        return sorted(entries, key=lambda entry: (entry[1].generation, entry[1].iteration), reverse=True)
 
     def _void(self, slot: int) -> None:
         start = slot * _HEAD_STRIDE
         self._mapped()[start : start + _HEAD_STRIDE] = bytes(_HEAD_STRIDE)
 
-    def _seal(self, slot: int, at: int, head: Head) -> None:
+    def _seal(self, slot: int, at: int, head: StateHead) -> None:
         counts = head.iteration, head.generation, head.size_bytes, at
         packed = _HEAD.pack(_MAGIC, *counts, *head.layout[:4], head.digest)
         start = slot * _HEAD_STRIDE
@@ -276,21 +284,24 @@ class Draft:
         generation: int,
         digest: bytes | None = None,
         layout: Shape = _ALONE,
-        found: bytes | None = None,
-    ) -> Head:
-        """Make it the newest state. `digest`: what the view must have (it came from elsewhere); ValueError if not.
-        `layout`: of the replica whose shard it is. `found`: the view's digest, where it is known."""
-        found = found or digest_of(self.view)
-        if digest is not None and digest != found:
+        actual: bytes | None = None,
+    ) -> StateHead:
+        """Make it the newest state, and return its head.
+
+        `digest`: the view's announced digest (it came from elsewhere); raise ValueError if it differs. `layout`: that
+        of the replica whose shard it is. `actual`: the view's digest, where it is known.
+        """
+        actual = actual or digest_of(self.view)
+        if digest is not None and digest != actual:
             self.abandon()
             raise ValueError("the payload's digest differs from the announced one")
-        head = Head(iteration, generation, len(self.view), found, *layout[:4])
+        head = StateHead(iteration, generation, len(self.view), actual, *layout[:4])
         self._memory._seal(self._slot, self._at, head)
         self.abandon()
         return head
 
     def abandon(self) -> None:
-        """Let go of the slot; unsealed, it stays void."""
+        """Release the slot; unsealed, it stays void."""
         self.view = memoryview(b"")
         if self._memory._fd >= 0:
             self._memory._lock(self._slot, fcntl.F_UNLCK)

@@ -1,16 +1,16 @@
-"""States from one node's memory to another's: what is said over TCP, and how it is asked for.
+"""Copies states from one node's memory to another's over TCP.
 
 A connection carries one request and its answer, each a frame (`framing.py`) and, where a state goes with it, its bytes:
 
-    Ask    ->  Holds                       which states of the task the node keeps
+    Ask    ->  Holds                       which states of the task the node holds
     Fetch  ->  Fetched, bytes              one of them
-    Push   ->  Accepted; bytes -> Stored   a copy, to be kept there
+    Push   ->  Accepted; bytes -> Stored   a copy, to be stored there
            ->  Refused                     anything else: the reason
 
-Between nodes with certificates all of it goes through TLS 1.3, and a request shows a pass (agents/passes.py); the
-token that stands in the log for such a node is the word TLS. Otherwise a request names the token of the node that it
-asks: it was told with the membership, by the log. Neither side falls back to the other way. Heads carry the digest of
-the bytes; bytes without it are not believed. Blocking sockets, with a bound on every wait. No torch here.
+Between nodes with certificates all of it goes through TLS 1.3, and a request carries a pass (agents/passes.py); the
+log's token for such a node is the word TLS. Otherwise a request carries the token of the serving node, which came with
+the membership, by the log. Neither side falls back to the other method. Heads carry the digest of the bytes; bytes
+with another digest are rejected. Blocking sockets, with a bound on every wait. No torch here.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ import msgspec
 from msgspec import Meta
 
 from agents.protocol.framing import frame
-from agents.protocol.memory import Digesting, Head
-from agents.protocol.message import Message
+from agents.protocol.memory import Digesting, StateHead
+from agents.protocol.message import WireMessage
 from agents.protocol.messages import Passes
 from events.shape import Shape
 from events.tls import NODE_URI
 from events.vocabulary import Count, MemoryService, Name, Text
 
 CONNECT_TIMEOUT_S = 2.0
-#: No byte for so long: the other side is gone.
+#: After this long without a byte the other side counts as dead.
 SILENCE_TIMEOUT_S = 10.0
 _FRAME_MAX_BYTES = 64 * 1024
 _CHUNK_BYTES = 1 << 20
-#: A peer that takes or gives a state slower than this is given up.
+#: A peer that receives or sends a state slower than this is given up.
 RATE_MIN_BYTES = 1 << 20
-#: In the log, in the place of a token: this node gives and takes states over TLS alone.
+#: In the log, in the place of a token: this node exchanges states over TLS alone.
 TLS = "tls"
 #: A token, or a pass with its warrant.
-Shown: TypeAlias = Annotated[str, Meta(max_length=60 * 1024)]
+Credential: TypeAlias = Annotated[str, Meta(max_length=60 * 1024)]
 #: A degree of the layout, as a head has room for.
 Degree: TypeAlias = Annotated[int, Meta(ge=1, lt=2**32)]
 Digest: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A `memory.Head` on its way."""
+    """A `memory.StateHead` as it is sent."""
 
     iteration: Count
     generation: Count
@@ -62,33 +62,33 @@ class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ep: Degree = 1
 
     @staticmethod
-    def of(head: Head) -> HeadOf:
-        """The message with the fields of `head`."""
+    def of(head: StateHead) -> HeadOf:
+        """Return the message with the fields of `head`."""
         return HeadOf(**msgspec.structs.asdict(head))
 
-    def head(self) -> Head:
-        """The head that this message carries."""
-        return Head(**msgspec.structs.asdict(self))
+    def head(self) -> StateHead:
+        """Return the head that this message carries."""
+        return StateHead(**msgspec.structs.asdict(self))
 
 
 class HeldShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept of one shard, newest first."""
+    """The states of one shard in a node's memory, newest first."""
 
     shard: Count
     heads: tuple[HeadOf, ...]
 
 
-class Ask(Message, frozen=True, kw_only=True):
-    """Request: which states of the task do you keep?"""
+class Ask(WireMessage, frozen=True, kw_only=True):
+    """Request: which states of the task do you hold?"""
 
-    token: Shown
+    token: Credential
     task: Name
 
 
-class Fetch(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """One of the states that were told: the shard's, of a replica of tp * pp, after `iteration`."""
+class Fetch(WireMessage, frozen=True, kw_only=True, omit_defaults=True):
+    """Request: send one of the listed states: the shard's, of a replica of tp * pp, after `iteration`."""
 
-    token: Shown
+    token: Credential
     task: Name
     shard: Count
     iteration: Count
@@ -99,70 +99,70 @@ class Fetch(Message, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def layout(self) -> Shape:
-        """That of the replica."""
+        """The layout of the replica."""
         return Shape(self.tp, self.pp, self.vpp, self.ep)
 
 
-class Push(Message, frozen=True, kw_only=True):
-    """`origin`: the node that captured the state."""
+class Push(WireMessage, frozen=True, kw_only=True):
+    """Request: store a copy. `origin`: the node that captured the state."""
 
-    token: Shown
+    token: Credential
     task: Name
     shard: Count
     origin: Name
     head: HeadOf
 
 
-class Holds(Message, frozen=True, kw_only=True):
-    """Answer to Ask: the kept shards."""
+class Holds(WireMessage, frozen=True, kw_only=True):
+    """Answer to Ask: the shards in memory."""
 
     shards: tuple[HeldShard, ...]
 
 
-class Fetched(Message, frozen=True, kw_only=True):
+class Fetched(WireMessage, frozen=True, kw_only=True):
     """Answer to Fetch: the state's bytes follow."""
 
     head: HeadOf
 
 
-class Accepted(Message, frozen=True, kw_only=True):
+class Accepted(WireMessage, frozen=True, kw_only=True):
     """First answer to Push: the bytes may come."""
 
 
-class Stored(Message, frozen=True, kw_only=True):
-    """Last answer to Push: the state is kept. As the first one: it was kept already, or a newer one."""
+class CopyStored(WireMessage, frozen=True, kw_only=True, tag="Stored"):
+    """Last answer to Push: the state is stored. As the first answer: that state or a newer one was there already."""
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class RequestRefused(WireMessage, frozen=True, kw_only=True, tag="Refused"):
     """Answer to any request: no, with the reason."""
 
     reason: Text
 
 
 Request: TypeAlias = Ask | Fetch | Push
-Answer: TypeAlias = Holds | Fetched | Accepted | Stored | Refused
+Answer: TypeAlias = Holds | Fetched | Accepted | CopyStored | RequestRefused
 T = TypeVar("T")
-A = TypeVar("A", bound=Message)
+A = TypeVar("A", bound=WireMessage)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-class NoAnswer(Exception):
-    """The node cannot be reached, refuses, or does not keep its word. The text says which."""
+class ExchangeFailed(Exception):
+    """The node cannot be reached, refuses, or breaks the protocol. The text says which."""
 
 
 class BadPass(ValueError):
     """The pass is not valid here; the text says why."""
 
 
-def ask(service: MemoryService, task: str, passes: Passes | None = None) -> dict[int, list[Head]]:
-    """What the node keeps of the task, by shard, newest first. Raises NoAnswer."""
+def ask(service: MemoryService, task: str, passes: Passes | None = None) -> dict[int, list[StateHead]]:
+    """Return the heads of the task's states on the node, by shard, newest first. Raise NoAnswer."""
     with _connected(service, passes) as connection:
-        say(connection, Ask(token=_shown(service, passes), task=task))
-        return {held.shard: [head.head() for head in held.heads] for held in _answer(connection, Holds).shards}
+        send_message(connection, Ask(token=_credential(service, passes), task=task))
+        return {entry.shard: [head.head() for head in entry.heads] for entry in _answer(connection, Holds).shards}
 
 
 class Fetching:
-    """One state on its way here: its head is known, then `receive` takes the bytes. Raises NoAnswer."""
+    """The transfer of one state to this node: its head is known, then `receive` reads the bytes. Raises NoAnswer."""
 
     def __init__(
         self,
@@ -175,23 +175,23 @@ class Fetching:
     ) -> None:
         self._connection = _connected(service, passes)
         try:
-            token = _shown(service, passes)
+            token = _credential(service, passes)
             tp, pp, vpp, ep, _ = layout
             cut = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}
-            wanted = Fetch(token=token, task=task, shard=shard, iteration=iteration, **cut)
-            say(self._connection, wanted)
+            request = Fetch(token=token, task=task, shard=shard, iteration=iteration, **cut)
+            send_message(self._connection, request)
             self.head = _answer(self._connection, Fetched).head.head()
         except BaseException:
             self._connection.close()
             raise
 
     def receive(self, view: memoryview) -> bytes:
-        """Fill `view`, which has the head's size. The digest of what came is for the caller to compare."""
+        """Fill `view`, which has the head's size, and return the digest of the bytes, for the caller to compare."""
         with self._connection:
             try:
-                return received(self._connection, view)
+                return receive_into(self._connection, view)
             except OSError as error:
-                raise NoAnswer(f"the transfer of the state broke off: {error}") from None
+                raise ExchangeFailed(f"the transfer of the state broke off: {error}") from None
 
 
 def push(
@@ -199,49 +199,49 @@ def push(
     task: str,
     shard: int,
     origin: str,
-    head: Head,
+    head: StateHead,
     view: memoryview,
     passes: Passes | None = None,
 ) -> None:
-    """Have the node keep a copy, unless it keeps that state or a newer one already. Raises NoAnswer."""
+    """Have the node store a copy, unless it has that state or a newer one already. Raise NoAnswer."""
     with _connected(service, passes) as connection:
-        token, head_of = _shown(service, passes), HeadOf.of(head)
-        say(connection, Push(token=token, task=task, shard=shard, origin=origin, head=head_of))
-        if isinstance(_answer(connection, Accepted, Stored), Stored):
+        token, head_of = _credential(service, passes), HeadOf.of(head)
+        send_message(connection, Push(token=token, task=task, shard=shard, origin=origin, head=head_of))
+        if isinstance(_answer(connection, Accepted, CopyStored), CopyStored):
             return
         try:
             send(connection, view)
         except OSError as error:
-            raise NoAnswer(f"the copy broke off: {error}") from None
-        _answer(connection, Stored)
+            raise ExchangeFailed(f"the copy broke off: {error}") from None
+        _answer(connection, CopyStored)
 
 
 # --- both ends -----------------------------------------------------------------------------------
 
 
-def say(connection: socket.socket, message: Message) -> None:
-    """Raises NoAnswer where the other side is gone."""
+def send_message(connection: socket.socket, message: WireMessage) -> None:
+    """Send one message. Raise NoAnswer where the other side has closed the connection."""
     try:
         connection.sendall(frame(message))
     except OSError as error:
-        raise NoAnswer(str(error)) from None
+        raise ExchangeFailed(str(error)) from None
 
 
-def hear(connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """One frame, within the socket's bound. Raises NoAnswer at the end of the stream and on bytes that are no such
+def receive_message(connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Receive one message, within the socket's bound. Raise NoAnswer at the end of the stream and on an invalid
     message."""
     ends_s = time.monotonic() + (connection.gettimeout() or SILENCE_TIMEOUT_S)
     try:
         length = int.from_bytes(_read(connection, 4, ends_s), "big")
         if length > _FRAME_MAX_BYTES:
-            raise NoAnswer(f"announced frame of {length} bytes")
+            raise ExchangeFailed(f"announced frame of {length} bytes")
         return decoder.decode(_read(connection, length, ends_s))
     except (OSError, msgspec.MsgspecError) as error:
-        raise NoAnswer(" ".join(str(error).split()) or type(error).__name__) from None
+        raise ExchangeFailed(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def received(connection: socket.socket, view: memoryview) -> bytes:
-    """Fill `view`; the digest of what came. Raises OSError."""
+def receive_into(connection: socket.socket, view: memoryview) -> bytes:
+    """Fill `view` and return the digest of the bytes. Raise OSError."""
     with Digesting(view) as digesting:
         read_into(connection, view, reached=digesting.reached)
         return digesting.digest()
@@ -253,8 +253,10 @@ def read_into(
     ends_s: float | None = None,
     reached: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Fill `view`, until `ends_s` of the monotonic clock; None: as RATE_MIN_BYTES allows. `reached`: called with the
-    number of bytes that are there. Raises OSError."""
+    """Fill `view`, until `ends_s` of the monotonic clock; None: as RATE_MIN_BYTES allows.
+
+    `reached` is called with the number of bytes that are there. Raise OSError.
+    """
     ends_s = _deadline_s(len(view)) if ends_s is None else ends_s
     at, size_bytes = 0, len(view)
     while at < size_bytes:
@@ -267,7 +269,7 @@ def read_into(
 
 
 def send(connection: socket.socket, view: memoryview) -> None:
-    """In chunks, so that the bound on silence holds for each. Raises OSError."""
+    """Send `view` in chunks, so that the bound on silence holds for each. Raise OSError."""
     ends_s = _deadline_s(len(view))
     for start in range(0, len(view), _CHUNK_BYTES):
         _in_time(ends_s)
@@ -289,36 +291,40 @@ def _in_time(ends_s: float) -> None:
         raise TimeoutError("the other side is too slow")
 
 
-def _shown(service: MemoryService, passes: Passes | None) -> str:
+def _credential(service: MemoryService, passes: Passes | None) -> str:
     return passes.of(service.node) if passes else service.token
 
 
 def _connected(service: MemoryService, passes: Passes | None) -> socket.socket:
-    """In TLS with `passes`, and only then. Raises NoAnswer."""
+    """Return a connection to the node, in TLS with `passes`, and only then. Raise NoAnswer."""
     if passes is not None and service.token == TLS and not passes.of(service.node):
-        raise NoAnswer(f"this node has no pass for node {service.node}")
+        raise ExchangeFailed(f"this node has no pass for node {service.node}")
     if passes is None and service.token == TLS:
-        raise NoAnswer(f"node {service.node} gives states over TLS alone, and this node has no certificate: enroll it")
+        raise ExchangeFailed(
+            f"node {service.node} gives states over TLS alone, and this node has no certificate: enroll it"
+        )
     if passes is not None and service.token != TLS:
-        raise NoAnswer(f"node {service.node} gives states in clear alone, and this node does not: enroll that node")
+        raise ExchangeFailed(
+            f"node {service.node} gives states in clear alone, and this node does not: enroll that node"
+        )
     connection = _dialled(service)
     return _secured(connection, service.node, passes.ca) if passes else connection
 
 
 def _secured(connection: socket.socket, node: str, ca: str) -> socket.socket:
-    """The other side is the node, by its certificate. Raises NoAnswer."""
+    """Return the connection in TLS; the other side must be the node, by its certificate. Raise NoAnswer."""
     try:
         secured = _context(ca).wrap_socket(connection)
         try:
             names = secured.getpeercert()["subjectAltName"]  # type: ignore[index]  # with CERT_REQUIRED there is one
             if ("URI", f"{NODE_URI}{node}") not in names:
-                raise NoAnswer(f"another than node {node} answers there: its certificate names {names}")
+                raise ExchangeFailed(f"another than node {node} answers there: its certificate names {names}")
         except BaseException:
             secured.close()
             raise
     except (OSError, KeyError) as error:
         connection.close()
-        raise NoAnswer(f"no TLS with node {node}: {error}") from None
+        raise ExchangeFailed(f"no TLS with node {node}: {error}") from None
     return secured
 
 
@@ -335,15 +341,15 @@ def _dialled(service: MemoryService) -> socket.socket:
     try:
         connection = socket.create_connection((service.host, service.port), CONNECT_TIMEOUT_S)
     except OSError as error:
-        raise NoAnswer(f"node {service.node} cannot be reached: {error}") from None
+        raise ExchangeFailed(f"node {service.node} cannot be reached: {error}") from None
     connection.settimeout(SILENCE_TIMEOUT_S)
     return connection
 
 
 def _answer(connection: socket.socket, *expected: type[A]) -> A:
-    answer = hear(connection, _answers)
-    if isinstance(answer, Refused):
-        raise NoAnswer(f"refused: {answer.reason}")
+    answer = receive_message(connection, _answers)
+    if isinstance(answer, RequestRefused):
+        raise ExchangeFailed(f"refused: {answer.reason}")
     if not isinstance(answer, expected):
-        raise NoAnswer(f"{type(answer).__name__} instead of {expected[0].__name__}")
+        raise ExchangeFailed(f"{type(answer).__name__} instead of {expected[0].__name__}")
     return answer

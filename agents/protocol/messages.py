@@ -1,13 +1,13 @@
-"""What an agent, its fork server and its workers say to each other over Unix sockets.
+"""The messages between an agent, its fork server and its workers over Unix sockets.
 
 Frames: 4 bytes big-endian length, then msgpack of one tagged struct; at most MAX_FRAME_BYTES.
 Both directions are decoded strictly; a bad frame closes the connection and is logged, nothing more.
 
 Rules
 -----
-* A worker connects, says `Hello`, and may be asked anything at any time; it connects again when the
-  agent restarts and then says where it stands. It never acts on a membership of a lower generation.
-* The fork server obeys one agent at a time (the newest connection); without one for the lease time it
+* A worker connects, sends `Hello`, and may be asked anything at any time; it connects again when the
+  agent restarts and then reports its position. It never acts on a membership of a lower generation.
+* The fork server serves one agent at a time (the newest connection); without one for the lease time it
   kills its workers and ends.
 * Nothing here may import torch: the agent uses this module as well.
 """
@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from agents.protocol.flight import Flight, TellFlight
 from agents.protocol.identity import Identity
-from agents.protocol.message import Message
+from agents.protocol.message import WireMessage
 from agents.protocol.sum_order import Sum
 from events.vocabulary import (
     CorruptionSign,
@@ -49,14 +49,14 @@ from events.vocabulary import (
 MAX_FRAME_BYTES = 40 * 1024 * 1024
 
 
-class Placed(Message, frozen=True, kw_only=True):
-    """What happened at an iteration of a group."""
+class GroupMessage(WireMessage, frozen=True, kw_only=True):
+    """Base: an event at an iteration of a group."""
 
     generation: Count
     iteration: Count
 
 
-class Slower(Placed, frozen=True, kw_only=True):
+class StragglerMessage(GroupMessage, frozen=True, kw_only=True):
     """See events.vocabulary.StragglerSeen."""
 
     straggler: WorkerId
@@ -68,7 +68,7 @@ class Slower(Placed, frozen=True, kw_only=True):
 # --- worker -> agent -----------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(WireMessage, frozen=True, kw_only=True):
     """First message of every connection. `generation` 0: no membership yet."""
 
     worker: WorkerId
@@ -80,11 +80,11 @@ class Hello(Message, frozen=True, kw_only=True):
     has_flight: bool = False
 
 
-class Ready(Message, frozen=True, kw_only=True):
+class Ready(WireMessage, frozen=True, kw_only=True):
     """The model is built (and the replica's own group is up): waiting for a membership."""
 
 
-class Regrouped(Placed, frozen=True, kw_only=True):
+class Regrouped(GroupMessage, frozen=True, kw_only=True):
     """See events.vocabulary.WorkerRegrouped."""
 
     dealt: Count
@@ -93,19 +93,19 @@ class Regrouped(Placed, frozen=True, kw_only=True):
     others_dealt: Count = 0
 
 
-class Parked(Placed, frozen=True, kw_only=True):
-    """Left the group at an iteration boundary for a membership without this worker; waits for Quit.
+class Parked(GroupMessage, frozen=True, kw_only=True):
+    """The worker has left the group at an iteration boundary, for a membership without it, and waits for Quit.
 
-    Where no present member stays in the new membership, the lead saves before it parks: to storage, or where the
-    membership says `handover`, to the nodes' memory.
+    Where no present member stays in the new membership, the leader saves before it parks: to storage, or with the
+    membership's `handover`, to the nodes' memory.
     """
 
 
-class Committed(Message, frozen=True, kw_only=True):
-    """One iteration was committed; sent by the lead (first member) alone, after every step.
+class Committed(WireMessage, frozen=True, kw_only=True):
+    """One iteration was committed; sent by the leader (first member) alone, after every step.
 
     The agent sums these up to at most one StepCommitted a second and task. `checksum`: of the parameters after
-    iteration `checked`, `sums`: of the gradients' sums of the next (Checksums); 0: none was made.
+    iteration `checked`, `sums`: of the gradients' sums of the next (Checksums); 0: there is none.
     """
 
     generation: Count
@@ -121,9 +121,9 @@ class Committed(Message, frozen=True, kw_only=True):
     sums: SamplesDigest = 0
 
 
-class Trouble(Message, frozen=True, kw_only=True):
-    """An exception or a broken collective, told before anything else is done about it. `peer`: the other end of the
-    connection that broke, where that is known; `lost`: all members of the group to whom it was dead by then."""
+class ErrorReport(WireMessage, frozen=True, kw_only=True, tag="Trouble"):
+    """An exception or a broken collective, reported before anything else is done about it. `peer`: the other end of the
+    broken connection, where that is known; `lost`: all members of the group to whom the connection was dead by then."""
 
     kind: ErrorKind
     generation: Count
@@ -135,8 +135,8 @@ class Trouble(Message, frozen=True, kw_only=True):
     lost: tuple[WorkerId, ...] = ()
 
 
-class Degraded(Placed, frozen=True, kw_only=True):
-    """See events.vocabulary.DegradationObserved; sent by the lead alone."""
+class Degraded(GroupMessage, frozen=True, kw_only=True):
+    """See events.vocabulary.DegradationObserved; sent by the leader alone."""
 
     iteration_us: Count
     usual_us: Count
@@ -145,7 +145,7 @@ class Degraded(Placed, frozen=True, kw_only=True):
     others_us: Count
 
 
-class Straggles(Slower, frozen=True, kw_only=True):
+class StragglerReport(StragglerMessage, frozen=True, kw_only=True, tag="Straggles"):
     """See events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
 
     compute_us: Count
@@ -154,11 +154,11 @@ class Straggles(Slower, frozen=True, kw_only=True):
     since_us: Count
 
 
-class CaughtUp(Slower, frozen=True, kw_only=True):
+class StragglerCleared(StragglerMessage, frozen=True, kw_only=True, tag="CaughtUp"):
     """See events.vocabulary.StragglerRecovered."""
 
 
-class Suspected(Placed, frozen=True, kw_only=True):
+class Suspected(GroupMessage, frozen=True, kw_only=True):
     """See events.vocabulary.CorruptionSuspected."""
 
     sign: CorruptionSign
@@ -167,20 +167,20 @@ class Suspected(Placed, frozen=True, kw_only=True):
     usual: float
 
 
-class Busy(Message, frozen=True, kw_only=True):
-    """The program has begun what it declares, for `at_most_us`; `what` "": it is over."""
+class Busy(WireMessage, frozen=True, kw_only=True):
+    """The program has begun the declared work `what`, for at most `at_most_us`; "": that work is over."""
 
     what: Text
     at_most_us: Count
 
 
-class Waits(Message, frozen=True, kw_only=True):
+class MembershipWait(WireMessage, frozen=True, kw_only=True, tag="Waits"):
     """The worker follows the membership of `generation`, and has waited for the others for a while."""
 
     generation: Count
 
 
-class StopWanted(Message, frozen=True, kw_only=True):
+class StopRequest(WireMessage, frozen=True, kw_only=True, tag="StopWanted"):
     """See events.vocabulary.StopAsked."""
 
     iteration: Count
@@ -188,7 +188,7 @@ class StopWanted(Message, frozen=True, kw_only=True):
     left: bool = False
 
 
-class Saved(Message, frozen=True, kw_only=True):
+class SaveFinished(WireMessage, frozen=True, kw_only=True, tag="Saved"):
     """A checkpoint of `iteration` is on storage."""
 
     iteration: Count
@@ -197,7 +197,7 @@ class Saved(Message, frozen=True, kw_only=True):
     duration_us: Count
 
 
-class Unsaved(Message, frozen=True, kw_only=True):
+class SaveError(WireMessage, frozen=True, kw_only=True, tag="Unsaved"):
     """See events.vocabulary.SaveFailed."""
 
     iteration: Count
@@ -205,8 +205,8 @@ class Unsaved(Message, frozen=True, kw_only=True):
     reason: Text
 
 
-class Captured(Message, frozen=True, kw_only=True):
-    """The node's memory holds the state after `iteration`; training stood still for `duration_us`.
+class Captured(WireMessage, frozen=True, kw_only=True):
+    """The node's memory holds the state after `iteration`; training was halted for `duration_us`.
 
     `shards`: how many make up a replica of this layout.
     """
@@ -219,7 +219,7 @@ class Captured(Message, frozen=True, kw_only=True):
     duration_us: Count
 
 
-class Taken(Message, frozen=True, kw_only=True):
+class StateLoaded(WireMessage, frozen=True, kw_only=True, tag="Taken"):
     """See events.vocabulary.StateTaken."""
 
     generation: Count
@@ -233,8 +233,8 @@ class Taken(Message, frozen=True, kw_only=True):
     resharded_from: Text
 
 
-class Completed(Message, frozen=True, kw_only=True):
-    """All iterations are done; sent by the lead alone. The process exits 0 afterwards."""
+class Completed(WireMessage, frozen=True, kw_only=True):
+    """All iterations are done; sent by the leader alone. The process exits 0 afterwards."""
 
     iteration: Count
     loss: float
@@ -244,8 +244,8 @@ class Completed(Message, frozen=True, kw_only=True):
 # --- fork server -> agent, on a worker's connection ----------------------------------------------
 
 
-class Connected(Message, frozen=True, kw_only=True):
-    """The fork server has made this connection and handed it to this worker: what follows is the worker's own word."""
+class Connected(WireMessage, frozen=True, kw_only=True):
+    """The fork server has made this connection and handed it to this worker: all further messages are the worker's."""
 
     worker: WorkerId
     task: Name
@@ -260,24 +260,24 @@ Warrant: TypeAlias = Annotated[str, Meta(max_length=56 * 1024)]
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node shows to peers of a membership that give states over TLS alone (agents/passes.py): `by_node`, a pass
-    for each, and the membership's `warrant` with the node's place. `ca`: who has signed the peers' certificates, in
-    PEM."""
+    """A node's credentials for peers of a membership that serve states over TLS alone (agents/passes.py): `by_node`, a
+    pass for each, and the membership's `warrant` with the node's place. `ca`: the authority that has signed the peers'
+    certificates, in PEM."""
 
     ca: LongText
     by_node: tuple[tuple[Name, LongText], ...]
     warrant: Warrant = ""
 
     def of(self, node: str) -> str:
-        """What is shown to this node, "" for nothing."""
+        """Return the credential to show to this node, "" for none."""
         return next((f"{text}.{self.warrant}" for name, text in self.by_node if name == node), "")
 
 
-class Membership(Message, frozen=True, kw_only=True):
+class Membership(WireMessage, frozen=True, kw_only=True):
     """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
     `peers`, `mtbf_us`, `handover`, `stop`: see events.vocabulary.SetMembership. `passes`: None: states travel in clear.
-    `warrant`: between the agents of a run directory alone: of the newest membership that has this node, with its place
+    `warrant`: only between the agents of a run directory: that of the newest membership with this node, with its place
     there (events/warrants.py); "": none.
     """
 
@@ -294,14 +294,14 @@ class Membership(Message, frozen=True, kw_only=True):
     warrant: Warrant = ""
 
 
-class Quit(Message, frozen=True, kw_only=True):
-    """End yourself in good order (exit code 0), soon. The agent kills what does not listen."""
+class Quit(WireMessage, frozen=True, kw_only=True):
+    """End yourself in good order (exit code 0), soon. The agent kills a worker that does not."""
 
     reason: Text
 
 
-class Inject(Message, frozen=True, kw_only=True):
-    """Let the ordered fault happen in this process (injection.py)."""
+class InjectIntoWorker(WireMessage, frozen=True, kw_only=True, tag="Inject"):
+    """Inject the ordered fault into this process (injection.py)."""
 
     fault: Fault
 
@@ -309,9 +309,9 @@ class Inject(Message, frozen=True, kw_only=True):
 # --- agent -> fork server ------------------------------------------------------------------------
 
 
-class Spawn(Message, frozen=True, kw_only=True):
-    """Fork a worker. `log_path`: its stdout and stderr. `slot`: its GPU (CUDA_VISIBLE_DEVICES). `user`: what the
-    worker becomes first; None: it stays what the fork server is."""
+class Spawn(WireMessage, frozen=True, kw_only=True):
+    """Fork a worker. `log_path`: its stdout and stderr. `slot`: its GPU (CUDA_VISIBLE_DEVICES). `user`: whom the
+    worker becomes first; None: it keeps the fork server's user."""
 
     launch: Launch
     log_path: Text
@@ -319,8 +319,8 @@ class Spawn(Message, frozen=True, kw_only=True):
     user: Identity | None = None
 
 
-class Launch(Message, frozen=True, kw_only=True):
-    """All that a worker process needs to know at birth. `agent_socket`: for fork servers of older versions."""
+class Launch(WireMessage, frozen=True, kw_only=True):
+    """All that a worker process needs to know at its start. `agent_socket`: for fork servers of older versions."""
 
     worker: WorkerId
     task: Name
@@ -331,61 +331,61 @@ class Launch(Message, frozen=True, kw_only=True):
     shard: Count
     store: StoreAddress
     spec: TaskSpec
-    #: What the fork server fills in, of descriptors that the worker is born with: the node's memory of this shard's
-    #: state (memory.py) with its bound, and the worker's mark (marks.py), as paths to be opened; its line (line.py).
+    #: Filled in by the fork server, for descriptors that the worker inherits: the node's memory of this shard's state
+    #: (memory.py) with its bound, and the worker's mark (marks.py), as paths to be opened; its line (line.py).
     memory: Text = ""
     memory_max_bytes: Count = 0
     mark: Text = ""
     line_fd: Annotated[int, Meta(ge=-1)] = -1
 
 
-class Kill(Message, frozen=True, kw_only=True):
-    """Signal a worker's process group. By worker, not pid: a pid may be another's by now."""
+class Kill(WireMessage, frozen=True, kw_only=True):
+    """Signal a worker's process group. By worker, not pid: the pid may belong to another process by now."""
 
     worker: WorkerId
     signal: Annotated[int, Meta(ge=1, le=64)]
 
 
-class Keep(Message, frozen=True, kw_only=True):
-    """Hold memory for a shard's state; answered with Kept, whether it was there before or not."""
+class ReserveMemory(WireMessage, frozen=True, kw_only=True, tag="Keep"):
+    """Reserve memory for a shard's state; answered with MemoryReserved, whether it was there before or not."""
 
     task: Name
     shard: Count
 
 
-class Forget(Message, frozen=True, kw_only=True):
-    """Give up the memory of the task's states; of all tasks' where `task` is ""."""
+class ReleaseMemory(WireMessage, frozen=True, kw_only=True, tag="Forget"):
+    """Release the memory of the task's states; of all tasks' where `task` is ""."""
 
     task: Annotated[str, Meta(max_length=63)]
 
 
-class Retire(Message, frozen=True, kw_only=True):
-    """Kill all workers and end (the agent is going away for good)."""
+class Retire(WireMessage, frozen=True, kw_only=True):
+    """Kill all workers and end (the agent ends for good)."""
 
 
 # --- fork server -> agent ------------------------------------------------------------------------
 
 
-class Forked(Message, frozen=True, kw_only=True):
+class Forked(WireMessage, frozen=True, kw_only=True):
     """The fork server has started the worker's process."""
 
     worker: WorkerId
     pid: Positive
 
 
-class SpawnFailed(Message, frozen=True, kw_only=True):
+class SpawnFailed(WireMessage, frozen=True, kw_only=True):
     """The fork server could not start the worker's process."""
 
     worker: WorkerId
     reason: Text
 
 
-#: Whether the kernel's OOM killer did it.
+#: Whether the kernel's OOM killer ended the process.
 OomKill: TypeAlias = Literal["yes", "no", "maybe"]
 
 
-class Exited(Message, frozen=True, kw_only=True):
-    """`status` as os.waitpid gives it. Repeated to a new agent until it is acknowledged."""
+class Exited(WireMessage, frozen=True, kw_only=True):
+    """A worker's process has ended. `status`: as from os.waitpid. Repeated to a new agent until it is acknowledged."""
 
     worker: WorkerId
     pid: Positive
@@ -393,13 +393,13 @@ class Exited(Message, frozen=True, kw_only=True):
     oom: OomKill = "no"
 
 
-class ExitedAck(Message, frozen=True, kw_only=True):
+class ExitedAck(WireMessage, frozen=True, kw_only=True):
     """(agent -> fork server) the exit is known and in the outbox."""
 
     worker: WorkerId
 
 
-class Kept(Message, frozen=True, kw_only=True):
+class MemoryReserved(WireMessage, frozen=True, kw_only=True, tag="Kept"):
     """The fork server holds memory for the shard's state: its descriptor `fd`, at most `max_bytes` long."""
 
     task: Name
@@ -408,24 +408,24 @@ class Kept(Message, frozen=True, kw_only=True):
     max_bytes: Count
 
 
-class KeepFailed(Message, frozen=True, kw_only=True):
-    """The fork server could not keep the memory of this shard."""
+class ReserveFailed(WireMessage, frozen=True, kw_only=True, tag="KeepFailed"):
+    """The fork server could not reserve the memory of this shard."""
 
     task: Name
     shard: Count
     reason: Text
 
 
-class Inventory(Message, frozen=True, kw_only=True):
+class Inventory(WireMessage, frozen=True, kw_only=True):
     """Greets every new agent: the store's port, the live workers with their launches' task, the memory held.
 
-    `schema`: what the fork server reads of the log's vocabulary. `separates`: it has the privilege to run workers as
-    other users, and runs none as its own.
+    `schema`: the one of the log's vocabulary that the fork server reads. `separates`: it has the privilege to run
+    workers as other users, and runs none as its own.
     """
 
     store_port: Annotated[int, Meta(ge=1, le=65535)]
     workers: tuple[InventoryWorker, ...]
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[MemoryReserved, ...] = ()
     schema: Positive = 1
     separates: bool = False
 
@@ -440,9 +440,10 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Straggles | CaughtUp
-    | Suspected | Saved | Unsaved | Captured | Taken | Completed | Busy | Waits | StopWanted | Flight
+    Hello | Ready | Regrouped | Parked | Committed | ErrorReport | Degraded | StragglerReport | StragglerCleared
+    | Suspected | SaveFinished | SaveError | Captured | StateLoaded | Completed | Busy | MembershipWait | StopRequest
+    | Flight
 )  # fmt: skip
-ToWorker: TypeAlias = Membership | Quit | Inject | TellFlight
-ToForkServer: TypeAlias = Spawn | Kill | Keep | Forget | Retire | ExitedAck | Sum
-FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | Kept | KeepFailed | Inventory
+ToWorker: TypeAlias = Membership | Quit | InjectIntoWorker | TellFlight
+ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ExitedAck | Sum
+FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | MemoryReserved | ReserveFailed | Inventory

@@ -1,4 +1,4 @@
-"""Which samples an iteration uses: a pure function of (seed, iteration, micro-batch), shared by all replicas.
+"""The samples of an iteration: a pure function of (seed, iteration, micro-batch), shared by all replicas.
 
 Rules
 -----
@@ -24,28 +24,28 @@ DIGEST_MODULUS = 2**61
 
 
 def sample_hash(iteration: int, sample: int) -> int:
-    """The hash of one use of one sample, in [0, 2**61)."""
+    """Return the hash of one use of one sample, in [0, 2**61)."""
     return int.from_bytes(blake2b(f"{iteration}:{sample}".encode(), digest_size=8).digest(), "big") % DIGEST_MODULUS
 
 
 def samples_digest(iteration: int, samples: Iterable[int]) -> int:
-    """Sum of the samples' hashes modulo 2**61; the order does not matter, how often each occurs does."""
+    """Sum the samples' hashes modulo 2**61; the order does not matter, how often each occurs does."""
     return sum(sample_hash(iteration, sample) for sample in samples) % DIGEST_MODULUS
 
 
 def work_seed(seed: int, iteration: int, micro_batch: int) -> int:
-    """The seed of every random number drawn for one micro-batch, in [0, 2**62), the same on every replica."""
-    drawn = blake2b(f"work:{seed}:{iteration}:{micro_batch}".encode(), digest_size=8).digest()
-    return int.from_bytes(drawn, "big") % 2**62
+    """Return the seed of every random number for one micro-batch, in [0, 2**62), the same on every replica."""
+    digest = blake2b(f"work:{seed}:{iteration}:{micro_batch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**62
 
 
 @lru_cache(maxsize=16)
 def _epoch_permutation(seed: int, epoch: int, size: int) -> tuple[int, int]:
-    drawn = blake2b(f"{seed}:{epoch}".encode(), digest_size=16).digest()
-    multiplier = int.from_bytes(drawn[:8], "big") % size
+    digest = blake2b(f"{seed}:{epoch}".encode(), digest_size=16).digest()
+    multiplier = int.from_bytes(digest[:8], "big") % size
     while gcd(multiplier, size) != 1:
         multiplier = (multiplier + 1) % size
-    return multiplier, int.from_bytes(drawn[8:], "big") % size
+    return multiplier, int.from_bytes(digest[8:], "big") % size
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Sampling:
             )
 
     def samples(self, iteration: int, micro_batch: int) -> tuple[int, ...]:
-        """The sample indices of one micro-batch, in order."""
+        """Return the sample indices of one micro-batch, in order."""
         first = (iteration - 1) * self.global_batch + micro_batch * self.micro_batch
         return tuple(self._sample_at(position) for position in range(first, first + self.micro_batch))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from agents.protocol.message import Message
+from agents.protocol.message import WireMessage
 from events.pairs import Library, Pair, Seconds, Token
 from events.vocabulary import Text
 
 
-class Sum(Message, frozen=True, kw_only=True):
+class Sum(WireMessage, frozen=True, kw_only=True):
     """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). Only to a fork
-    server that reads `peers.SUMS`. `address`: this node's. `answer`: the Unix socket where the process tells what came
-    of it. `gpu`: what NCCL sums on. `asked_s`: when it was asked for, by the machine's monotonic clock."""
+    server that reads `peers.SUMS`. `address`: this node's. `answer`: the Unix socket to which the process sends the
+    outcome. `gpu`: the one that NCCL sums on. `asked_s`: the time of the request, by the machine's monotonic clock."""
 
     address: Text
     token: Token

@@ -211,7 +211,7 @@ ATTEMPTS: dict[str, Callable[[Launch, Facts], Any]] = {
     "its capabilities": lambda _, __: [status("CapEff"), status("CapPrm"), status("CapAmb"), status("NoNewPrivs")],
     "its home": lambda _, __: [os.environ["HOME"], os.environ["USER"], str(Path.cwd())],
     "its cgroup": lambda _, __: Path("/proc/self/cgroup").read_text(),
-    "write a mark": lambda launch, _: marks.Marker(Path(launch.mark)).begun(7, 1),
+    "write a mark": lambda launch, _: marks.Marker(Path(launch.mark)).begin_iteration(7, 1),
     "open its memory": lambda launch, _: memory.Memory(launch.memory, launch.memory_max_bytes).close(),
     "speak to its agent": lambda launch, _: reach_agent(launch),
     "what was imported": lambda _, __: sorted(name for name in sys.modules if name.startswith("torch")),

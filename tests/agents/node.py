@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from agents import core
-from agents.agent_config import Config
+from agents.agent_config import AgentConfig
 from agents.protocol.marks import Mark
 from agents.protocol.messages import (
     Committed,
@@ -32,6 +32,7 @@ from agents.protocol.messages import (
 )
 from agents.state import (
     Action,
+    AgentState,
     Append,
     Appended,
     ArmTimer,
@@ -40,13 +41,12 @@ from agents.state import (
     ForkServerDied,
     ForkServerSaid,
     Input,
+    LogDecision,
     LogSeen,
     Remembered,
-    State,
     TellForkServer,
     TellWorker,
     TimerFired,
-    Told,
     WorkerConnected,
     WorkerSaid,
 )
@@ -72,7 +72,7 @@ from events.vocabulary import (
 
 NODE = "n1"
 STORE = StoreAddress(host="127.0.0.1", port=4000)
-CONFIG = Config(
+CONFIG = AgentConfig(
     node=NODE, address="127.0.0.1", slots=2, version="1", agent_boot=1, agent_socket="/run/a.sock", logs="/run/logs"
 )
 
@@ -186,8 +186,8 @@ class Process:
 class Node:
     """`feed` gives the core an input and applies what it asks for. `fork_at_once`: a Spawn is answered at once."""
 
-    config: Config = CONFIG
-    state: State = field(init=False)
+    config: AgentConfig = CONFIG
+    state: AgentState = field(init=False)
     fork_at_once: bool = True
     has_fork_server: bool = False
     port: int = 4000
@@ -242,7 +242,7 @@ class Node:
 
     def tell(self, event: Decision, term: int = 1, warrant: str = "") -> list[Action]:
         """A decision of the log that is told once."""
-        return self.feed(Told(event=event, term=term, warrant=warrant))
+        return self.feed(LogDecision(event=event, term=term, warrant=warrant))
 
     def hello(self, worker: str, *, ready: bool = False) -> list[Action]:
         process = self.processes[worker]
@@ -354,7 +354,7 @@ class Node:
         assert len(slots) == len(set(slots)) <= self.config.slots
         waiting = {w.command.worker for w in self.state.memory.waiting}
         assert not waiting & self.state.memory.workers.keys()
-        assert not self.state.memory.gone.keys() & self.state.memory.workers.keys()
+        assert not self.state.memory.ended_workers.keys() & self.state.memory.workers.keys()
 
     # --- looking ---------------------------------------------------------------------------------
 

@@ -343,7 +343,7 @@ async def test_why_a_process_has_not_summed_is_told(store: Any, monkeypatch: pyt
     async def says(*_: Any) -> bytes:
         return b'"the node is busy"'
 
-    monkeypatch.setattr(checks, "_said_of", says)
+    monkeypatch.setattr(checks, "_process_output", says)
     seen = decode_report((await ask(an_agent(), encode(links(store, 0, "n2")))).data, LinksReport)
     assert (seen.sums, seen.no_sums) == ((), "the node is busy")
 

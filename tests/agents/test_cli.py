@@ -123,7 +123,7 @@ def test_a_python_that_the_user_cannot_run_is_no_use(
 
 def test_tasks_see_of_the_agents_environment_what_was_named() -> None:
     environ = {"PATH": "/bin", "LC_ALL": "C", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATHS": "x", "WANDB_MODE": "off"}
-    assert users.passed_on(environ, ("WANDB_MODE",)).keys() == {"PATH", "LC_ALL", "NCCL_DEBUG", "WANDB_MODE"}
+    assert users.visible_environment(environ, ("WANDB_MODE",)).keys() == {"PATH", "LC_ALL", "NCCL_DEBUG", "WANDB_MODE"}
 
 
 def test_an_agent_says_what_it_does_not_separate() -> None:

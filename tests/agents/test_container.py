@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agents import cli, host, kill_counts
 from agents.kill_counts import KillCounts, cause
 from agents.protocol import container
-from agents.protocol.container import Mount, mounted, oom_counter, places
+from agents.protocol.container import Mount, cgroup_mounts, oom_counter, places
 
 ROOT_MOUNT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
 #: Of a pod under containerd with cgroup v1: the kernel names the machine's path, the mount begins at the container.
@@ -58,7 +58,7 @@ def test_the_memory_cgroup_is_found_where_it_is_mounted(tmp_path: Path, sample: 
     cgroup, mountinfo, wanted = sample
     proc = machine(tmp_path, cgroup, mountinfo, "4711")
     found = places("memory", proc / "4711", proc / "self")
-    assert found[0].own == tmp_path / "cgroup" / wanted
+    assert found[0].directory == tmp_path / "cgroup" / wanted
     assert found[0].version == (1 if "memory" in wanted else 2)
 
 
@@ -148,7 +148,7 @@ def test_a_pod_on_version_2_by_the_kernels_own_files(tmp_path: Path) -> None:
 
 
 def test_a_space_in_a_path_is_written_as_its_number() -> None:
-    (mount,) = mounted("30 24 0:26 /a\\040b /sys/fs/c\\134d rw - cgroup2 cgroup2 rw\n")
+    (mount,) = cgroup_mounts("30 24 0:26 /a\\040b /sys/fs/c\\134d rw - cgroup2 cgroup2 rw\n")
     assert mount == Mount(2, "/a b", Path("/sys/fs/c\\d"), frozenset())
 
 
@@ -167,7 +167,7 @@ def test_any_cgroup_below_the_mount_is_found_below_it(
     fields = " ".join(["33 23 0:31", root, f"/sys{place}", "rw,relatime", *optional])
     (proc / "mountinfo").write_text(f"{ROOT_MOUNT}{fields} - cgroup cgroup rw,memory\n")
     (found,) = places("memory", proc, proc)
-    assert found.own == Path(f"/sys{place}" + ("" if below == "/" else below))
+    assert found.directory == Path(f"/sys{place}" + ("" if below == "/" else below))
     assert found.top == Path(f"/sys{place}") and [*found.upwards()][-1] == found.top
 
 
@@ -196,7 +196,7 @@ def limited() -> Path:
     found = places("memory")
     if not found:
         pytest.skip("no memory cgroup is mounted here")
-    own = found[0].own / f"unicron-limit-{os.getpid()}"
+    own = found[0].directory / f"unicron-limit-{os.getpid()}"
     name = "memory.limit_in_bytes" if found[0].version == 1 else "memory.max"
     try:
         own.mkdir()

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from agents.copies import Copies
+from agents.copies import StateCopier
 from agents.memory_regions import MemoryRegions
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory
-from agents.protocol.memory_exchange import NoAnswer
+from agents.protocol.memory_exchange import ExchangeFailed
 from events.vocabulary import MemoryService
 
 PEERS = tuple(MemoryService(node=name, host="127.0.0.1", port=1, token="t") for name in ("n2", "n3"))
@@ -50,11 +50,11 @@ async def test_who_takes_no_copy_is_a_warning_only_where_nobody_does(
     def push(peer: MemoryService, *_: Any) -> None:
         seen.append(peer.node)
         if peer.node in away:
-            raise NoAnswer("it is away")
+            raise ExchangeFailed("it is away")
 
     monkeypatch.setattr(memory_exchange, "push", push)
     caplog.set_level(logging.INFO, "agents.copies")
-    copies = Copies("n1", cast(MemoryRegions, Regions()))
+    copies = StateCopier("n1", cast(MemoryRegions, Regions()))
     copies.copy("a", 0, PEERS)
     async with asyncio.timeout(20):
         await asyncio.gather(*copies._tasks.values())

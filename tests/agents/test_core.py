@@ -14,6 +14,7 @@ from agents.protocol.marks import Mark
 from agents.protocol.messages import (
     Busy,
     Completed,
+    ErrorReport,
     ExitedAck,
     Hello,
     Inventory,
@@ -22,9 +23,8 @@ from agents.protocol.messages import (
     Parked,
     Quit,
     Regrouped,
-    Saved,
-    StopWanted,
-    Trouble,
+    SaveFinished,
+    StopRequest,
 )
 from agents.state import (
     Append,
@@ -34,7 +34,7 @@ from agents.state import (
     Finish,
     ForkServerSaid,
     HandOver,
-    Leave,
+    LeaveNow,
     LogSeen,
     TellForkServer,
     TellWorker,
@@ -96,8 +96,8 @@ def regrouped(generation: int, iteration: int = 1) -> Regrouped:
     return Regrouped(generation=generation, iteration=iteration, dealt=0, duration_us=5, source="own")
 
 
-def trouble(kind: str) -> Trouble:
-    return Trouble(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
+def trouble(kind: str) -> ErrorReport:
+    return ErrorReport(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
 
 
 # --- joining -------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def test_a_membership_that_was_not_delivered_is_by_the_next_agent(node: Node) ->
 
 def test_facts_of_workers_become_events(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", Saved(iteration=2, path="/c", size_bytes=3, duration_us=4))
+    node.say("a.1", SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4))
     node.say("a.1", trouble("connection_broken"))
     node.say("a.1", Parked(generation=2, iteration=5))
     node.say("a.1", Completed(iteration=9, loss=0.5, params_digest="x"))
@@ -441,7 +441,7 @@ def test_facts_of_workers_become_events(node: Node) -> None:
 
 def test_what_is_told_again_to_a_new_agent_is_no_news(node: Node) -> None:
     member(node, "a.1", 1)
-    saved = Saved(iteration=2, path="/c", size_bytes=3, duration_us=4)
+    saved = SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4)
     completed = Completed(iteration=9, loss=0.5, params_digest="x")
     messages = [regrouped(1), committed(1, 1), saved, completed]
     for message in messages:
@@ -497,7 +497,7 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
         Completed(iteration=3, loss=1.0, params_digest="x"),
     ],
 )
-def test_a_sum_is_closed_by_news_of_its_worker(node: Node, closing: Regrouped | Trouble | Parked | Completed) -> None:
+def test_a_sum_is_closed_by_news_of_its_worker(node: Node, closing: Regrouped | ErrorReport | Parked | Completed) -> None:
     member(node, "a.1", 1)
     for iteration in (1, 2, 3):
         node.say("a.1", committed(1, iteration))
@@ -578,7 +578,7 @@ def test_exit_0_in_mid_training_is_an_error_of_the_program(node: Node) -> None:
 def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says: str) -> None:
     member(node, "a.1", 1)
     if says == "stop":
-        node.say("a.1", StopWanted(iteration=5, reason="enough"))
+        node.say("a.1", StopRequest(iteration=5, reason="enough"))
     node.die("a.1", EXIT_0, mark=mark_in("done" if says == "done" else "step"))
     assert not node.of(ErrorReported)
     assert node.of(WorkerExited)[0].expected
@@ -666,7 +666,7 @@ def test_a_dead_fork_server_took_its_workers_along(node: Node) -> None:
 
 def test_a_node_leaves_once_its_workers_have_ended(node: Node) -> None:
     member(node, "a.1", 1)
-    node.feed(Leave(reason="maintenance"))
+    node.feed(LeaveNow(reason="maintenance"))
     assert not node.finished and node.processes["a.1"].quit
     node.command(start("a.2", 9))
     assert "leaving" in node.answers("1.1.n1.9")[0]
@@ -676,7 +676,7 @@ def test_a_node_leaves_once_its_workers_have_ended(node: Node) -> None:
 
 
 def test_an_empty_node_leaves_at_once(node: Node) -> None:
-    assert isinstance(node.feed(Leave(reason="x"))[-1], Finish)
+    assert isinstance(node.feed(LeaveNow(reason="x"))[-1], Finish)
 
 
 def drained(node: Node) -> None:
@@ -720,7 +720,7 @@ def test_a_drain_has_an_end(node: Node) -> None:
 def test_an_interrupt_ends_a_drain(node: Node) -> None:
     member(node, "a.1", 1)
     drained(node)
-    node.feed(Leave(reason="now"))
+    node.feed(LeaveNow(reason="now"))
     assert node.processes["a.1"].quit and isinstance(node.die("a.1", EXIT_0)[-1], Finish)
 
 
@@ -760,7 +760,7 @@ def test_a_command_for_the_agent_before_is_obeyed_in_its_run_directory(node: Nod
 def test_a_newcomer_that_has_not_seen_the_log_leaves_without_a_word() -> None:
     """An older agent of its name may be at work: the log would listen to nobody any more."""
     node = Node()
-    assert isinstance(node.feed(Leave(reason="x"))[-1], Finish)
+    assert isinstance(node.feed(LeaveNow(reason="x"))[-1], Finish)
     assert not node.of(NodeLeft)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agents.protocol.messages import Ready
-from agents.state import Leave, WorkerDisconnected
+from agents.state import LeaveNow, WorkerDisconnected
 from events.seats import starts
 from events.vocabulary import (
     CommandApplied,
@@ -188,7 +188,7 @@ class AgentMachine(RuleBasedStateMachine):
         node = self.node
         if not node.has_fork_server:
             self.boot()
-        node.feed(Leave(reason="the end"))
+        node.feed(LeaveNow(reason="the end"))
         for _ in range(50):
             while node.unforked:
                 node.fork()

@@ -15,12 +15,12 @@ from agents.protocol.memory import Memory
 from agents.protocol.messages import (
     Exited,
     ExitedAck,
-    Forget,
     Forked,
-    Keep,
-    Kept,
     Kill,
     Launch,
+    MemoryReserved,
+    ReleaseMemory,
+    ReserveMemory,
     Retire,
     Spawn,
     SpawnFailed,
@@ -290,7 +290,7 @@ def test_the_real_thing_has_one_thread_and_forks_fast(fork_server: ForkServers, 
 # --- the memory of states ---------------------------------------------------------------------------
 
 
-def opened(pid: int, kept: Kept) -> Memory:
+def opened(pid: int, kept: MemoryReserved) -> Memory:
     return Memory(f"/proc/{pid}/fd/{kept.fd}", kept.max_bytes)
 
 
@@ -300,8 +300,8 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     server = fork_server("--memory-max-bytes=65536")
     first = agent()
     first.inventory()
-    first.send(Keep(task="a", shard=1))
-    kept = first.next(Kept)
+    first.send(ReserveMemory(task="a", shard=1))
+    kept = first.next(MemoryReserved)
     assert (kept.task, kept.shard, kept.max_bytes) == ("a", 1, 65536)
     memory = opened(server.pid, kept)
     draft = memory.draft(5)
@@ -315,10 +315,10 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     again = opened(server.pid, kept)
     assert again.newest() == head
     again.close()
-    second.send(Forget(task="another"))
-    second.send(Keep(task="a", shard=1))
-    assert second.next(Kept) == kept, "there already"
-    second.send(Forget(task="a"))
+    second.send(ReleaseMemory(task="another"))
+    second.send(ReserveMemory(task="a", shard=1))
+    assert second.next(MemoryReserved) == kept, "there already"
+    second.send(ReleaseMemory(task="a"))
     third = agent()
     assert third.inventory().kept == ()
     assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if "unicron" in os.readlink(fd)]  # noqa: PTH115
@@ -330,10 +330,10 @@ def test_a_worker_is_born_with_its_shards_memory_and_no_other(
     server = fork_server("--memory-max-bytes=65536")
     side = agent()
     side.inventory()
-    side.send(Keep(task="other", shard=0))
-    side.next(Kept)
+    side.send(ReserveMemory(task="other", shard=0))
+    side.next(MemoryReserved)
     side.send(spawn(run_dir, "a.1", "describe"))
-    kept = side.next(Kept)
+    kept = side.next(MemoryReserved)
     assert (kept.task, kept.shard) == ("a", 0)
     assert os.WEXITSTATUS(side.next(Exited).status) == 0
     tale = json.loads(log_of(run_dir, "a.1").read_text())

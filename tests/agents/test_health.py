@@ -32,7 +32,7 @@ def check(number: int) -> CheckNode:
 
 
 def ended(number: int, *, passed: bool = True) -> Checked:
-    return Checked(command_id=f"1.1.{NODE}.{number}", passed=passed, duration_us=7, detail="well")
+    return Checked(command_id=f"1.1.{NODE}.{number}", has_passed=passed, duration_us=7, detail="well")
 
 
 # --- the core -------------------------------------------------------------------------------------

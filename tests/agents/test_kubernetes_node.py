@@ -13,7 +13,7 @@ import pytest
 
 from agents.cli import parse
 from agents.kubernetes.api import KubernetesError, NodeApi
-from agents.kubernetes.node_object import CONDITION, TAINT, Held, held, taint_patch
+from agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, taint_patch
 from agents.kubernetes.place import in_cluster_url
 from agents.protocol.messages import Inventory
 from agents.state import ForkServerSaid, LogSeen, MachineSaw
@@ -55,13 +55,13 @@ OUT_OF_SERVICE = [{"key": "node.kubernetes.io/out-of-service", "effect": "NoExec
     ],
 )
 def test_what_a_node_object_says(found: dict[str, Any], hold: str, words: str) -> None:
-    said = held(found, "cordon")
+    said = hold_of(found, "cordon")
     assert said.hold == hold and words in said.reason
 
 
 def test_a_cordon_may_mean_a_drain() -> None:
-    assert held(node(unschedulable=True), "drain").hold == "drain"
-    assert held(node(ready="False"), "drain").hold == "cordon"
+    assert hold_of(node(unschedulable=True), "drain").hold == "drain"
+    assert hold_of(node(ready="False"), "drain").hold == "cordon"
 
 
 def test_the_patch_leaves_others_taints() -> None:
@@ -262,4 +262,4 @@ async def test_an_agent_keeps_both_in_step(
 
 
 def test_nothing_held_is_nothing() -> None:
-    assert held(StandIn("gpu07").node, "drain") == Held("", "")
+    assert hold_of(StandIn("gpu07").node, "drain") == Hold("", "")

@@ -7,11 +7,12 @@ import os
 import random
 from pathlib import Path
 
+from agents.protocol.discreet import mask_of, redact
+
 from agents.fork_server.masked_log import MaskedLog, masked_log, values_of
 from agents.log_layout import worker_log
 from agents.log_service import answer
-from agents.protocol.discreet import discreet, mask_of
-from agents.protocol.messages import Trouble
+from agents.protocol.messages import ErrorReport
 from agents.rotated_log import RotatedLog
 from events.logs_request import MAX_LOG_BYTES, LogsRequest, decode_reply, encode
 from events.vocabulary import TaskSpec
@@ -93,7 +94,7 @@ def test_what_looks_like_a_secret_is_blotted_where_a_log_is_served(tmp_path: Pat
 
 def test_a_trouble_is_told_without_secrets() -> None:
     spec = TaskSpec(name="a", secrets={"A": "env:X"}, env={"DB_PASSWORD": "in-the-env"})
-    trouble = Trouble(
+    trouble = ErrorReport(
         kind="exception",
         generation=1,
         iteration=1,
@@ -101,6 +102,6 @@ def test_a_trouble_is_told_without_secrets() -> None:
         message="s3cret-value" * 80 + " hf_abcdefghijklmnopqrstuvwxyz",
         detail="in-the-env\n" * 5000,
     )
-    told = discreet(trouble, mask_of(spec, {"A": "s3cret-value", "DB_PASSWORD": "in-the-env"}))
+    told = redact(trouble, mask_of(spec, {"A": "s3cret-value", "DB_PASSWORD": "in-the-env"}))
     assert "s3cret-value" not in told.message and "in-the-env" not in told.detail
     assert len(told.message) <= 1024 and len(told.detail) <= 32768

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.namesakes import EXIT_SUPERSEDED, Namesakes
+from agents.namesakes import EXIT_SUPERSEDED, DuplicateAgents
 from events.envelope import Envelope
 from events.nats_connection import Connection
 from events.nats_server import EmbeddedServer
@@ -24,28 +24,28 @@ __all__ = ["agent", "coordinator"]  # fixtures
 
 
 def test_who_has_started_later_is_newer() -> None:
-    one = Namesakes(boot=10, previous_boot=7, heartbeat_s=1.0)
+    one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
     for boot in (10, 7, 3):
-        one.heard(boot, 100.0)
+        one.note_beat(boot, 100.0)
     assert one.newer == 0
-    one.heard(12, 100.0)
-    one.heard(11, 101.0)
+    one.note_beat(12, 100.0)
+    one.note_beat(11, 101.0)
     assert one.newer == 12 and one.outrun == 0
 
 
 def test_an_older_one_is_waited_for_while_it_is_heard() -> None:
-    one = Namesakes(boot=10, previous_boot=7, heartbeat_s=1.0)
-    one.heard(7, 100.0)
+    one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
+    one.note_beat(7, 100.0)
     assert not one.is_older_there(100.0), "its own predecessor in the run directory is dead"
-    one.stands_in_the_log(5, 100.0)
+    one.note_logged(5, 100.0)
     assert one.is_older_there(102.0) and not one.is_older_there(102.5)
-    one.heard(5, 102.0)
+    one.note_beat(5, 102.0)
     assert one.is_older_there(104.0)
 
 
 def test_a_later_boot_that_only_stands_in_the_log_is_not_an_agent_that_is_heard() -> None:
-    one = Namesakes(boot=10, previous_boot=0, heartbeat_s=1.0)
-    one.stands_in_the_log(12, 100.0)
+    one = DuplicateAgents(boot=10, previous_boot=0, heartbeat_s=1.0)
+    one.note_logged(12, 100.0)
     assert (one.newer, one.outrun) == (0, 12)
 
 

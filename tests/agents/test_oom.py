@@ -132,8 +132,8 @@ class FakeMachine:
 
     def witness(self) -> OomWitness:
         witness = OomWitness(self.log, self.proc)
-        witness.born(1)
-        witness.born(2)
+        witness.track(1)
+        witness.track(2)
         return witness
 
 
@@ -173,8 +173,8 @@ def test_a_counter_that_stands_still_clears_the_kernel_whatever_the_machine_coun
     machine = FakeMachine(tmp_path)
     machine.cgroup(5)
     witness = OomWitness(machine.log, machine.proc)
-    witness.born(1)
-    witness.born(2, stays=False)  # in a cgroup of its own by now, whose kills may be counted elsewhere
+    witness.track(1)
+    witness.track(2, stays=False)  # in a cgroup of its own by now, whose kills may be counted elsewhere
     machine.machine(1)
     assert witness.ended(1) == "no"
     machine.machine(2)
@@ -183,6 +183,6 @@ def test_a_counter_that_stands_still_clears_the_kernel_whatever_the_machine_coun
 
 def test_without_any_witness_the_answer_is_maybe(tmp_path: Path) -> None:
     witness = OomWitness(tmp_path / "none", tmp_path / "none")
-    witness.born(1)
+    witness.track(1)
     witness.forget(3)
     assert witness.ended(1) == "maybe"

@@ -13,7 +13,7 @@ import pytest
 
 from agents import core
 from agents.node_faults import is_in_own_namespace
-from agents.protocol.messages import Inject, Kill
+from agents.protocol.messages import InjectIntoWorker, Kill
 from agents.state import Commanded, InjectIntoNode, NodeFaultInjected, Remembered, TellForkServer, TellWorker
 from events.vocabulary import (
     AcceleratorReported,
@@ -90,7 +90,7 @@ def test_a_signal_at_once_is_the_agents(node: Node, kind: str, number: int) -> N
 def test_a_fault_within_training_is_the_workers(node: Node, fault: dict[str, object]) -> None:
     command = inject(9, worker="a.1", **fault)
     actions = node.command(command)  # type: ignore[arg-type]
-    assert TellWorker(worker="a.1", message=Inject(fault=command.fault)) in actions
+    assert TellWorker(worker="a.1", message=InjectIntoWorker(fault=command.fault)) in actions
     assert node.answers(command.command_id) == [""]
 
 

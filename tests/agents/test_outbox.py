@@ -165,7 +165,7 @@ async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.L
     box = outbox(capacity=4)
     for event in (fact(1), step(1), fact(2), step(2), fact(3), fact(4), fact(5)):
         box.put(event)
-    assert (len(box), box.lost) == (4, 3)
+    assert (len(box), box.lost_count) == (4, 3)
     log = MemoryLog()
     sending = asyncio.create_task(box.run(log))
     assert await box.drained(5)
@@ -177,7 +177,7 @@ async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.L
 async def test_what_is_no_valid_event_is_lost_where_it_is_put_in(caplog: pytest.LogCaptureFixture) -> None:
     box = outbox()
     box.put(CommandApplied(node="n2", command_id="1.1.n2.1"))  # another node's name
-    assert (len(box), box.lost) == (0, 1)
+    assert (len(box), box.lost_count) == (0, 1)
     assert "differs from the producer" in caplog.text
 
 
@@ -196,7 +196,7 @@ async def test_the_largest_error_fits_into_an_event() -> None:
             detail="\N{PILE OF POO}" * 32768,
         )
     )
-    assert (len(box), box.lost) == (1, 0)
+    assert (len(box), box.lost_count) == (1, 0)
 
 
 async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all() -> None:
@@ -221,13 +221,13 @@ async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all(
 async def test_what_the_log_does_not_take_is_counted_after_a_second() -> None:
     log, box = MemoryLog(), outbox()
     now_s = time.monotonic()
-    assert box.kept_back(now_s + 100) == (0, 0)
+    assert box.backlog(now_s + 100) == (0, 0)
     box.put(fact(1))
     box.put(fact(2))
-    assert box.kept_back(now_s + 0.5) == (0, 0), "on its way"
-    count, age_us = box.kept_back(now_s + 10)
+    assert box.backlog(now_s + 0.5) == (0, 0), "on its way"
+    count, age_us = box.backlog(now_s + 10)
     assert count == 2 and 9e6 < age_us <= 10e6
     running = asyncio.create_task(box.run(log))
     assert await box.drained(10)
     running.cancel()
-    assert box.kept_back(now_s + 100) == (0, 0)
+    assert box.backlog(now_s + 100) == (0, 0)

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from agents import memory_server
 from agents.daemon import Options, credentials_of
-from agents.memory_server import Places
+from agents.memory_server import RequestSlots
 from agents.passes import VALID_S, BadPass, Credentials, read_pass
 from agents.protocol import memory_exchange
 from agents.protocol.framing import Unframer, frame
-from agents.protocol.memory import Head, Memory, digest_of
-from agents.protocol.memory_exchange import Fetching, NoAnswer, ask, push
+from agents.protocol.memory import Memory, StateHead, digest_of
+from agents.protocol.memory_exchange import ExchangeFailed, Fetching, ask, push
 from agents.protocol.messages import Membership, Passes
 from events import roster
 from events.certificates import BadCertificate
@@ -243,7 +243,7 @@ def test_states_travel_in_tls(certified: Certified, memory: Memory, warrant: War
         got = bytearray(fetching.head.size_bytes)
         fetching.receive(memoryview(got))
         assert got == STATE
-        newer = Head(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
+        newer = StateHead(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
         push(service, "a", 0, "n1", newer, memoryview(STATE), passes)
         assert [head.iteration for head in ask(service, "a", passes)[0]] == [8, 7]
 
@@ -251,10 +251,10 @@ def test_states_travel_in_tls(certified: Certified, memory: Memory, warrant: War
 def test_who_is_refused(certified: Certified, memory: Memory, warrant: Warrant, tmp_path: Path) -> None:
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     other = Certified(tmp_path / "other")
-    head = Head(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
+    head = StateHead(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
 
     def refused(why: str, act: Callable[[], object]) -> None:
-        with pytest.raises(NoAnswer, match=why):
+        with pytest.raises(ExchangeFailed, match=why):
             act()
 
     good = warrant()
@@ -282,10 +282,10 @@ def test_a_node_that_has_left_the_task_gets_nothing_of_later_generations(
     """So it is with one that was revoked: the next membership is without it. Its certificate is as good as before."""
     n1, n2, n3 = (credentials(certified, node) for node in ("n1", "n2", "n3"))
     old, new = shown(n1, warrant()), shown(n3, warrant("n3", ("n3", "n4"), generation=2))
-    head = Head(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
+    head = StateHead(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
     with OtherNode("n2", {0: memory}, n2) as service:
         Fetching(service, "a", 0, 7, Shape(), old).receive(memoryview(bytearray(len(STATE))))
-        with pytest.raises(NoAnswer, match="generation 2 is later than its warrant's, 1"):
+        with pytest.raises(ExchangeFailed, match="generation 2 is later than its warrant's, 1"):
             push(service, "a", 0, "n1", replace(head, generation=2), memoryview(STATE), old)
         push(service, "a", 0, "n3", replace(head, generation=2), memoryview(STATE), new)
         stale = "node n1 has a warrant of generation 1, here is one of 2"
@@ -294,7 +294,7 @@ def test_a_node_that_has_left_the_task_gets_nothing_of_later_generations(
             lambda: Fetching(service, "a", 0, 7, Shape(), old),
             lambda: push(service, "a", 0, "n1", replace(head, iteration=9), memoryview(STATE), old),
         ):
-            with pytest.raises(NoAnswer, match=stale):
+            with pytest.raises(ExchangeFailed, match=stale):
                 act()
         assert [found.iteration for found in ask(service, "a", new)[0]] == [8, 7]
 
@@ -303,7 +303,7 @@ def test_what_is_not_prevented(certified: Certified, memory: Memory, warrant: Wa
     """docs/operate/security.md says so: a member may bring what it likes, and one of before where nothing is kept."""
     n1, n2, n5 = (credentials(certified, node) for node in ("n1", "n2", "n5"))
     false = b"not what was trained"
-    head = Head(iteration=8, generation=1, size_bytes=len(false), digest=digest_of(false))
+    head = StateHead(iteration=8, generation=1, size_bytes=len(false), digest=digest_of(false))
     with OtherNode("n2", {0: memory}, n2) as service:
         push(service, "a", 0, "n1", head, memoryview(false), shown(n1, warrant()))
         assert ask(service, "a", shown(n1, warrant()))[0][0].digest == digest_of(false)
@@ -320,9 +320,9 @@ def test_what_another_node_has_shown_is_of_no_use(certified: Certified, memory: 
     seen, _, place = shown(n1, warrant()).of("n2").partition(".")
     replayed = Passes(ca=n2.ca, by_node=(("n3", seen),), warrant=place)
     with OtherNode("n3", {0: memory}, n3) as service:
-        with pytest.raises(NoAnswer, match="refused: the pass is for node n2"):
+        with pytest.raises(ExchangeFailed, match="refused: the pass is for node n2"):
             ask(service, "a", replayed)
-        with pytest.raises(NoAnswer, match="it is not the place of node n2"):
+        with pytest.raises(ExchangeFailed, match="it is not the place of node n2"):
             ask(service, "a", shown(n2, warrant(), "n3"))
 
 
@@ -403,7 +403,7 @@ def test_a_transfer_that_is_too_slow_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_peer_does_not_take_all_places() -> None:
-    places = Places(3, 2)
+    places = RequestSlots(3, 2)
     assert places.take("n1", 0) and places.take("n1", 0)
     assert not places.take("n1", 0.01)
     assert places.take("n2", 0)

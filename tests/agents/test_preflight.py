@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agents import cli
-from agents.preflight import Asked, Seen, findings, is_remote, look
+from agents.preflight import MachineFacts, NodeFlags, findings, is_remote, look
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-ASKED = Asked(8, "10.0.0.7", Path("/run/unicron"), Path("/var/log/unicron"), None, True)
-SEEN = Seen(
+ASKED = NodeFlags(8, "10.0.0.7", Path("/run/unicron"), Path("/var/log/unicron"), None, True)
+SEEN = MachineFacts(
     gpus=8,
     has_rdma=True,
     mtu=9000,

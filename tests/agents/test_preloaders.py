@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agents.fork_server.birth import Birth
+from agents.fork_server.birth import ChildSetup
 from agents.fork_server.cgroups import Cgroups
-from agents.fork_server.preloaders import Preloaders, Waiting
+from agents.fork_server.preloaders import Preloaders, PendingFork
 from agents.protocol.identity import Identity
-from agents.protocol.messages import Exited, Forget, Forked, Kill, Spawn, SpawnFailed
+from agents.protocol.messages import Exited, Forked, Kill, ReleaseMemory, Spawn, SpawnFailed
 from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, children, eventually, has_ended
 from tests.agents.test_fork_server import log_of, spawn
@@ -85,7 +85,7 @@ def test_workers_start_with_what_was_imported_once(
     assert os.WTERMSIG(side.next(Exited).status) == signal.SIGKILL
     side.send(Kill(worker="a.2", signal=signal.SIGTERM))
     assert os.WTERMSIG(side.next(Exited).status) == signal.SIGTERM, "heard as every worker's end"
-    side.send(Forget(task="a"))
+    side.send(ReleaseMemory(task="a"))
     assert has_ended(first["preloaded by"])
     assert eventually(lambda: len(children(server.pid)) == 1), "the store is left"
 
@@ -120,12 +120,12 @@ def test_what_a_preloader_said_counts_though_its_end_is_heard_first(run_dir: Pat
         return pids[-1]
 
     launch = order(run_dir, "a.1", checkout, secrets={"A": "file:/nowhere"}).launch
-    birth = Birth(launch=launch, slot=0, gpus=(), output_fd=-1, given=(), parent_pid=os.getpid())
+    birth = ChildSetup(launch=launch, slot=0, gpus=(), output_fd=-1, inherited_fds=(), parent_pid=os.getpid())
     with selectors.DefaultSelector() as selector:
         preloaders = Preloaders(
             fork, selector, "", "", lambda _: False, Cgroups(None, {}), lambda *_: os.open(os.devnull, os.O_WRONLY)
         )
-        preloaders.bear(Waiting(birth, [], lambda _: None, reasons.append), run_dir / "a.preload.log")
+        preloaders.fork_worker(PendingFork(birth, [], lambda _: None, reasons.append), run_dir / "a.preload.log")
         os.waitpid(pids[0], 0)
         preloaders.ended(pids[0])
     (reason,) = reasons

@@ -26,7 +26,7 @@ from agents.prctl import capabilities
 from agents.protocol import marks
 from agents.protocol.framing import Unframer
 from agents.protocol.identity import Identity
-from agents.protocol.messages import Connected, Exited, ExitedAck, FromWorker, Kept, Kill, Spawn, SpawnFailed
+from agents.protocol.messages import Connected, Exited, ExitedAck, FromWorker, Kill, MemoryReserved, Spawn, SpawnFailed
 from agents.protocol.sum_order import Sum
 from events.vocabulary import TaskSpec
 from tests.agents.attacks import ATTEMPTS
@@ -367,7 +367,7 @@ def test_memory_is_shared_with_the_agent_by_descriptor(fork_server: ForkServers,
     server = fork_server("--separate", "--memory-max-bytes=65536", flags=FLAGS)
     side = agent()
     side.send(order(run_dir, "a.1", "wait", user(ALICE), {}))
-    kept = side.next(Kept)
+    kept = side.next(MemoryReserved)
     fd = os.open(f"/proc/{server.pid}/fd/{kept.fd}", os.O_RDWR)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 4096)

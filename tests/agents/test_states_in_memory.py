@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from agents.handling.kept_states import TELL_APART_S
-from agents.protocol.messages import Captured, Forget, Taken
-from agents.state import ArmTimer, CopyState, Held, StateHeld, TellForkServer
+from agents.protocol.messages import Captured, ReleaseMemory, StateLoaded
+from agents.state import ArmTimer, CopyState, HeldState, StateHeld, TellForkServer
 from events.vocabulary import (
     DropState,
     Member,
@@ -67,15 +67,15 @@ def test_nowhere_to_copy_to() -> None:
 
 def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
     node = trained(service("n2"))
-    held = Held(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1)
-    actions = node.feed(StateHeld(held=held))
+    held = HeldState(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1)
+    actions = node.feed(StateHeld(held_state=held))
     assert not any(isinstance(action, CopyState) for action in actions)
     assert (node.of(StateKept)[0].task, node.of(StateKept)[0].origin) == ("b", "n3")
 
 
 def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     node = Node()
-    node.feed(StateHeld(held=Held(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)))
+    node.feed(StateHeld(held_state=HeldState(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)))
     assert not node.appended
     node.boot()
     assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "StateKept"]
@@ -118,7 +118,7 @@ def test_dropped_on_command() -> None:
     node = trained(service("n2"))
     node.say("a.1", capture(1))
     drop = DropState(command_id="1.1.n1.10", node=NODE, epoch=1, task="a")
-    assert TellForkServer(message=Forget(task="a")) in node.command(drop)
+    assert TellForkServer(message=ReleaseMemory(task="a")) in node.command(drop)
     assert node.answers("1.1.n1.10") == [""]
     node.fire("held", "a/0")
     assert len(node.of(StateKept)) == 1
@@ -128,7 +128,7 @@ def test_where_a_worker_took_its_state_from() -> None:
     node = trained()
     node.say(
         "a.1",
-        Taken(
+        StateLoaded(
             generation=1,
             source="peer",
             iteration=9,

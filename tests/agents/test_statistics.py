@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from agents.protocol.marks import Mark
-from agents.protocol.messages import CaughtUp, Degraded, Exited, Kill, Quit, Straggles, Suspected
+from agents.protocol.messages import Degraded, Exited, Kill, Quit, StragglerCleared, StragglerReport, Suspected
 from agents.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
 from events.vocabulary import (
     CorruptionSuspected,
@@ -38,7 +38,7 @@ def node() -> Node:
 
 
 def stalled(worker: str = "a.1") -> Stalled:
-    return Stalled(worker=worker, mark=MARK, still_us=290_000, stopped=False)
+    return Stalled(worker=worker, mark=MARK, still_us=290_000, is_stopped=False)
 
 
 def test_a_late_iteration_is_told_as_the_mark_says_after_all_that_was_committed(node: Node) -> None:
@@ -69,12 +69,12 @@ def test_statistics_become_events(node: Node) -> None:
     assert (slow.slowest, slow.iteration_us, slow.usual_us, slow.compute_us, slow.others_us) == ("a.4", 23, 20, 12, 10)
     about = {"generation": 1, "iteration": 7, "straggler": "a.4", "straggler_node": "n9", "rank": 3}
     node.say(
-        "a.1", Straggles(**about, factor=1.25, compute_us=125, others_us=100, since_iteration=4, since_us=77)
+        "a.1", StragglerReport(**about, factor=1.25, compute_us=125, others_us=100, since_iteration=4, since_us=77)
     )  # fmt: skip
     (straggles,) = node.of(StragglerObserved)
     assert (straggles.worker, straggles.straggler, straggles.straggler_node) == ("a.1", "a.4", "n9")
     assert (straggles.rank, straggles.factor, straggles.since_iteration, straggles.since_us) == (3, 1.25, 4, 77)
-    node.say("a.1", CaughtUp(**about, factor=1.01))
+    node.say("a.1", StragglerCleared(**about, factor=1.01))
     (recovered,) = node.of(StragglerRecovered)
     assert (recovered.straggler, recovered.factor) == ("a.4", 1.01)
     node.say("a.1", Suspected(generation=1, iteration=7, sign="loss", suspect="a.4", value=9.0, usual=2.0))

@@ -12,7 +12,7 @@ from agents.outbox import Outbox
 from agents.protocol.framing import frame
 from agents.protocol.messages import MAX_FRAME_BYTES, Membership
 from agents.shell import Shell
-from agents.state import CopyState, Held, LogSeen, Remembered, StateHeld, TellWorker
+from agents.state import CopyState, HeldState, LogSeen, Remembered, StateHeld, TellWorker
 from events.envelope import Envelope, Recorded
 from events.roster import place_of
 from events.vocabulary import (
@@ -149,7 +149,7 @@ def test_a_membership_after_a_torn_one_takes_nothing_of_it(node: Node) -> None:
 def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
     running(node, "a.1")
     node.tell(decision("a", 1, ["a.1"]))
-    node.feed(StateHeld(held=Held(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)))
+    node.feed(StateHeld(held_state=HeldState(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)))
     peers = (MemoryService(node="n9", host="h", port=1, token="t"),)
     assert node.tell(PeersDecided(task="a", peers=peers)) == [CopyState(task="a", shard=0, peers=peers)]
     assert node.state.memory.memberships["a"].peers == peers

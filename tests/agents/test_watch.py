@@ -17,14 +17,14 @@ import pytest
 from agents import watch
 from agents.protocol import marks
 from agents.protocol.marks import Mark, Marker
-from agents.watch import MarkFiles, Watch
+from agents.watch import MarkFiles, ProgressWatch
 from events.vocabulary import WorkerId
 
 WORKER = "big.1"
 LIMIT_US = 60_000
 
 
-class Open(Watch):
+class Open(ProgressWatch):
     """A Watch that shows when it has looked."""
 
     def __init__(self, files: MarkFiles, on_late: Callable[[WorkerId, Mark, int, bool, int], None]) -> None:
@@ -81,7 +81,7 @@ def stopped_process() -> Iterator[int]:
 
 def marker(directory: Path) -> Marker:
     made = Marker(directory / WORKER)
-    made.moved(3)
+    made.enter_group(3)
     made.phase = "forward"
     return made
 
@@ -89,8 +89,8 @@ def marker(directory: Path) -> Marker:
 async def test_a_late_iteration_is_told_when_it_is_late_and_again_when_twice_as_late(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
-    mark.begun(7, LIMIT_US)
-    mark.working(2)
+    mark.begin_iteration(7, LIMIT_US)
+    mark.begin_micro_batch(2)
     began_us = marks.now_us()
     first, still_us, stopped = await told.next()
     assert 0 <= marks.now_us() - began_us - LIMIT_US < 200_000
@@ -103,10 +103,10 @@ async def test_a_late_iteration_is_told_when_it_is_late_and_again_when_twice_as_
 
 async def test_a_limit_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
-    mark.begun(1, 600_000_000)
+    mark.begin_iteration(1, 600_000_000)
     told.watch.follow(WORKER, os.getpid())
     await told.looked(2)
-    mark.begun(2, LIMIT_US)
+    mark.begin_iteration(2, LIMIT_US)
     assert (await told.next())[0].iteration == 2
     told.watch.close()
 
@@ -115,9 +115,9 @@ async def test_steps_in_time_are_never_told(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
     for iteration in range(1, 11):
-        mark.begun(iteration, 2_000_000)
+        mark.begin_iteration(iteration, 2_000_000)
         await told.looked(1)
-    mark.begun(11, 0)  # without a limit
+    mark.begin_iteration(11, 0)  # without a limit
     await told.looked(3)
     assert told.queue.empty()
     told.watch.close()
@@ -126,7 +126,7 @@ async def test_steps_in_time_are_never_told(tmp_path: Path) -> None:
 async def test_a_stopped_process_is_seen_to_be_stopped(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     with stopped_process() as pid:
-        mark.begun(1, LIMIT_US)
+        mark.begin_iteration(1, LIMIT_US)
         told.watch.follow(WORKER, pid)
         assert (await told.next())[2]
     told.watch.close()
@@ -136,7 +136,7 @@ async def test_a_stopped_process_does_not_use_its_patience(tmp_path: Path) -> No
     """Its limit is long, as while state is saved for the first time: it does not move all the same."""
     told, mark = Told(tmp_path), marker(tmp_path)
     with stopped_process() as pid:
-        mark.begun(1, 600_000_000)
+        mark.begin_iteration(1, 600_000_000)
         told.watch.follow(WORKER, pid)
         assert (await told.next())[2]
     told.watch.close()
@@ -148,7 +148,7 @@ async def test_who_gets_no_cpu_does_not_hang(tmp_path: Path) -> None:
     began_us, starved_us = marks.now_us(), 333_000
     told.watch._signs.waited_us = lambda _: min(marks.now_us() - began_us, starved_us)  # type: ignore[method-assign]
     told.watch.follow(WORKER, os.getpid())
-    mark.begun(7, LIMIT_US)
+    mark.begin_iteration(7, LIMIT_US)
     _, still_us, _ = await told.next()
     told_us = marks.now_us() - began_us
     assert told_us >= LIMIT_US + starved_us - 10_000
@@ -162,7 +162,7 @@ async def test_who_has_ended_is_not_late_for_that(tmp_path: Path) -> None:
     waited = iter([100_000_000, 100_000_000])
     told.watch._signs.waited_us = lambda _: next(waited, 0)  # type: ignore[method-assign]
     told.watch.follow(WORKER, os.getpid())
-    mark.begun(7, LIMIT_US)
+    mark.begin_iteration(7, LIMIT_US)
     _, still_us, _ = await told.next()
     assert LIMIT_US <= still_us < 50_000_000
     told.watch.close()
@@ -187,9 +187,9 @@ def test_the_kernel_tells_who_waits_for_a_cpu(tmp_path: Path) -> None:
 
 async def test_a_look_that_is_late_itself_is_not_believed(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
-    mark.begun(1, 30 * LIMIT_US)
+    mark.begin_iteration(1, 30 * LIMIT_US)
     # The agent is held up, and so might the worker be; the look that was due meanwhile sees an iteration that is late.
-    told.watch.then = [lambda: time.sleep(2.5), lambda: mark.begun(2, 10_000_000)]
+    told.watch.then = [lambda: time.sleep(2.5), lambda: mark.begin_iteration(2, 10_000_000)]
     told.watch.follow(WORKER, os.getpid())
     await told.looked(4)
     assert told.queue.empty() and not told.watch.then
@@ -200,10 +200,10 @@ async def test_the_last_mark_is_handed_out_once(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
     other = Marker(tmp_path / "big.2")
-    other.moved(3)
+    other.enter_group(3)
     told.watch.follow("big.2", os.getpid())
-    mark.begun(9, LIMIT_US)
-    other.begun(10, LIMIT_US)
+    mark.begin_iteration(9, LIMIT_US)
+    other.begin_iteration(10, LIMIT_US)
     last = told.watch.drop(WORKER)
     assert last is not None and last.iteration == 9
     assert told.watch.drop(WORKER) is None

@@ -11,7 +11,7 @@ from agents.memory_server import MemoryServer
 from agents.passes import Credentials
 from agents.protocol.memory import Memory
 from agents.protocol.memory_exchange import TLS
-from agents.state import Held
+from agents.state import HeldState
 from events.vocabulary import MemoryService
 
 TOKEN = "a token"
@@ -22,7 +22,7 @@ class OtherNode:
 
     def __init__(self, node: str, shards: Mapping[int, Memory], credentials: Credentials | None = None) -> None:
         self._node, self._shards, self._credentials = node, shards, credentials
-        self.copies: list[Held] = []
+        self.copies: list[HeldState] = []
 
     def __enter__(self) -> MemoryService:
         self._loop = asyncio.new_event_loop()

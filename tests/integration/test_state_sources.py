@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from agents.passes import Credentials
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory
-from agents.protocol.memory_exchange import Fetching, NoAnswer
-from agents.protocol.messages import Captured, Parked, Passes, Saved, Taken, Unsaved
+from agents.protocol.memory_exchange import Fetching, ExchangeFailed
+from agents.protocol.messages import Captured, Parked, Passes, SaveError, SaveFinished, StateLoaded
 from events.shape import Shape
 from events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
 from tests.events.certified import Certified, now
@@ -51,9 +51,9 @@ def stopped_worker(run: Rig, worker: str) -> bool:
     return stopped(run.pids[worker])
 
 
-def taken(run: Rig, worker: str) -> Taken:
-    (message,) = run.of(Taken, worker)
-    assert isinstance(message, Taken)
+def taken(run: Rig, worker: str) -> StateLoaded:
+    (message,) = run.of(StateLoaded, worker)
+    assert isinstance(message, StateLoaded)
     return message
 
 
@@ -149,16 +149,16 @@ def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, diges
             run.start("t.1", fault="stop@iteration=4,micro_batch=0", memory=memory)
             run.until(lambda: run.ready("t.1"))
             run.tell(1, ["t.1"])
-            run.until(lambda: len(run.of(Unsaved)) >= 2)
-            told = run.of(Unsaved)[0]
-            assert isinstance(told, Unsaved) and told.by == "unicron" and told.iteration == 1
+            run.until(lambda: len(run.of(SaveError)) >= 2)
+            told = run.of(SaveError)[0]
+            assert isinstance(told, SaveError) and told.by == "unicron" and told.iteration == 1
             assert told.reason.startswith(("NotADirectoryError", "FileExistsError"))
             run.until(lambda: stopped(run.pids["t.1"]))
             run.checkpoints.unlink()
             run.signal("t.1", signal.SIGCONT)
             complete(run)
             assert run.completed is not None and run.completed.params_digest == digest
-            saved = [message.iteration for message in run.of(Saved) if isinstance(message, Saved)]
+            saved = [message.iteration for message in run.of(SaveFinished) if isinstance(message, SaveFinished)]
             assert saved[-3:] == [4, 5, 6] and not {1, 2} & {*saved}
 
 
@@ -238,7 +238,7 @@ def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, 
         run.tell(2, ["t.1", "t.2"], joiners=["t.2"])
         run.until(lambda: stopped(run.pids["t.1"]))
         run.signal("t.1", signal.SIGCONT)
-        run.until(lambda: run.of(Taken, "t.2"))
+        run.until(lambda: run.of(StateLoaded, "t.2"))
         run.tell(3, ["t.2"], also=["t.1"])
         run.until(lambda: run.of(Parked, "t.1") or run.completed)
         run.quit("t.1")
@@ -259,19 +259,19 @@ def test_who_does_not_know_the_token_gets_nothing(rig: Start, spec: TaskSpec) ->
         head = draft.seal(4, 1)
         assert memory_exchange.ask(service, "t") == {0: [head]}
         stranger = replace(service, token="another")
-        with pytest.raises(NoAnswer, match="token"):
+        with pytest.raises(ExchangeFailed, match="token"):
             memory_exchange.ask(stranger, "t")
-        with pytest.raises(NoAnswer, match="token"):
+        with pytest.raises(ExchangeFailed, match="token"):
             memory_exchange.push(stranger, "t", 0, "n1", head, memoryview(b"state"))
-        with pytest.raises(NoAnswer, match="no state of it"):
+        with pytest.raises(ExchangeFailed, match="no state of it"):
             Fetching(service, "t", 1, 4, Shape())
-        with pytest.raises(NoAnswer, match="iteration 4 is not in memory"):
+        with pytest.raises(ExchangeFailed, match="iteration 4 is not in memory"):
             Fetching(service, "t", 0, 4, Shape(2))
         memory_exchange.push(service, "t", 0, "n1", head, memoryview(b"other"))
         memory_exchange.push(service, "t", 0, "n1", replace(head, iteration=3), memoryview(b"other"))
         assert memory_exchange.ask(service, "t") == {0: [head]}, "what is there already, or is older, is not taken"
         newer = replace(head, iteration=5)
-        with pytest.raises(NoAnswer, match="digest"):
+        with pytest.raises(ExchangeFailed, match="digest"):
             memory_exchange.push(service, "t", 0, "n1", newer, memoryview(b"other"))
         assert memory.newest() == head
     memory.close()

@@ -106,7 +106,7 @@ class Fleet:
             case "acknowledged":
                 write(order["path"], self._acknowledged)
                 unsent = sum(len(node.outbox) for node in self.nodes.values())
-                lost = sum(node.outbox.lost for node in self.nodes.values())
+                lost = sum(node.outbox.lost_count for node in self.nodes.values())
                 return {"written": order["path"], "unsent": unsent, "lost": lost, "doubled": self._doubled}
             case "end":
                 await asyncio.gather(*(node.die() for node in self.nodes.values()))

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
-from agents.agent_config import Config
+from agents.agent_config import AgentConfig
 from agents.outbox import Outbox
 from agents.protocol.marks import Mark
 from agents.protocol.messages import (
@@ -33,7 +33,7 @@ from agents.shell import Shell
 from agents.state import (
     Checked,
     CopyState,
-    Held,
+    HeldState,
     InjectIntoNode,
     Input,
     LogSeen,
@@ -238,7 +238,7 @@ class Node(Shell):
         self._note = note
         self._tasks: set[asyncio.Task[None]] = set()
         boot = self.now_us()
-        config = Config(
+        config = AgentConfig(
             node=name,
             address="127.0.0.1",
             slots=slots,
@@ -323,7 +323,7 @@ class Node(Shell):
         due_s = loop.time() + self._heartbeat_s * (hash(self.name) % 1000) / 1000
         while True:
             await asyncio.sleep(max(0.0, due_s - loop.time()))
-            kept_back, kept_back_us = self.outbox.kept_back(time.monotonic())
+            kept_back, kept_back_us = self.outbox.backlog(time.monotonic())
             await beats.publish(
                 self.beat(load_milli=100, memory_free_bytes=1 << 40, kept_back=kept_back, kept_back_us=kept_back_us)
             )
@@ -388,14 +388,14 @@ class Node(Shell):
         self.feed(NodeFaultInjected(command_id=order.command_id, reason="not here"))
 
     def check(self, order: RunCheck) -> None:
-        self.feed(Checked(command_id=order.command_id, passed=True, duration_us=1000, detail="light"))
+        self.feed(Checked(command_id=order.command_id, has_passed=True, duration_us=1000, detail="light"))
 
     def disconnect(self, worker: str, why: str) -> None: ...
 
     def finish(self) -> None: ...
 
-    def outlived(self, boot: int) -> None:
+    def superseded(self, boot: int) -> None:
         """The node was switched on again while this life of it still reads."""
 
-    def held_states(self) -> Iterable[Held]:
+    def held_states(self) -> Iterable[HeldState]:
         return ()

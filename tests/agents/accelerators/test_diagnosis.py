@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agents.accelerators.diagnosis import BURST_S, QUIET_S, RECURS_S, SUSTAINED, Finding, History, diagnose
-from agents.accelerators.readings import Reading, RecoveryAction, Sighting, XidSeen
+from agents.accelerators.diagnosis import BURST_S, QUIET_S, RECURS_S, SUSTAINED, GpuFinding, History, diagnose
+from agents.accelerators.readings import GpuReading, RecoveryAction, Sighting, XidEvent
 
 
 class Gpu:
@@ -14,7 +14,7 @@ class Gpu:
         self.workers = workers
         self.now_s = 1000.0
 
-    def sees(self, sighting: Sighting, after_s: float = 5.0) -> tuple[Finding, ...]:
+    def sees(self, sighting: Sighting, after_s: float = 5.0) -> tuple[GpuFinding, ...]:
         self.now_s += after_s
         self.history, findings = diagnose(self.history, sighting, self.workers, self.now_s)
         return findings
@@ -23,8 +23,8 @@ class Gpu:
         return [finding.kind for finding in self.sees(sighting, after_s)]
 
 
-def code(number: int, action: RecoveryAction | None = None) -> XidSeen:
-    return XidSeen(code=number, action=action)
+def code(number: int, action: RecoveryAction | None = None) -> XidEvent:
+    return XidEvent(code=number, action=action)
 
 
 # --- codes ---------------------------------------------------------------------------------------
@@ -78,41 +78,41 @@ def test_a_symptom_names_the_code_that_explains_it() -> None:
 
 def test_the_first_reading_is_where_counts_begin() -> None:
     gpu = Gpu("big.1")
-    assert gpu.sees(Reading(ecc_volatile=7, ecc_aggregate=90, links_up=3, link_errors=10**6, link_recoveries=4)) == ()
-    assert gpu.kinds(Reading(ecc_volatile=8, ecc_aggregate=91)) == ["ecc_error"]
-    assert gpu.sees(Reading(ecc_volatile=8, ecc_aggregate=91)) == ()
-    assert gpu.sees(Reading(ecc_volatile=0, ecc_aggregate=91)) == (), "the driver was loaded anew"
+    assert gpu.sees(GpuReading(ecc_volatile=7, ecc_aggregate=90, links_up=3, link_errors=10**6, link_recoveries=4)) == ()
+    assert gpu.kinds(GpuReading(ecc_volatile=8, ecc_aggregate=91)) == ["ecc_error"]
+    assert gpu.sees(GpuReading(ecc_volatile=8, ecc_aggregate=91)) == ()
+    assert gpu.sees(GpuReading(ecc_volatile=0, ecc_aggregate=91)) == (), "the driver was loaded anew"
 
 
 def test_errors_that_a_code_has_told_are_not_told_again() -> None:
     gpu = Gpu("big.1")
-    gpu.sees(Reading(ecc_volatile=0, links_up=18))
+    gpu.sees(GpuReading(ecc_volatile=0, links_up=18))
     assert gpu.kinds(code(94)) == ["gpu_fault"]
-    assert gpu.sees(Reading(ecc_volatile=1, links_up=18)) == ()
-    assert gpu.kinds(Reading(ecc_volatile=2, links_up=18), BURST_S + 1) == ["ecc_error"]
+    assert gpu.sees(GpuReading(ecc_volatile=1, links_up=18)) == ()
+    assert gpu.kinds(GpuReading(ecc_volatile=2, links_up=18), BURST_S + 1) == ["ecc_error"]
     assert gpu.kinds(code(74)) == ["nvlink_error"]
-    assert gpu.sees(Reading(ecc_volatile=2, links_up=17)) == ()
+    assert gpu.sees(GpuReading(ecc_volatile=2, links_up=17)) == ()
 
 
 def test_errors_of_a_gpu_that_needs_no_recovery_restart_the_process() -> None:
     gpu = Gpu("big.1")
-    gpu.sees(Reading(action="none", ecc_volatile=0))
-    assert gpu.kinds(Reading(action="none", ecc_volatile=1)) == ["gpu_fault"]
+    gpu.sees(GpuReading(action="none", ecc_volatile=0))
+    assert gpu.kinds(GpuReading(action="none", ecc_volatile=1)) == ["gpu_fault"]
 
 
 def test_a_link_that_goes_down_is_an_error_and_one_that_comes_up_is_not() -> None:
     gpu = Gpu("big.1")
-    gpu.sees(Reading(links_up=18))
-    (finding,) = gpu.sees(Reading(links_up=16))
+    gpu.sees(GpuReading(links_up=18))
+    (finding,) = gpu.sees(GpuReading(links_up=16))
     assert finding.kind == "nvlink_error" and "2 of 18" in finding.message
-    assert gpu.sees(Reading(links_up=18)) == ()
+    assert gpu.sees(GpuReading(links_up=18)) == ()
 
 
 def test_a_state_is_told_when_it_begins_and_to_every_new_worker() -> None:
     for reading, kind in (
-        (Reading(lost=True), "gpu_broken"),
-        (Reading(action="reboot"), "gpu_broken"),
-        (Reading(rows_failed=True), "ecc_error"),
+        (GpuReading(is_lost=True), "gpu_broken"),
+        (GpuReading(action="reboot"), "gpu_broken"),
+        (GpuReading(rows_failed=True), "ecc_error"),
     ):
         gpu = Gpu("big.1")
         assert gpu.kinds(reading) == [kind], "also in the first reading"
@@ -122,36 +122,36 @@ def test_a_state_is_told_when_it_begins_and_to_every_new_worker() -> None:
         gpu.workers = ("big.2",)
         assert gpu.kinds(reading) == [kind]
         assert gpu.sees(reading) == ()
-        assert gpu.sees(Reading()) == ()
+        assert gpu.sees(GpuReading()) == ()
         assert gpu.kinds(reading) == [kind], "it had gone, and is back"
 
 
 def test_a_lost_gpus_counts_go_on_from_where_they_were() -> None:
     gpu = Gpu("big.1")
-    gpu.sees(Reading(ecc_volatile=1, links_up=4))
-    assert gpu.kinds(Reading(lost=True)) == ["gpu_broken"]
-    assert gpu.kinds(Reading(ecc_volatile=2, links_up=4)) == ["ecc_error"]
+    gpu.sees(GpuReading(ecc_volatile=1, links_up=4))
+    assert gpu.kinds(GpuReading(is_lost=True)) == ["gpu_broken"]
+    assert gpu.kinds(GpuReading(ecc_volatile=2, links_up=4)) == ["ecc_error"]
 
 
 def test_throttling_is_news_once_it_lasts() -> None:
     gpu = Gpu("big.1")
-    hot = Reading(throttles=frozenset({"thermal"}))
+    hot = GpuReading(throttles=frozenset({"thermal"}))
     told = [gpu.kinds(hot) for _ in range(SUSTAINED + 20)]
     assert told == [[]] * (SUSTAINED - 1) + [[None]] + [[]] * 20
-    assert gpu.sees(Reading()) == ()
+    assert gpu.sees(GpuReading()) == ()
     assert [gpu.kinds(hot, QUIET_S / 2) for _ in range(SUSTAINED)] == [[], [], [None]]
 
 
 def test_links_that_are_noisy_or_retrained_are_news() -> None:
     gpu = Gpu("big.1")
-    gpu.sees(Reading(link_errors=0, link_recoveries=0))
-    assert gpu.sees(Reading(link_errors=20, link_recoveries=0)) == ()
-    noisy = gpu.sees(Reading(link_errors=520, link_recoveries=2))
+    gpu.sees(GpuReading(link_errors=0, link_recoveries=0))
+    assert gpu.sees(GpuReading(link_errors=20, link_recoveries=0)) == ()
+    noisy = gpu.sees(GpuReading(link_errors=520, link_recoveries=2))
     assert [finding.kind for finding in noisy] == [None, None]
     assert "500 more CRC errors" in noisy[0].message and "retrained 2 more times" in noisy[1].message
-    assert gpu.sees(Reading(link_errors=9999, link_recoveries=9)) == (), "not again so soon"
+    assert gpu.sees(GpuReading(link_errors=9999, link_recoveries=9)) == (), "not again so soon"
 
 
 def test_a_pending_remapping_is_news() -> None:
-    (finding,) = Gpu().sees(Reading(rows_pending=True))
+    (finding,) = Gpu().sees(GpuReading(rows_pending=True))
     assert finding.kind is None and "next reset" in finding.message

@@ -11,7 +11,7 @@ import pytest
 
 from agents.accelerators.driver import NoDriver
 from agents.accelerators.nvml import NvmlDriver
-from agents.accelerators.readings import Reading, XidSeen
+from agents.accelerators.readings import GpuReading, XidEvent
 from agents.accelerators.watch import open_driver
 from agents.protocol.gpus import visible_gpus
 from tests.agents.accelerators.nvml_library import ALL_LINKS, Gpu, Library
@@ -38,11 +38,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 def test_readings_take_what_each_gpu_tells(library: Library) -> None:
     driver = NvmlDriver(["0", "1"])
     assert driver.names == ("Old GPU-aaaa-1", "New GPU-bbbb-2") and library.registered == [0, 1]
-    assert driver.read(0) == Reading(
+    assert driver.read(0) == GpuReading(
         ecc_volatile=3, ecc_aggregate=11, rows_pending=True, rows_failed=False, links_up=2, link_errors=18,
         link_recoveries=2, throttles=frozenset({"thermal"}),
     )  # fmt: skip
-    assert driver.read(1) == Reading(action="drain", links_up=0, link_errors=31, link_recoveries=9)
+    assert driver.read(1) == GpuReading(action="drain", links_up=0, link_errors=31, link_recoveries=9)
     driver.close()
     assert not library.is_open
 
@@ -66,7 +66,7 @@ def test_a_lost_gpu_is_lost_and_no_error(library: Library) -> None:
     library.gpus = [Gpu("G", "GPU-1")]
     driver = NvmlDriver(["0"])
     library.gpus[0].is_lost = True
-    assert driver.read(0) == Reading(lost=True)
+    assert driver.read(0) == GpuReading(is_lost=True)
 
 
 def test_slots_name_gpus_as_cuda_does(library: Library) -> None:
@@ -78,8 +78,8 @@ def test_an_event_comes_with_its_gpu_and_the_drivers_word(library: Library) -> N
     driver = NvmlDriver(["1", "0"])
     library.events.put((0, 79))
     library.events.put((1, 154))
-    assert driver.wait(5.0) == (1, XidSeen(code=79))
-    assert driver.wait(5.0) == (0, XidSeen(code=154, action="drain"))
+    assert driver.wait(5.0) == (1, XidEvent(code=79))
+    assert driver.wait(5.0) == (0, XidEvent(code=154, action="drain"))
     assert driver.wait(0.01) is None
 
 
@@ -103,7 +103,7 @@ def test_a_wait_that_fails_does_not_spin(library: Library, caplog: pytest.LogCap
 def test_a_gpu_without_events_is_read_all_the_same(library: Library, caplog: pytest.LogCaptureFixture) -> None:
     library.gpus = [Gpu("G", "GPU-1", takes_events=False)]
     driver = NvmlDriver(["0"])
-    assert "no XID events" in caplog.text and driver.read(0) == Reading(links_up=0)
+    assert "no XID events" in caplog.text and driver.read(0) == GpuReading(links_up=0)
     assert driver.wait(0.01) is None
 
 
@@ -131,6 +131,6 @@ def test_a_real_gpu_can_be_read_and_waited_for() -> None:
     driver = NvmlDriver(visible_gpus())
     for gpu in range(len(driver.names)):
         reading = driver.read(gpu)
-        assert not reading.lost and reading.action in (None, "none"), driver.names[gpu]
+        assert not reading.is_lost and reading.action in (None, "none"), driver.names[gpu]
     assert driver.wait(1.0) is None
     driver.close()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from agents.accelerators.fake import FakeDriver
-from agents.accelerators.readings import Reading, XidSeen
+from agents.accelerators.readings import GpuReading, XidEvent
 from agents.accelerators.watch import AcceleratorWatch
 
 Told = tuple[str, str, str | None, str]
@@ -43,17 +43,17 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def test_an_event_is_told_for_everybody_on_the_gpu(rig: Rig) -> None:
-    rig.driver.report(1, XidSeen(code=48))
+    rig.driver.report(1, XidEvent(code=48))
     assert {(await rig.next())[:3], (await rig.next())[:3]} == {
         ("b", "big.1", "ecc_error"),
         ("b", "big.2", "ecc_error"),
     }
-    rig.driver.report(0, XidSeen(code=79))
+    rig.driver.report(0, XidEvent(code=79))
     assert (await rig.next())[:3] == ("a", "", "gpu_broken")
 
 
 async def test_counters_are_read_again_and_again(rig: Rig) -> None:
-    rig.driver.readings[2] = Reading(rows_failed=True)
+    rig.driver.readings[2] = GpuReading(rows_failed=True)
     assert (await rig.next())[:3] == ("c", "", "ecc_error")
     rig.workers[2] = "small.1"
     assert (await rig.next())[:3] == ("c", "small.1", "ecc_error")
@@ -64,7 +64,7 @@ async def test_an_ordered_xid_goes_through_the_same_door(rig: Rig) -> None:
     assert (await rig.next())[2] == "illegal_memory_access"
     await rig.next()
     rig.workers = {1: "big.3", 3: "big.2"}
-    rig.driver.report(1, XidSeen(code=31))
+    rig.driver.report(1, XidEvent(code=31))
     assert (await rig.next())[2] == "gpu_broken", "it recurs, whoever said so first"
     assert rig.watch.report_xid(31, "big.77") == "xid: no worker big.77 runs here"
 
@@ -90,9 +90,9 @@ async def test_a_driver_that_raises_is_told_of_once_and_asked_again(
                 assert await asyncio.to_thread(semaphore.acquire, timeout=10), "its thread has ended"
     told = [record.getMessage() for record in caplog.records if "driver failed" in record.getMessage()]
     assert len(told) == 2 and {message.split()[5].rstrip(";") for message in told} == set(failed)
-    rig.driver.report(0, XidSeen(code=119))
+    rig.driver.report(0, XidEvent(code=119))
     assert (await rig.next())[:3] == ("a", "", "driver_error")
-    rig.driver.readings[2] = Reading(rows_failed=True)
+    rig.driver.readings[2] = GpuReading(rows_failed=True)
     assert (await rig.next())[:3] == ("c", "", "ecc_error")
 
 
@@ -101,15 +101,15 @@ async def test_a_driver_that_hangs_in_one_place_still_tells_in_the_other(
 ) -> None:
     hanging, mended = threading.Event(), threading.Event()
 
-    def hang(gpu: int) -> Reading:
+    def hang(gpu: int) -> GpuReading:
         hanging.set()
         mended.wait(30)
-        return Reading()
+        return GpuReading()
 
     monkeypatch.setattr(rig.driver, "read", hang)
     await asyncio.to_thread(hanging.wait, 10)
     before_s = time.monotonic()
-    rig.driver.report(0, XidSeen(code=119))
+    rig.driver.report(0, XidEvent(code=119))
     assert (await rig.next())[:3] == ("a", "", "driver_error")
     assert time.monotonic() - before_s < 5
     mended.set()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agents.accelerators.diagnosis import History, diagnose
-from agents.accelerators.readings import XidSeen
+from agents.accelerators.readings import XidEvent
 from agents.accelerators.xids import XIDS, Xid, is_known, xid
 from unicrond.core.severity import SEVERITY
 
@@ -24,7 +24,7 @@ EXPECTED: dict[int, int | None] = {
 
 @pytest.mark.parametrize("code", EXPECTED)
 def test_each_code_has_its_severity(code: int) -> None:
-    _, (finding,) = diagnose(History(), XidSeen(code=code), ("big.1",), 100.0)
+    _, (finding,) = diagnose(History(), XidEvent(code=code), ("big.1",), 100.0)
     assert (SEVERITY[finding.kind].value if finding.kind else None) == EXPECTED[code]
     assert f"XID {code}: {xid(code).meaning}" in finding.message and finding.xid == code
 
@@ -36,9 +36,9 @@ def test_no_code_stands_twice_and_none_is_untested() -> None:
 
 def test_an_unknown_code_restarts_one_process_and_is_named() -> None:
     assert not is_known(777)
-    history, (finding,) = diagnose(History(), XidSeen(code=777), ("big.1",), 100.0)
+    history, (finding,) = diagnose(History(), XidEvent(code=777), ("big.1",), 100.0)
     assert (finding.kind, finding.warning) == ("gpu_fault", True) and "XID 777: unknown" in finding.message
-    _, (again,) = diagnose(history, XidSeen(code=777), ("big.2",), 200.0)
+    _, (again,) = diagnose(history, XidEvent(code=777), ("big.2",), 200.0)
     assert again.kind == "gpu_broken"
 
 
