@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agents import host, kill_counts, preflight, probe
-from agents.accelerators.diagnosis import Finding as AcceleratorFinding
+from agents.accelerators.diagnosis import GpuFinding
 from agents.accelerators.driver import Choice
 from agents.accelerators.gpu_type import gpu_type
 from agents.accelerators.watch import AcceleratorWatch, open_driver
-from agents.agent_config import Config
+from agents.agent_config import AgentConfig
 from agents.cgroup_place import NoCgroup, own_cgroup, prepare
 from agents.checks import Checks
-from agents.copies import Copies
+from agents.copies import StateCopier
 from agents.flights import Flights
 from agents.fork_link import ForkLink
 from agents.fork_server.limits import Limit
@@ -51,7 +51,7 @@ from agents.log_pruning import Limits, prune
 from agents.log_service import answer
 from agents.memory_regions import MemoryRegions
 from agents.memory_server import MemoryServer
-from agents.namesakes import EXIT_SUPERSEDED, Namesakes, NamesakeWatch
+from agents.namesakes import EXIT_SUPERSEDED, DuplicateAgents, DuplicateWatch
 from agents.node_faults import NodeFaults
 from agents.outbox import Outbox
 from agents.output_mirror import OutputMirror
@@ -62,14 +62,14 @@ from agents.protocol.marks import Mark
 from agents.protocol.memory_exchange import TLS
 from agents.protocol.messages import (
     Exited,
-    Forget,
     FromForkServer,
     FromWorker,
     Hello,
     Inventory,
-    KeepFailed,
-    Kept,
     Membership,
+    MemoryReserved,
+    ReleaseMemory,
+    ReserveFailed,
     ToForkServer,
     ToWorker,
 )
@@ -85,10 +85,10 @@ from agents.state import (
     Drain,
     ForkServerDied,
     HandOver,
-    Held,
+    HeldState,
     InjectIntoNode,
     Input,
-    Leave,
+    LeaveNow,
     LogSeen,
     MachineSaw,
     NodeFaultInjected,
@@ -99,15 +99,15 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.users import not_separated, passed_on
+from agents.users import not_separated, visible_environment
 from agents.watch import MarkFiles
 from agents.worker_sockets import WorkerSockets
 from events.envelope import Recorded
 from events.finding import Finding
 from events.keys import BadKey, read_key
 from events.logs_request import logs_subject
-from events.masking import LOOKS, REACH_BYTES
-from events.nats_commands import NatsCommandFeed, UnreadOrder
+from events.masking import PATTERN_MASK, REACH_BYTES
+from events.nats_commands import NatsCommandFeed, UnreadCommand
 from events.nats_connection import Connection, Login
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_terms import Terms
@@ -187,7 +187,7 @@ class Agent(Shell):
         self._boot = run_dir.next_boot(_wall_clock_us())
         with contextlib.suppress(OSError):  # then workers take it for an agent of schema 1, and say less
             write_schema(run_dir.path, self._boot)
-        self._namesakes = Namesakes(self._boot, run_dir.previous_boot, options.heartbeat_s)
+        self._namesakes = DuplicateAgents(self._boot, run_dir.previous_boot, options.heartbeat_s)
         self._look_for_namesakes = asyncio.Event()
         self._superseded_by = 0
         #: Of two looks, the older first: a kill is counted a little before its end is seen.
@@ -213,16 +213,16 @@ class Agent(Shell):
             ],
             on_message=self.fork_server_said,
             on_death=self._fork_server_died,
-            environment=passed_on(os.environ, options.pass_env) if options.users else os.environ,
+            environment=visible_environment(os.environ, options.pass_env) if options.users else os.environ,
             separates=bool(options.users),
         )
         # Each slot's own state, and as many copies of others'.
         self._regions = MemoryRegions(self._link.send, most=2 * options.slots)
         self._credentials = credentials_of(options)
-        self._copies = Copies(options.node, self._regions, self._credentials)
+        self._copies = StateCopier(options.node, self._regions, self._credentials)
         self._exchange_port, self._token = run_dir.exchange()
         self._memory_server = MemoryServer(
-            self._regions, self._token, lambda held: self.feed(StateHeld(held=held)), self._credentials
+            self._regions, self._token, lambda held: self.feed(StateHeld(held_state=held)), self._credentials
         )
         self._accelerators: AcceleratorWatch | None = None
         self._node_faults = NodeFaults(self._link.kill, self._report_xid)
@@ -238,9 +238,9 @@ class Agent(Shell):
         self._ended_by: signal.Signals | None = None
         self._ends_at_s = float("inf")
 
-    def _config(self) -> Config:
+    def _config(self) -> AgentConfig:
         options, run_dir = self._options, self._run_dir
-        return Config(
+        return AgentConfig(
             node=options.node,
             address=options.address,
             slots=options.slots,
@@ -358,7 +358,7 @@ class Agent(Shell):
 
     def _worker_said(self, worker: WorkerId, message: FromWorker) -> None:
         if isinstance(message, Flight):  # an answer to a person, of which the core knows nothing
-            self._flights.said(worker, message)
+            self._flights.receive(worker, message)
         else:
             self.feed(WorkerSaid(worker=worker, message=message))
 
@@ -378,8 +378,8 @@ class Agent(Shell):
     def tell_fork_server(self, message: ToForkServer) -> None:
         """See Shell."""
         self._link.send(plain(message, self._link.schema))
-        if isinstance(message, Forget):
-            self._regions.forgotten(message.task)
+        if isinstance(message, ReleaseMemory):
+            self._regions.drop(message.task)
 
     def copy(self, order: CopyState) -> None:
         """See Shell."""
@@ -408,18 +408,19 @@ class Agent(Shell):
         """See Shell. At most LOG_TAIL_BYTES bytes, of which secrets are blotted out; those that are not UTF-8 are
         replaced."""
         path = worker_log(self._run_dir.logs, worker.rpartition(".")[0], worker)
-        return LOOKS.blotted(tail(path, LOG_TAIL_BYTES + REACH_BYTES))[-LOG_TAIL_BYTES:].decode(errors="replace")
+        masked = PATTERN_MASK.overwrite(tail(path, LOG_TAIL_BYTES + REACH_BYTES))
+        return masked[-LOG_TAIL_BYTES:].decode(errors="replace")
 
-    def held_states(self) -> list[Held]:
+    def held_states(self) -> list[HeldState]:
         """See Shell."""
-        return self._regions.found(self._options.node)
+        return self._regions.states(self._options.node)
 
     def fork_server_said(self, message: FromForkServer) -> None:
         """See Shell. The memory regions follow what the fork server holds."""
         if isinstance(message, Inventory):
-            self._regions.held_by(self._link.pid, message.kept)
-        elif isinstance(message, Kept | KeepFailed):
-            self._regions.said(message)
+            self._regions.set_inventory(self._link.pid, message.kept)
+        elif isinstance(message, MemoryReserved | ReserveFailed):
+            self._regions.receive(message)
         elif isinstance(message, Exited) and self._mirror is not None:
             self._mirror.ended(message.worker)
         super().fork_server_said(message)
@@ -427,7 +428,7 @@ class Agent(Shell):
             self._link.renew()
 
     def _fork_server_died(self) -> None:
-        self._regions.held_by(0, ())
+        self._regions.set_inventory(0, ())
         self.feed(ForkServerDied(cause=kill_counts.cause(self._kills[0], kill_counts.look())))
 
     async def _watch_kills(self) -> None:
@@ -508,7 +509,7 @@ class Agent(Shell):
         taken = {record.slot for record in self.state.memory.workers.values()}
         return [gpu for slot, gpu in enumerate(visible_gpus()) if slot not in taken]
 
-    def _found(self, accelerator: str, worker: str, finding: AcceleratorFinding) -> None:
+    def _found(self, accelerator: str, worker: str, finding: GpuFinding) -> None:
         self.feed(
             AcceleratorSaw(
                 accelerator=accelerator,
@@ -559,7 +560,7 @@ class Agent(Shell):
             )
             self.outbox.on_backward = guard.look
             await terms.ask()  # before the first word: the coordinator must be able to read it
-            watch = NamesakeWatch(
+            watch = DuplicateWatch(
                 connection, node, self._namesakes, self._look_for_namesakes, self._superseded, self._outrun
             )
             async with asyncio.TaskGroup() as group:
@@ -571,7 +572,7 @@ class Agent(Shell):
                     group.create_task(self._keep_node_object(connection, self._options.kubernetes))
                 await watch.alone(self.has_inventory)
                 while True:
-                    seen = await guard.known()
+                    seen = await guard.wait_for_log()
                     if difference(self.state.memory, seen, self.read_seq):
                         terms.forget()
                         await terms.ask()
@@ -597,12 +598,12 @@ class Agent(Shell):
             joins.set()
             self.feed(seen)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self.outbox.run(NatsEventLog(connection, trusts=guard.trusts)))
+                group.create_task(self.outbox.run(NatsEventLog(connection, session_gate=guard.trusts)))
                 group.create_task(self._take_commands(feed))
 
         async with asyncio.TaskGroup() as group:
             working = group.create_task(work())
-            await guard.until_another(lambda now: self.feed(now) if joins.is_set() else None)
+            await guard.wait_until_replaced(lambda now: self.feed(now) if joins.is_set() else None)
             working.cancel()
 
     async def _keep_node_object(self, connection: Connection, named: NodeObject) -> None:
@@ -637,7 +638,7 @@ class Agent(Shell):
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
-            kept_back, kept_back_us = self.outbox.kept_back(time.monotonic())
+            kept_back, kept_back_us = self.outbox.backlog(time.monotonic())
             envelope = self.beat(
                 load_milli=host.load_milli(),
                 memory_free_bytes=host.memory_free_bytes(),
@@ -657,7 +658,7 @@ class Agent(Shell):
         logger.info("%s: %s", recorded.envelope.event_id, summary(recorded.envelope.event))
         super().take(recorded)
 
-    def _cannot_read(self, order: UnreadOrder) -> None:
+    def _cannot_read(self, order: UnreadCommand) -> None:
         self.feed(Unreadable(command_id=order.command_id, cause=order.event_id, reason=order.reason))
 
     async def _serve_logs(self, connection: Connection) -> None:
@@ -684,10 +685,10 @@ class Agent(Shell):
 
     # --- others of our name ----------------------------------------------------------------------
 
-    def outlived(self, boot: int) -> None:
+    def superseded(self, boot: int) -> None:
         """See Shell. That agent is heard soon; one that is not belongs to no agent."""
         logger.warning("a command is for a later agent of this name (boot %d): it is left to that one", boot)
-        self._namesakes.stands_in_the_log(boot, time.monotonic())
+        self._namesakes.note_logged(boot, time.monotonic())
         self._look_for_namesakes.set()
 
     def _superseded(self, boot: int) -> None:
@@ -727,7 +728,7 @@ class Agent(Shell):
         if readable(NodeLeaving, self.outbox.schema):
             self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s - min(_END_S, grace_s / 2)))
         else:  # this coordinator would not hear that the node is to be drained
-            self.feed(Leave(reason="its agent was asked to end"))
+            self.feed(LeaveNow(reason="its agent was asked to end"))
 
     def _hand_over(self) -> None:
         self._ended_by = self._ended_by or signal.SIGTERM
@@ -743,12 +744,12 @@ class Agent(Shell):
             self._over.set()
             return
         logger.info("SIGINT: ending the workers, then the node leaves (again: at once)")
-        self.feed(Leave(reason="the agent was interrupted"))
+        self.feed(LeaveNow(reason="the agent was interrupted"))
 
     async def _finish(self, linking: asyncio.Task[None]) -> None:
         """What is still to be done before the connections go."""
         if self._superseded_by:  # the log takes nothing of ours
-            if self._run_dir.is_newer_ones(self._superseded_by):
+            if self._run_dir.belongs_to(self._superseded_by):
                 logger.warning("the newer agent works in %s too and keeps the workers", self._run_dir.path)
                 return
             await self._retire(linking)
@@ -791,7 +792,7 @@ def findings_here(options: Options) -> list[Finding]:
 
 def node_findings(options: Options) -> list[Finding]:
     """What is likely to go wrong on this node. Raises BadKey."""
-    asked = preflight.Asked(
+    asked = preflight.NodeFlags(
         slots=options.slots,
         address=options.address,
         run_dir=options.run_dir,
