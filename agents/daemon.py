@@ -112,9 +112,9 @@ from events.nats_connection import Connection, Login
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_terms import Terms
 from events.prose import summary
-from events.schemas import SCHEMA, readable, spoken_schema, told_version
+from events.schemas import SCHEMA, spoken_schema, told_version
 from events.systemd import Systemd
-from events.vocabulary import CoordinatorStarted, Gpu, MemoryService, Name, NodeJoined, NodeLeaving, WorkerId
+from events.vocabulary import CoordinatorStarted, Gpu, MemoryService, Name, NodeJoined, WorkerId
 
 if TYPE_CHECKING:
     from agents.passes import Credentials  # needs an extra, and so does what it imports
@@ -724,10 +724,7 @@ class Agent(Shell):
         self._ended_by, grace_s = signal.SIGTERM, self._options.grace_s
         self._ends_at_s = asyncio.get_running_loop().time() + grace_s
         logger.info("SIGTERM: the node is drained, then it leaves, within %g s", grace_s)
-        if readable(NodeLeaving, self.outbox.schema):
-            self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s - min(_END_S, grace_s / 2)))
-        else:  # this coordinator would not hear that the node is to be drained
-            self.feed(Leave(reason="its agent was asked to end"))
+        self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s - min(_END_S, grace_s / 2)))
 
     def _hand_over(self) -> None:
         self._ended_by = self._ended_by or signal.SIGTERM

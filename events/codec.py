@@ -195,9 +195,7 @@ def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[S
     match event:
         case PlanAdopted(assignments=assignments):
             return [run for assignment in assignments for run in assignment.nodes]
-        case MembershipDecided(told=told):
-            return told.seats if told else ()
-        case MembershipPart(seats=seats):
+        case MembershipDecided(seats=seats) | MembershipPart(seats=seats):
             return seats
 
 

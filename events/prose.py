@@ -65,8 +65,6 @@ from events.vocabulary import (
     RepairEnded,
     ReshapeRequested,
     SaveFailed,
-    SetMembership,
-    SetPeers,
     StartWorker,
     StartWorkers,
     StateKept,
@@ -376,11 +374,9 @@ def _course(event: _Course) -> str:
             took = f", {event.way} in {event.took_us} us" if event.took_us else ""
             return f"plan {event.epoch} ({event.trigger}{took}): {shares}; {event.reason}"
         case MembershipDecided():
-            told = event.told
-            members = len(event.members) + (workers_in(told.seats) if told else 0)
-            joining = len(event.joiners) + (workers_in(run for run in told.seats if run.joins) if told else 0)
+            members, joining = workers_in(event.seats), workers_in(run for run in event.seats if run.joins)
             joiners = f", {joining} joining" if joining else ""
-            parts = f" and those of {_count(told.parts, 'part')}" if told and told.parts else ""
+            parts = f" and those of {_count(event.parts, 'part')}" if event.parts else ""
             urgent = "at once" if event.urgent else "at the next iteration"
             return (
                 f"task {event.task} generation {event.generation}: {_count(members, 'member')}{joiners}{parts},"
@@ -421,11 +417,6 @@ def _commanded(event: AnyCommand) -> str:
             return f"start {_count(len(event.starts), 'worker')} of task {event.spec.name} on {event.node}"
         case StopWorker():
             return f"stop worker {event.worker} of task {event.task} on {event.node}: {event.reason}"
-        case SetMembership():
-            members = _count(len(event.members), "member")
-            return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
-        case SetPeers():
-            return f"node {event.node} copies the state of task {event.task} to {_nodes(event.peers)}"
         case DropState():
             return f"drop the state of task {event.task} on {event.node}"
         case InjectFault():

@@ -27,6 +27,7 @@ from events.vocabulary import (
     SERIAL_MAX,
     WORKERS_MAX,
     Member,
+    MembershipDecided,
     MembershipPart,
     Name,
     NodeRun,
@@ -34,7 +35,6 @@ from events.vocabulary import (
     StartWorker,
     StartWorkers,
     TaskAssignment,
-    ToldOnce,
 )
 
 #: A run's `count` is at most this (vocabulary.Slots).
@@ -132,13 +132,13 @@ def told_so_far(telling: Telling | None, part: MembershipPart, term: int) -> Tel
     return Telling(term=term, generation=part.generation, parts=part.part, seats=seats)
 
 
-def told_by(telling: Telling | None, told: ToldOnce, generation: int, term: int) -> tuple[SeatRun, ...] | None:
-    """All seats of the membership of `generation` that is `told` in `term` after `telling`; None: it is torn, or says
-    what cannot be."""
-    seats, size = told.seats, told.size
-    if told.parts:
+def told_by(telling: Telling | None, decided: MembershipDecided, term: int) -> tuple[SeatRun, ...] | None:
+    """All seats of the membership that is `decided` in `term` after `telling`; None: it is torn, or says what cannot
+    be."""
+    seats, size = decided.seats, decided.size
+    if decided.parts:
         there = (telling.term, telling.generation, telling.parts) if telling else None
-        if telling is None or there != (term, generation, told.parts):
+        if telling is None or there != (term, decided.generation, decided.parts):
             return None
         seats = telling.seats + seats
     fits = workers_in(seats) <= WORKERS_MAX and all(

@@ -43,12 +43,9 @@ def nodes_of(event: v.AnyEvent) -> Iterator[str]:
             for stretch in assignment.nodes:
                 yield stretch.node
         return
-    if isinstance(event, v.MembershipDecided | v.SetMembership):
-        for member in event.members:
-            yield member.node
-    told = event if isinstance(event, v.MembershipPart) else getattr(event, "told", None)
-    for run in told.seats if isinstance(told, v.MembershipPart | v.ToldOnce) else ():
-        yield run.node
+    if isinstance(event, v.MembershipDecided | v.MembershipPart):
+        for run in event.seats:
+            yield run.node
     node = getattr(event, "node", None)
     if node is not None:
         yield node

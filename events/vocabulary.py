@@ -160,6 +160,8 @@ class Event(
 
     is_decided: ClassVar[bool] = False
     is_request: ClassVar[bool] = False
+    #: The schema that brought the type (schemas.py).
+    since: ClassVar[int] = 1
 
 
 class Observation(Event, frozen=True, kw_only=True):
@@ -213,10 +215,10 @@ class Decision(Event, frozen=True, kw_only=True):
 
 
 class Command(Event, frozen=True, kw_only=True):
-    """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id. Each command has
-    an `agent_boot`: the agent that it is for; the next agents of its run directory may obey, and no others. 0: any.
+    """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id. `agent_boot`: the
+    agent that it is for; the next agents of its run directory may obey, and no others. 0: any.
 
-    Bounds: `epoch` < 10**9.
+    Bounds: `agent_boot` < 2**52; `epoch` < 10**9.
     """
 
     is_decided: ClassVar[bool] = True
@@ -224,14 +226,6 @@ class Command(Event, frozen=True, kw_only=True):
     command_id: Text
     node: Name
     epoch: Serial
-
-
-class BootCommand(Command, frozen=True, kw_only=True):
-    """A command that has had its `agent_boot` since schema 4.
-
-    Bounds: `agent_boot` < 2**52.
-    """
-
     agent_boot: Boot = 0
 
 
@@ -244,11 +238,11 @@ class ModelSpec(Value, frozen=True, kw_only=True):
     Bounds: `layers`, `hidden`, `heads`, `seq`, `vocab` < 2**31, >= 1.
     """
 
-    layers: Size = always(2)
-    hidden: Size = always(64)
-    heads: Size = always(4)
-    seq: Size = always(64)
-    vocab: Size = always(256)
+    layers: Size = 2
+    hidden: Size = 64
+    heads: Size = 4
+    seq: Size = 64
+    vocab: Size = 256
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = always(0.0)
     precision: Precision = "fp32"
 
@@ -263,11 +257,11 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 
     lr: LearningRate = always(1e-3)
     min_lr: Annotated[float, Meta(ge=0.0)] = always(0.0)
-    warmup_iterations: Iteration = always(0)
-    decay_iterations: FirstIteration | None = always(None)
+    warmup_iterations: Iteration = 0
+    decay_iterations: FirstIteration | None = None
     weight_decay: Annotated[float, Meta(ge=0.0)] = always(0.01)
     clip_grad: Annotated[float, Meta(ge=0.0)] = always(1.0)
-    distributed: bool = always(False)
+    distributed: bool = False
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):
@@ -277,10 +271,10 @@ class CheckpointSpec(Value, frozen=True, kw_only=True):
     Bounds: `interval`, `memory_interval` <= 10**12; `keep` < 2**31, >= 1.
     """
 
-    dir: Text = always("")
-    interval: Iteration | None = always(None)
-    keep: Size = always(2)
-    memory_interval: Iteration | None = always(None)
+    dir: Text = ""
+    interval: Iteration | None = None
+    keep: Size = 2
+    memory_interval: Iteration | None = None
 
 
 #: A variable in a task's environment: the number of its lanes.
@@ -298,9 +292,9 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
     Bounds: `tp`, `pp`, `vpp`, `ep` 1..131072; `throughput` < 2**63; `micro_batch` < 2**31.
     """
 
-    tp: SomeWorkers = always(1)
-    pp: SomeWorkers = always(1)
-    throughput: dict[str, Flops] = always({})
+    tp: SomeWorkers = 1
+    pp: SomeWorkers = 1
+    throughput: dict[str, Flops] = {}
     micro_batch: Small = 0
     vpp: SomeWorkers = 1
     ep: SomeWorkers = 1
@@ -316,7 +310,7 @@ class GpuSpec(Value, frozen=True, kw_only=True):
     achieve there what the task's own `throughput` says."""
 
     gpu: Gpu
-    layouts: tuple[LayoutSpec, ...] = always(())
+    layouts: tuple[LayoutSpec, ...] = ()
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):
@@ -339,23 +333,23 @@ class TaskSpec(Value, frozen=True, kw_only=True):
 
     name: Name
     weight: Annotated[float, Meta(gt=0.0, le=1e6)] = always(1.0)
-    min_workers: SomeWorkers = always(1)
-    max_workers: SomeWorkers = always(1)
-    tp: SomeWorkers = always(1)
-    pp: SomeWorkers = always(1)
+    min_workers: SomeWorkers = 1
+    max_workers: SomeWorkers = 1
+    tp: SomeWorkers = 1
+    pp: SomeWorkers = 1
     entry: Text = always("gpt")
-    args: tuple[Text, ...] = always(())
-    env: dict[str, Text] = always({})
-    cwd: Text = always("")
+    args: tuple[Text, ...] = ()
+    env: dict[str, Text] = {}
+    cwd: Text = ""
     model: ModelSpec = always(ModelSpec())
     optimizer: OptimizerSpec = always(OptimizerSpec())
-    data: Text = always("")
-    global_batch: Size = always(8)
-    micro_batch: Size = always(1)
-    iterations: FirstIteration = always(100)
+    data: Text = ""
+    global_batch: Size = 8
+    micro_batch: Size = 1
+    iterations: FirstIteration = 100
     seed: Count = always(1234)
     checkpoint: CheckpointSpec = always(CheckpointSpec())
-    throughput: dict[str, Flops] = always({})
+    throughput: dict[str, Flops] = {}
     backend: Literal["auto", "gloo", "nccl"] = always("auto")
     #: "exact": no bit of a sum depends on the replicas or their number. "float": the sum follows the deal.
     accumulation: Literal["float", "exact"] = always("float")
@@ -473,26 +467,6 @@ class SeatRun(Value, frozen=True, kw_only=True, array_like=True):
     joins: bool
 
 
-class ToldOnce(Value, frozen=True, kw_only=True):
-    """What nodes hear of a membership in the decision itself: the last of the members' runs in `seats`; `parts`
-    MembershipParts before the decision hold the runs before them. `size`: tp * pp. The rest: see SetMembership.
-
-    `lead_tells`: the first member's WorkerRegrouped says that all have met. Agents report no other member that keeps
-    its state: of a large group that is one event instead of one per member. Joiners are reported as ever.
-
-    Bounds: `size` 1..131072; `parts` < 2**31; `mtbf_us` < 2**62.
-    """
-
-    size: SomeWorkers
-    seats: tuple[SeatRun, ...]
-    parts: Small
-    peers: tuple[MemoryService, ...]
-    mtbf_us: Micros
-    handover: bool
-    stop: Text
-    lead_tells: bool = False
-
-
 class NodeRun(Value, frozen=True, kw_only=True, array_like=True):
     """The next `count` workers of a plan stand on `node`. On the wire a bare array: it gets no further field.
 
@@ -572,8 +546,8 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     store: StoreAddress
     agent_boot: Boot
     version: Text
-    workers: tuple[RunningWorker, ...] = always(())
-    memory: MemoryService | None = always(None)
+    workers: tuple[RunningWorker, ...] = ()
+    memory: MemoryService | None = None
     users: tuple[User, ...] = ()
     since_boot: Boot = 0
     gpu: Gpu = ""
@@ -627,7 +601,7 @@ class WorkerRegrouped(PlacedObservation, frozen=True, kw_only=True):
     `duration_us`: from receiving the membership to being in the group.
     `source`: where its state came from.
     `others_dealt`: micro-batches of lost replicas that fell to the other members, told by a lead that tells for all
-    (ToldOnce.lead_tells).
+    (MembershipDecided.lead_tells).
 
     Bounds: `dealt`, `others_dealt` < 2**31; `duration_us` <= 366 days.
     """
@@ -657,7 +631,7 @@ class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     exit_code: ExitCode | None
     signal: Signal | None
     expected: bool
-    log_tail: LongText = always("")
+    log_tail: LongText = ""
     cause: ExitCause = always("unknown")
     iteration: Iteration = 0
     computed: Small = 0
@@ -678,8 +652,8 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     iteration: Iteration
     phase: Phase
     message: Text
-    detail: LongText = always("")
-    peer: WorkerOrNone = always("")
+    detail: LongText = ""
+    peer: WorkerOrNone = ""
     lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
 
 
@@ -715,7 +689,7 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     loss: float
     duration_us: Duration
     micro_batches_by_rank: tuple[Small, ...]
-    redone: Small = always(0)
+    redone: Small = 0
     checksums: Checksums | None = None
 
 
@@ -775,7 +749,7 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     limit_us: Duration
     #: What it had declared to be busy with, for at most so long (hook.busy); "": nothing.
     busy: Text = ""
-    #: How often that was told of this iteration; 0 in logs older than the field.
+    #: How often that was told of this iteration.
     told: Small = 0
 
 
@@ -901,7 +875,7 @@ class StateKept(Observation, frozen=True, kw_only=True):
 
     `origin`: the node whose worker captured it; another one's is a copy. `duration_us`: for how long training
     stood still for it; of a copy, how long it took to come. `shards`: how many make up the state in this layout, its
-    tp * pp; 0 in logs older than the field.
+    tp * pp.
 
     Bounds: `shard`, `shards` 0..131072; `iteration` <= 10**12; `generation` < 10**9; `size_bytes` < 2**53;
     `duration_us` <= 366 days.
@@ -915,7 +889,7 @@ class StateKept(Observation, frozen=True, kw_only=True):
     origin: Name
     size_bytes: Count
     duration_us: Duration
-    shards: Workers = always(0)
+    shards: Workers = 0
 
 
 class PeersRemembered(Observation, frozen=True, kw_only=True):
@@ -945,10 +919,10 @@ class StateTaken(WorkerObservation, frozen=True, kw_only=True):
     iteration: Iteration
     size_bytes: Count
     duration_us: Duration
-    tried: tuple[Text, ...] = always(())
-    storage_iteration: Iteration = always(0)
-    saved_us: Micros = always(0)
-    resharded_from: Text = always("")
+    tried: tuple[Text, ...] = ()
+    storage_iteration: Iteration = 0
+    saved_us: Micros = 0
+    resharded_from: Text = ""
 
 
 class CommandApplied(Observation, frozen=True, kw_only=True):
@@ -1109,11 +1083,11 @@ class Fault(Value, frozen=True, kw_only=True):
     """
 
     kind: FaultKind
-    worker: WorkerOrNone = always("")
-    at_iteration: Iteration = always(0)
-    phase: FaultPhase = always("")
+    worker: WorkerOrNone = ""
+    at_iteration: Iteration = 0
+    phase: FaultPhase = ""
     seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = always(0.0)
-    xid: Small = always(0)
+    xid: Small = 0
     spared: bool = False
 
 
@@ -1151,8 +1125,7 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
 class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     """A coordinator takes over. Decisions of lower terms that come after this are inert.
 
-    `policy`: the numbers that its decisions depend on, so that they can be made again from the log alone;
-    empty in logs older than the field.
+    `policy`: the numbers that its decisions depend on, so that they can be made again from the log alone.
     `severity`: error kinds whose severity the configuration sets; the fold looks here first.
     `process`: the claimant, as HOST:PID; without it two claims of one term at the same time would look like one.
     `taken_us`: when a person last had a coordinator take whatever log there was, by that one's clock; 0: never. Agents
@@ -1163,9 +1136,9 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
 
     term: FirstSerial
     version: Text
-    policy: dict[Name, Setting] = always({})
-    severity: dict[ErrorKind, SeverityLevel] = always({})
-    process: Text = always("")
+    policy: dict[Name, Setting] = {}
+    severity: dict[ErrorKind, SeverityLevel] = {}
+    process: Text = ""
     taken_us: Micros = 0
 
 
@@ -1277,36 +1250,49 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     basis: Text
     trigger: Text
     reason: Text
-    healthy: dict[Name, Workers] = always({})
-    healthy_waf: Flops = always(0)
+    healthy: dict[Name, Workers] = {}
+    healthy_waf: Flops = 0
     transition_flop: Work = always(0.0)
     way: PlanWay = always("fresh")
-    took_us: Duration = always(0)
-    rows_reused: Small = always(0)
+    took_us: Duration = 0
+    rows_reused: Small = 0
     healthy_gpus: dict[Name, Gpu] = {}
 
 
 class MembershipDecided(Decision, frozen=True, kw_only=True):
-    """The workers that train the task from now on. `urgent`: a member is gone; leave the broken group at once.
+    """The workers that train the task from now on. The nodes read it here.
 
-    Not urgent: switch at the next iteration boundary that all members agree on in band; a worker that is no
-    longer a member parks there. Where no member stays, the lead writes a checkpoint before it parks.
-    `joiners` have no state; they take it from the other members, or from the nearest checkpoint.
+    `urgent`: a member is gone; leave the broken group at once. Not urgent: switch at the next iteration boundary that
+    all members agree on in band; a worker that is no longer a member parks there. Where no member stays, the lead
+    writes a checkpoint before it parks.
 
-    `told`: the nodes read the membership here; `members` and `joiners` are empty then. None: commands tell the nodes.
+    `seats`: the last of the members' runs; `parts` MembershipParts before the decision hold the runs before them.
+    Joiners have no state; they take it from the other members, or from the nearest checkpoint. `size`: tp * pp.
+    `peers`: nodes that hold the task's state in memory, or are to: copies go to the first that is not the node itself.
+    `mtbf_us`: expected time to the task's next failure, 0 = not known. `handover`: workers of another layout are about
+    to take the state from the nodes' memory, so that the lead need not write it to storage. `stop`: why training is to
+    end at the next boundary (hook.stop); "": it is not.
 
-    Bounds: `generation` < 10**9, >= 1.
+    `lead_tells`: the first member's WorkerRegrouped says that all have met. Agents report no other member that keeps
+    its state: of a large group that is one event instead of one per member. Joiners are reported as ever.
+
+    Bounds: `generation` < 10**9, >= 1; `size` 1..131072; `parts` < 2**31; `mtbf_us` < 2**62.
     """
 
     task: Name
     generation: FirstSerial
-    members: tuple[Member, ...]
-    joiners: tuple[WorkerId, ...]
+    size: SomeWorkers
+    seats: tuple[SeatRun, ...]
+    parts: Small = 0
     urgent: bool
     store: StoreAddress
     incident: Text
     reason: Text
-    told: ToldOnce | None = None
+    peers: tuple[MemoryService, ...] = ()
+    mtbf_us: Micros = 0
+    handover: bool = False
+    stop: Text = ""
+    lead_tells: bool = False
 
 
 class MembershipPart(Decision, frozen=True, kw_only=True):
@@ -1323,7 +1309,7 @@ class MembershipPart(Decision, frozen=True, kw_only=True):
 
 
 class PeersDecided(Decision, frozen=True, kw_only=True):
-    """Nodes have come or gone: from now on copies of the task's state go to the first of `peers` (see SetPeers)."""
+    """Nodes have come or gone: from now on copies of the task's state go to the first of `peers`."""
 
     task: Name
     peers: tuple[MemoryService, ...]
@@ -1384,7 +1370,7 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     reason: Text
     detection_flop: Work = always(0.0)
     transition_flop: Work = always(0.0)
-    sub_health_flops: Flops = always(0)
+    sub_health_flops: Flops = 0
     micro_batches_lost: Count = 0
 
 
@@ -1418,7 +1404,7 @@ class FailureRateEstimated(Decision, frozen=True, kw_only=True):
 # --- commands ------------------------------------------------------------------------------------
 
 
-class StartWorker(BootCommand, frozen=True, kw_only=True):
+class StartWorker(Command, frozen=True, kw_only=True):
     """Start a process for shard `shard` of replica `replica`; the replica's own group meets at `store`.
 
     Bounds: `replica` < 10**9; `shard` 0..131072.
@@ -1431,71 +1417,36 @@ class StartWorker(BootCommand, frozen=True, kw_only=True):
     store: StoreAddress
 
 
-class StartWorkers(BootCommand, frozen=True, kw_only=True):
+class StartWorkers(Command, frozen=True, kw_only=True):
     """Start several workers of one task on the node: as many StartWorker, in this order (events/seats.py: starts)."""
 
     spec: TaskSpec
     starts: tuple[Start, ...]
 
 
-class StopWorker(BootCommand, frozen=True, kw_only=True):
+class StopWorker(Command, frozen=True, kw_only=True):
     """End the worker's process: Quit first, then signals after a grace time. `kill`: SIGKILL at once."""
 
     task: Name
     worker: WorkerId
     reason: Text
-    kill: bool = always(False)
+    kill: bool = False
 
 
-class SetMembership(BootCommand, frozen=True, kw_only=True):
-    """Tell the node's workers of the task the membership of `generation` (see MembershipDecided).
-
-    `peers`: nodes that hold the task's state in memory, or are to: copies go to the first that is not the
-    node itself. `mtbf_us`: expected time to the task's next failure, 0 = not known. `handover`: workers of another
-    layout are about to take the state from the nodes' memory, so that the lead need not write it to storage.
-
-    Bounds: `generation` < 10**9, >= 1; `mtbf_us` < 2**62.
-    """
-
-    task: Name
-    generation: FirstSerial
-    members: tuple[Member, ...]
-    joiners: tuple[WorkerId, ...]
-    urgent: bool
-    store: StoreAddress
-    peers: tuple[MemoryService, ...] = always(())
-    mtbf_us: Micros = always(0)
-    handover: bool = always(False)
-    #: Why training is to end at the next boundary (hook.stop); "": it is not.
-    stop: Text = ""
-
-
-class SetPeers(BootCommand, frozen=True, kw_only=True):
-    """Nodes have come or gone: from now on copies of the task's state go to the first of `peers`."""
-
-    task: Name
-    peers: tuple[MemoryService, ...]
-
-
-class DropState(BootCommand, frozen=True, kw_only=True):
+class DropState(Command, frozen=True, kw_only=True):
     """Forget the task's state in the node's memory: the task has ended."""
 
     task: Name
 
 
 class InjectFault(Command, frozen=True, kw_only=True):
-    """Make the fault happen that `injection` asked for; stale ones never act. `agent_boot`: the agent that is asked; 0
-    in logs older than the field.
-
-    Bounds: `agent_boot` < 2**52.
-    """
+    """Make the fault happen that `injection` asked for; stale ones never act."""
 
     injection: Text
     fault: Fault
-    agent_boot: Boot = always(0)
 
 
-class CheckNode(BootCommand, frozen=True, kw_only=True):
+class CheckNode(Command, frozen=True, kw_only=True):
     """Run a health check of the isolated node within `limit_us`, and say NodeChecked. `argv`: the operator's command;
     empty: the agent's own self-test. `reason`: why the node is isolated.
 
@@ -1507,7 +1458,7 @@ class CheckNode(BootCommand, frozen=True, kw_only=True):
     reason: Text
 
 
-class LeaveCluster(BootCommand, frozen=True, kw_only=True):
+class LeaveCluster(Command, frozen=True, kw_only=True):
     """The node is to leave. `for_good`: drained first, within `limit_us`, and its agent is not to come back; else the
     node was forgotten while it was away: what runs there is ended at once, and the next agent joins anew.
 
@@ -1540,15 +1491,5 @@ AnyDecision: TypeAlias = (
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
-AnyCommand: TypeAlias = (
-    StartWorker
-    | StartWorkers
-    | StopWorker
-    | SetMembership
-    | SetPeers
-    | DropState
-    | InjectFault
-    | CheckNode
-    | LeaveCluster
-)
+AnyCommand: TypeAlias = StartWorker | StartWorkers | StopWorker | DropState | InjectFault | CheckNode | LeaveCluster
 AnyEvent: TypeAlias = AnyObservation | AnyDecision | AnyCommand

@@ -6,20 +6,10 @@ from msgspec.structs import replace
 
 from agents.handling.turn import Turn, newest_of
 from agents.protocol.messages import Membership, Regrouped
-from agents.state import MAX_TASKS, Order, TellWorker, Worker
+from agents.state import MAX_TASKS, TellWorker, Worker
 from events.roster import place_of
 from events.seats import Telling, joiners_of, members_of, told_by, told_so_far
-from events.vocabulary import Member, MembershipDecided, MembershipPart, SetMembership, ToldOnce
-
-
-def set_membership(turn: Turn, command: SetMembership, order: Order, warrant: str = "") -> None:
-    """Keep the membership and tell it to the task's workers; an older one than the known is refused."""
-    newest = turn.memory.memberships.get(command.task)
-    if newest and command.generation < newest.generation:
-        turn.answer(order, f"old generation {command.generation}: {newest.generation} is already known")
-        return
-    _keep(turn, command, command, command.members, command.joiners, warrant)
-    turn.answer(order)
+from events.vocabulary import Member, MembershipDecided, MembershipPart, SeatRun
 
 
 def take_part(turn: Turn, part: MembershipPart, term: int) -> None:
@@ -28,19 +18,15 @@ def take_part(turn: Turn, part: MembershipPart, term: int) -> None:
 
 
 def decided(turn: Turn, event: MembershipDecided, term: int, warrant: str = "") -> None:
-    """Keep the membership and tell it to the task's workers. An older one changes nothing, nor a torn one, nor one that
-    commands bring."""
-    told = event.told
-    if told is None:
-        return
-    seats = told_by(turn.memory.tellings.get(event.task), told, event.generation, term)
+    """Keep the membership and tell it to the task's workers. An older one changes nothing, nor a torn one."""
+    seats = told_by(turn.memory.tellings.get(event.task), event, term)
     _keep_telling(turn, event.task, None)
     newest = turn.memory.memberships.get(event.task)
     if seats is None or (newest and event.generation <= newest.generation):
         return
-    generations = {**turn.state.lead_tells, event.task: event.generation if told.lead_tells else 0}
+    generations = {**turn.state.lead_tells, event.task: event.generation if event.lead_tells else 0}
     turn.state = replace(turn.state, lead_tells=newest_of(generations, MAX_TASKS))
-    _keep(turn, event, told, members_of(event.task, seats, told.size), joiners_of(event.task, seats), warrant)
+    _keep(turn, event, seats, warrant)
 
 
 def to_report(turn: Turn, record: Worker, said: Regrouped) -> Regrouped | None:
@@ -54,24 +40,18 @@ def to_report(turn: Turn, record: Worker, said: Regrouped) -> Regrouped | None:
     return None if keeps_state else replace(said, others_dealt=0)
 
 
-def _keep(
-    turn: Turn,
-    said: SetMembership | MembershipDecided,
-    told: SetMembership | ToldOnce,
-    members: tuple[Member, ...],
-    joiners: tuple[str, ...],
-    warrant: str,
-) -> None:
+def _keep(turn: Turn, said: MembershipDecided, seats: tuple[SeatRun, ...], warrant: str) -> None:
+    members = members_of(said.task, seats, said.size)
     membership = Membership(
         generation=said.generation,
         members=members,
-        joiners=joiners,
+        joiners=joiners_of(said.task, seats),
         urgent=said.urgent,
         store=said.store,
-        peers=told.peers,
-        mtbf_us=told.mtbf_us,
-        handover=told.handover,
-        stop=told.stop,
+        peers=said.peers,
+        mtbf_us=said.mtbf_us,
+        handover=said.handover,
+        stop=said.stop,
         warrant=_warrant_here(turn, said.task, members, warrant),
     )
     others = {task: m for task, m in turn.memory.memberships.items() if task != said.task}

@@ -21,8 +21,6 @@ from events.vocabulary import (
     MembershipPart,
     NodeChecked,
     PeersDecided,
-    SetMembership,
-    SetPeers,
     StartWorker,
     StartWorkers,
     StopWorker,
@@ -66,17 +64,12 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
             starting.start(turn, command, order)
         case StopWorker():
             stopping.stop_commanded(turn, command, order)
-        case SetMembership():
-            memberships.set_membership(turn, command, order, given.warrant)
         case InjectFault(fault=fault):
             inject(turn, fault, order)
         case CheckNode():
             check(turn, command, order)
         case LeaveCluster():
             leave(turn, command, order)
-        case SetPeers(task=task, peers=peers):
-            kept_states.set_peers(turn, task, peers)
-            turn.answer(order)
         case DropState(task=task):
             kept_states.drop_state(turn, task, order)
         case _ as never:

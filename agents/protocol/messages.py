@@ -276,7 +276,7 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
 class Membership(Message, frozen=True, kw_only=True):
     """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
-    `peers`, `mtbf_us`, `handover`, `stop`: see events.vocabulary.SetMembership. `passes`: None: states travel in clear.
+    `passes`: None: states travel in clear.
     `warrant`: between the agents of a run directory alone: of the newest membership that has this node, with its place
     there (events/warrants.py); "": none.
     """

@@ -8,9 +8,9 @@ from events.vocabulary import Text
 
 
 class Sum(Message, frozen=True, kw_only=True):
-    """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). Only to a fork
-    server that reads `peers.SUMS`. `address`: this node's. `answer`: the Unix socket where the process tells what came
-    of it. `gpu`: what NCCL sums on. `asked_s`: when it was asked for, by the machine's monotonic clock."""
+    """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). `address`: this
+    node's. `answer`: the Unix socket where the process tells what came of it. `gpu`: what NCCL sums on. `asked_s`: when
+    it was asked for, by the machine's monotonic clock."""
 
     address: Text
     token: Token

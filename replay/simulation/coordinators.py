@@ -31,7 +31,7 @@ from unicrond.service.coordinator import Coordinator
 from unicrond.service.repairs import Outcome
 
 #: What heads write.
-VERSIONS = (FIRST, 2, 3, SCHEMA, SCHEMA, SCHEMA)
+VERSIONS = (FIRST, SCHEMA, SCHEMA)
 _READMISSION = Readmission(timeout_s=4.0, repair_timeout_s=10.0)
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from agents.state import AcceleratorSaw
 from events import vocabulary as v
 from events.codec import API_PRODUCER
-from events.schemas import readable
 from replay.simulation.edges import KINDS, STRANGER, Edges
 from replay.simulation.faults import FAULT_KINDS, FAULTY_UNTIL_S, Fault
 
@@ -151,7 +150,7 @@ def _end_agent(world: World, fault: Fault) -> None:
     left there gets SIGKILL. Another agent comes then; in another pod, with nothing of the one before."""
     for host in _hosts(world, fault):
         agent = host.agent
-        if agent is None or not agent.alive or not readable(v.NodeLeaving, agent.schema):
+        if agent is None or not agent.alive:
             continue
         host.pod_ends = fault.how.endswith("pod")
         agent.terminate(_GRACE_S)

@@ -15,7 +15,7 @@ from agents.trainer.sharded.parts import Part
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.schemas import CHOOSES_LAYOUTS, GPU_TYPES, schema_of, since
+from events.schemas import schema_of
 from events.seats import expanded, starts
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.gpu_types import told_types
@@ -208,7 +208,7 @@ def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
 
 def types_stay_apart(known: ClusterState, plan: v.PlanAdopted) -> str:
     """`known`: the state that the plan was made in."""
-    if known.schema < GPU_TYPES or not told_types(known.nodes.values())[1]:
+    if not told_types(known.nodes.values())[1]:
         return ""
     for each in map(expanded, plan.assignments):
         types = sorted({known.nodes[node].gpu for nodes in each.replicas for node in nodes})
@@ -263,8 +263,8 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
     known = before.nodes.get(node)
     if known is None or known.isolation is None or known.isolation.cause != "hardware" or "person" in cleared:
         return ""
-    if not before.check_limit_us or known.schema < since(v.CheckNode):
-        return ""  # an old head or an old agent knows no checks
+    if not before.check_limit_us:
+        return ""  # the head has no checks
     if known.needs in ("reboot", "replace", "other") and "repair" not in cleared:
         return f"{node} is readmitted, which needs {known.needs}, and no operator has been there"
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {known.reason}"
@@ -425,9 +425,8 @@ def _has_room(state: ClusterState, task: Task) -> bool:
     for assignment in state.plan.assignments.values():
         free.subtract(node for nodes in assignment.replicas for node in nodes)
     slots = {name: max(0, count) for name, count in free.items()}
-    types = told_types(state.nodes.values())[1] if state.schema >= GPU_TYPES else {}
-    shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [task.spec.shape]
-    for shape in shapes:
+    types = told_types(state.nodes.values())[1]
+    for shape in layouts_of(task.spec):
         wanted = -(-task.spec.min_workers // shape.workers)
         within = wanted * shape.workers <= task.spec.max_workers
         for gpu in sorted(set(types.values())) or [""]:

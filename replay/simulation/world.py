@@ -27,7 +27,7 @@ from unicrond.core.policy import PART_BYTES, Policy
 
 HEARTBEAT_S = 1.0
 #: What agents read.
-VERSIONS = (FIRST, 2, SCHEMA, SCHEMA)
+VERSIONS = (FIRST, SCHEMA, SCHEMA)
 #: Of the clusters so many have two heads, and a lease.
 LEASED = 0.25
 _LEASE_S = 12.0

@@ -179,7 +179,7 @@ class Story:
             if isinstance(event, v.TransitionCompleted):
                 life = self._index.incidents.get(event.incident)
                 return life is not None and name in life.incident.generations
-            return name in tasks_of(event) and not isinstance(event, v.SetMembership)
+            return name in tasks_of(event)
         if kind == "plan":
             return self._belongs_to_plan(entry, int(name))
         return self._belongs_to_incident(entry)
@@ -196,7 +196,7 @@ class Story:
         if self._state.plan.epoch != epoch:
             return False
         if isinstance(event, v.Command):
-            return event.epoch == epoch and not isinstance(event, v.SetMembership)
+            return event.epoch == epoch
         return isinstance(
             event,
             v.MembershipDecided | v.WorkerReady | v.WorkerParked | v.WorkerRegrouped | v.TransitionCompleted
@@ -215,8 +215,6 @@ class Story:
             return any(word in subject for word in (*life.names, *incident.tasks, incident.node) if word)
         if isinstance(event, v.PlanAdopted | v.CoordinatorStarted):
             return True
-        if isinstance(event, v.SetMembership):
-            return False
         if incident.node and getattr(event, "node", None) == incident.node and not isinstance(event, v.StepCommitted):
             return True
         return any(task in incident.generations for task in tasks_of(event))

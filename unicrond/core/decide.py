@@ -78,7 +78,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     if not fresh and not gathering:
         plan = plans.planned(survey, solutions)
         if plan is not None:
-            batch.add(plans.in_runs(survey, plan) if batch.tells_once else plan)
+            batch.add(plans.in_runs(survey, plan))
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
         asked = task.reshaping.reshape

@@ -29,9 +29,7 @@ NODE_FAULTS = ("drop_network", "xid")
 def request_problem(state: ClusterState, event: v.Request) -> str:
     """Why `event` asks for what cannot be, as "field: what is wrong; the fix"; "" where nothing is wrong."""
     if isinstance(event, v.TaskSubmitted):
-        return next((str(fault) for fault in spec_faults(event.spec, state.schema)), "") or user_problem(
-            state, event.spec
-        )
+        return next((str(fault) for fault in spec_faults(event.spec)), "") or user_problem(state, event.spec)
     if isinstance(event, v.ReshapeRequested):
         task = state.tasks.get(event.task)
         return reshape_problem(state, task, event) if task and task.status is TaskStatus.ACTIVE else ""
@@ -114,7 +112,7 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
             return f"pp: the nodes have room for {stages} stages of tp {asked.tp}, not for {asked.pp}; lower it, or tp"
     if problem := _micro_batch_problem(task.spec, asked.micro_batch):
         return problem
-    for fault in spec_faults(reshaped(task.spec, asked), state.schema):
+    for fault in spec_faults(reshaped(task.spec, asked)):
         return str(fault)
     if needs_room and asked.min_workers > (room := stages // asked.pp * asked.pp * asked.tp):
         return f"min_workers: the nodes have room for {room}; lower it"
@@ -122,7 +120,7 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
 
 
 def _micro_batch_problem(spec: TaskSpec, asked: int) -> str:
-    """What keeps micro-batches from having so many samples: a reshape changes neither the global batch nor the lanes."""
+    """What keeps micro-batches from having so many samples: a reshape changes neither global batch nor lanes."""
     if not asked or asked == spec.micro_batch:
         return ""
     if spec.global_batch % asked:

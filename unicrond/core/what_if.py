@@ -197,7 +197,7 @@ def changed(state: ClusterState, changes: Changes) -> ClusterState:
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`")
             raise BadChange(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
-        wrong = [str(fault) for fault in spec_faults(spec, state.schema) if fault.place and fault.place[0] in given]
+        wrong = [str(fault) for fault in spec_faults(spec) if fault.place and fault.place[0] in given]
         if wrong:
             raise BadChange(f"task: {name}:{wrong[0]}")
         tasks[name] = replace(task, spec=spec)

@@ -49,7 +49,7 @@ from agents.protocol.messages import (
     ToWorker,
     Trouble,
 )
-from agents.protocol.peers import FLIGHT, told_to
+from agents.protocol.peers import told_to
 from agents.trainer.lifecycle.failures import QuitAsked
 from agents.trainer.process.flight import recorded
 from events.schemas import SCHEMA
@@ -196,7 +196,7 @@ class AgentChannel:
             pid=os.getpid(),
             generation=self._generation,
             ready=self._ready,
-            has_flight=self._agent_schema >= FLIGHT,
+            has_flight=True,
         )
         repeated = [self._repeat[kind] for kind in _REPEATED if kind in self._repeat]
         repeated = [told for message in repeated if (told := told_to(self._agent_schema, message)) is not None]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import TOLD_ONCE, lowered, readable
+from events.schemas import lowered
 from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
 from unicrond.core.survey import Survey
 
@@ -41,15 +41,6 @@ class Batch:
         told = lowered(event, schema)
         if told is not None:
             self.events.append(told)
-
-    def reads(self, node: str, kind: type[v.Command]) -> bool:
-        """Whether the node's agent knows the command; one that it does not know is not sent."""
-        return readable(kind, min(self.state.schema, self.state.nodes[node].schema))
-
-    @property
-    def tells_once(self) -> bool:
-        """Whether the log is written so that nodes read memberships from the decisions themselves."""
-        return self.state.schema >= TOLD_ONCE
 
     def command_id(self, node: str) -> str:
         """The next command id of the node: "term.epoch.node.number"."""

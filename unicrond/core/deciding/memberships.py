@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import TOLD_ONCE
 from events.seats import cut, runs_of
 from unicrond.core import memory_places, reconcile
 from unicrond.core.deciding.batch import Batch
 from unicrond.core.reshaping import change, is_in_place
 from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
 from unicrond.core.survey import Survey
-from unicrond.core.task_rules import members_told_at_most
 
 
 def mend(batch: Batch, task: Task) -> bool:
@@ -134,94 +132,56 @@ def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
 def set_membership(
     batch: Batch, task: Task, members: tuple[v.Member, ...], *, urgent: bool, reason: str, handover: bool = False
 ) -> None:
-    """The decision, in parts where it is large, and the commands that carry it to nodes that do not read it.
-    `handover`: see events.vocabulary.SetMembership."""
+    """Decide the task's next membership, in parts where it is large. `handover`: see MembershipDecided."""
     state = batch.state
-    generation = task.generation + 1
     # A newcomer to a live group has no state; where no member has any, all are joiners.
     new = {worker.worker for worker in task.apart if worker.status is not WorkerStatus.MEMBER}
-    joiners = tuple([member.worker for member in members if member.worker in new])
+    joiners = frozenset([member.worker for member in members if member.worker in new])
     audience = Audience(batch, task, members)
-    store = state.nodes[members[0].node].store if members else audience.nodes[0].store
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
     newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
-    told_once = v.ToldOnce(
+    decided = v.MembershipDecided(
+        task=task.name,
+        generation=task.generation + 1,
         size=task.spec.replica_workers,
-        seats=runs_of(members, frozenset(joiners), task.spec.replica_workers),
-        parts=0,
+        seats=runs_of(members, joiners, task.spec.replica_workers),
+        urgent=urgent,
+        store=state.nodes[members[0].node].store if members else audience.nodes[0].store,
+        incident=newest.id if newest else "",
+        reason=reason,
         peers=memory_places.peers(state, task, batch.survey.targets(task)),
         mtbf_us=batch.survey.worker_mtbf_us // max(1, len(members)),
         handover=handover,
         stop=task.ending.stop,
         lead_tells=_lead_tells(task, members, joiners),
     )
-    decided = v.MembershipDecided(
-        task=task.name,
-        generation=generation,
-        members=members,
-        joiners=joiners,
-        urgent=urgent,
-        store=store,
-        incident=newest.id if newest else "",
-        reason=reason,
-    )
-    if batch.tells_once:
-        for event in in_parts(decided, told_once, batch.survey.policy.part_bytes):
-            batch.add(event, audience.schemas)
-    else:
-        batch.add(decided)
-    if len(members) > members_told_at_most(task.name):
-        return  # no command holds it; on a node that reads no decisions, the workers miss the meeting and are replaced
-    for node in audience.commanded:
-        batch.add(_command(batch, decided, told_once, node.name))
+    for event in in_parts(decided, batch.survey.policy.part_bytes):
+        batch.add(event, audience.schemas)
 
 
-def _lead_tells(task: Task, members: tuple[v.Member, ...], joiners: tuple[str, ...]) -> bool:
+def _lead_tells(task: Task, members: tuple[v.Member, ...], joiners: frozenset[str]) -> bool:
     """Whether the lead's word that the group has met will do for all that keep their state. After a group that did not
     meet each member tells for itself: that shows which does not come."""
     return bool(members) and members[0].worker not in joiners and task.rest_joined
 
 
-def in_parts(
-    decided: v.MembershipDecided, told: v.ToldOnce, part_bytes: int
-) -> list[v.MembershipPart | v.MembershipDecided]:
-    """The decision as it is told once: the parts that `told` takes, and itself last."""
-    *parts, last = cut(told.seats, part_bytes)
+def in_parts(decided: v.MembershipDecided, part_bytes: int) -> list[v.MembershipPart | v.MembershipDecided]:
+    """Cut a decision that has all its seats: the parts that come before it, and itself last."""
+    *parts, last = cut(decided.seats, part_bytes)
     task, generation = decided.task, decided.generation
     return [
         *(v.MembershipPart(task=task, generation=generation, part=n, seats=part) for n, part in enumerate(parts, 1)),
-        replace(decided, members=(), joiners=(), told=replace(told, seats=last, parts=len(parts))),
+        replace(decided, seats=last, parts=len(parts)),
     ]
-
-
-def _command(batch: Batch, decided: v.MembershipDecided, told: v.ToldOnce, node: str) -> v.SetMembership:
-    """The membership, to a node that reads no decisions."""
-    return v.SetMembership(
-        command_id=batch.command_id(node),
-        node=node,
-        epoch=batch.state.plan.epoch,
-        task=decided.task,
-        generation=decided.generation,
-        members=decided.members,
-        joiners=decided.joiners,
-        urgent=decided.urgent,
-        store=decided.store,
-        peers=told.peers,
-        mtbf_us=told.mtbf_us,
-        handover=told.handover,
-        stop=told.stop,
-    )
 
 
 class Audience:
     """The nodes that a decision about a task's members concerns, as far as they are up: those of `members`, and of the
-    members whom it leaves out. `schemas`: of those that read it in the log; `commanded`: the others."""
+    members whom it leaves out. `schemas`: what they read."""
 
     def __init__(self, batch: Batch, task: Task, members: tuple[v.Member, ...]) -> None:
         known = batch.state.nodes
         names = [member.node for member in members]
         names += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
         self.nodes = [node for name in dict.fromkeys(names) if (node := known[name]).status is NodeStatus.UP]
-        reads = batch.tells_once
-        self.schemas = [node.schema for node in self.nodes if reads and node.schema >= TOLD_ONCE]
-        self.commanded = [node for node in self.nodes if not reads or node.schema < TOLD_ONCE]
+        self.schemas = [node.schema for node in self.nodes]

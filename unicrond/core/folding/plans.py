@@ -80,15 +80,12 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     task = state.tasks.get(event.task)
     if task is None:
         return state
-    members, joiners = event.members, event.joiners
-    told = event.told
-    if told is not None:
-        seats = told_by(task.group.telling, told, event.generation, envelope.term)
-        state = _begun(state, task, None)
-        task = state.tasks[event.task]
-        if seats is None:
-            return state
-        members, joiners = members_of(event.task, seats, told.size), joiners_of(event.task, seats)
+    seats = told_by(task.group.telling, event, envelope.term)
+    state = _begun(state, task, None)
+    task = state.tasks[event.task]
+    if seats is None:
+        return state
+    members, joiners = members_of(event.task, seats, event.size), joiners_of(event.task, seats)
     if event.generation != task.generation + 1:
         return state
     membership = Membership(
@@ -98,7 +95,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         urgent=event.urgent,
         store=event.store,
         decided_us=state.now_us,
-        lead_tells=told is not None and told.lead_tells,
+        lead_tells=event.lead_tells,
     )
     again = event.urgent and task.membership is not None and task.membership.members == members
     if again:
@@ -114,7 +111,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm=0)
     state = with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))
-    return commands.with_peers(state, event.task, told.peers) if told is not None else state
+    return commands.with_peers(state, event.task, event.peers)
 
 
 def peers_decided(state: ClusterState, event: v.PeersDecided, _: Envelope) -> ClusterState:
@@ -123,7 +120,7 @@ def peers_decided(state: ClusterState, event: v.PeersDecided, _: Envelope) -> Cl
 
 
 def _evidence_counted(state: ClusterState, task: Task) -> Task:
-    """What a break that is reattempted in place says of the nodes; in logs older than `ErrorReported.lost` nothing."""
+    """What a break that is reattempted in place says of the nodes."""
     for incident in state.incidents.values():
         if incidents.is_symptom(incident) and incident.links and incident.generations.get(task.name) in task.in_use:
             task = strikes.ends_counted(task, blame.evidence(task, incident))
