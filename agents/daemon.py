@@ -111,7 +111,6 @@ from events.nats_commands import NatsCommandFeed, UnreadOrder
 from events.nats_connection import Connection, Login
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_terms import Terms
-from events.prose import summary
 from events.schemas import SCHEMA, spoken_schema, told_version
 from events.systemd import Systemd
 from events.vocabulary import CoordinatorStarted, Gpu, MemoryService, Name, NodeJoined, WorkerId
@@ -346,7 +345,7 @@ class Agent(Shell):
     def do(self, action: Action) -> None:
         """See Shell. Logs what is appended; the accelerators are watched once the node has joined."""
         if isinstance(action, Append):
-            logger.info("%s", summary(action.event))  # type: ignore[arg-type]  # every Observation is one of AnyEvent
+            logger.info("%s", action.event.sentence())
         super().do(action)
         if isinstance(action, Append) and isinstance(action.event, NodeJoined):
             self._watch_accelerators()
@@ -654,7 +653,7 @@ class Agent(Shell):
 
     def take(self, recorded: Recorded) -> None:
         """See Shell. Logs the entry."""
-        logger.info("%s: %s", recorded.envelope.event_id, summary(recorded.envelope.event))
+        logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
         super().take(recorded)
 
     def _cannot_read(self, order: UnreadOrder) -> None:

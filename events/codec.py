@@ -24,7 +24,6 @@ import msgspec
 
 from events.envelope import Envelope, Recorded
 from events.schemas import FIRST, schema_of
-from events.seats import workers_in
 from events.tolerance import set_aside
 from events.upcast import NoStep, upcast
 from events.vocabulary import (
@@ -44,6 +43,7 @@ from events.vocabulary import (
     TaskSpec,
     TaskSubmitted,
     WorkerExited,
+    workers_in,
 )
 
 #: With its headers below NATS' own default limit of 1 MiB for a message.

@@ -35,6 +35,7 @@ from events.vocabulary import (
     StartWorker,
     StartWorkers,
     TaskAssignment,
+    workers_in,
 )
 
 #: A run's `count` is at most this (vocabulary.Slots).
@@ -87,11 +88,6 @@ def _seated(task: str, node: str, number: int, seat: int, count: int, size: int)
 def joiners_of(task: str, runs: Iterable[SeatRun]) -> tuple[str, ...]:
     """The joiners that `runs_of` was given, in the members' order."""
     return tuple([f"{task}.{run.number + i}" for run in runs if run.joins for i in range(run.count)])
-
-
-def workers_in(runs: Iterable[SeatRun | NodeRun]) -> int:
-    """How many workers the runs hold."""
-    return sum([run.count for run in runs])
 
 
 def cut(runs: Sequence[SeatRun], part_bytes: int) -> list[tuple[SeatRun, ...]]:

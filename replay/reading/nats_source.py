@@ -24,8 +24,8 @@ from events.nats_log import NatsEventLog, decoded
 from events.nats_reader import Stored, read_stream
 from events.nats_server import tls_of
 from events.nats_streams import IMPORTED, ApiError, api
-from events.point import EPOCH
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
+from events.times import EPOCH
 from replay.reading.reading_process import reading_apart
 from replay.reading.source import CHUNK_ENTRIES, Chunk
 from unicrond.core.state import ClusterState

@@ -19,10 +19,8 @@ from typing import NamedTuple
 
 from events import vocabulary as v
 from events.envelope import Entry, Recorded
-from events.point import EPOCH, format_time
-from events.prose import summary
 from events.seats import expanded
-from events.selection import nodes_of, tasks_of
+from events.times import EPOCH, format_time
 from unicrond.core.fold import fold
 from unicrond.core.state import ClusterState, Incident
 from unicrond.display.tables import clean
@@ -151,7 +149,7 @@ class Story:
             return
         if isinstance(event, v.CommandApplied):
             return
-        self._tell_steps(tasks_of(event))
+        self._tell_steps(event.tasks_named())
         self._tell(entry, self._remark(entry, before))
 
     def page(self) -> str:
@@ -179,7 +177,7 @@ class Story:
             if isinstance(event, v.TransitionCompleted):
                 life = self._index.incidents.get(event.incident)
                 return life is not None and name in life.incident.generations
-            return name in tasks_of(event)
+            return name in event.tasks_named()
         if kind == "plan":
             return self._belongs_to_plan(entry, int(name))
         return self._belongs_to_incident(entry)
@@ -217,7 +215,7 @@ class Story:
             return True
         if incident.node and getattr(event, "node", None) == incident.node and not isinstance(event, v.StepCommitted):
             return True
-        return any(task in incident.generations for task in tasks_of(event))
+        return any(task in incident.generations for task in event.tasks_named())
 
     # --- how they are told -------------------------------------------------------------------
 
@@ -239,7 +237,7 @@ class Story:
                 if incident.resumed_us and not old.resumed_us:
                     return f" -> training continues, incident {name} is healed"
         if isinstance(event, v.MembershipDecided):
-            told = [node for node in dict.fromkeys(nodes_of(event)) if node]
+            told = [node for node in dict.fromkeys(event.nodes_named()) if node]
             because = f", because of incident {event.incident}" if event.incident else ""
             return f" (sent to {', '.join(told)}{because})" if told else because
         return ""
@@ -250,7 +248,7 @@ class Story:
         if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._told_basis:
             self._told_basis = basis
             self._lines.append(f"  The coordinator, having read everything up to entry {envelope.based_on}:")
-        self._lines.append(f"  {_clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(summary(event))}{remark}")
+        self._lines.append(f"  {_clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(event.sentence())}{remark}")
 
     def _walk(self, event: v.StepCommitted) -> None:
         steps = self._steps.get(event.task)

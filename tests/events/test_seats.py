@@ -24,7 +24,6 @@ from events.seats import (
     starts_of,
     told_by,
     told_so_far,
-    workers_in,
 )
 from events.vocabulary import (
     WORKERS_MAX,
@@ -41,6 +40,7 @@ from events.vocabulary import (
     StoreAddress,
     TaskAssignment,
     TaskSpec,
+    workers_in,
 )
 
 STORE = StoreAddress(host="10.1.2.3", port=43210)

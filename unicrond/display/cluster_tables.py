@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from events.point import to_the_second
+from events.times import to_the_second
 from events.vocabulary import TaskAssignment
 from unicrond.core.departures import told as told_of
 from unicrond.core.gpu_types import of_assignment, told_types
