@@ -184,7 +184,7 @@ class Agent(Shell):
         self._options = options
         self._run_dir = run_dir
         self._boot = run_dir.next_boot(_wall_clock_us())
-        with contextlib.suppress(OSError):  # then workers take it for an agent of schema 1, and say less
+        with contextlib.suppress(OSError):  # then workers take it for an agent of the first schema
             write_schema(run_dir.path, self._boot)
         self._namesakes = Namesakes(self._boot, run_dir.previous_boot, options.heartbeat_s)
         self._look_for_namesakes = asyncio.Event()

@@ -164,7 +164,7 @@ def flag_problem(spec: TaskSpec, shape: Shape) -> str:
 
 
 def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
-    """A task of an older log says nothing of vpp and ep: then the flags hold, in every layout."""
+    """Where the task says nothing of vpp and ep, the flags hold, in every layout."""
     vpp = flags.vpp if spec.vpp == 0 and shape.vpp == 1 else shape.vpp
     ep = flags.ep if spec.ep == 0 and shape.ep == 1 else shape.ep
     return shape.cut._replace(vpp=vpp, ep=ep)
