@@ -22,7 +22,7 @@ help:
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/design/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/results/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
-	@echo "make upgrade  rolling upgrades in mid-training, from an old version and to a newer one, in every order"
+	@echo "make upgrade  rolling upgrades in mid-training, to a version with one more schema and back, in every order"
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make megatron-lm  Megatron-LM, unmodified, in every layout, beside itself under torchrun (docs/use/megatron-lm.md)"
 	@echo "make older-core  training, regrouping, reshaping and sharding with Megatron-core $(OLDER_CORE)"

@@ -24,9 +24,9 @@ Commands
 Memberships
 * The agent reads them in the log, of the tasks that it follows: those that have a worker here, from before the command
   to start the first one is acknowledged until an entry comes after the last one's end (shell.py). Their term is fenced
-  as a command's is; they are not answered. From a coordinator that writes an older schema they come as SetMembership.
+  as a command's is; they are not answered.
 * An incomplete one has no effect (events/seats.py); parts outlive the agent.
-* Where the leader confirms that a group has met (ToldOnce.lead_tells), no other member that keeps its state is
+* Where the leader confirms that a group has met (MembershipDecided.lead_tells), no other member that keeps its state is
   reported.
 * A task's generation never goes back. The newest one is kept, and goes to every local worker of the task that is or
   ever was a member (leavers must hear that they leave), and to later connections too.

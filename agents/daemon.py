@@ -111,10 +111,9 @@ from events.nats_commands import NatsCommandFeed, UnreadCommand
 from events.nats_connection import Connection, Login
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_terms import Terms
-from events.prose import summary
-from events.schemas import SCHEMA, readable, spoken_schema, told_version
+from events.schemas import SCHEMA, spoken_schema, told_version
 from events.systemd import Systemd
-from events.vocabulary import CoordinatorStarted, Gpu, MemoryService, Name, NodeJoined, NodeLeaving, WorkerId
+from events.vocabulary import CoordinatorStarted, Gpu, MemoryService, Name, NodeJoined, WorkerId
 
 if TYPE_CHECKING:
     from agents.passes import Credentials  # needs an extra, and so does what it imports
@@ -185,7 +184,7 @@ class Agent(Shell):
         self._options = options
         self._run_dir = run_dir
         self._boot = run_dir.next_boot(_wall_clock_us())
-        with contextlib.suppress(OSError):  # then workers take it for an agent of schema 1, and say less
+        with contextlib.suppress(OSError):  # then workers take it for an agent of the first schema
             write_schema(run_dir.path, self._boot)
         self._namesakes = DuplicateAgents(self._boot, run_dir.previous_boot, options.heartbeat_s)
         self._look_for_namesakes = asyncio.Event()
@@ -346,7 +345,7 @@ class Agent(Shell):
     def do(self, action: Action) -> None:
         """See Shell. Logs what is appended; the accelerators are watched once the node has joined."""
         if isinstance(action, Append):
-            logger.info("%s", summary(action.event))  # type: ignore[arg-type]  # every Observation is one of AnyEvent
+            logger.info("%s", action.event.sentence())
         super().do(action)
         if isinstance(action, Append) and isinstance(action.event, NodeJoined):
             self._watch_accelerators()
@@ -655,7 +654,7 @@ class Agent(Shell):
 
     def take(self, recorded: Recorded) -> None:
         """See Shell. Logs the entry."""
-        logger.info("%s: %s", recorded.envelope.event_id, summary(recorded.envelope.event))
+        logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
         super().take(recorded)
 
     def _cannot_read(self, order: UnreadCommand) -> None:
@@ -725,10 +724,7 @@ class Agent(Shell):
         self._ended_by, grace_s = signal.SIGTERM, self._options.grace_s
         self._ends_at_s = asyncio.get_running_loop().time() + grace_s
         logger.info("SIGTERM: the node is drained, then it leaves, within %g s", grace_s)
-        if readable(NodeLeaving, self.outbox.schema):
-            self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s - min(_END_S, grace_s / 2)))
-        else:  # this coordinator would not hear that the node is to be drained
-            self.feed(LeaveNow(reason="its agent was asked to end"))
+        self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s - min(_END_S, grace_s / 2)))
 
     def _hand_over(self) -> None:
         self._ended_by = self._ended_by or signal.SIGTERM

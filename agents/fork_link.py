@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from agents.fork_server.server import EXIT_OCCUPIED, READY
 from agents.protocol.framing import BadFrame, Unframer, frame
 from agents.protocol.messages import FromForkServer, Inventory, Retire, ToForkServer
-from agents.protocol.peers import SUMS
 from agents.protocol.sum_order import Sum
 from agents.rotated_log import MAX_BYTES, tail
 from agents.run_dir import RunDir
@@ -103,8 +102,6 @@ class ForkLink:
         """Send the order to sum; return "", or why that is impossible."""
         if not self._is_usable:
             return self.trouble or "the fork server does not run yet"
-        if self.schema < SUMS:
-            return "its fork server is older than its agent; have the node leave and join again"
         self.send(order)
         return ""
 

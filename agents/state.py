@@ -176,8 +176,8 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
     sums: dict[Name, CommitSum] = {}
     #: Per task, the last commit that entered a sum.
     summed: dict[Name, Position] = {}
-    #: Task -> the newest generation, where its leader confirms for all (ToldOnce.lead_tells). The next agent need not
-    #: know: its additional reports do no harm.
+    #: Task -> the newest generation, where its leader confirms for all (MembershipDecided.lead_tells). The next agent
+    #: need not know: its additional reports do no harm.
     lead_tells: dict[Name, int] = {}
     #: Tasks whose commit timer runs.
     paced: frozenset[Name] = frozenset()

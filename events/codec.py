@@ -24,7 +24,6 @@ import msgspec
 
 from events.envelope import Envelope, Recorded
 from events.schemas import FIRST, schema_of
-from events.seats import workers_in
 from events.tolerance import set_aside
 from events.upcast import NoStep, upcast
 from events.vocabulary import (
@@ -44,6 +43,7 @@ from events.vocabulary import (
     TaskSpec,
     TaskSubmitted,
     WorkerExited,
+    workers_in,
 )
 
 #: With its headers below NATS' own default limit of 1 MiB for a message.
@@ -198,9 +198,7 @@ def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[S
     match event:
         case PlanAdopted(assignments=assignments):
             return [run for assignment in assignments for run in assignment.nodes]
-        case MembershipDecided(told=broadcast):
-            return broadcast.seats if broadcast else ()
-        case MembershipPart(seats=seats):
+        case MembershipDecided(seats=seats) | MembershipPart(seats=seats):
             return seats
 
 

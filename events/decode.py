@@ -18,7 +18,6 @@ import msgpack  # type: ignore[import-untyped]
 
 from events.codec import MAX_EVENT_BYTES, BadEvent, read
 from events.envelope import Envelope
-from events.prose import summary
 
 HELP = "usage: python -m events.decode [--json] < BODY     e.g. --translate 'python -m events.decode'"
 
@@ -62,7 +61,7 @@ def _sentence(envelope: Envelope) -> str:
         timestamp = f"{envelope.observed_at_us}us"
     term = f" term {envelope.term}" if envelope.term else ""
     cause = f" (because of {envelope.caused_by})" if envelope.caused_by else ""
-    return f"{timestamp} {envelope.event_id}{term} {kind}: {summary(envelope.event)}{cause}"
+    return f"{timestamp} {envelope.event_id}{term} {kind}: {envelope.event.sentence()}{cause}"
 
 
 def _json(body: bytes) -> str:

@@ -20,24 +20,23 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, get_args
 
 from events.codec import BadEvent, decode, encode
 from events.envelope import Entry, Envelope, Recorded
 from events.vocabulary import (
+    AnyDecision,
     AnyEvent,
+    BroadcastDecision,
     Command,
     CoordinatorStarted,
     Heartbeat,
-    MembershipDecided,
-    MembershipPart,
-    PeersDecided,
 )
 
 #: The largest batch that can be written atomically (the limit of NATS).
 MAX_BATCH = 1000
 #: Decisions that are broadcast: the nodes of a task read them themselves.
-BROADCAST_TYPES = (MembershipPart, MembershipDecided, PeersDecided)
+BROADCAST_TYPES = tuple(kind for kind in get_args(AnyDecision) if issubclass(kind, BroadcastDecision))
 
 
 class LogError(Exception):
@@ -142,7 +141,7 @@ def is_in_feed(event: AnyEvent, node: str, tasks: Collection[str]) -> bool:
     """Say whether the feed of `node`, which follows `tasks`, contains the event."""
     if isinstance(event, Command):
         return event.node == node
-    return isinstance(event, BROADCAST_TYPES) and event.task in tasks
+    return isinstance(event, BroadcastDecision) and event.task in tasks
 
 
 def encode_batch(envelopes: Sequence[Envelope]) -> list[bytes]:

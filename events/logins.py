@@ -52,7 +52,7 @@ _CACHE = f"OBJ_{CACHE_BUCKET}"
 #: Which head leads (lease.py).
 HEADS_BUCKET = "UNICRON_HEADS"
 _HEADS = f"KV_{HEADS_BUCKET}"
-#: A user's public nkey, as `events/vocabulary.py` has it.
+#: A user's public nkey, as `events/vocabulary` has it.
 KEY_PATTERN = r"^U[A-Z2-7]{55}\Z"
 
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from events.envelope import Entry
+from events.times import EPOCH
 
 SECOND_US = 1_000_000
 _UNITS_US = {"ms": 1000, "s": SECOND_US, "m": 60 * SECOND_US, "h": 3600 * SECOND_US, "d": 86400 * SECOND_US}
 _SPAN = re.compile(r"-?(?P<number>[0-9]{1,12}(?:\.[0-9]{1,6})?)(?P<unit>ms|s|m|h|d)", re.ASCII)
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 POINT_SYNTAX = (
     "a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span before the log's end (-10m)"
 )
@@ -76,18 +76,3 @@ def parse_point(text: str) -> Point | BeforeEnd:
     if time.tzinfo is None:
         raise ValueError(f"{text!r} has no time zone; append Z or an offset like +02:00")
     return AtTime((time - EPOCH) // timedelta(microseconds=1))
-
-
-def format_time(time_us: int) -> str:
-    """Format microseconds since the epoch as RFC 3339 in UTC; as the bare number where no calendar reaches."""
-    try:
-        time = EPOCH + timedelta(microseconds=time_us)
-    except OverflowError:
-        return f"{time_us} us"
-    return time.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def to_the_second(time_us: int) -> str:
-    """Format the time without the fraction: for times that people have given."""
-    text = format_time(time_us)
-    return f"{text.partition('.')[0]}Z" if text.endswith("Z") else text

@@ -2,11 +2,11 @@
 
 Rules
 -----
-* Schema 1 is what the first release wrote; its readers refuse what they do not know, whole events at a time. So a
-  message says the lowest number that holds all that it says (`schema_of`), and nearly all of them say 1.
-* A new type, field or value of a `Literal` stands here under the number of the schema that brought it. A younger field
-  has a default and is left out of the bytes at that (`fields.py`); a younger value names the older one that stands for
-  it.
+* The readers of a schema refuse what they do not know, whole events at a time. So a message says the lowest number that
+  holds all that it says (`schema_of`).
+* What is younger than schema 1 says so where it stands: a type by its `since`, a field or a value of a `Literal` by
+  `Since` in its annotation (`fields.py`). A younger field has a default and is left out of the bytes at that; a younger
+  value names the older one that stands for it.
 * `lowered` gives the form that a reader of an older schema can read: younger fields at their defaults, younger values
   replaced, or None for a type that it does not know. A writer asks what its reader reads; no other part need know.
 * Names here are never taken away: logs hold them.
@@ -22,116 +22,14 @@ import typing
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import inspect
 
-from events import vocabulary
+from events.fields import Since
 from events.vocabulary import Event
 
 #: The newest schema: what this version reads, and writes to readers of it.
-SCHEMA = 4
+SCHEMA = 1
 #: What every reader reads.
 FIRST = 1
-
-#: schema -> the event types that came with it.
-TYPES: dict[int, tuple[str, ...]] = {
-    2: (
-        "CheckNode",
-        "EntrySkipped",
-        "NodeChecked",
-        "PeersRemembered",
-        "RepairEnded",
-        "StopAsked",
-        "StragglerObserved",
-        "StragglerRecovered",
-        "WorkerBusy",
-        "WorkerWaits",
-    ),
-    3: ("MembershipPart", "PeersDecided", "StartWorkers"),
-    4: (
-        "DrainBegun",
-        "ForgetRequested",
-        "LeaveCluster",
-        "MachineReported",
-        "MaintenanceCancelled",
-        "MaintenancePlanned",
-        "NodeEnrolled",
-        "NodeForgotten",
-        "NodeLeaving",
-        "NodeRevoked",
-        "SaveFailed",
-    ),
-}
-#: schema -> struct -> the fields that came to it.
-FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {
-        "AcceleratorReported": ("needs",),
-        "CommandFailed": ("reads",),
-        "ErrorReported": ("lost",),
-        "Fault": ("spared",),
-        "Heartbeat": ("kept_back", "kept_back_us"),
-        "TaskSpec": ("start_timeout_s",),
-        "HangSuspected": ("busy", "told"),
-        "SetMembership": ("stop",),
-    },
-    3: {
-        "MembershipDecided": ("told",),
-        "TaskAssignment": ("nodes", "replica_workers"),
-    },
-    4: {
-        "AcceleratorReported": ("foretells",),
-        "CheckNode": ("agent_boot",),
-        "CoordinatorStarted": ("taken_us",),
-        "DropState": ("agent_boot",),
-        "Heartbeat": ("read_seq",),
-        "InjectionRequested": ("by",),
-        "LayoutSpec": ("ep", "micro_batch", "vpp"),
-        "ModelSpec": ("precision",),
-        "NodeCordoned": ("address", "agent_boot", "by", "empty_by_us", "until_return"),
-        "NodeJoined": ("gpu", "since_boot", "users"),
-        "NodeUncordoned": ("address", "agent_boot", "by"),
-        "PlanAdopted": ("healthy_gpus",),
-        "ReshapeRequested": ("by", "ep", "iterations", "lr", "micro_batch", "vpp"),
-        "SetMembership": ("agent_boot",),
-        "SetPeers": ("agent_boot",),
-        "StartWorker": ("agent_boot",),
-        "StartWorkers": ("agent_boot",),
-        "StepCommitted": ("checksums",),
-        "StopWorker": ("agent_boot",),
-        "TaskCancelled": ("by",),
-        "TaskAssignment": ("ep", "micro_batch", "pp", "tp", "vpp"),
-        "TaskReshaped": ("ep", "iterations", "lr", "micro_batch", "plan", "vpp"),
-        "TaskSpec": ("ep", "gpus", "layouts", "preload", "run_as", "secrets", "vpp"),
-        "TaskSubmitted": ("by",),
-        "ToldOnce": ("lead_tells",),
-        "TransitionCompleted": ("micro_batches_lost",),
-        "WorkerExited": ("computed", "iteration"),
-        "WorkerRegrouped": ("others_dealt",),
-    },
-}
-#: schema -> alias of a Literal in the vocabulary -> its new values, each with the older one that stands for it.
-VALUES: dict[int, dict[str, dict[str, str]]] = {
-    2: {
-        "Phase": {"busy": "unknown", "done": "unknown"},
-        "ErrorKind": {"left_early": "process_exit"},
-    },
-}
-
-#: From here on nodes read a task's memberships from the decisions themselves, and are told of them by no command.
-TOLD_ONCE = 3
-#: From here on the lead's word that a group has met stands for all members that keep their state.
-LEAD_TELLS = 4
-#: From here on the built-in GPT can have 16-bit parameters; older agents' workers would train in fp32.
-BF16 = 4
-#: From here on a plan may choose a task's layout, and vpp and ep are the task's own.
-CHOOSES_LAYOUTS = 4
-#: From here on nodes may say what type of GPU they have, and plans keep the types apart.
-GPU_TYPES = 4
-#: From here on a request says whose token came with it.
-NAMES_WHO_ASKS = 4
-#: From here on a task may name the user that it runs as, and its variables are looked at.
-TASK_USERS = 4
-#: What is never left out: an agent that does not know it must refuse the command, not obey the rest.
-KEPT = {"TaskSpec": ("run_as",)}
 
 E = TypeVar("E", bound=Event)
 V = TypeVar("V", bound=msgspec.Struct)
@@ -141,7 +39,7 @@ _SPOKEN = re.compile(r"\bschema([1-9][0-9]{0,5})\b")
 def told_version(version: str, schema: int) -> str:
     """`version` with the schema that its owner reads, as `NodeJoined` and `CoordinatorStarted` carry it.
 
-    The text is free, so that readers of schema 1 take it too.
+    The text is free: readers of every schema take it.
     """
     return f"{version}{'.' if '+' in version else '+'}schema{schema}"
 
@@ -194,9 +92,9 @@ def readable(kind: type[Event], schema: int) -> bool:
     return since(kind) <= schema
 
 
-def since(kind: type[Event]) -> int:
+def since(kind: type[msgspec.Struct]) -> int:
     """The schema that brought the type."""
-    return next((schema for schema, names in TYPES.items() if kind.__name__ in names), FIRST)
+    return getattr(kind, "since", FIRST)
 
 
 class _Field(NamedTuple):
@@ -204,52 +102,34 @@ class _Field(NamedTuple):
 
     name: str
     since: int
+    kept: bool
     default: Any
     values: dict[str, tuple[int, str]]
     is_nested: bool
 
 
 @functools.cache
-def _watched(kind: type) -> tuple[_Field, ...]:
+def _watched(kind: type[msgspec.Struct]) -> tuple[_Field, ...]:
     """The fields of a struct that can make it need more than FIRST."""
     found = []
-    info = typing.cast(inspect.StructType, inspect.type_info(kind))
-    for field in info.fields:
-        since = next((n for n, structs in FIELDS.items() if field.name in structs.get(kind.__name__, ())), FIRST)
-        values: dict[str, tuple[int, str]] = {}
-        nested = False
-        for part in _parts(field.type):
-            if isinstance(part, inspect.LiteralType):
-                values.update(_young_values(part))
-            elif isinstance(part, inspect.StructType):
-                nested = nested or bool(_watched(part.cls))
-        if since > FIRST or values or nested:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        parts = _parts(hints[field.name])
+        marks = [part for part in parts if isinstance(part, Since)]
+        values = {young: (mark.schema, older) for mark in marks for young, older in mark.instead}
+        whole = [mark for mark in marks if not mark.instead]
+        nested = any(_watched(part) for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct))
+        if marks or nested:
             default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-            found.append(_Field(field.name, since, default, values, nested))
+            younger, kept = max([mark.schema for mark in whole], default=FIRST), any(mark.kept for mark in whole)
+            found.append(_Field(field.name, younger, kept, default, values, nested))
     return tuple(found)
 
 
-def _young_values(literal: inspect.LiteralType) -> dict[str, tuple[int, str]]:
-    return {
-        value: (schema, older)
-        for schema, aliases in VALUES.items()
-        for alias, values in aliases.items()
-        if set(typing.get_args(getattr(vocabulary, alias))) == set(literal.values)
-        for value, older in values.items()
-    }
-
-
-def _parts(info: inspect.Type) -> list[inspect.Type]:
-    """The type and, of tuples, dicts and unions, what they are made of."""
-    match info:
-        case inspect.UnionType():
-            return [part for kind in info.types for part in _parts(kind)]
-        case inspect.VarTupleType():
-            return _parts(info.item_type)
-        case inspect.DictType():
-            return _parts(info.key_type) + _parts(info.value_type)
-        case _:
-            return [info]
+def _parts(hint: Any) -> list[Any]:
+    """The type, what it is made of, and the marks on them."""
+    marks = list(getattr(hint, "__metadata__", ()))
+    return [hint, *marks, *(part for each in typing.get_args(hint) for part in _parts(each))]
 
 
 def _needs(value: Any) -> int:
@@ -281,7 +161,7 @@ def _lower(value: Any, schema: int) -> Any:
         changes = {}
         for field in _watched(type(value)):
             held = getattr(value, field.name)
-            if field.since > schema and field.name not in KEPT.get(type(value).__name__, ()):
+            if field.since > schema and not field.kept:
                 held = field.default
             if field.is_nested:
                 held = _lower(held, schema)

@@ -27,6 +27,7 @@ from events.vocabulary import (
     SERIAL_MAX,
     WORKERS_MAX,
     Member,
+    MembershipDecided,
     MembershipPart,
     Name,
     NodeRun,
@@ -34,7 +35,7 @@ from events.vocabulary import (
     StartWorker,
     StartWorkers,
     TaskAssignment,
-    ToldOnce,
+    workers_in,
 )
 
 #: A run's `count` is at most this (vocabulary.Slots).
@@ -93,11 +94,6 @@ def joiners_of(task: str, runs: Iterable[SeatRun]) -> tuple[str, ...]:
     return tuple([f"{task}.{run.number + i}" for run in runs if run.joins for i in range(run.count)])
 
 
-def workers_in(runs: Iterable[SeatRun | NodeRun]) -> int:
-    """Count the workers in the runs."""
-    return sum([run.count for run in runs])
-
-
 def cut(runs: Sequence[SeatRun], part_bytes: int) -> list[tuple[SeatRun, ...]]:
     """Split the runs into parts of at most `part_bytes` (or of one run); at least one part."""
     parts: list[tuple[SeatRun, ...]] = []
@@ -137,16 +133,16 @@ def add_part(telling: PartialMembership | None, part: MembershipPart, term: int)
 
 
 def broadcast_seats(
-    telling: PartialMembership | None, broadcast: ToldOnce, generation: int, term: int
+    telling: PartialMembership | None, decided: MembershipDecided, term: int
 ) -> tuple[SeatRun, ...] | None:
-    """Return all seats of the membership of `generation` that `broadcast`, of `term`, completes after the parts so far.
+    """Return all seats of the membership that `decided`, of `term`, completes after the parts so far.
 
     None: it is torn, or holds impossible numbers.
     """
-    seats, size = broadcast.seats, broadcast.size
-    if broadcast.parts:
+    seats, size = decided.seats, decided.size
+    if decided.parts:
         received = (telling.term, telling.generation, telling.parts) if telling else None
-        if telling is None or received != (term, generation, broadcast.parts):
+        if telling is None or received != (term, decided.generation, decided.parts):
             return None
         seats = telling.seats + seats
     fits = workers_in(seats) <= WORKERS_MAX and all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
@@ -10,7 +9,6 @@ from events import vocabulary as v
 from events.envelope import Entry, Quarantined
 
 QUARANTINED = "Quarantined"
-_ORDERED_FAULTS = (v.InjectionRequested, v.InjectFault)
 TYPE_NAMES: tuple[str, ...] = (*sorted(kind.__name__ for kind in get_args(v.AnyEvent)), QUARANTINED)
 
 
@@ -29,47 +27,6 @@ class Selection:
         event = entry.envelope.event
         if self.types and type(event).__name__ not in self.types:
             return False
-        if self.node and self.node not in nodes_of(event):
+        if self.node and self.node not in event.nodes_named():
             return False
-        return not self.task or self.task in tasks_of(event)
-
-
-def nodes_of(event: v.AnyEvent) -> Iterator[str]:
-    """Yield the nodes that an event names."""
-    if isinstance(event, v.PlanAdopted):
-        for assignment in event.assignments:
-            for replica in assignment.replicas:
-                yield from replica
-            for node_run in assignment.nodes:
-                yield node_run.node
-        return
-    if isinstance(event, v.MembershipDecided | v.SetMembership):
-        for member in event.members:
-            yield member.node
-    broadcast = event if isinstance(event, v.MembershipPart) else getattr(event, "told", None)
-    for run in broadcast.seats if isinstance(broadcast, v.MembershipPart | v.ToldOnce) else ():
-        yield run.node
-    node = getattr(event, "node", None)
-    if node is not None:
-        yield node
-
-
-def tasks_of(event: v.AnyEvent) -> Iterator[str]:
-    """Yield the tasks that an event names."""
-    if isinstance(event, v.PlanAdopted):
-        for assignment in event.assignments:
-            yield assignment.task
-    elif isinstance(event, v.NodeJoined):
-        for running_worker in event.workers:
-            yield running_worker.task
-    elif isinstance(event, v.TaskSubmitted | v.StartWorker | v.StartWorkers):
-        yield event.spec.name
-    else:
-        task = getattr(event, "task", None)
-        if task is not None:
-            yield task
-            return
-        # A fault that was ordered for a worker, and an accelerator that one runs on.
-        worker = event.fault.worker if isinstance(event, _ORDERED_FAULTS) else getattr(event, "worker", "")
-        if worker:
-            yield worker.rpartition(".")[0]
+        return not self.task or self.task in event.tasks_named()

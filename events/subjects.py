@@ -22,7 +22,6 @@ from collections.abc import Collection
 from events.codec import COORDINATOR, BadEvent, read
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.log import BROADCAST_TYPES
-from events.prose import summary
 from events.vocabulary import (
     Command,
     CoordinatorStarted,
@@ -117,7 +116,7 @@ def headers(envelope: Envelope, message_id: str = "") -> dict[str, str]:
         "Unicron-Node": getattr(event, "node", ""),
         "Unicron-Task": getattr(event, "task", "") or (spec.name if spec else ""),
         "Unicron-Worker": getattr(event, "worker", ""),
-        "Unicron-Summary": _plain(summary(event)),
+        "Unicron-Summary": _plain(event.sentence()),
     }
     return {header: value for header, value in fields.items() if value}
 

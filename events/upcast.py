@@ -24,8 +24,8 @@ from events.schemas import SCHEMA
 Message: TypeAlias = dict[str, Any]
 Step: TypeAlias = Callable[[Message], Message]
 
-#: Schema number -> the step to the next. Schemas 2 to 4 only added.
-STEPS: dict[int, Step] = {1: lambda message: message, 2: lambda message: message, 3: lambda message: message}
+#: Schema number -> the step to the next.
+STEPS: dict[int, Step] = {}
 
 
 class _Numbered(msgspec.Struct):

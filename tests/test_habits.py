@@ -11,7 +11,6 @@ FILE_LINES_MAX = 450
 
 #: File, or "file:function", and why it may be longer.
 EXCEPTIONS = {
-    "events/vocabulary.py": "all events at one place: the log's format, to be read and reviewed as one",
     "replay/simulation/invariants.py": "all rules at one place: a table, and one small function for each",
     "agents/daemon.py": "the one holder of sockets, clocks and signals, behind all ports of shell.py",
     "unicrond/core/planning/kernel_numba.py:useful": "one loop: numba compiles it as one, calls in it cost time",

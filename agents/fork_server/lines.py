@@ -13,7 +13,6 @@ from agents.protocol import line
 from agents.protocol.framing import frame
 from agents.protocol.messages import Connected
 from agents.protocol.peers import agent_schema
-from events.schemas import TASK_USERS
 
 #: A worker waits longer than this between two tries; one that asks more often gets no connection each time.
 _PAUSE_S = 0.005
@@ -66,8 +65,7 @@ class Lines:
         connection.setblocking(False)
         try:
             connection.connect(self._agent_socket)
-            if agent_schema(self._agent_socket) >= TASK_USERS:  # an older one would not understand it
-                connection.send(frame(owner))
+            connection.send(frame(owner))
         except OSError:  # no agent, or one with more connections waiting than it takes
             connection.close()
             return None

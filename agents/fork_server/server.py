@@ -53,7 +53,7 @@ from agents.protocol.messages import (
     Spawn,
     ToForkServer,
 )
-from agents.protocol.peers import agent_schema, greeting_of
+from agents.protocol.peers import agent_schema, plain
 from agents.protocol.sum_order import Sum
 from events.schemas import SCHEMA
 
@@ -170,7 +170,7 @@ class ForkServer:
             schema=SCHEMA,
             separates=self._separates,
         )
-        yield greeting_of(inventory, agent_schema(self._agent_socket))
+        yield plain(inventory, agent_schema(self._agent_socket))
 
     def _handle(self, message: ToForkServer) -> None:
         match message:

@@ -6,20 +6,10 @@ from msgspec.structs import replace
 
 from agents.handling.turn import Transition, newest_of
 from agents.protocol.messages import Membership, Regrouped
-from agents.state import MAX_TASKS, PendingCommand, TellWorker, WorkerRecord
+from agents.state import MAX_TASKS, TellWorker, WorkerRecord
 from events.roster import place_of
 from events.seats import PartialMembership, add_part, broadcast_seats, joiners_of, members_of
-from events.vocabulary import Member, MembershipDecided, MembershipPart, SetMembership, ToldOnce
-
-
-def set_membership(transition: Transition, command: SetMembership, order: PendingCommand, warrant: str = "") -> None:
-    """Store the membership and send it to the task's workers; one older than the known is refused."""
-    newest = transition.memory.memberships.get(command.task)
-    if newest and command.generation < newest.generation:
-        transition.answer(order, f"old generation {command.generation}: {newest.generation} is already known")
-        return
-    _keep(transition, command, command, command.members, command.joiners, warrant)
-    transition.answer(order)
+from events.vocabulary import Member, MembershipDecided, MembershipPart, SeatRun
 
 
 def take_part(transition: Transition, part: MembershipPart, term: int) -> None:
@@ -28,28 +18,15 @@ def take_part(transition: Transition, part: MembershipPart, term: int) -> None:
 
 
 def decided(transition: Transition, event: MembershipDecided, term: int, warrant: str = "") -> None:
-    """Store the membership and send it to the task's workers.
-
-    An older one changes nothing, nor an incomplete one, nor one that commands bring.
-    """
-    broadcast = event.told
-    if broadcast is None:
-        return
-    seats = broadcast_seats(transition.memory.tellings.get(event.task), broadcast, event.generation, term)
+    """Store the membership and send it to the task's workers. An older one changes nothing, nor an incomplete one."""
+    seats = broadcast_seats(transition.memory.tellings.get(event.task), event, term)
     _keep_telling(transition, event.task, None)
     newest = transition.memory.memberships.get(event.task)
     if seats is None or (newest and event.generation <= newest.generation):
         return
-    generations = {**transition.state.lead_tells, event.task: event.generation if broadcast.lead_tells else 0}
+    generations = {**transition.state.lead_tells, event.task: event.generation if event.lead_tells else 0}
     transition.state = replace(transition.state, lead_tells=newest_of(generations, MAX_TASKS))
-    _keep(
-        transition,
-        event,
-        broadcast,
-        members_of(event.task, seats, broadcast.size),
-        joiners_of(event.task, seats),
-        warrant,
-    )
+    _keep(transition, event, seats, warrant)
 
 
 def to_report(transition: Transition, record: WorkerRecord, report: Regrouped) -> Regrouped | None:
@@ -66,28 +43,22 @@ def to_report(transition: Transition, record: WorkerRecord, report: Regrouped) -
     return None if keeps_state else replace(report, others_dealt=0)
 
 
-def _keep(
-    transition: Transition,
-    source: SetMembership | MembershipDecided,
-    details: SetMembership | ToldOnce,
-    members: tuple[Member, ...],
-    joiners: tuple[str, ...],
-    warrant: str,
-) -> None:
+def _keep(transition: Transition, event: MembershipDecided, seats: tuple[SeatRun, ...], warrant: str) -> None:
+    members = members_of(event.task, seats, event.size)
     membership = Membership(
-        generation=source.generation,
+        generation=event.generation,
         members=members,
-        joiners=joiners,
-        urgent=source.urgent,
-        store=source.store,
-        peers=details.peers,
-        mtbf_us=details.mtbf_us,
-        handover=details.handover,
-        stop=details.stop,
-        warrant=_warrant_here(transition, source.task, members, warrant),
+        joiners=joiners_of(event.task, seats),
+        urgent=event.urgent,
+        store=event.store,
+        peers=event.peers,
+        mtbf_us=event.mtbf_us,
+        handover=event.handover,
+        stop=event.stop,
+        warrant=_warrant_here(transition, event.task, members, warrant),
     )
-    rest = {task: m for task, m in transition.memory.memberships.items() if task != source.task}
-    transition.remember(memberships=newest_of({**rest, source.task: membership}, MAX_TASKS))
+    rest = {task: m for task, m in transition.memory.memberships.items() if task != event.task}
+    transition.remember(memberships=newest_of({**rest, event.task: membership}, MAX_TASKS))
     for worker in sorted(transition.memory.workers):
         tell_membership(transition, transition.memory.workers[worker])
 

@@ -21,8 +21,6 @@ from events.vocabulary import (
     MembershipPart,
     NodeChecked,
     PeersDecided,
-    SetMembership,
-    SetPeers,
     StartWorker,
     StartWorkers,
     StopWorker,
@@ -69,17 +67,12 @@ def commanded(transition: Transition, delivery: Commanded) -> None:  # noqa: C90
             starting.start(transition, command, order)
         case StopWorker():
             stopping.stop_commanded(transition, command, order)
-        case SetMembership():
-            memberships.set_membership(transition, command, order, delivery.warrant)
         case InjectFault(fault=fault):
             inject(transition, fault, order)
         case CheckNode():
             check(transition, command, order)
         case LeaveCluster():
             leave(transition, command, order)
-        case SetPeers(task=task, peers=peers):
-            kept_states.set_peers(transition, task, peers)
-            transition.answer(order)
         case DropState(task=task):
             kept_states.drop_state(transition, task, order)
         case _ as never:

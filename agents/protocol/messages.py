@@ -276,7 +276,7 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
 class Membership(WireMessage, frozen=True, kw_only=True):
     """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
-    `peers`, `mtbf_us`, `handover`, `stop`: see events.vocabulary.SetMembership. `passes`: None: states travel in clear.
+    `passes`: None: states travel in clear.
     `warrant`: only between the agents of a run directory: that of the newest membership with this node, with its place
     there (events/warrants.py); "": none.
     """

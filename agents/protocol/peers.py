@@ -1,8 +1,8 @@
 """Adapts messages between processes of different versions on one node: agents come and go, workers stay.
 
-A younger process understands an older one, but those of schema 1 close the connection at an unknown message. So an
-agent leaves out of its messages to workers every later addition to the log's vocabulary (workers need none of them),
-a fork server names the schema that it reads, and both ask which schema their agent reads.
+A younger process understands an older one, which closes the connection at an unknown message. So an agent leaves out of
+its messages to workers every addition to the log's vocabulary since the first schema (workers need none of them), a
+fork server names the schema that it reads, and both ask which schema their agent reads.
 """
 
 from __future__ import annotations
@@ -12,58 +12,19 @@ from typing import TypeVar
 
 import msgspec
 
-from agents.protocol.flight import Flight
-from agents.protocol.messages import (
-    Busy,
-    Committed,
-    ErrorReport,
-    Inventory,
-    MembershipWait,
-    Regrouped,
-    SaveError,
-    StopRequest,
-    StragglerCleared,
-    StragglerReport,
-)
-from events.schemas import FIRST, LEAD_TELLS, SCHEMA, lowered_value, since
-from events.vocabulary import SaveFailed
+from events.schemas import FIRST, SCHEMA, lowered_value, since
 
 M = TypeVar("M", bound=msgspec.Struct)
-#: Messages of workers that came with schema 2.
-_SINCE_2 = (StragglerReport, StragglerCleared, Busy, MembershipWait, StopRequest)
-
-
-#: From this schema on agents understand a worker with a flight recorder.
-FLIGHT = 4
-#: From this schema on fork servers fork a process that sums with other nodes.
-SUMS = 4
 
 
 def plain(message: M, schema: int = FIRST) -> M:
-    """Return the message for a fork server that reads `schema`, or for a worker, which may be older than its agent."""
+    """Return the message for a process that reads `schema`, or for a worker, which may be older than its agent."""
     return lowered_value(message, schema)
-
-
-def greeting_of(inventory: Inventory, schema: int) -> Inventory:
-    """Return a fork server's inventory as an agent that reads `schema` can read it."""
-    return inventory if schema >= 2 else msgspec.structs.replace(inventory, schema=FIRST, separates=False)
 
 
 def message_for(schema: int, message: M) -> M | None:
     """Return a worker's message as an agent that reads `schema` can read it; None for one that it does not know."""
-    if isinstance(message, Regrouped) and schema < LEAD_TELLS:
-        return msgspec.structs.replace(message, others_dealt=0)
-    if isinstance(message, Committed) and schema < LEAD_TELLS:
-        return msgspec.structs.replace(message, checked=0, checksum=0, sums=0)
-    if isinstance(message, SaveError) and schema < since(SaveFailed):
-        return None
-    if isinstance(message, Flight) and schema < FLIGHT:
-        return None
-    if schema >= 2:
-        return message
-    if isinstance(message, _SINCE_2):
-        return None
-    return msgspec.structs.replace(message, lost=()) if isinstance(message, ErrorReport) and message.lost else message
+    return lowered_value(message, schema) if since(type(message)) <= schema else None
 
 
 def write_schema(run_dir: Path, boot: int) -> None:

@@ -8,9 +8,9 @@ from events.vocabulary import Text
 
 
 class Sum(WireMessage, frozen=True, kw_only=True):
-    """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). Only to a fork
-    server that reads `peers.SUMS`. `address`: this node's. `answer`: the Unix socket to which the process sends the
-    outcome. `gpu`: the one that NCCL sums on. `asked_s`: the time of the request, by the machine's monotonic clock."""
+    """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). `address`: this
+    node's. `answer`: the Unix socket to which the process sends the outcome. `gpu`: the one that NCCL sums on.
+    `asked_s`: the time of the request, by the machine's monotonic clock."""
 
     address: Text
     token: Token

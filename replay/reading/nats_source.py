@@ -24,7 +24,7 @@ from events.nats_log import NatsEventLog, decode_messages
 from events.nats_reader import StoredMessage, read_stream
 from events.nats_server import tls_of
 from events.nats_streams import IMPORTED, JetStreamError, api
-from events.point import EPOCH
+from events.times import EPOCH
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
 from replay.reading.reading_process import read_in_process
 from replay.reading.source import CHUNK_ENTRIES, LogChunk

@@ -5,7 +5,7 @@ It may be killed anywhere: before the memory is written, after it, between two a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,8 @@ from agents.state import (
     WorkerSaid,
 )
 from events.envelope import Recorded
-from events.schemas import FIRST, TOLD_ONCE, readable, schema_of, spoken_schema, told_version
-from events.vocabulary import Command, MemoryService, NodeLeaving
+from events.schemas import FIRST, schema_of, spoken_schema, told_version
+from events.vocabulary import MemoryService
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.network import Link, Pipe
@@ -210,10 +210,7 @@ class SimulatedAgent(Shell):
 
     def terminate(self, grace_s: float) -> None:
         """Handle SIGTERM: the node is drained, then the agent ends; the supervisor starts the next one."""
-        if readable(NodeLeaving, self.outbox.schema):
-            self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s / 2))
-        else:
-            self.feed(LeaveNow(reason="its agent was asked to end"))
+        self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s / 2))
 
     async def hand_over(self) -> None:
         """Handle SIGTERM where the next agent takes over: close the sums, send what the outbox holds, end."""
@@ -384,16 +381,9 @@ class _Readable(CommandEnd):
         super().__init__(server, link, node)
         self._schema = schema
 
-    async def follow(self, tasks: Collection[str]) -> None:
-        """Follow the tasks; an agent of an older schema leaves the filter unchanged. See CommandFeed."""
-        if self._schema >= TOLD_ONCE:
-            await super().follow(tasks)
-
     async def read(self) -> AsyncGenerator[Recorded, None]:
-        """Yield the entries; what the agent cannot read it skips in silence, as one of schema 1 does. See
-        CommandFeed."""
+        """Yield the entries; what the agent cannot read it skips in silence. See CommandFeed."""
         async with aclosing(super().read()) as entries:
             async for recorded in entries:
-                is_command = isinstance(recorded.envelope.event, Command)
-                if schema_of(recorded.envelope.event) <= self._schema and (is_command or self._schema >= TOLD_ONCE):
+                if schema_of(recorded.envelope.event) <= self._schema:
                     yield recorded

@@ -30,7 +30,7 @@ from unicrond.service.coordinator import Coordinator
 from unicrond.service.repairs import RepairOutcome
 
 #: The schemas that heads write.
-VERSIONS = (FIRST, 2, 3, SCHEMA, SCHEMA, SCHEMA)
+VERSIONS = (FIRST, SCHEMA, SCHEMA)
 _READMISSION = Readmission(timeout_s=4.0, repair_timeout_s=10.0)
 
 

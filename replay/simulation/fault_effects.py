@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from agents.state import AcceleratorSaw
 from events import vocabulary as v
 from events.codec import API_PRODUCER
-from events.schemas import readable
 from replay.simulation import people_effects
 from replay.simulation.edges import KINDS, STRANGER, Edges
 from replay.simulation.faults import FAULTY_UNTIL_S, SimulatedFault
@@ -138,7 +137,7 @@ def _end_agent(world: World, fault: SimulatedFault) -> None:
     that is left there gets SIGKILL. The next agent starts then; in another pod, with nothing of the one before."""
     for host in hosts_of(world, fault):
         agent = host.agent
-        if agent is None or not agent.alive or not readable(v.NodeLeaving, agent.schema):
+        if agent is None or not agent.alive:
             continue
         host.pod_ends = fault.how.endswith("pod")
         agent.terminate(_GRACE_S)

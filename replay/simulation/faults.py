@@ -54,7 +54,7 @@ FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_agent": (6, 0.0, ("", "before", "sent", "acknowledged", "memory", "action0", "action1"), 1),
     "restart_agent": (2, 0.0, (), 1),
     "end_agent": (4, 4.0, ("", "pod", "impatient", "impatient_pod"), 3),
-    "change_version": (3, 0.0, (str(FIRST), "2", str(SCHEMA)), 2),
+    "change_version": (3, 0.0, (str(FIRST), str(SCHEMA)), 2),
     "agent_away": (1, 20.0, (), 1),
     "second_agent": (3, 15.0, ("", "leaves", "cut"), 1),
     "crash_fork_server": (3, 0.0, (), 1),

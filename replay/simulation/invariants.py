@@ -14,7 +14,7 @@ from agents.trainer.sharded.parts import StatePart
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.schemas import CHOOSES_LAYOUTS, GPU_TYPES, schema_of, since
+from events.schemas import schema_of
 from events.seats import expand, starts
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.gpu_types import node_types
@@ -207,7 +207,7 @@ def plan_within_healthy_nodes(basis: ClusterState, plan: v.PlanAdopted) -> str:
 
 def types_stay_apart(basis: ClusterState, plan: v.PlanAdopted) -> str:
     """Check a plan. `basis`: the state that it was decided in."""
-    if basis.schema < GPU_TYPES or not node_types(basis.nodes.values())[1]:
+    if not node_types(basis.nodes.values())[1]:
         return ""
     for assignment in map(expand, plan.assignments):
         types = sorted({basis.nodes[node].gpu for nodes in assignment.replicas for node in nodes})
@@ -264,8 +264,8 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
     previous = before.nodes.get(node)
     if previous is None or previous.isolation is None or previous.isolation.cause != "hardware" or "person" in cleared:
         return ""
-    if not before.check_limit_us or previous.schema < since(v.CheckNode):
-        return ""  # an old head or an old agent knows no checks
+    if not before.check_limit_us:
+        return ""  # the head has no checks
     if previous.needs in ("reboot", "replace", "other") and "repair" not in cleared:
         return f"{node} is readmitted, which needs {previous.needs}, and no operator has been there"
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {previous.reason}"
@@ -432,9 +432,8 @@ def _has_room(state: ClusterState, task: Task) -> bool:
     for assignment in state.plan.assignments.values():
         free.subtract(node for nodes in assignment.replicas for node in nodes)
     slots = {name: max(0, count) for name, count in free.items()}
-    types = node_types(state.nodes.values())[1] if state.schema >= GPU_TYPES else {}
-    shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [task.spec.shape]
-    for shape in shapes:
+    types = node_types(state.nodes.values())[1]
+    for shape in layouts_of(task.spec):
         replicas = -(-task.spec.min_workers // shape.workers)
         within = replicas * shape.workers <= task.spec.max_workers
         for gpu in sorted(set(types.values())) or [""]:

@@ -27,7 +27,7 @@ from unicrond.core.policy import PART_BYTES, Policy
 
 HEARTBEAT_S = 1.0
 #: The schemas that agents read.
-VERSIONS = (FIRST, 2, SCHEMA, SCHEMA)
+VERSIONS = (FIRST, SCHEMA, SCHEMA)
 #: The share of clusters with two heads and a lease.
 LEASED = 0.25
 _LEASE_S = 12.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from events.envelope import Entry, Quarantined
-from events.point import format_time
-from events.prose import summary
+from events.times import format_time
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest, to_json
 from unicrond.display.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table
@@ -20,7 +19,7 @@ def entry_line(entry: Entry) -> str:
     if isinstance(entry, Quarantined):
         sentence = f"quarantined, {entry.size_bytes} bytes on {entry.subject or 'an unknown subject'}: {entry.reason}"
     else:
-        sentence = summary(entry.envelope.event)
+        sentence = entry.envelope.event.sentence()
     return f"{format_time(entry.recorded_at_us)} {entry.seq:>7} {clean(sentence)}"
 
 

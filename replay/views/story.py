@@ -19,10 +19,8 @@ from typing import NamedTuple
 
 from events import vocabulary as v
 from events.envelope import Entry, Recorded
-from events.point import EPOCH, format_time
-from events.prose import summary
+from events.times import EPOCH, format_time
 from events.seats import expand
-from events.selection import nodes_of, tasks_of
 from unicrond.core.fold import fold
 from unicrond.core.state import ClusterState, Incident
 from unicrond.display.tables import clean
@@ -152,7 +150,7 @@ class Story:
             return
         if isinstance(event, v.CommandApplied):
             return
-        self._flush_steps(tasks_of(event))
+        self._flush_steps(event.tasks_named())
         self._append_line(entry, self._remark(entry, before))
 
     def page(self) -> str:
@@ -180,7 +178,7 @@ class Story:
             if isinstance(event, v.TransitionCompleted):
                 life = self._index.incidents.get(event.incident)
                 return life is not None and name in life.incident.generations
-            return name in tasks_of(event) and not isinstance(event, v.SetMembership)
+            return name in event.tasks_named()
         if kind == "plan":
             return self._belongs_to_plan(entry, int(name))
         return self._belongs_to_incident(entry)
@@ -197,7 +195,7 @@ class Story:
         if self._state.plan.epoch != epoch:
             return False
         if isinstance(event, v.Command):
-            return event.epoch == epoch and not isinstance(event, v.SetMembership)
+            return event.epoch == epoch
         return isinstance(
             event,
             v.MembershipDecided | v.WorkerReady | v.WorkerParked | v.WorkerRegrouped | v.TransitionCompleted
@@ -216,11 +214,9 @@ class Story:
             return any(word in subject for word in (*life.names, *incident.tasks, incident.node) if word)
         if isinstance(event, v.PlanAdopted | v.CoordinatorStarted):
             return True
-        if isinstance(event, v.SetMembership):
-            return False
         if incident.node and getattr(event, "node", None) == incident.node and not isinstance(event, v.StepCommitted):
             return True
-        return any(task in incident.generations for task in tasks_of(event))
+        return any(task in incident.generations for task in event.tasks_named())
 
     # --- how they are shown ------------------------------------------------------------------
 
@@ -242,7 +238,7 @@ class Story:
                 if incident.resumed_us and not old.resumed_us:
                     return f" -> training continues, incident {name} is healed"
         if isinstance(event, v.MembershipDecided):
-            nodes = [node for node in dict.fromkeys(nodes_of(event)) if node]
+            nodes = [node for node in dict.fromkeys(event.nodes_named()) if node]
             because = f", because of incident {event.incident}" if event.incident else ""
             return f" (sent to {', '.join(nodes)}{because})" if nodes else because
         return ""
@@ -253,7 +249,7 @@ class Story:
         if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._basis:
             self._basis = basis
             self._lines.append(f"  The coordinator, having read everything up to entry {envelope.based_on}:")
-        self._lines.append(f"  {_clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(summary(event))}{remark}")
+        self._lines.append(f"  {_clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(event.sentence())}{remark}")
 
     def _add_steps(self, event: v.StepCommitted) -> None:
         steps = self._steps.get(event.task)

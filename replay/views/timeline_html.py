@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from events.point import format_time
+from events.times import format_time
 from replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
 from replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from events.point import format_time
+from events.times import format_time
 from replay.views.timeline import (
     NODE_IDLE,
     NODE_ISOLATED,

@@ -28,7 +28,6 @@ import msgspec
 
 from events import vocabulary as v
 from events.envelope import Entry, Recorded
-from events.prose import summary
 from events.schemas import spoken_schema, told_version
 from replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.core.admission import from_the_future, is_repetition
@@ -252,21 +251,21 @@ class Verifier:
                 raise Divergence(
                     entry.seq,
                     based_on,
-                    [summary(event)],
+                    [event.sentence()],
                     ["no such deadline existed; these did: " + (", ".join(sorted(open_deadlines)) or "none")],
                 )
             self.findings.deadlines += 1
             return
         if isinstance(event, v.RepairEnded):
-            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: by an operator's command")
+            self.findings.unverifiable.append(f"entry {entry.seq}, {event.sentence()}: by an operator's command")
             return
         try:
             contradiction = self._beats.contradiction(event, entry.recorded_at_us, self._state)
         except Unverifiable as error:
-            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: {error}")
+            self.findings.unverifiable.append(f"entry {entry.seq}, {event.sentence()}: {error}")
             return
         if contradiction:
-            raise Divergence(entry.seq, based_on, [summary(event)], [contradiction])
+            raise Divergence(entry.seq, based_on, [event.sentence()], [contradiction])
         self.findings.node_verdicts += 1
 
     def _deadline_ids(self, state: ClusterState) -> set[str]:
@@ -316,4 +315,4 @@ def _change(before: Settings | None, now: Settings) -> str:
 
 
 def _sentences(events: Sequence[v.AnyEvent]) -> list[str]:
-    return [f"{type(event).__name__}: {summary(event)}" for event in events]
+    return [f"{type(event).__name__}: {event.sentence()}" for event in events]

@@ -9,7 +9,6 @@ from typing import Any
 
 from events.command_line import UsageError
 from events.envelope import Entry
-from events.prose import summary
 from events.vocabulary import AnyEvent, PlanAdopted
 from replay.reading.opening import as_json, open_source, require_reached, resolve, say
 from replay.reading.progress import with_bar
@@ -78,7 +77,7 @@ def _json(state: ClusterState, without: WhatIfOutcome, with_changes: WhatIfOutco
         "waf_with": sum(after.values()),
         "reason_without": _reason(without),
         "reason_with": _reason(with_changes),
-        "decisions_with": [summary(event) for event in with_changes.decisions],
+        "decisions_with": [event.sentence() for event in with_changes.decisions],
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from agents import core
 from agents.agent_config import AgentConfig
@@ -61,13 +62,11 @@ from events.vocabulary import (
     MembershipPart,
     Observation,
     SeatRun,
-    SetMembership,
     StartWorker,
     StepCommitted,
     StopWorker,
     StoreAddress,
     TaskSpec,
-    ToldOnce,
 )
 
 NODE = "n1"
@@ -97,20 +96,9 @@ def stop(worker: str, number: int, *, term: int = 1, epoch: int = 1) -> StopWork
     return StopWorker(command_id=command_id, node=NODE, epoch=epoch, task=task, worker=worker, reason="test")
 
 
-def membership(
-    task: str, generation: int, workers: list[str], number: int, *, term: int = 1, epoch: int = 1, urgent: bool = False
-) -> SetMembership:
-    return SetMembership(
-        command_id=f"{term}.{epoch}.{NODE}.{number}",
-        node=NODE,
-        epoch=epoch,
-        task=task,
-        generation=generation,
-        members=tuple(Member(worker=w, node=NODE, replica=i, shard=0) for i, w in enumerate(workers)),
-        joiners=(),
-        urgent=urgent,
-        store=STORE,
-    )
+def membership(task: str, generation: int, workers: list[str], *, urgent: bool = False) -> MembershipDecided:
+    """One without anything special."""
+    return replace(decision(task, generation, workers), urgent=urgent, handover=False, stop="", mtbf_us=0)
 
 
 def seats(workers: list[str], joiners: list[str], first: int = 0) -> tuple[SeatRun, ...]:
@@ -130,11 +118,12 @@ def decision(
     *,
     joiners: list[str] | None = None,
     parts: int = 0,
-    is_told: bool = True,
     lead_tells: bool = False,
 ) -> MembershipDecided:
-    """A membership that is told once."""
-    told = ToldOnce(
+    """A membership, with this node's workers as its members."""
+    return MembershipDecided(
+        task=task,
+        generation=generation,
         size=1,
         seats=seats(workers, joiners or []),
         parts=parts,
@@ -143,17 +132,10 @@ def decision(
         handover=True,
         stop="enough",
         lead_tells=lead_tells,
-    )
-    return MembershipDecided(
-        task=task,
-        generation=generation,
-        members=(),
-        joiners=(),
         urgent=True,
         store=STORE,
         incident="",
         reason="test",
-        told=told if is_told else None,
     )
 
 

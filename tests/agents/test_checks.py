@@ -20,7 +20,6 @@ from agents import checks, pair_sum
 from agents.checks import Checks, look_at_storage, unreached
 from agents.fork_link import ForkLink
 from agents.pair_sum import Summation, sum_all
-from agents.protocol.peers import SUMS
 from agents.protocol.sum_order import Sum
 from agents.run_dir import RunDir
 from events.finding import Finding
@@ -364,14 +363,11 @@ async def test_a_process_that_says_nothing_is_given_up(
     assert seen.no_sums == "its process gave no result: it did not end within 0.1 s"
 
 
-def test_only_a_fork_server_that_knows_sums_is_asked_for_one(run_dir: Path) -> None:
+def test_only_a_fork_server_that_runs_is_asked_for_a_sum(run_dir: Path) -> None:
     link = ForkLink(RunDir(run_dir), arguments=(), on_message=lambda _: None, on_death=lambda: None)
     order, sent = an_order(token=TOKEN, limit_s=1.0), list[object]()
     assert link.sum(order) == "the fork server does not run yet"
     link.trouble = "no fork server: it ended with code 1"
     assert link.sum(order) == link.trouble
     link._is_usable, link.send = True, sent.append  # type: ignore[method-assign]
-    link.schema = SUMS - 1
-    assert "older than its agent" in link.sum(order) and not sent
-    link.schema = SUMS
     assert link.sum(order) == "" and sent == [order]

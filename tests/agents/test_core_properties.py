@@ -61,7 +61,7 @@ class AgentMachine(RuleBasedStateMachine):
     def set_membership(self, task: str, chosen: set[int], back: bool) -> None:
         self.generations[task] += 0 if back and self.generations[task] else 1
         members = [f"{task}.{number}" for number in sorted(chosen)]
-        self.send(membership(task, self.generations[task], members, self.number(), epoch=self.epoch))
+        self.node.tell(membership(task, self.generations[task], members))
 
     @rule(task=tasks, count=st.integers(1, 3))
     def start_together(self, task: str, count: int) -> None:

@@ -32,6 +32,7 @@ from events.nats_server import EmbeddedServer
 from events.nats_streams import api, event_stream_config
 from events.node_checks import FactsCheck, LinksCheck, LinksReport, NodeFacts, Peer, decode_report
 from events.schemas import SCHEMA, told_version
+from events.seats import runs_of
 from events.subjects import EVENT_STREAM, agent_consumer
 from events.vocabulary import (
     Command,
@@ -44,11 +45,11 @@ from events.vocabulary import (
     Heartbeat,
     LeaveCluster,
     Member,
+    MembershipDecided,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     Observation,
-    SetMembership,
     StartWorker,
     StepCommitted,
     StopWorker,
@@ -166,19 +167,18 @@ class Coordinator:
             lambda id: StopWorker(command_id=id, node="n1", epoch=1, task=task, worker=worker, reason="test")
         )
 
-    async def membership(self, generation: int, *workers: str) -> str:
-        members = tuple(Member(worker=w, node="n1", replica=i, shard=0) for i, w in enumerate(workers))
-        return await self.command(
-            lambda id: SetMembership(
-                command_id=id,
-                node="n1",
-                epoch=1,
+    async def membership(self, generation: int, *workers: str) -> None:
+        members = [Member(worker=w, node="n1", replica=i, shard=0) for i, w in enumerate(workers)]
+        await self.say(
+            MembershipDecided(
                 task=workers[0].rpartition(".")[0],
                 generation=generation,
-                members=members,
-                joiners=(),
+                size=1,
+                seats=runs_of(members, (), 1),
                 urgent=False,
                 store=STORE,
+                incident="",
+                reason="test",
             )
         )
 

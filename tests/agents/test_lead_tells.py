@@ -1,4 +1,4 @@
-"""Where the lead tells that its group has met (ToldOnce.lead_tells), the others are not reported."""
+"""Where the lead tells that its group has met (MembershipDecided.lead_tells), the others are not reported."""
 
 from __future__ import annotations
 

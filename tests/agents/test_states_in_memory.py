@@ -7,13 +7,14 @@ from msgspec.structs import replace
 from agents.handling.kept_states import TELL_APART_S
 from agents.protocol.messages import Captured, ReleaseMemory, StateLoaded
 from agents.state import ArmTimer, CopyState, HeldState, StateHeld, TellForkServer
+from events.seats import runs_of
 from events.vocabulary import (
     DropState,
     Member,
     MemoryService,
     NodeJoined,
+    PeersDecided,
     PeersRemembered,
-    SetPeers,
     StateKept,
     StateTaken,
 )
@@ -31,9 +32,9 @@ def trained(*peers: MemoryService) -> Node:
     node.command(start("a.1", 1))
     node.fork()
     node.ready("a.1")
-    node.command(membership("a", 1, ["a.1"], 2))
+    node.tell(membership("a", 1, ["a.1"]))
     if peers:
-        node.command(SetPeers(command_id="1.1.n1.9", node=NODE, epoch=1, task="a", peers=peers))
+        node.tell(PeersDecided(task="a", peers=peers))
     return node
 
 
@@ -59,10 +60,9 @@ def test_every_capture_is_copied_and_told_now_and_then() -> None:
 def test_nowhere_to_copy_to() -> None:
     node = trained()
     assert not any(isinstance(action, CopyState) for action in node.say("a.1", capture(1)))
-    later = SetPeers(command_id="1.1.n1.9", node=NODE, epoch=1, task="a", peers=(service("n2"),))
-    actions = node.command(later)
+    later = PeersDecided(task="a", peers=(service("n2"),))
+    actions = node.tell(later)
     assert CopyState(task="a", shard=0, peers=(service("n2"),)) in actions, "what is here is copied at once"
-    assert node.answers("1.1.n1.9") == [""]
 
 
 def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
@@ -75,7 +75,11 @@ def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
 
 def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     node = Node()
-    node.feed(StateHeld(held_state=HeldState(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)))
+    node.feed(
+        StateHeld(
+            held_state=HeldState(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)
+        )
+    )
     assert not node.appended
     node.boot()
     assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "StateKept"]
@@ -104,8 +108,8 @@ def test_who_is_no_member_yet_has_no_peers_to_remember() -> None:
 def test_the_nodes_of_a_task_tell_one_after_the_other() -> None:
     node = trained(service("n2"))
     others = tuple(Member(worker=f"a.{2 + i}", node=f"n{20 + i // 2}", replica=1 + i, shard=0) for i in range(6))
-    told = membership("a", 2, ["a.1"], 3)
-    node.command(replace(told, members=others + told.members))
+    own = Member(worker="a.1", node=NODE, replica=7, shard=0)
+    node.tell(replace(membership("a", 2, ["a.1"]), seats=runs_of((*others, own), (), 1)))
     armed = [action for action in node.say("a.1", capture(1)) if isinstance(action, ArmTimer)]
     assert [(timer.name, timer.after_s) for timer in armed] == [("held", 3 * TELL_APART_S)]
     node.say("a.1", capture(2))

@@ -64,12 +64,6 @@ def test_a_membership_is_read_in_the_log_and_not_answered(node: Node) -> None:
     assert len(node.appended) == said
 
 
-def test_one_that_commands_bring_is_left_to_them(node: Node) -> None:
-    running(node, "a.1")
-    node.tell(decision("a", 1, ["a.1"], is_told=False))
-    assert generations(node) == {"a.1": 0}
-
-
 def test_a_node_keeps_the_warrant_of_the_newest_membership_that_has_it(node: Node) -> None:
     """The last worker here captures what it hands over after the node has left."""
     running(node, "a.1")
@@ -80,9 +74,8 @@ def test_a_node_keeps_the_warrant_of_the_newest_membership_that_has_it(node: Nod
     node.tell(decision("a", 1, ["a.1"]), warrant="one")
     assert kept() == f"one.{place_of(NODE, [NODE])}"
     elsewhere = decision("a", 2, ["a.2"])
-    assert elsewhere.told is not None
-    seats = tuple(replace(run, node="n7") for run in elsewhere.told.seats)
-    node.tell(replace(elsewhere, told=replace(elsewhere.told, seats=seats)), warrant="two")
+    seats = tuple(replace(run, node="n7") for run in elsewhere.seats)
+    node.tell(replace(elsewhere, seats=seats), warrant="two")
     assert kept() == f"one.{place_of(NODE, [NODE])}"
     node.tell(decision("a", 3, ["a.1"]), warrant="three")
     assert kept().startswith("three.")

@@ -30,6 +30,7 @@ class Cluster:
     def __init__(self, nodes: int) -> None:
         from events import vocabulary as v
         from events.schemas import SCHEMA, told_version
+        from events.seats import runs_of
         from unicrond.core.state import ClusterState
 
         self.v = v
@@ -68,7 +69,7 @@ class Cluster:
             for member in every:
                 self._start(self.state.tasks[name].spec, member, store)
             decided = v.MembershipDecided(
-                task=name, generation=1, members=every, joiners=tuple(member.worker for member in every), urgent=True,
+                task=name, generation=1, size=1, seats=runs_of(every, {one.worker for one in every}, 1), urgent=True,
                 store=store, incident="", reason="benchmark",
             )  # fmt: skip
             self.tell(decided)

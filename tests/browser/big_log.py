@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from events.envelope import Recorded
+from events.seats import runs_of
 from tests.benchmarks.scale import TASKS, Cluster
 from tests.replay.logs import write_log
 from unicrond.core.work import LINEAR_FLOPS
@@ -78,7 +79,7 @@ class BigCluster(Cluster):
         )  # fmt: skip
         incident = f"i{self.state.seq}"
         decided = v.MembershipDecided(
-            task=task, generation=generation, members=rest, joiners=(), urgent=True,
+            task=task, generation=generation, size=1, seats=runs_of(rest, (), 1), urgent=True,
             store=v.StoreAddress(host="10.0.0.1", port=1), incident=incident, reason="one replica fewer",
         )  # fmt: skip
         self.tell(decided)

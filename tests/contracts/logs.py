@@ -26,7 +26,6 @@ from events.vocabulary import (
     NodeLeft,
     StopWorker,
     StoreAddress,
-    ToldOnce,
 )
 from replay.simulation.log_client import BeatEnd, Beats, CommandEnd, Endpoint
 from replay.simulation.log_server import LogServer
@@ -158,17 +157,16 @@ def decision(number: int, event: AnyDecision, term: int = 1) -> Envelope:
 
 
 def membership(task: str, generation: int) -> MembershipDecided:
-    """One that is told once, without members."""
+    """One without members."""
     return MembershipDecided(
         task=task,
         generation=generation,
-        members=(),
-        joiners=(),
+        size=1,
+        seats=(),
         urgent=False,
         store=StoreAddress(host="h", port=1),
         incident="",
         reason="test",
-        told=ToldOnce(size=1, seats=(), parts=0, peers=(), mtbf_us=0, handover=False, stop=""),
     )
 
 

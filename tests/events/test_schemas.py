@@ -1,67 +1,87 @@
 """Which schema brought what, and how an event is told to who reads an older one.
 
-The vocabulary is held against the frozen lists of older schemas (`tests/golden/schema_<n>.json`): whoever adds a type,
-a field or a value without saying its schema in `events/schemas.py` goes red here.
+The vocabulary is held against the frozen lists of schemas (`tests/golden/schema_<n>.json`): whoever adds a type,
+a field or a value without saying its schema there goes red here. How an event is lowered is tested with a made-up
+schema (`tests/younger.py`).
 """
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from events import schemas, vocabulary
 from events.codec import decode, encode
 from events.envelope import Envelope
-from events.schemas import FIELDS, FIRST, SCHEMA, TYPES, VALUES, lowered, schema_of, spoken_schema, told_version
+from events.fields import Since
+from events.schemas import FIRST, SCHEMA, lowered, schema_of, since, spoken_schema, told_version
+from events.vocabulary import AnyEvent
 from tests.golden.schemas import Described, described, frozen
 from tests.strategies import EVENT_TYPES, envelopes
+from tests.younger import NEXT, younger
 
 NOW = described()
-#: Fields that take more than they did; old readers refuse what is beyond, which takes 146,000 years of worker time.
-WIDER = {"FailureRateEstimated.exposed_us"}
 
 
-def added(schema: int) -> Iterator[str]:
-    """What the table says that came after `schema`."""
-    for number in range(schema + 1, SCHEMA + 1):
-        yield from TYPES.get(number, ())
-        for struct, fields in FIELDS.get(number, {}).items():
-            yield from (f"{struct}.{field}" for field in fields)
-        for alias, values in VALUES.get(number, {}).items():
-            yield from (f"{alias}={value}" for value in values)
+def brought(schema: int) -> Described:
+    """What the classes say that came after `schema`: types, "Struct.field", and "Struct.field=value"."""
+    found: Described = {"types": set(), "fields": set(), "values": set()}
+    for kind in structs_of(AnyEvent):
+        if since(kind) > schema:
+            found["types"].add(kind.__name__)
+        for field in schemas._watched(kind):
+            if field.since > schema:
+                found["fields"].add(f"{kind.__name__}.{field.name}")
+            found["values"] |= {
+                f"{kind.__name__}.{field.name}={value}" for value, (n, _) in field.values.items() if n > schema
+            }
+    return found
 
 
-def test_every_schema_has_its_place_in_the_table() -> None:
-    for table in (TYPES, FIELDS, VALUES):
-        assert set(table) <= set(range(FIRST + 1, SCHEMA + 1))
+def structs_of(hint: Any) -> set[type[msgspec.Struct]]:
+    """All structs that events are made of."""
+    found: set[type[msgspec.Struct]] = set()
+    todo = [hint]
+    while todo:
+        for part in schemas._parts(todo.pop()):
+            if isinstance(part, type) and issubclass(part, msgspec.Struct) and part not in found:
+                found.add(part)
+                todo += typing.get_type_hints(part, include_extras=True).values()
+    return found
 
 
-@pytest.mark.parametrize("schema", range(FIRST, SCHEMA))
-def test_what_an_older_schema_lacks_is_in_the_table(schema: int) -> None:
-    old = frozen(schema)
-    new_types = set(NOW["types"]) - set(old["types"])
+def test_the_newest_schema_is_the_youngest_that_a_class_names() -> None:
+    kinds = structs_of(AnyEvent)
+    fields = [field for kind in kinds for field in schemas._watched(kind)]
+    numbers = [since(kind) for kind in kinds] + [field.since for field in fields]
+    assert max([*numbers, *(n for field in fields for n, _ in field.values.values())]) == SCHEMA
+
+
+@pytest.mark.parametrize("schema", range(FIRST, SCHEMA + 1))
+def test_what_a_frozen_schema_lacks_says_since_when_it_is_there(schema: int) -> None:
+    old, added = frozen(schema), brought(schema)
     assert not set(old["types"]) - set(NOW["types"]), "a type went; logs hold it"
-    missing = [name for name in sorted(new_types) if name not in added(schema)]
-    assert not missing, f"say in events/schemas.py, TYPES, which schema brought {missing}"
+    missing = sorted(set(NOW["types"]) - set(old["types"]) - added["types"])
+    assert not missing, f"let the classes say `since: ClassVar[int] = {SCHEMA + 1}`: {missing}"
     for struct, fields in NOW["structs"].items():
         if struct not in old["structs"]:
             continue  # a new type or value: only a younger field or type can hold it
         gone = set(old["structs"][struct]) - set(fields)
         assert not gone, f"{struct}: the fields {sorted(gone)} went; logs hold them"
         for field, kind in fields.items():
-            before = old["structs"][struct].get(field)
+            before, where = old["structs"][struct].get(field), f"{struct}.{field}"
             if before is None:
-                assert f"{struct}.{field}" in added(schema), (
-                    f"say in events/schemas.py, FIELDS, which schema brought {struct}.{field}"
-                )
-                assert not kind["required"], f"{struct}.{field}: a younger field needs a default"
+                assert where in added["fields"], f"{where}: mark it with Since({SCHEMA + 1})"
+                assert not kind["required"], f"{where}: a younger field needs a default"
             else:
-                _require_no_wider(f"{struct}.{field}", before, kind, schema)
+                _require_no_wider(
+                    where, before, kind, {one.rpartition("=")[2] for one in added["values"] if where in one}
+                )
 
 
 def _bounds(kind: Described) -> tuple[float, float]:
@@ -72,82 +92,16 @@ def _bounds(kind: Described) -> tuple[float, float]:
     return low, high
 
 
-def _require_no_wider(where: str, before: Described, now: Described, schema: int) -> None:
-    """Whatever the field may hold now, readers of `schema` take it, but for the values that the table lists."""
+def _require_no_wider(where: str, before: Described, now: Described, young: set[str]) -> None:
+    """Whatever the field may hold now, readers of the frozen schema take it, but for the `young` values."""
     assert before["kind"] == now["kind"], f"{where}: was {before['kind']}, is {now['kind']}: that needs an upcaster"
     if before["kind"] == "literal":
-        young = {
-            value for n in range(schema + 1, SCHEMA + 1) for alias in VALUES.get(n, {}).values() for value in alias
-        }
         extra = set(map(str, now["values"])) - set(map(str, before["values"])) - young
-        assert not extra, f"{where}: say in events/schemas.py, VALUES, which schema brought {sorted(extra)}"
+        assert not extra, f"{where}: mark {sorted(extra)} with Since({SCHEMA + 1}, instead=...)"
     (low, high), (low_before, high_before) = _bounds(now), _bounds(before)
-    assert where in WIDER or (low_before <= low and high <= high_before), (
-        f"{where}: takes more than readers of schema {schema} do"
-    )
+    assert low_before <= low and high <= high_before, f"{where}: takes more than readers of the frozen schema do"
     for one, other in zip(before.get("of", ()), now.get("of", ()), strict=True):
-        _require_no_wider(where, one, other, schema)
-
-
-def test_the_table_names_what_there_is() -> None:
-    for names in TYPES.values():
-        assert set(names) <= set(NOW["types"])
-    for structs in FIELDS.values():
-        for struct, fields in structs.items():
-            assert set(fields) <= set(NOW["structs"][struct]), struct
-    for aliases in VALUES.values():
-        for alias, values in aliases.items():
-            known = vocabulary.__dict__[alias].__args__
-            assert set(values) | set(values.values()) <= set(known), alias
-
-
-def _fits(value: Any, struct: str, old: Described) -> None:
-    """The plain value of a struct holds nothing that the frozen list lacks."""
-    fields = old["structs"][struct]
-    if isinstance(value, list):  # a bare array, which gets no further field
-        assert len(value) == len(fields), struct
-        return
-    assert set(value) - {"type"} <= set(fields), struct
-    for name, held in value.items():
-        if name != "type":
-            _holds(held, fields[name], old)
-
-
-def _holds(value: Any, kind: Described, old: Described) -> None:
-    if kind["kind"] in old["structs"]:
-        _fits(value, kind["kind"], old)
-    elif kind["kind"] == "literal":
-        assert value in kind["values"]
-    elif kind["kind"] == "tuple":
-        for item in value:
-            _holds(item, kind["of"][0], old)
-    elif kind["kind"] == "dict":
-        for key, item in value.items():
-            _holds(key, kind["of"][0], old)
-            _holds(item, kind["of"][1], old)
-    elif kind["kind"] == "union" and value is not None:
-        for part in kind["of"]:
-            if part["kind"] != "none":
-                _holds(value, part, old)
-
-
-@given(envelopes(kinds=EVENT_TYPES), st.integers(FIRST, SCHEMA - 1))
-def test_a_lowered_event_holds_nothing_that_its_reader_does_not_know(envelope: Envelope, schema: int) -> None:
-    old = frozen(schema)
-    event = lowered(envelope.event, schema)
-    name = type(envelope.event).__name__
-    if name not in old["types"]:
-        assert event is None
-        return
-    assert event is not None
-    spec = getattr(envelope.event, "spec", None)
-    if isinstance(spec, vocabulary.TaskSpec) and spec.run_as:  # is kept, see below
-        return
-    wire = msgspec.msgpack.decode(encode(msgspec.structs.replace(envelope, event=event)))
-    assert wire["schema"] <= schema
-    _fits(wire["event"], name, old)
-    if schema_of(envelope.event) <= schema:
-        assert event is envelope.event
+        _require_no_wider(where, one, other, young)
 
 
 @given(envelopes(kinds=EVENT_TYPES))
@@ -158,33 +112,53 @@ def test_a_message_says_the_lowest_schema_that_holds_it(envelope: Envelope) -> N
     assert decode(body).schema == FIRST, "the number concerns the bytes alone"
 
 
+FIELDS = {
+    vocabulary.StopWorker: {"kill": Since(NEXT)},
+    vocabulary.TaskSpec: {"seed": Since(NEXT), "run_as": Since(NEXT, kept=True), "secrets": Since(NEXT)},
+    vocabulary.AcceleratorReported: {"kind": Since(NEXT, instead=(("gpu_broken", "gpu_fault"),))},
+    vocabulary.CoordinatorStarted: {"severity": Since(NEXT, instead=(("gpu_broken", "gpu_fault"),))},
+}
+
+
 @pytest.fixture
-def young(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if schema 2 had brought a type, a field, a nested one, and a value."""
-    monkeypatch.setattr(schemas, "TYPES", {2: ("DropState",)})
-    monkeypatch.setattr(schemas, "FIELDS", {2: {"StopWorker": ("kill",), "TaskSpec": ("seed",)}})
-    monkeypatch.setattr(schemas, "VALUES", {2: {"ErrorKind": {"gpu_broken": "gpu_fault"}}})
-    schemas._watched.cache_clear()
-    yield
-    schemas._watched.cache_clear()
+def young() -> Iterator[None]:
+    """As if the next schema had brought a type, a field, a nested one, one that is kept, and a value."""
+    with younger(vocabulary.DropState, fields=FIELDS):
+        yield
 
 
 @pytest.mark.usefixtures("young")
 def test_younger_parts_are_left_out_replaced_or_not_told() -> None:
     stop = vocabulary.StopWorker(command_id="1.1.n.1", node="n", epoch=1, task="t", worker="t.1", reason="", kill=True)
-    assert (schema_of(stop), lowered(stop, 2)) == (2, stop)
-    assert lowered(stop, 1) == msgspec.structs.replace(stop, kill=False)
-    assert lowered(vocabulary.DropState(command_id="1.1.n.1", node="n", epoch=1, task="t"), 1) is None
+    assert (schema_of(stop), lowered(stop, NEXT)) == (NEXT, stop)
+    assert lowered(stop, FIRST) == msgspec.structs.replace(stop, kill=False)
+    assert lowered(vocabulary.DropState(command_id="1.1.n.1", node="n", epoch=1, task="t"), FIRST) is None
     submitted = vocabulary.TaskSubmitted(spec=vocabulary.TaskSpec(name="t", seed=7))
-    low = lowered(submitted, 1)
+    low = lowered(submitted, FIRST)
     assert low is not None and low.spec == vocabulary.TaskSpec(name="t")
-    assert schema_of(low) == 1
+    assert schema_of(low) == FIRST
     saw = vocabulary.AcceleratorReported(node="n", accelerator="0", worker="", kind="gpu_broken", xid=0, message="")
-    seen = lowered(saw, 1)
+    seen = lowered(saw, FIRST)
     assert seen is not None and seen.kind == "gpu_fault"
     started = vocabulary.CoordinatorStarted(term=1, version="", severity={"gpu_broken": 1, "hang": 2})
-    claimed = lowered(started, 1)
-    assert schema_of(started) == 2 and claimed is not None and claimed.severity == {"hang": 2}
+    claimed = lowered(started, FIRST)
+    assert schema_of(started) == NEXT and claimed is not None and claimed.severity == {"hang": 2}
+
+
+@pytest.mark.usefixtures("young")
+@given(envelopes(kinds=EVENT_TYPES))
+def test_a_lowered_event_holds_nothing_that_its_reader_does_not_know(envelope: Envelope) -> None:
+    event = lowered(envelope.event, FIRST)
+    if isinstance(envelope.event, vocabulary.DropState):
+        assert event is None
+        return
+    assert event is not None
+    spec = getattr(event, "spec", None)
+    if isinstance(spec, vocabulary.TaskSpec) and spec.run_as:  # is kept, see below
+        return
+    assert schema_of(event) == FIRST
+    if schema_of(envelope.event) == FIRST:
+        assert event is envelope.event
 
 
 def test_the_schema_stands_where_every_reader_takes_it() -> None:
@@ -195,14 +169,15 @@ def test_the_schema_stands_where_every_reader_takes_it() -> None:
         assert spoken_schema(text) == FIRST
 
 
-def test_who_runs_the_code_is_never_left_out() -> None:
-    """An agent that does not know it must refuse the command (tolerance.py), not run the task as itself."""
+@pytest.mark.usefixtures("young")
+def test_what_is_kept_is_never_left_out() -> None:
+    """An agent that does not know who runs the code must refuse the command (tolerance.py), not run it as itself."""
     spec = vocabulary.TaskSpec(name="t", run_as="alice", secrets={"A": "env:A"})
     store = vocabulary.StoreAddress(host="h", port=1)
     start = vocabulary.StartWorker(
         command_id="1.1.n.1", node="n", epoch=1, spec=spec, worker="t.1", replica=0, shard=0, store=store
     )
-    low = lowered(start, 3)
+    low = lowered(start, FIRST)
     assert low is not None
     assert (low.spec.run_as, low.spec.secrets) == ("alice", {})
-    assert schema_of(low) == SCHEMA, "and its readers hear that it is too young for them"
+    assert schema_of(low) == NEXT, "and its readers hear that it is too young for them"

@@ -24,7 +24,6 @@ from events.seats import (
     runs_of,
     starts,
     starts_of,
-    workers_in,
 )
 from events.vocabulary import (
     WORKERS_MAX,
@@ -41,7 +40,7 @@ from events.vocabulary import (
     StoreAddress,
     TaskAssignment,
     TaskSpec,
-    ToldOnce,
+    workers_in,
 )
 
 STORE = StoreAddress(host="10.1.2.3", port=43210)
@@ -59,25 +58,23 @@ def members(workers: int, tp: int, *, slots: int = 8, name: str = "gpt") -> tupl
     )
 
 
-def told(seats: tuple[SeatRun, ...], *, size: int = 1, parts: int = 0) -> ToldOnce:
+def decided(seats: tuple[SeatRun, ...], *, size: int = 1, generation: int = 1, parts: int = 0) -> MembershipDecided:
     peers = tuple(
         MemoryService(node=f"gpu{n:05d}", host=f"10.1.2.{n}", port=41000 + n, token="0123456789abcdef" * 2)
         for n in range(3)
     )
-    return ToldOnce(size=size, seats=seats, parts=parts, peers=peers, mtbf_us=10**9, handover=False, stop="")
-
-
-def decided(seats: tuple[SeatRun, ...], *, size: int = 1, generation: int = 1, parts: int = 0) -> MembershipDecided:
     return MembershipDecided(
         task="gpt",
         generation=generation,
-        members=(),
-        joiners=(),
+        size=size,
+        seats=seats,
+        parts=parts,
+        peers=peers,
+        mtbf_us=10**9,
         urgent=True,
         store=STORE,
         incident="i12345",
         reason="8 of 4096 members are lost",
-        told=told(seats, size=size, parts=parts),
     )
 
 
@@ -117,7 +114,7 @@ def test_a_membership_in_parts_is_the_membership(
     telling: PartialMembership | None = None
     for number, part in enumerate(parts, 1):
         telling = add_part(telling, MembershipPart(task="t", generation=3, part=number, seats=part), 7)
-    assert broadcast_seats(telling, told(last, size=size, parts=len(parts)), 3, 7) == runs
+    assert broadcast_seats(telling, decided(last, size=size, generation=3, parts=len(parts)), 7) == runs
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -168,13 +165,12 @@ class Book:
 
     def whole(self, event: MembershipDecided, term: int) -> tuple[SeatRun, ...] | None:
         """The last `parts` things said are exactly the parts of this one."""
-        assert event.told is not None
-        count = event.told.parts
+        count = event.parts
         last = self.said[len(self.said) - count :] if count else []
         wanted = [(term, event.generation, number) for number in range(1, count + 1)]
         if [(each, part.generation, part.part) for each, part in last] != wanted:
             return None
-        return tuple(run for _, part in last for run in part.seats) + event.told.seats
+        return tuple(run for _, part in last for run in part.seats) + event.seats
 
 
 def run(number: int) -> SeatRun:
@@ -202,21 +198,22 @@ def test_only_a_whole_membership_counts(story: list[tuple[int, MembershipPart | 
                 book.said.clear()
             book.said.append((term, event))
         else:
-            assert event.told is not None
-            assert broadcast_seats(telling, event.told, event.generation, term) == book.whole(event, term)
+            assert broadcast_seats(telling, event, term) == book.whole(event, term)
             book.said.clear()
             telling = None
 
 
 def test_torn_is_inert_and_a_new_term_begins_anew() -> None:
     first = add_part(None, MembershipPart(task="t", generation=5, part=1, seats=(run(1),)), 1)
-    assert broadcast_seats(first, told((run(3),), parts=2), 5, 1) is None, "a part is missing"
-    assert broadcast_seats(first, told((run(3),), parts=1), 6, 1) is None, "of another generation"
-    assert broadcast_seats(first, told((run(3),), parts=1), 5, 2) is None, "of another term"
+    assert broadcast_seats(first, decided((run(3),), parts=2, generation=5), 1) is None, "a part is missing"
+    assert broadcast_seats(first, decided((run(3),), parts=1, generation=6), 1) is None, "of another generation"
+    assert broadcast_seats(first, decided((run(3),), parts=1, generation=5), 2) is None, "of another term"
     assert add_part(first, MembershipPart(task="t", generation=5, part=2, seats=(run(2),)), 2) is None
     anew = add_part(first, MembershipPart(task="t", generation=5, part=1, seats=(run(7),)), 2)
-    assert broadcast_seats(anew, told((run(8),), parts=1), 5, 2) == (run(7), run(8))
-    assert broadcast_seats(first, told((run(9),)), 5, 2) == (run(9),), "one that takes no parts needs none"
+    assert broadcast_seats(anew, decided((run(8),), parts=1, generation=5), 2) == (run(7), run(8))
+    assert broadcast_seats(first, decided((run(9),), generation=5), 2) == (run(9),), (
+        "one that takes no parts needs none"
+    )
 
 
 def test_no_more_workers_than_there_can_be() -> None:
@@ -227,10 +224,10 @@ def test_no_more_workers_than_there_can_be() -> None:
     telling = add_part(None, part, 1)
     assert telling is not None and workers_in(telling.seats) == WORKERS_MAX
     assert add_part(telling, replace(part, part=2, seats=(run(1),)), 1) is None
-    assert broadcast_seats(telling, told((run(1),), parts=1), 1, 1) is None
+    assert broadcast_seats(telling, decided((run(1),), parts=1, generation=1), 1) is None
     beyond = SeatRun(node="n", number=10**9 - 1, seat=0, count=2, joins=False)
-    assert broadcast_seats(None, told((beyond,)), 1, 1) is None
-    assert broadcast_seats(None, told((replace(beyond, number=1, seat=2**52),)), 1, 1) is None
+    assert broadcast_seats(None, decided((beyond,), generation=1), 1) is None
+    assert broadcast_seats(None, decided((replace(beyond, number=1, seat=2**52),), generation=1), 1) is None
 
 
 # --- plans -----------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from events.codec import encode
 from events.envelope import Envelope, Quarantined, Recorded
-from events.prose import summary
 from events.subjects import BEAT_SUBJECTS, EVENT_SUBJECTS, MAX_SUMMARY_CHARS, TERM_SUBJECT, entry, headers, subject
 from events.vocabulary import (
     AnyEvent,
@@ -84,4 +83,4 @@ def test_a_stored_acknowledgement_is_quarantined() -> None:
 
 @given(envelopes(kinds=EVENT_TYPES))
 def test_every_event_is_a_sentence(made: Envelope) -> None:
-    assert len(summary(made.event)) > 10
+    assert len(made.event.sentence()) > 10

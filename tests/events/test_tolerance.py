@@ -22,8 +22,8 @@ from events.subjects import entry, subject
 from events.vocabulary import (
     AnyObservation,
     CoordinatorStarted,
+    DropState,
     NodeJoined,
-    SetPeers,
     StoreAddress,
     TaskSpec,
     TaskSubmitted,
@@ -98,9 +98,9 @@ def test_the_rest_is_read_as_strictly_as_ever() -> None:
 
 
 def test_orders_and_decisions_are_refused_whole() -> None:
-    peers = said(SetPeers(command_id="1.1.n1.1", node="n1", epoch=1, task="t", peers=()), "coordinator", term=1)
+    drop = said(DropState(command_id="1.1.n1.1", node="n1", epoch=1, task="t"), "coordinator", term=1)
     started = said(CoordinatorStarted(term=1, version="x"), "coordinator", term=1)
-    for envelope in (peers, started):
+    for envelope in (drop, started):
         for schema in (1, SCHEMA, SCHEMA + 1):
             with pytest.raises(BadEvent, match=r"urgency|schema"):
                 decode(with_more(envelope, schema, urgency=1))

@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from events.codec import API_PRODUCER, encode
 from events.envelope import Envelope
-from events.schemas import lowered, since
+from events.schemas import lowered
 from events.vocabulary import Command, CoordinatorStarted, Decision, Event, Request
 from tests.strategies import EVENT_TYPES
 
@@ -46,7 +46,7 @@ def example(kind: type[Event]) -> Envelope:
             event = msgspec.structs.replace(event, term=term)
     elif issubclass(kind, Request):
         producer = API_PRODUCER
-    event = lowered(event, since(kind))  # what came later is left out of the bytes, and out of the examples
+    event = lowered(event, kind.since)  # what came later is left out of the bytes, and out of the examples
     return Envelope(
         producer=producer, boot=1_700_000_000_000_000, number=42, term=term, caused_by="node-2-7-1", based_on=41,
         observed_at_us=1_700_000_000_123_456, event=event,

@@ -1,8 +1,8 @@
 """Trees of other versions of this software, and a small cluster whose parts are of whatever version one likes.
 
-`old`: commit OLD of this repository's history, of schema 1. `today`: this checkout. `next`: a copy of today's source
-with one schema more, a field that every agent and every membership then says, and a command that every node then gets
-(`PATCHES`). A part runs a tree because its PYTHONPATH says so: all versions share this environment's dependencies.
+`today`: this checkout. `next`: a copy of today's source with one schema more, a field that every agent and every
+membership then says, and a command that every node then gets (`PATCHES`). A part runs a tree because its PYTHONPATH
+says so: all versions share this environment's dependencies.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,45 +27,54 @@ from unicrond.local.dev import DevCluster
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("events", "unicrond", "agents", "replay")
-#: The last commit whose readers refuse whatever they do not know.
-OLD = "b5be2fd"
-OLD_COMMANDS = {"unicrond": "unicrond.cli", "unicron-agent": "agents.cli", "unicron-replay": "replay.cli"}
-
 #: An agent that is started again is silent for a moment, longer on a busy machine: no node is to be lost for that.
 HEARTBEAT_S = 4.0
 
-Version = Literal["old", "today", "next"]
-SCHEMAS: dict[Version, int] = {"old": 1, "today": SCHEMA, "next": SCHEMA + 1}
+Version = Literal["today", "next"]
+SCHEMAS: dict[Version, int] = {"today": SCHEMA, "next": SCHEMA + 1}
+
+NEXT = SCHEMA + 1
+#: Where a module's annotations name the schema that brought a field.
+_SINCE = (
+    r"(?m)^from __future__ import annotations$",
+    "\\g<0>\nfrom typing import Annotated\nfrom events.fields import Since",
+)
 
 #: File -> (pattern, replacement): what makes `next` of today's source. Each pattern is there exactly once.
 PATCHES: dict[str, list[tuple[str, str]]] = {
     "events/schemas.py": [
-        (rf"(?m)^SCHEMA = {SCHEMA}$", f"SCHEMA = {SCHEMA + 1}"),
-        (r"(?m)^(TYPES: .* = \{)$", rf'\1\n    {SCHEMA + 1}: ("GreetNode",),'),
+        (rf"(?m)^SCHEMA = {SCHEMA}$", f"SCHEMA = {NEXT}"),
+    ],
+    "events/upcast.py": [(r"(?m)^(STEPS: .* = \{)", rf"\g<1>{SCHEMA}: lambda message: message")],
+    "events/vocabulary/nodes.py": [
+        _SINCE,
+        (r"(?s)(class NodeJoined\(.*?memory: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
+    ],
+    "events/vocabulary/workers.py": [
+        _SINCE,
+        (r"(?s)(class WorkerExited\(.*?cause: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
+        (r"(?s)(class WorkerRegrouped\(.*?source: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
+    ],
+    "events/vocabulary/training.py": [
+        _SINCE,
+        (r"(?s)(class StepCommitted\(.*?redone: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
+    ],
+    "events/vocabulary/memberships.py": [
+        _SINCE,
+        (r"(?s)(class MembershipDecided\(.*?stop: [^\n]*\n)", rf"\1    hint: Annotated[Count, Since({NEXT})] = 0\n"),
+        (r"(?m)^from events.vocabulary.field_types import", "from events.vocabulary.field_types import Count\n\\g<0>"),
+    ],
+    "events/vocabulary/commands.py": [
         (
-            r"(?m)^(FIELDS: .* = \{)$",
-            rf'\1\n    {SCHEMA + 1}: {{"NodeJoined": ("rack",), "SetMembership": ("hint",), "ToldOnce": ("hint",), '
-            '"WorkerExited": ("rack",), "WorkerRegrouped": ("rack",), "StepCommitted": ("rack",)},',
+            r"\Z",
+            "\n\nclass GreetNode(Command, frozen=True, kw_only=True):\n"
+            f"    since = {NEXT}\n\n"
+            "    def sentence(self):\n        return 'greet'\n",
         ),
     ],
-    "events/upcast.py": [(r"(?m)^(STEPS: .* = \{)", rf"\g<1>{SCHEMA}: lambda message: message, ")],
-    "events/vocabulary.py": [
-        (r"(?s)(class NodeJoined\(.*?memory: [^\n]*\n)", r'\1    rack: Text = ""\n'),
-        (r"(?s)(class WorkerExited\(.*?cause: [^\n]*\n)", r'\1    rack: Text = ""\n'),
-        (r"(?s)(class WorkerRegrouped\(.*?source: [^\n]*\n)", r'\1    rack: Text = ""\n'),
-        (r"(?s)(class StepCommitted\(.*?redone: [^\n]*\n)", r'\1    rack: Text = ""\n'),
-        (r"(?s)(class SetMembership\(.*?handover: [^\n]*\n)", r"\1    hint: Count = 0\n"),
-        (r"(?s)(class ToldOnce\(.*?stop: [^\n]*\n)", r"\1    hint: Count = 0\n"),
-        (
-            r"(?m)^AnyObservation: TypeAlias",
-            "class GreetNode(Command, frozen=True, kw_only=True):\n    agent_boot: Boot = 0\n\n\n"
-            "AnyObservation: TypeAlias",
-        ),
+    "events/vocabulary/__init__.py": [
+        (r"(?m)^AnyObservation: TypeAlias", "from events.vocabulary.commands import GreetNode\n\n\\g<0>"),
         (r"(?m)^AnyCommand: TypeAlias = (\(?)", r"AnyCommand: TypeAlias = \1GreetNode | "),
-    ],
-    "events/prose.py": [
-        (r"(?m)^( *)case DropState\(", r'\1case v.GreetNode():\n\1    return "greet"\n\1case DropState('),
-        (r"(?m)^import msgspec$|^from __future__ import annotations$", r"\g<0>\nfrom events import vocabulary as v"),
     ],
     "unicrond/core/fold.py": [
         (r"(?m)^( *)v\.DropState:", r"\1v.GreetNode: nodes.greeted,\n\1v.DropState:"),
@@ -88,11 +95,8 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     "unicrond/core/deciding/batch.py": [
         (
             r"(?m)^( *)told = lowered\(",
-            r"\1if isinstance(event, v.SetMembership):\n\1    event = replace(event, hint=7)\n"
-            r"\1if isinstance(event, v.MembershipDecided) and event.told:\n"
-            r"\1    event = replace(event, told=replace(event.told, hint=7))\n\g<0>",
+            r"\1if isinstance(event, v.MembershipDecided):\n\1    event = replace(event, hint=7)\n\g<0>",
         ),
-        (r"(?m)^from events import vocabulary as v$", r"\g<0>\nfrom msgspec.structs import replace"),
     ],
     "unicrond/core/decide.py": [
         (
@@ -119,17 +123,6 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
 }
 
 
-def has_history() -> bool:
-    """Whether OLD is here to be run."""
-    asked = ["git", "-C", str(ROOT), "cat-file", "-e", f"{OLD}^{{commit}}"]
-    return shutil.which("git") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0
-
-
-def scripts(tree: Path, version: Version) -> Path:
-    """Where the commands stand that run a version: the environment's start by a module that OLD does not have."""
-    return tree / "bin" if version == "old" else Path(sys.executable).parent
-
-
 def make_tree(version: Version, into: Path) -> Path:
     """Where the version's packages stand."""
     if version == "today":
@@ -138,15 +131,6 @@ def make_tree(version: Version, into: Path) -> Path:
     if tree.exists():
         return tree
     tree.mkdir(parents=True)
-    if version == "old":
-        archive = subprocess.run(["git", "-C", str(ROOT), "archive", OLD, *PACKAGES], capture_output=True, check=True)
-        subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
-        for name, module in OLD_COMMANDS.items():
-            command = scripts(tree, version) / name
-            command.parent.mkdir(exist_ok=True)
-            command.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
-            command.chmod(0o755)
-        return tree
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name, patches in PATCHES.items():
@@ -176,7 +160,6 @@ class MixedCluster(DevCluster):
         part.env = part.env | {"PYTHONPATH": str(tree)}
         if name == "coordinator":
             self._limit(version)
-        part.command[0] = str(scripts(tree, version) / Path(part.command[0]).name)
         self.versions[name] = version
 
     def _limit(self, version: Version) -> None:

@@ -181,10 +181,8 @@ def _states(scene: _Scene) -> None:
 def _by_hand(scene: _Scene) -> None:
     """Answers to commands, and a coordinator's decisions about nodes."""
     cluster, host, term = scene.cluster, scene.host, scene.term
-    peers = v.SetPeers(command_id=f"{term}.1.n0.77", node="n0", epoch=1, task="big", peers=())
-    cluster.append(peers, "coordinator", term)
     cluster.append(v.PeersDecided(task="big", peers=()), "coordinator", term)
-    _by_older_and_larger(scene)
+    _of_large_tasks(scene)
     cluster.say(host, v.CommandApplied(node="n0", command_id=f"{term}.1.n0.1"))
     cluster.say(host, v.CommandFailed(node="n0", command_id=f"{term}.1.n0.2", reason="unknown worker"))
     cluster.append(v.NodeReturned(node="n0", evidence=v.Evidence(beat_seq=9, beat_at_us=1)), "coordinator", term)
@@ -205,23 +203,10 @@ def _by_hand(scene: _Scene) -> None:
     cluster.run()
 
 
-def _by_older_and_larger(scene: _Scene) -> None:
-    """What only a coordinator of older agents, and only one of large tasks, writes; without effect here."""
+def _of_large_tasks(scene: _Scene) -> None:
+    """What only a coordinator of large tasks writes; without effect here."""
     cluster, term = scene.cluster, scene.term
     big = cluster.state.tasks["big"]
-    assert big.membership is not None
-    old = v.SetMembership(
-        command_id=f"{term}.1.n0.79",
-        node="n0",
-        epoch=1,
-        task="big",
-        generation=1,
-        members=(),
-        joiners=(),
-        urgent=False,
-        store=big.membership.store,
-    )
-    cluster.append(old, "coordinator", term)
     starts = v.StartWorkers(command_id=f"{term}.1.n0.80", node="n0", epoch=1, spec=big.spec, starts=())
     cluster.append(starts, "coordinator", term)
     seats = (v.SeatRun(node="n0", number=1, seat=0, count=1, joins=True),)

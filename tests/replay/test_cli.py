@@ -23,7 +23,6 @@ from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from events.point import AtSeq
-from events.selection import tasks_of
 from events.vocabulary import Fault, InjectionRequested
 from replay.reading.progress import with_bar
 from replay.reading.source import FileSource
@@ -329,5 +328,5 @@ def test_an_archive_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_an_ordered_fault_belongs_to_its_workers_task() -> None:
     fault = InjectionRequested(node="n1", fault=Fault(kind="kill", worker="big.3"))
-    assert list(tasks_of(fault)) == ["big"]
-    assert list(tasks_of(InjectionRequested(node="n1", fault=Fault(kind="kill")))) == []
+    assert list(fault.tasks_named()) == ["big"]
+    assert list(InjectionRequested(node="n1", fault=Fault(kind="kill")).tasks_named()) == []

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from events.envelope import Entry, Recorded
 from events.log import LogDamaged
-from events.point import AtSeq, AtTime, BeforeEnd, format_time, parse_point
+from events.point import AtSeq, AtTime, BeforeEnd, parse_point
+from events.times import format_time
 from tests.replay.logs import eventful, troubled
 from unicrond.core.fold import fold
 from unicrond.core.replayer import EMPTY, replay

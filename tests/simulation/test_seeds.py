@@ -38,7 +38,7 @@ def test_every_rule_holds_under_every_seed(first: int) -> None:
 
 
 def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted agent remembers peers from before its disk was full. (One of schema 1 cannot say so.)"""
+    """A restarted agent remembers peers from before its disk was full."""
     for module in (world, coordinators):
         monkeypatch.setattr(module, "VERSIONS", (SCHEMA,))
     faults = [

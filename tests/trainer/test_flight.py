@@ -23,12 +23,10 @@ from agents.log_service import answer
 from agents.protocol.flight import Flight, TellFlight
 from agents.protocol.framing import Unframer, frame
 from agents.protocol.messages import FromWorker, Hello, Launch
-from agents.protocol.peers import message_for
 from agents.trainer.process.channel import AgentChannel
 from agents.trainer.process.flight import read_flight
 from events.collectives import COLLECTIVES_MAX, Collective
 from events.logs_request import LogsRequest, decode_flight, decode_reply, encode
-from events.schemas import SCHEMA
 from events.vocabulary import StoreAddress, TaskSpec
 
 MODULE = "torch._C._distributed_c10d"
@@ -106,7 +104,7 @@ HELLO = Hello(worker="t.1", task="t", pid=7, generation=0, ready=True, has_fligh
 
 
 @contextmanager
-def agent_of_a_worker(schema: int) -> Iterator[socket.socket]:
+def agent_of_a_worker() -> Iterator[socket.socket]:
     """The agent's end of a worker's connection, which the worker's thread serves."""
     launch = Launch(
         worker="t.1", task="t", node="n", address="127.0.0.1", agent_socket="/nowhere", replica=0, shard=0,
@@ -116,7 +114,6 @@ def agent_of_a_worker(schema: int) -> Iterator[socket.socket]:
     theirs.setblocking(False)
     ours.settimeout(10)
     channel = AgentChannel(launch, 60)
-    channel._agent_schema = schema
     serving = threading.Thread(target=channel._serve, args=(theirs,))
     serving.start()
     with ours:
@@ -135,19 +132,12 @@ def next_of(agent: socket.socket, incoming: Unframer[FromWorker]) -> FromWorker:
 def test_a_worker_answers_beside_its_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, double(entry())[MODULE])
     incoming: Unframer[FromWorker] = Unframer(FromWorker)
-    with agent_of_a_worker(SCHEMA) as agent:
+    with agent_of_a_worker() as agent:
         hello = next_of(agent, incoming)
         assert isinstance(hello, Hello) and hello.has_flight
         agent.sendall(frame(TellFlight()))
         told = next_of(agent, incoming)
     assert isinstance(told, Flight) and told.collectives[0].number == 17
-
-
-def test_an_older_agent_hears_nothing_of_it() -> None:
-    with agent_of_a_worker(3) as agent:
-        hello = next_of(agent, Unframer(FromWorker))
-    assert isinstance(hello, Hello) and not hello.has_flight
-    assert message_for(3, Flight()) is None and message_for(SCHEMA, Flight()) == Flight()
 
 
 async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:

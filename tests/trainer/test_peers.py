@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from agents.protocol.framing import frame
 from agents.protocol.messages import Busy, ErrorReport, InjectIntoWorker, Launch, Ready
 from agents.protocol.peers import agent_schema, message_for, plain, write_schema
 from agents.trainer.process.channel import AgentChannel
+from events.fields import Since
 from events.schemas import FIRST, SCHEMA
 from events.vocabulary import Fault, StoreAddress, TaskSpec
-from tests.agents.node import committed
+from tests.younger import NEXT, younger
 
 TROUBLE = ErrorReport(
     kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost=("t.2",)
@@ -20,25 +23,27 @@ TROUBLE = ErrorReport(
 BUSY = Busy(what="evaluation", at_most_us=5)
 
 
+@pytest.fixture
+def next_schema() -> Iterator[None]:
+    """The next schema brings a message of workers, a field of another, and a part of what agents say."""
+    fields = {ErrorReport: {"lost": Since(NEXT)}, Fault: {"spared": Since(NEXT)}}
+    with pytest.MonkeyPatch.context() as patch, younger(fields=fields):
+        patch.setattr(Busy, "since", NEXT, raising=False)
+        yield
+
+
+@pytest.mark.usefixtures("next_schema")
 def test_an_agent_says_nothing_that_older_workers_refuse() -> None:
     inject = InjectIntoWorker(fault=Fault(kind="kill", worker="t.1", spared=True))
     assert plain(inject) == InjectIntoWorker(fault=Fault(kind="kill", worker="t.1"))
-    assert plain(BUSY) is BUSY
+    assert plain(inject, NEXT) is inject
 
 
+@pytest.mark.usefixtures("next_schema")
 def test_a_worker_says_what_its_agent_reads() -> None:
     assert message_for(FIRST, BUSY) is None
     assert message_for(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost=())
-    assert message_for(SCHEMA, BUSY) is BUSY and message_for(SCHEMA, TROUBLE) is TROUBLE
-
-
-def test_an_older_agent_hears_of_no_checksum() -> None:
-    commit = committed(1, 50)
-    checked = msgspec.structs.replace(commit, checked=49, checksum=7, sums=9)
-    assert (
-        message_for(SCHEMA, checked) == checked
-        and message_for(SCHEMA - 1, checked) == message_for(FIRST, checked) == commit
-    )
+    assert message_for(NEXT, BUSY) is BUSY and message_for(NEXT, TROUBLE) is TROUBLE
 
 
 def test_an_agent_that_says_nothing_of_its_schema_reads_the_first(tmp_path: Path) -> None:
@@ -54,6 +59,7 @@ def test_an_agent_that_says_nothing_of_its_schema_reads_the_first(tmp_path: Path
     assert agent_schema(at) == FIRST
 
 
+@pytest.mark.usefixtures("next_schema")
 def test_a_message_that_the_agent_does_not_know_waits_for_the_next_agent() -> None:
     store = StoreAddress(host="127.0.0.1", port=1)
     launch = Launch(
@@ -68,7 +74,7 @@ def test_a_message_that_the_agent_does_not_know_waits_for_the_next_agent() -> No
     assert message == Ready() and bytes(body) == frame(Ready())
     assert channel._next_outgoing(message) == (None, memoryview(b""))
     assert BUSY not in channel._greeting()
-    channel._agent_schema = SCHEMA
+    channel._agent_schema = NEXT
     assert BUSY in channel._greeting()
     channel._wake_read.close()
     channel._wake_write.close()

@@ -7,17 +7,21 @@ by hand; the real ones are tested in tests/agents, tests/trainer and tests/integ
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from events.schemas import SCHEMA, TOLD_ONCE, told_version
+from events.schemas import SCHEMA, schema_of, told_version
 from events.seats import joiners_of, members_of, starts
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
+from unicrond.core.deciding import memberships
 from unicrond.core.fold import fold
 from unicrond.core.invariants import check
 from unicrond.core.planning.solver import solve
@@ -41,15 +45,20 @@ class Told(NamedTuple):
     lead_tells: bool
 
 
-def membership_of(event: v.SetMembership | v.MembershipDecided) -> Told:
-    """What a command tells, or a decision; of one in parts the last members alone."""
-    members, joiners, told, lead_tells = event.members, event.joiners, event, False
-    if isinstance(event, v.MembershipDecided):
-        told = event.told
-        assert told is not None
-        members, joiners = members_of(event.task, told.seats, told.size), joiners_of(event.task, told.seats)
-        lead_tells = told.lead_tells
-    return Told(event.generation, members, told.handover, told.stop, told.peers, told.mtbf_us, joiners, lead_tells)
+def membership_of(event: v.MembershipDecided) -> Told:
+    """What a decision tells; of one in parts the last members alone."""
+    members, joiners = members_of(event.task, event.seats, event.size), joiners_of(event.task, event.seats)
+    return Told(
+        event.generation, members, event.handover, event.stop, event.peers, event.mtbf_us, joiners, event.lead_tells
+    )
+
+
+@contextmanager
+def no_lead_tells() -> Iterator[None]:
+    """Each member tells for itself, as after a group that did not meet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memberships, "_lead_confirms", lambda *_: False)
+        yield
 
 
 @dataclass
@@ -134,11 +143,11 @@ class MiniCluster:
         check(self.state)
         if isinstance(event, v.Command):
             self.hosts[event.node].commands.append(entry)
-        if isinstance(event, v.MembershipDecided) and event.told and self._is_in_force(event):
+        if isinstance(event, v.MembershipDecided) and self._is_in_force(event):
             membership = self.state.tasks[event.task].membership
             self._members[event.task, event.generation] = membership.members, membership.joiners
             for host in self.hosts.values():
-                if host.reads >= TOLD_ONCE and event.task in host.follows:
+                if event.task in host.follows and schema_of(event) <= host.reads:
                     host.commands.append(entry)
         return entry
 
@@ -306,9 +315,9 @@ class MiniCluster:
                 host.processes.clear()
         elif isinstance(command, v.CheckNode) and host.ill is not None:
             self.checked(host, command, passed=not host.ill)
-        elif isinstance(command, v.SetMembership | v.MembershipDecided):
+        elif isinstance(command, v.MembershipDecided):
             told = membership_of(command)
-            if isinstance(command, v.MembershipDecided) and command.told and command.told.parts:
+            if command.parts:
                 members, joiners = self._members[command.task, command.generation]
                 told = told._replace(members=members, joiners=joiners)
             for process in host.processes.values():

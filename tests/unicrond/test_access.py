@@ -159,15 +159,6 @@ async def test_each_scope_opens_its_routes_and_the_event_says_who_asked(tmp_path
     assert asked == {v.NodeCordoned: "bob", v.TaskCancelled: "ann"}
 
 
-async def test_a_coordinator_that_writes_an_older_schema_leaves_the_name_out(tmp_path: Path) -> None:
-    config = Config(api=ApiConfig(tokens_file=str(listed(tmp_path / "tokens"))))
-    async with serving(tmp_path, config=config, schema=3) as served:
-        assert (await statuses(served, OPERATES))["operate"] == 202
-        seq = await served.until(v.NodeCordoned)
-        (entry,) = [each async for each in served.log.read(seq - 1, until_seq=seq)]
-        assert entry.envelope.event.by == ""  # type: ignore[union-attr]
-
-
 # --- people ---------------------------------------------------------------------------------------
 
 

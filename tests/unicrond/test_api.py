@@ -16,7 +16,6 @@ import pytest
 from events import vocabulary as v
 from events.envelope import Recorded
 from events.keys import make_key
-from events.schemas import SCHEMA
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.state_bytes import digest, from_json
@@ -70,7 +69,7 @@ async def test_submit_and_cancel(tmp_path: Path) -> None:
             await refused(response, 404, "new", "not active")
 
 
-async def test_an_older_log_leaves_the_stages_to_the_flags_of_megatron(tmp_path: Path) -> None:
+async def test_the_stages_of_megatron_are_as_its_flags_say(tmp_path: Path) -> None:
     flags = (
         "x.py --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
         " --vocab-size 64 --global-batch-size 4 --train-iters 9 --pipeline-model-parallel-size 2"
@@ -79,17 +78,14 @@ async def test_an_older_log_leaves_the_stages_to_the_flags_of_megatron(tmp_path:
     task = {"name": "lm", "entry": "megatron-lm", "cwd": "/lm", "args": flags.split(), "layouts": "fixed"}
     workers = {"min_workers": 2, "max_workers": 2}
     tasks = [{**task, **workers}, {"name": "built-in", "vpp": 1, "ep": 1}]
-    for schema, vpps in ((3, [0, 0]), (SCHEMA, [2, 1])):
-        directory = tmp_path / str(schema)
-        directory.mkdir()
-        async with serving(directory, schema=schema) as served, aiohttp.ClientSession(served.url) as http:
-            for one in tasks:
-                async with http.post("/v1/tasks", json=one) as response:
-                    assert response.status == 201, await response.text()
-                    seq = (await response.json())["seq"]
-                await served.until(v.TaskSubmitted, after=seq - 1)
-            known = served.coordinator.state.tasks
-            assert [known[str(one["name"])].spec.vpp for one in tasks] == vpps
+    async with serving(tmp_path) as served, aiohttp.ClientSession(served.url) as http:
+        for one in tasks:
+            async with http.post("/v1/tasks", json=one) as response:
+                assert response.status == 201, await response.text()
+                seq = (await response.json())["seq"]
+            await served.until(v.TaskSubmitted, after=seq - 1)
+        known = served.coordinator.state.tasks
+        assert [known[str(one["name"])].spec.vpp for one in tasks] == [2, 1]
 
 
 @pytest.mark.parametrize(

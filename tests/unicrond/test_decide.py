@@ -7,14 +7,11 @@ from functools import reduce
 import pytest
 
 from events import vocabulary as v
-from events.schemas import TOLD_ONCE
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.stories import random_life
-from unicrond.core.decide import decide
 from unicrond.core.fold import fold
 from unicrond.core.state import ClusterState, Severity, TaskStatus
 from unicrond.core.state_bytes import digest
-from unicrond.core.survey import Survey
 
 
 def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:
@@ -50,29 +47,6 @@ def test_a_killed_worker_is_one_incident_and_is_replaced_on_its_node(seed: int) 
     assert cluster.state.plan.epoch == epoch, "a restart in place needs no new plan"
     assert victim not in members(cluster, "big")
     assert node in {w.node for w in cluster.state.tasks["big"].workers.values()}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_membership_that_not_all_were_told_of_is_replaced_after_its_deadline(seed: int) -> None:
-    """The coordinator died between the two batches of a decision with more commands than one batch holds: only one that
-    writes an older schema has such."""
-    cluster = two_tasks(seed)
-    cluster.schema = TOLD_ONCE - 1
-    cluster.take_over()
-    victim, *survivors = members(cluster, "big")
-    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
-    events = decide(Survey(cluster.state, cluster.policy), {})
-    commanded = [place for place, event in enumerate(events) if isinstance(event, v.SetMembership)]
-    assert len(commanded) == len(survivors) == 2
-    for event in events[: commanded[1]]:
-        cluster.append(event, "coordinator", cluster.state.term)
-    cluster.take_over()
-    cluster.run()
-    assert members(cluster, "big") == survivors and not cluster.state.tasks["big"].confirmed
-    cluster.run(passing=("meet", "exit"))
-    cluster.assert_whole()
-    assert not set(survivors) & set(members(cluster, "big"))
-    assert [incident.kind for incident in cluster.state.closed] == ["process_exit", "hang"]
 
 
 @pytest.mark.parametrize("seed", range(20))

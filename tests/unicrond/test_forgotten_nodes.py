@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.memory_log import MemoryLog
-from events.schemas import told_version
+from events.schemas import SCHEMA, told_version
 from replay.views.verify import Verifier, bases
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.coordinators import running
@@ -87,25 +87,9 @@ def test_one_that_is_up_is_not_forgotten() -> None:
     assert "n0 is up; unicronctl forget --leave n0 has it leave for good first" in refusal(
         cluster.state, node, leave=False
     )
-    assert not refusal(cluster.state, node, leave=True)
+    assert not refusal(node, leave=True)
     ask(cluster)
     assert cluster.state.nodes[NODE].status is NodeStatus.UP and not cluster.state.nodes[NODE].draining
-
-
-def test_one_whose_agent_cannot_be_told_is_not_forgotten_while_it_may_come_back() -> None:
-    cluster = training()
-    host = cluster.hosts[NODE]
-    cluster.kill_host(host)
-    host.up, host.boot = True, host.boot + 1
-    store = v.StoreAddress(host="127.0.0.1", port=1)
-    old = told_version("test", 3)
-    joined = v.NodeJoined(node=NODE, address="1.1.1.1", slots=1, store=store, agent_boot=host.boot, version=old)
-    cluster.say(host, joined)
-    cluster.run()
-    lost(cluster)
-    ask(cluster)
-    assert "too old to be told (schema 3)" in refusal(cluster.state, cluster.state.nodes[NODE], leave=False)
-    assert NODE in cluster.state.nodes
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -147,7 +131,7 @@ def test_a_new_address_under_an_old_name_is_no_incident() -> None:
         host.up, host.boot = True, host.boot + 1
         store = v.StoreAddress(host="10.9.9.9", port=1)
         address = "10.9.9.9" if forgotten else "10.8.8.8"
-        version = told_version("test", 4)
+        version = told_version("test", SCHEMA)
         cluster.say(
             host,
             v.NodeJoined(
@@ -250,7 +234,7 @@ async def test_the_log_replays_and_verifies() -> None:
     log = MemoryLog()
     store = v.StoreAddress(host="127.0.0.1", port=1)
     joined = v.NodeJoined(
-        node="n1", address="127.0.0.1", slots=1, store=store, agent_boot=1, version=told_version("test", 4)
+        node="n1", address="127.0.0.1", slots=1, store=store, agent_boot=1, version=told_version("test", SCHEMA)
     )
     events = (joined, v.NodeLeft(node="n1", reason="test"))
     async with running(log, policy=Policy(forget_s=0.2)) as coordinator:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import LEAD_TELLS
-from tests.unicrond.cluster import SECOND_US, MiniCluster, members, trained
+from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_lead_tells, trained
 from unicrond.core import hangs
 from unicrond.core.deadlines import deadlines
 from unicrond.core.hangs import judge, judge_all
@@ -281,13 +280,12 @@ def test_busy_for_longer_than_declared_is_a_hang_and_named_so(cluster: MiniClust
 def regroup_without_an_answer(cluster: MiniCluster) -> tuple[str, list[str]]:
     """An urgent membership that one of its members, the first named, does not follow; each tells for itself (where the
     lead tells: test_lead_tells.py)."""
-    cluster.schema = LEAD_TELLS - 1
-    cluster.take_over()
     victim, silent, other = members(cluster)
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
-    while members(cluster) != [silent, other]:
-        for move in cluster.moves():
-            move()
+    with no_lead_tells():
+        while members(cluster) != [silent, other]:
+            for move in cluster.moves():
+                move()
     return silent, [other]
 
 

@@ -10,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import told_version
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.test_escalation import said
 from unicrond.core.decide import decide
@@ -217,18 +216,6 @@ def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
         cluster.state, tasks={"big": replace(task, status=TaskStatus.FAILED, troubles=Troubles(strikes={NODE: 2}))}
     )
     assert not [e for e in decide(Survey(cluster.state, cluster.policy), {}) if isinstance(e, v.NodeReadmitted)]
-
-
-def test_an_old_agent_is_taken_back_by_time() -> None:
-    cluster = cluster_of()
-    node = cluster.state.nodes[NODE]
-    cluster.state = replace(
-        cluster.state, nodes=cluster.state.nodes | {NODE: replace(node, schema=1, version=told_version("old", 1))}
-    )
-    break_gpu(cluster)
-    rest(cluster)
-    (readmitted,) = said(cluster, v.NodeReadmitted)
-    assert "too old to be asked for a check" in readmitted.reason and not said(cluster, v.CheckNode)
 
 
 def test_a_coordinator_without_checks_decides_as_ever() -> None:

@@ -374,13 +374,6 @@ def test_what_is_foreseen_is_what_is_asked(seed: int) -> None:
     assert situation.after(TaskEnd("small")) == problem_of(Survey(cluster.state, cluster.policy))
 
 
-def test_an_older_coordinator_keeps_the_layout() -> None:
-    cluster = cluster_of(1, 2, 1)
-    state = replace(cluster.state, schema=3)
-    (task,) = problem_of(Survey(state, cluster.policy)).tasks
-    assert not task.alternatives
-
-
 def test_two_half_free_nodes_hold_no_pair() -> None:
     """Six slots on two nodes: a third pair would add up, and finds no seat."""
     cluster = MiniCluster(1)
@@ -392,19 +385,6 @@ def test_two_half_free_nodes_hold_no_pair() -> None:
     cluster.assert_whole()
     assert cluster.state.plan.workers == {"big": 4, "small": 2}
     assert "no seat" not in cluster.state.plan.reason
-
-
-def test_an_older_coordinator_asks_for_no_seats() -> None:
-    """What it has decided can be decided again."""
-    cluster = MiniCluster(1)
-    cluster.schema = 3
-    cluster.take_over()
-    for name in ("n0", "n1"):
-        cluster.add_host(name, slots=3)
-    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
-    cluster.run()
-    assert problem_of(Survey(cluster.state, cluster.policy)).seats == ()
-    assert "no seat for 1 replicas of big" in cluster.state.plan.reason
 
 
 def test_a_replay_comes_to_the_same_state() -> None:

@@ -6,9 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import LEAD_TELLS
-from tests.unicrond.cluster import SECOND_US, MiniCluster, members, trained
-from tests.unicrond.test_versions import cluster, speak
+from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_lead_tells, trained
 from unicrond.core.state import Membership, Severity, Task
 from unicrond.core.state_bytes import decode, digest, encode
 
@@ -18,7 +16,7 @@ def decided(made: MiniCluster) -> list[v.MembershipDecided]:
 
 
 def lead_tells(made: MiniCluster) -> list[bool]:
-    return [bool(event.told and event.told.lead_tells) for event in decided(made)]
+    return [event.lead_tells for event in decided(made)]
 
 
 def reported(made: MiniCluster, generation: int) -> list[str]:
@@ -80,34 +78,6 @@ def test_after_a_group_that_did_not_meet_each_member_tells() -> None:
     assert lead_tells(made) == [False, True, False]
     made.run()
     made.assert_whole()
-
-
-@pytest.mark.parametrize(("reads", "tells"), [(LEAD_TELLS, True), (LEAD_TELLS - 1, False)])
-def test_where_an_agent_reads_less_each_member_tells(reads: int, tells: bool) -> None:
-    made = cluster(old=reads, new=LEAD_TELLS, newer=LEAD_TELLS)
-    killed(made, 0, "a")
-    made.run()
-    made.assert_whole()
-    assert lead_tells(made)[1] is tells
-
-
-def test_an_agent_that_comes_back_older_is_told_again() -> None:
-    made = trained(3)
-    killed(made, 2)
-    task = until_decided(made, 2)
-    node = task.workers[members(made)[1]].node
-    speak(made, node, LEAD_TELLS - 1)
-    assert made.state.tasks["big"].group.unread == 2
-
-
-def test_a_coordinator_that_may_go_back_lets_each_member_tell() -> None:
-    made = trained(3)
-    made.schema = LEAD_TELLS - 1
-    made.take_over()
-    killed(made, 2)
-    made.run()
-    made.assert_whole()
-    assert lead_tells(made) == [False, False, False]
 
 
 # --- what the word means ---------------------------------------------------------------------------
@@ -259,13 +229,12 @@ def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
         made.add_host(f"n{number}")
     made.submit("big", pp=2, min_workers=2, max_workers=4, global_batch=12)
     made.run()
-    made.schema = LEAD_TELLS - 1  # each member tells for itself
-    made.take_over()
     made.train("big", 3)
     replica = members(made)[:2]
     assert [made.state.tasks["big"].workers[worker].shard for worker in replica] == [0, 1]
     killed(made, 3)
-    generation = until_decided(made, 2).generation
+    with no_lead_tells():
+        generation = until_decided(made, 2).generation
     (incident,) = made.state.incidents
     for worker in replica:
         regrouped(made, worker, generation, dealt=4)

@@ -262,12 +262,6 @@ def test_a_person_may_not_ask_for_what_the_flags_forbid() -> None:
     assert not list(spec_faults(replace(spec, layouts=(), tp=4, pp=2, min_workers=8, max_workers=8)))
 
 
-def as_older_logs_have_it(spec: TaskSpec) -> TaskSpec:
-    """Its program alone knows of vpp and ep."""
-    layouts = tuple([replace(one, vpp=1, ep=1) for one in spec.layouts])
-    return replace(spec, vpp=0, ep=0, layouts=layouts)
-
-
 def test_what_is_nearest_is_so_to_the_task_not_to_its_flags() -> None:
     spec = loads(task(SMALL + CHUNKS, min_workers=4, max_workers=8))
     assert [nearest(spec, *cut) for cut in ((2, 2), (1, 2), (2, 1))] == [Shape(2, 2, 2), Shape(1, 2, 2), Shape(2, 1)]
@@ -279,22 +273,6 @@ def test_what_is_nearest_is_so_to_the_task_not_to_its_flags() -> None:
         Shape(6, 1, 1, 6),
         Shape(3, 4, 3, 3),
     ]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        SMALL + CHUNKS + " --decoupled-lr 1e-3",
-        SMALL + CHUNKS + " --load /x --ckpt-format torch",
-        SMALL + EXPERTS.replace("6", "3") + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
-    ],
-)
-def test_a_task_of_an_older_log_is_as_its_flags_say(flags: str) -> None:
-    """A log must not be read otherwise than it was: what ran there goes on."""
-    layouts = "auto" if "--decoupled-lr" in flags else "fixed"
-    spec = as_older_logs_have_it(loads(task(flags, min_workers=4, max_workers=8, layouts=layouts)))
-    assert list(spec_faults(spec)) == []
-    assert nearest(spec, spec.tp, spec.pp) == spec.shape, "new bounds alone keep the layout"
 
 
 def test_what_is_said_of_a_type_is_of_the_layout_that_is_nearest() -> None:

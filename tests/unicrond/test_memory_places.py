@@ -41,10 +41,11 @@ def keep(cluster: MiniCluster, node: str, iteration: int, *, origin: str = "") -
 
 def told(cluster: MiniCluster) -> list[tuple[str, ...]]:
     """The peers of every membership, and of what is decided about peers alone, in order."""
-    events = [entry.envelope.event for entry in cluster.log]
-    decided = [event.told if isinstance(event, v.MembershipDecided) else event for event in events]
+    decided = [entry.envelope.event for entry in cluster.log]
     return [
-        tuple(peer.node for peer in event.peers) for event in decided if isinstance(event, v.ToldOnce | v.PeersDecided)
+        tuple(peer.node for peer in event.peers)
+        for event in decided
+        if isinstance(event, v.MembershipDecided | v.PeersDecided)
     ]
 
 

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from events import vocabulary as v
-from events.prose import summary
 from tests.unicrond.cluster import SECOND_US, MiniCluster, trained
 from unicrond.core.folding.stragglers import straggler_observed
 from unicrond.core.state import TaskStatus
@@ -125,7 +124,7 @@ def test_the_view_and_the_events_say_it_in_words(cluster: MiniCluster) -> None:
     file = io.StringIO()
     Console(file=file, width=120).print(render(cluster.state, cluster.state.now_us))
     assert "stragglers" in file.getvalue() and "1.25" in file.getvalue()
-    assert summary(told) == (
+    assert told.sentence() == (
         f"worker {told.straggler} (rank 2) on {told.straggler_node} is a straggler: it takes 1.25 times as long as the"
         " other replicas since iteration 11, 0.125 s per micro-batch against 0.100 s"
     )

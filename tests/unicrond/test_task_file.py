@@ -13,17 +13,13 @@ from msgspec.structs import replace
 
 from events.codec import encode
 from events.envelope import Envelope
-from events.schemas import TASK_USERS, TOLD_ONCE
 from events.shape import Shape
 from events.task_env import SETTINGS
 from events.vocabulary import (
     DETERMINISTIC,
-    WORKERS_MAX,
     CheckpointSpec,
-    Member,
     ModelSpec,
     OptimizerSpec,
-    SetMembership,
     StartWorker,
     StoreAddress,
     TaskSpec,
@@ -223,25 +219,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "latin.yaml")
 
 
-@pytest.mark.parametrize("name", ["a", "gpt3-175b", "x" * 63])
-def test_the_largest_membership_fits_into_one_event(name: str) -> None:
-    """Of a coordinator that writes an older schema, and tells memberships by commands; today's have no such limit."""
-    assert loads(f"name: {name}\nglobal_batch: 200000\nmax_workers: {WORKERS_MAX}").max_workers == WORKERS_MAX
-    spec = TaskSpec(name=name, global_batch=200000, max_workers=WORKERS_MAX)
-    (said,) = [str(fault) for fault in spec_faults(spec, TOLD_ONCE - 1)]
-    most = int(said.split("more than ")[1].split()[0])
-    assert most > (1500 if len(name) > 60 else 3500) and ("shorten the name" in said) == (len(name) > 60)
-    assert not [*spec_faults(replace(spec, max_workers=most), TOLD_ONCE - 1)]
-    workers = [f"{name}.{10**8 + number}" for number in range(most)]
-    members = tuple(Member(worker=worker, node="n" * 63, replica=2**16, shard=2**16) for worker in workers)
-    store = StoreAddress(host="h" * 63, port=65535)
-    event = SetMembership(
-        command_id=f"1.9.{'n' * 63}.1", node="n" * 63, epoch=9, task=name, generation=10**9 - 1, members=members,
-        joiners=tuple(workers), urgent=True, store=store,
-    )  # fmt: skip
-    encode(Envelope(event=event, producer="coordinator", boot=1, number=1, term=1, observed_at_us=2**60))
-
-
 def test_a_spec_that_came_over_the_wire_is_checked_too() -> None:
     assert problems(TaskSpec(name="a")) == []
     assert "absolute path" in problems(TaskSpec(name="a", data="corpus/x"))[0]
@@ -339,11 +316,8 @@ def test_a_wrong_preset_is_told_in_one_line(line: str, told: str) -> None:
     assert str(error.value).startswith(told), error.value
 
 
-def test_older_parts_of_a_cluster_know_no_users_and_look_at_no_variables() -> None:
+def test_variables_that_would_change_the_workers_program_are_refused() -> None:
     spec = TaskSpec(name="a", run_as="alice", env={"LD_PRELOAD": "/x.so"})
-    assert [str(fault) for fault in spec_faults(spec, TASK_USERS - 1)] == [
-        "run_as: older parts of this cluster run all tasks as one user; upgrade them, or leave it out"
-    ]
     (said,) = [str(fault) for fault in spec_faults(spec)]
     assert said.startswith("env.LD_PRELOAD: ")
 

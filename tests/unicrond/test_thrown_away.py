@@ -7,7 +7,6 @@ import pytest
 from agents.handling.exits import computed
 from agents.protocol.marks import Mark
 from events import vocabulary as v
-from events.prose import summary
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_departures import of
 from tests.unicrond.test_goodput import told
@@ -40,7 +39,7 @@ def test_of_the_last_replica_the_log_says_how_many_micro_batches_went_with_it() 
     (closed,) = of(cluster, v.TransitionCompleted)
     assert closed.micro_batches_lost == 5, "both stages compute the same ones"
     assert "0 iterations, 5 finished micro-batches lost, state from memory of a member's node" in closed.reason
-    assert "5 finished ones thrown away" in summary(closed)
+    assert "5 finished ones thrown away" in closed.sentence()
     (big,) = told(cluster)["tasks"]
     assert big["micro_batches_lost"] == 5
     pace_us = cluster.state.tasks["big"].pace.iteration_us
@@ -61,7 +60,7 @@ def test_survivors_keep_theirs_and_what_is_done_again_is_told_as_that() -> None:
     kill_first(cluster)
     (closed,) = of(cluster, v.TransitionCompleted)
     assert closed.micro_batches_lost == 0 and closed.micro_batches_redone > 0
-    assert "thrown away" not in summary(closed)
+    assert "thrown away" not in closed.sentence()
 
 
 @pytest.mark.parametrize(("phase", "count"), [("forward", 3), ("backward", 3), ("reduce", 4), ("regroup", 3)])

@@ -1,5 +1,4 @@
-"""Memberships that nodes read in the decision itself: the same state as from lists and commands, a fraction of the log,
-and nothing by halves."""
+"""Memberships that nodes read in the decision itself: small, and nothing by halves."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Envelope, Recorded
-from events.schemas import TOLD_ONCE, told_version
-from events.seats import members_of
+from events.schemas import SCHEMA, told_version
 from replay.views.verify import Divergence, Verifier, bases
 from tests.unicrond.cluster import MiniCluster, members
-from tests.unicrond.test_versions import cluster, commands, speak
 from unicrond.core.decide import decide
 from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
@@ -30,7 +27,6 @@ from unicrond.core.state import (
     Worker,
     WorkerStatus,
 )
-from unicrond.core.state_bytes import digest
 from unicrond.core.survey import Survey
 from unicrond.core.task_parts import GroupHealth, TaskProgress
 
@@ -50,60 +46,7 @@ def kinds(events: list[v.AnyEvent]) -> list[str]:
     return [type(event).__name__ for event in events]
 
 
-# --- the same state --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_fold_makes_the_same_of_runs_as_of_lists(seed: int) -> None:
-    """Of every membership and plan that a life brings; peers apart, which commands told."""
-    made = MiniCluster(seed)
-    made.schema = TOLD_ONCE  # who tells that a group has met is said in runs alone
-    made.take_over()
-    for number in range(4):
-        made.add_host(f"n{number}", slots=2)
-    made.submit("a", max_workers=6, tp=2, min_workers=2)
-    made.submit("b", max_workers=2)
-    made.run()
-    victim = members(made, "a")[0]
-    made.kill_worker(made.hosts[made.state.tasks["a"].workers[victim].node], victim)
-    made.run()
-    made.kill_host(made.hosts["n1"])
-    made.lose(made.hosts["n1"])
-    made.run()
-    state, compared = ClusterState(), 0
-    for entry in made.log:
-        listed = as_listed(entry.envelope.event, state)
-        after = fold(state, entry)
-        if listed is not None:
-            other = fold(state, Recorded(entry.seq, entry.recorded_at_us, replace(entry.envelope, event=listed)))
-            assert digest(without_peers(other)) == digest(without_peers(after))
-            compared += 1
-        state = after
-    assert compared > 6
-
-
-def as_listed(event: v.AnyEvent, state: ClusterState) -> v.AnyEvent | None:
-    """As writers of schema 2 said it."""
-    if isinstance(event, v.MembershipDecided) and event.told:
-        there = members_of(event.task, event.told.seats, event.told.size)
-        joiners = tuple(
-            m.worker for m in there if state.tasks[event.task].workers[m.worker].status is not WorkerStatus.MEMBER
-        )
-        return replace(event, members=there, joiners=joiners, told=None)
-    if isinstance(event, v.PlanAdopted):
-        listed = []
-        for assignment in event.assignments:
-            names = [run.node for run in assignment.nodes for _ in range(run.count)]
-            size = assignment.replica_workers
-            replicas = tuple(tuple(names[at : at + size]) for at in range(0, len(names), size))
-            listed.append(replace(assignment, replicas=replicas, nodes=(), replica_workers=0))
-        return replace(event, assignments=tuple(listed))
-    return None
-
-
-def without_peers(state: ClusterState) -> ClusterState:
-    tasks = {name: replace(task, copies=replace(task.copies, peers=())) for name, task in state.tasks.items()}
-    return replace(state, tasks=tasks)
+# --- whole ----------------------------------------------------------------------------------------
 
 
 def test_the_decision_names_the_peers() -> None:
@@ -113,7 +56,6 @@ def test_the_decision_names_the_peers() -> None:
     made.submit("a")
     made.run()
     assert made.state.tasks["a"].copies.peers == (service,)
-    assert not commands(made, v.SetMembership)
 
 
 # --- nothing by halves -----------------------------------------------------------------------------
@@ -192,64 +134,15 @@ def test_the_usual_size_of_a_part_is_not_written_and_read_back() -> None:
     assert settings_of({}).policy.part_bytes == PART_BYTES
 
 
-# --- versions --------------------------------------------------------------------------------------
-
-
-def test_only_nodes_that_do_not_read_decisions_are_commanded() -> None:
-    made = cluster(old=TOLD_ONCE - 1, new=TOLD_ONCE)
-    assert list(commands(made, v.SetMembership)) == ["old"]
-    decided = [e.envelope.event for e in made.log if isinstance(e.envelope.event, v.MembershipDecided)]
-    assert all(event.told for event in decided)
-
-
-def test_an_agent_that_reads_no_decisions_any_more_is_told_what_it_may_have_missed() -> None:
-    made = cluster(m=TOLD_ONCE, n=TOLD_ONCE)
-    made.kill_worker(made.hosts["m"], next(iter(made.hosts["m"].processes)))
-    assert made.decide()
-    generation = made.state.tasks["a"].generation
-    made.hosts["n"].commands.clear()  # the older agent passes over it
-    speak(made, "n", TOLD_ONCE - 1)
-    assert made.state.tasks["a"].group.unread == generation
-    made.run()
-    assert made.state.tasks["a"].confirmed
-    assert "n" in commands(made, v.SetMembership)
-    assert made.state.incidents_total == 1, "the kill alone"
-
-
-def test_an_agent_that_has_heard_all_is_told_nothing_again() -> None:
-    made = cluster(m=TOLD_ONCE, n=TOLD_ONCE)
-    generation = made.state.tasks["a"].generation
-    speak(made, "n", TOLD_ONCE - 1)
-    made.run()
-    assert made.state.tasks["a"].generation == generation
-
-
-def test_a_younger_coordinator_tells_once_what_all_readers_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field of the next schema is left out while one of the nodes reads this one."""
-    from unicrond.core.deciding.batch import DecisionBatch
-
-    asked: list[list[int]] = []
-    adding = DecisionBatch.add
-    monkeypatch.setattr(
-        DecisionBatch,
-        "add",
-        lambda self, event, readers=(): (asked.append([*readers]), adding(self, event, readers))[1],
-    )
-    cluster(m=TOLD_ONCE, n=TOLD_ONCE + 1, old=TOLD_ONCE - 1)
-    assert [TOLD_ONCE, TOLD_ONCE + 1] in [sorted(readers) for readers in asked]
-
-
-@pytest.mark.parametrize(("schema", "refused"), [(TOLD_ONCE, False), (TOLD_ONCE - 1, True)])
-def test_how_large_a_task_may_be(schema: int, refused: bool) -> None:
-    state = replace(ClusterState(), schema=schema)
-    submitted = v.TaskSubmitted(spec=v.TaskSpec(name="a", max_workers=v.WORKERS_MAX, global_batch=v.WORKERS_MAX))
-    assert bool(request_problem(state, submitted)) is refused
-
-
 # --- size ------------------------------------------------------------------------------------------
 
 
-def large(schema: int, *, nodes: int = 512, slots: int = 8, tp: int = 8) -> ClusterState:
+def test_how_large_a_task_may_be() -> None:
+    submitted = v.TaskSubmitted(spec=v.TaskSpec(name="a", max_workers=v.WORKERS_MAX, global_batch=v.WORKERS_MAX))
+    assert not request_problem(ClusterState(), submitted)
+
+
+def large(*, nodes: int = 512, slots: int = 8, tp: int = 8) -> ClusterState:
     """One task that trains on all slots of all nodes."""
     names = [f"gpu{number:04d}" for number in range(nodes)]
     workers = {
@@ -277,7 +170,7 @@ def large(schema: int, *, nodes: int = 512, slots: int = 8, tp: int = 8) -> Clus
         progress=TaskProgress(iteration=100, best_iteration=100),
         group=GroupHealth(),
     )
-    version = told_version("test", schema)
+    version = told_version("test", SCHEMA)
     hosts = {
         name: Node(
             name=name,
@@ -289,11 +182,10 @@ def large(schema: int, *, nodes: int = 512, slots: int = 8, tp: int = 8) -> Clus
             agent_boot=1,
             joined_us=1,
             version=version,
-            schema=schema,
         )
         for name in names
     }
-    state = ClusterState(term=1, schema=schema, nodes=hosts, tasks={"gpt": task}, seq=10, now_us=10)
+    state = ClusterState(term=1, nodes=hosts, tasks={"gpt": task}, seq=10, now_us=10)
     survey = Survey(state, Policy())
     replicas = tuple(tuple(workers[f"gpt.{n + 1 + i}"].node for i in range(tp)) for n in range(0, len(workers), tp))
     assignment = v.TaskAssignment(task="gpt", workers=len(workers), replicas=replicas, waf=1)
@@ -317,13 +209,6 @@ def log_bytes(events: list[v.AnyEvent]) -> int:
 
 @pytest.mark.parametrize("tp", [1, 8])
 def test_what_one_fault_writes_at_512_nodes(tp: int) -> None:
-    told = after_a_fault(large(TOLD_ONCE, tp=tp))
-    assert kinds(told).count("MembershipDecided") == 1 and "SetMembership" not in kinds(told)
+    told = after_a_fault(large(tp=tp))
+    assert kinds(told).count("MembershipDecided") == 1
     assert log_bytes(told) < 20_000
-
-
-def test_what_one_fault_wrote_before() -> None:
-    """What it is compared with, at a quarter of the nodes: it grew with nodes times members."""
-    told = after_a_fault(large(TOLD_ONCE - 1, nodes=128))
-    assert kinds(told).count("SetMembership") == 128
-    assert log_bytes(told) > 5_000_000

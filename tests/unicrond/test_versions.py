@@ -9,19 +9,30 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from events import schemas
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from events.schemas import FIRST, SCHEMA, beyond_schema, schema_of, told_version
+from events.fields import Since
+from events.schemas import FIRST, beyond_schema, schema_of, told_version
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import serving
+from tests.younger import NEXT, younger
 from unicrond.core.fold import fold
 from unicrond.core.state import UNREAD_MAX, ClusterState, WorkerStatus
+
+
+@pytest.fixture(autouse=True)
+def next_schema() -> Iterator[None]:
+    """The next schema brings a command, a setting of tasks, and a field of memberships."""
+    fields = {v.TaskSpec: {"start_timeout_s": Since(NEXT)}, v.MembershipDecided: {"mtbf_us": Since(NEXT)}}
+    with younger(v.DropState, v.PeersRemembered, fields=fields):
+        yield
 
 
 def cluster(**nodes: int) -> MiniCluster:
     """One node per name, of the schema given; a task on all of them trains."""
     made = MiniCluster(seed=1)
+    made.schema = NEXT
+    made.take_over()
     for name, schema in nodes.items():
         made.add_host(name)
         speak(made, name, schema)
@@ -38,7 +49,7 @@ def speak(made: MiniCluster, name: str, schema: int) -> None:
     assert isinstance(joined, v.NodeJoined)
     host = made.hosts[name]
     host.boot += 1
-    version = "0.1.0" if schema == FIRST else told_version("0.2.0", schema)
+    version = "0.1.0" if schema == FIRST else told_version("0.1.0", schema)
     host.reads = schema
     made.say(host, replace(joined, agent_boot=host.boot, version=version))
 
@@ -50,14 +61,14 @@ def commands(made: MiniCluster, kind: type[v.Command]) -> dict[str, v.Command]:
 
 
 def test_each_node_is_commanded_in_words_that_it_knows() -> None:
-    made = cluster(old=FIRST, new=SCHEMA, newer=SCHEMA + 1)
+    made = cluster(old=FIRST, new=NEXT, newer=NEXT + 1)
     assert {name: node.schema for name, node in made.state.nodes.items()} == {
-        "old": 1,
-        "new": SCHEMA,
-        "newer": SCHEMA + 1,
+        "old": FIRST,
+        "new": NEXT,
+        "newer": NEXT + 1,
     }
     starts = commands(made, v.StartWorker)
-    assert {name: schema_of(command) for name, command in starts.items()} == {"old": 1, "new": 4, "newer": 4}
+    assert {name: schema_of(command) for name, command in starts.items()} == {"old": FIRST, "new": NEXT, "newer": NEXT}
     assert {name: c.spec.start_timeout_s for name, c in starts.items() if isinstance(c, v.StartWorker)} == {
         "old": None,
         "new": 120.0,
@@ -65,15 +76,42 @@ def test_each_node_is_commanded_in_words_that_it_knows() -> None:
     }
 
 
-def test_a_command_that_a_node_does_not_know_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schemas, "TYPES", {2: ("DropState",)})
-    made = cluster(old=FIRST, new=SCHEMA)
+@pytest.mark.parametrize(("reads", "told"), [(FIRST, FIRST), (NEXT, NEXT)])
+def test_what_several_nodes_read_is_written_for_the_oldest_of_them(reads: int, told: int) -> None:
+    made = cluster(m=NEXT, n=reads)
+    decided = [e.envelope.event for e in made.log if isinstance(e.envelope.event, v.MembershipDecided)]
+    assert {schema_of(event) for event in decided} == {told}
+
+
+def test_an_agent_that_comes_back_older_is_told_what_it_may_have_missed() -> None:
+    made = cluster(m=NEXT, n=NEXT)
+    made.kill_worker(made.hosts["m"], next(iter(made.hosts["m"].processes)))
+    assert made.decide()
+    generation = made.state.tasks["a"].generation
+    made.hosts["n"].commands.clear()  # the older agent passes over it
+    speak(made, "n", FIRST)
+    assert made.state.tasks["a"].group.unread == generation
+    made.run()
+    assert made.state.tasks["a"].confirmed
+    assert made.state.incidents_total == 1, "the kill alone"
+
+
+def test_an_agent_that_has_heard_all_is_told_nothing_again() -> None:
+    made = cluster(m=NEXT, n=NEXT)
+    generation = made.state.tasks["a"].generation
+    speak(made, "n", FIRST)
+    made.run()
+    assert made.state.tasks["a"].generation == generation
+
+
+def test_a_command_that_a_node_does_not_know_is_not_sent() -> None:
+    made = cluster(old=FIRST, new=NEXT)
     for host in made.hosts.values():
         kept = v.StateKept(
             node=host.name, task="a", shard=0, iteration=1, generation=1, origin=host.name, size_bytes=1, duration_us=1
         )
         made.say(host, kept)
-    made.append(v.TaskCancelled(task="a", reason="test"), "api", 1)
+    made.append(v.TaskCancelled(task="a", reason="test"), "api", made.state.term)
     made.run()
     assert list(commands(made, v.DropState)) == ["new"]
     assert not made.decide(), "and that is all: nothing is decided again and again"
@@ -107,6 +145,8 @@ def unread(made: MiniCluster, name: str) -> Iterator[v.Command]:
 
 def test_a_start_that_an_older_agent_cannot_read_is_commanded_anew_and_nobody_is_blamed() -> None:
     made = MiniCluster(seed=1)
+    made.schema = NEXT
+    made.take_over()
     made.add_host("n")
     made.submit("a", start_timeout_s=120.0)
     while not made.hosts["n"].commands:
@@ -123,8 +163,8 @@ def test_a_start_that_an_older_agent_cannot_read_is_commanded_anew_and_nobody_is
 
 
 def test_a_stop_that_cannot_be_read_is_ordered_anew() -> None:
-    made = cluster(n=SCHEMA)
-    made.append(v.TaskCancelled(task="a", reason="test"), "api", 1)
+    made = cluster(n=NEXT)
+    made.append(v.TaskCancelled(task="a", reason="test"), "api", made.state.term)
     while not made.hosts["n"].commands:
         made.decide()
     for command in unread(made, "n"):
@@ -133,24 +173,6 @@ def test_a_stop_that_cannot_be_read_is_ordered_anew() -> None:
     made.run()
     assert not made.state.tasks["a"].workers
     assert not made.state.incidents_total
-
-
-def test_a_membership_that_cannot_be_read_is_told_again() -> None:
-    made = cluster(m=SCHEMA, n=2)
-    made.kill_worker(made.hosts["m"], next(iter(made.hosts["m"].processes)))
-    while not any(isinstance(e.envelope.event, v.SetMembership) for e in made.hosts["n"].commands):
-        made.decide()
-    generation = made.state.tasks["a"].generation
-    for command in unread(made, "n"):
-        failed(made, command, reads=FIRST)
-    assert made.state.tasks["a"].group.unread == generation
-    assert made.decide()
-    told = commands(made, v.SetMembership)["n"]
-    assert isinstance(told, v.SetMembership)
-    assert told.generation == generation + 1
-    made.run()
-    assert made.state.tasks["a"].confirmed
-    assert made.state.incidents_total == 1, "the kill alone"
 
 
 def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
@@ -169,7 +191,7 @@ def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
     assert starts <= UNREAD_MAX + 10, "then the rules for starts that fail hold"
 
 
-def test_old_logs_know_of_no_schema() -> None:
+def test_a_version_that_names_no_schema_is_of_the_first() -> None:
     joined = v.NodeJoined(
         node="n", address="h", slots=1, store=v.StoreAddress(host="h", port=1), agent_boot=1, version="0.1.0"
     )
@@ -194,5 +216,5 @@ async def test_a_coordinator_that_may_be_taken_back_writes_the_older_schema_and_
 def test_what_is_beyond_a_schema_is_named() -> None:
     spec = v.TaskSpec(name="a", start_timeout_s=60.0)
     assert beyond_schema(v.TaskSubmitted(spec=spec), FIRST) == ["spec.start_timeout_s"]
-    assert beyond_schema(v.TaskSubmitted(spec=spec), SCHEMA) == []
+    assert beyond_schema(v.TaskSubmitted(spec=spec), NEXT) == []
     assert beyond_schema(v.PeersRemembered(node="n", task="a", peers=()), FIRST) == ["PeersRemembered"]

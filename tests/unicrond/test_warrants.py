@@ -15,14 +15,12 @@ from events.signing import BadSignature
 from events.subjects import WARRANT_HEADER
 from events.vocabulary import (
     AnyEvent,
+    DropState,
     Member,
     MembershipDecided,
     MembershipPart,
     SeatRun,
-    SetMembership,
-    SetPeers,
     StoreAddress,
-    ToldOnce,
 )
 from events.warrants import verify_warrant
 from tests.events.certified import Certified, now
@@ -43,18 +41,10 @@ def enveloped(event: AnyEvent, term: int = 1) -> Envelope:
     return Envelope(producer="coordinator", boot=term, number=1, term=term, observed_at_us=1, event=event)
 
 
-def command(node: str, generation: int = 5) -> SetMembership:
-    return SetMembership(
-        command_id=f"1.1.{node}.1", node=node, epoch=1, task="a", generation=generation, members=MEMBERS, joiners=(),
-        urgent=True, store=STORE,
-    )  # fmt: skip
-
-
 def told(generation: int, seats: tuple[SeatRun, ...], parts: int = 0) -> MembershipDecided:
-    once = ToldOnce(size=1, seats=seats, parts=parts, peers=(), mtbf_us=0, handover=False, lead_tells=False, stop="")
     return MembershipDecided(
-        task="a", generation=generation, members=(), joiners=(), urgent=True, store=STORE, incident="", reason="",
-        told=once,
+        task="a", generation=generation, size=1, seats=seats, parts=parts, urgent=True, store=STORE, incident="",
+        reason="",
     )  # fmt: skip
 
 
@@ -63,17 +53,9 @@ def generation(certified: Certified, text: str, node: str) -> int:
     return verify_warrant(f"{text}.{place}", node, "a", first_certificate(certified.ca.read_bytes()))
 
 
-def test_commands_of_one_membership_carry_one_warrant(certified: Certified) -> None:
+def test_a_whole_one_and_one_in_parts(certified: Certified) -> None:
     warrants = Warrants(certified.server)
-    texts = {warrants.beside(enveloped(command(node)))[WARRANT_HEADER] for node in NODES}
-    (text,) = texts
-    assert [generation(certified, text, node) for node in NODES] == [5, 5, 5]
-    assert warrants.beside(enveloped(command("n1", 6)))[WARRANT_HEADER] != text
-    assert not warrants.beside(enveloped(SetPeers(command_id="1.1.n1.2", node="n1", epoch=1, task="a", peers=())))
-
-
-def test_one_that_is_told_once_and_one_in_parts(certified: Certified) -> None:
-    warrants = Warrants(certified.server)
+    assert not warrants.beside(enveloped(DropState(command_id="1.1.n1.2", node="n1", epoch=1, task="a")))
     text = warrants.beside(enveloped(told(5, RUNS)))[WARRANT_HEADER]
     assert generation(certified, text, "n3") == 5
     for number, run in enumerate(RUNS[:2], 1):
@@ -95,11 +77,11 @@ def test_the_newest_certificate_signs(certified: Certified) -> None:
     at = now()
     warrants = Warrants(certified.server, lambda: at)
     certified.serve()
-    renewed = warrants.beside(enveloped(command("n1")))[WARRANT_HEADER]
+    renewed = warrants.beside(enveloped(told(5, RUNS)))[WARRANT_HEADER]
     assert generation(certified, renewed, "n1") == 5
     certified.server.write_text("nonsense")
-    assert generation(certified, warrants.beside(enveloped(command("n1", 6)))[WARRANT_HEADER], "n1") == 6
+    assert generation(certified, warrants.beside(enveloped(told(6, RUNS)))[WARRANT_HEADER], "n1") == 6
     at += timedelta(days=400)
-    late = warrants.beside(enveloped(command("n1", 7)))[WARRANT_HEADER]
+    late = warrants.beside(enveloped(told(7, RUNS)))[WARRANT_HEADER]
     with pytest.raises(BadSignature, match="not valid when it made"):
         generation(certified, late, "n1")

@@ -48,7 +48,6 @@ _FREE = frozenset(
         v.StartWorkers,
         v.WorkerStarted,
         v.WorkerReady,
-        v.SetMembership,
         v.MembershipPart,
         v.PeersDecided,
         v.CommandApplied,

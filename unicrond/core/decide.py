@@ -78,7 +78,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     if not fresh and not gathering:
         plan = plans.build_plan(survey, solutions)
         if plan is not None:
-            batch.add(plans.compact_plan(survey, plan) if batch.broadcasts else plan)
+            batch.add(plans.compact_plan(survey, plan))
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
         request = task.reshaping.reshape

@@ -27,7 +27,7 @@ from math import ceil
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.point import to_the_second
+from events.times import to_the_second
 from unicrond.core.changes import with_node
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState, Node, Window

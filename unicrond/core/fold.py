@@ -81,13 +81,12 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:
     # A fault that the last coordinator did not get to is not to strike out of the blue.
-    schema = spoken_schema(event.version)
     return replace(
         plans.drop_partial_memberships(state),
         term=event.term,
         severity=dict(event.severity),
         injections={},
-        schema=schema,
+        schema=spoken_schema(event.version),
         log_taken_us=max(state.log_taken_us, event.taken_us),
         check_limit_us=isolation.limit_us(event.policy, "check_timeout_s"),
         repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
@@ -167,8 +166,6 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StartWorker: commands.start_worker,
     v.StartWorkers: commands.start_workers,
     v.StopWorker: commands.stop_worker,
-    v.SetMembership: commands.set_membership,
-    v.SetPeers: commands.set_peers,
     v.DropState: kept_states.drop_state,
     v.InjectFault: injections.inject_fault,
     v.LeaveCluster: nodes.leave_commanded,

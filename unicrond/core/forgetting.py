@@ -8,7 +8,7 @@ Rules
 * Forgotten is all that is held against the name or kept for it. Its login stays (`unicrond revoke`), and so do the
   numbers that its agents have used: nothing of theirs is read twice.
 * A node that is lost may come back from where it was cut off: a command tells it that it was forgotten, so that its
-  agent ends what runs there, and the next one joins anew. One whose agent cannot read that is not forgotten.
+  agent ends what runs there, and the next one joins anew.
 * A name that joins again before it is forgotten is a new node as well.
 * No plan names a forgotten node: the next plan does not, and is waited for.
 
@@ -19,31 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from events.schemas import readable
-from events.vocabulary import LeaveCluster, NodeForgotten
 from unicrond.core.state import ClusterState, Node, NodeStatus
 
 _HOUR_US = 3_600_000_000
 
 
-def refusal(state: ClusterState, node: Node, *, leave: bool) -> str:
+def refusal(node: Node, *, leave: bool) -> str:
     """Return why the node cannot be forgotten, as "field: what is wrong; the fix"; "" where it can."""
     name = node.name
     if node.status is NodeStatus.UP and not leave:
         return f"node: {name} is up; unicronctl forget --leave {name} has it leave for good first"
-    if node.status is not NodeStatus.LEFT and not can_be_told(state, node):
-        return f"node: the agent of {name} is too old to be told (schema {node.schema}); stop it with SIGINT first"
     return ""
-
-
-def can_be_told(state: ClusterState, node: Node) -> bool:
-    """Return whether its agent and the coordinator know the command to leave."""
-    return readable(LeaveCluster, min(state.schema, node.schema))
-
-
-def is_known(state: ClusterState) -> bool:
-    """Return whether the coordinator forgets nodes; those of older schemas never did."""
-    return readable(NodeForgotten, state.schema)
 
 
 def is_planned_for(state: ClusterState, name: str) -> bool:
@@ -65,7 +51,7 @@ def age(node: Node, now_us: int) -> str:
 
 def deadlines(state: ClusterState, names: Iterable[str], forget_s: float) -> Iterator[tuple[str, int]]:
     """Yield (id, length in microseconds). `names`: the nodes that have left in order."""
-    for name in names if forget_s and is_known(state) else ():
+    for name in names if forget_s else ():
         node = state.nodes[name]
         if is_due_by_time(node):
             away_us = state.now_us - node.left_us if node.left_us else 0

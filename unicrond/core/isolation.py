@@ -42,7 +42,6 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import readable
 from unicrond.core.changes import with_node
 from unicrond.core.state import ClusterState, Isolation, Node, NodeStatus, Severity
 
@@ -85,7 +84,7 @@ def phase(state: ClusterState, node: Node) -> IsolationPhase:
         return IsolationPhase.CLEARED
     if needs_hands(node):
         return IsolationPhase.IN_REPAIR if state.repair_limit_us else IsolationPhase.AWAITS_PERSON
-    if not _can_be_asked(state, node):
+    if not state.check_limit_us:
         return IsolationPhase.CLEARED
     return IsolationPhase.TO_CHECK if node.status is NodeStatus.UP else IsolationPhase.AWAY
 
@@ -93,11 +92,6 @@ def phase(state: ClusterState, node: Node) -> IsolationPhase:
 def needs_hands(node: Node) -> bool:
     """Return whether somebody has to reboot the node or replace a part, and has not yet."""
     return node.needs in _NEEDS_HANDS and not (node.isolation and node.isolation.repaired)
-
-
-def _can_be_asked(state: ClusterState, node: Node) -> bool:
-    """Return whether its agent and the coordinator know checks."""
-    return state.check_limit_us > 0 and readable(v.CheckNode, min(state.schema, node.schema))
 
 
 # --- what the fold does --------------------------------------------------------------------------
@@ -248,8 +242,7 @@ def why_cleared(state: ClusterState, node: Node) -> str:
         return stay.pardon[:1024]
     if stay.check_passed:
         return f"its health check passed: {stay.last}"[:1024]
-    too_old = bool(stay.cause) and not _can_be_asked(state, node)
-    return "its isolation is over" + ("; its agent is too old to be asked for a check" if too_old else "")
+    return "its isolation is over"
 
 
 class Repair(NamedTuple):
@@ -297,13 +290,8 @@ def waits_for(state: ClusterState, node: Node) -> str:
     text = _WAITS[now]
     if now is IsolationPhase.RESTING and stay.cause:
         then = IsolationPhase.IN_REPAIR if state.repair_limit_us else IsolationPhase.AWAITS_PERSON
-        then = (
-            then
-            if needs_hands(node)
-            else IsolationPhase.TO_CHECK
-            if _can_be_asked(state, node)
-            else IsolationPhase.CLEARED
-        )
+        if not needs_hands(node):
+            then = IsolationPhase.TO_CHECK if state.check_limit_us else IsolationPhase.CLEARED
         text += f", then {_WAITS[then].removeprefix('is about to be ')}"
     if needs_hands(node):
         text += f" ({_HANDS[node.needs]})"

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.log import MAX_BATCH
-from events.prose import summary
 from unicrond.core import fold as folding
 from unicrond.core.invariants import InvariantError, check
 from unicrond.core.state import ClusterState
@@ -39,7 +38,7 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
     before = state
     for envelope in envelopes:
         after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
-        description = f"{type(envelope.event).__name__} ({summary(envelope.event)})"
+        description = f"{type(envelope.event).__name__} ({envelope.event.sentence()})"
         if after.quarantined > state.quarantined:
             raise DecidingStopped(f"a decision does not fit the state: {description}: {after.refused[-1].reason}")
         if after.duplicates > state.duplicates or after.inert > state.inert:
@@ -108,7 +107,7 @@ class Breaker:
         decisions = [_unnumbered(event) for event in events]
         self._idle = self._idle + 1 if not self._had_effect or decisions == self._last else 0
         if self._idle >= self._idle_max:
-            raise DecidingStopped(f"{self._idle} batches of decisions had no effect, the last: {summary(events[0])}")
+            raise DecidingStopped(f"{self._idle} batches of decisions had no effect, the last: {events[0].sentence()}")
         self._last, self._had_effect = decisions, False
 
 

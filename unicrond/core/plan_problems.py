@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypedDict
 
-from events.schemas import CHOOSES_LAYOUTS
 from events.shape import Shape
 from events.vocabulary import DETERMINISTIC, TaskAssignment
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
@@ -73,7 +72,7 @@ def situation_of(survey: Survey) -> Situation | None:
         d_transition_us=int(policy.transition_s * _SECOND_US),
         churn_us=int(policy.churn_s * _SECOND_US),
         join_slots=tuple(sorted({node.slots for node in present})),
-        seats_matter=_asks_for_seats(survey, problems),
+        seats_matter=seats_matter(problems),
         gpus=survey.types,
     )
 
@@ -118,7 +117,7 @@ class _Room(TypedDict):
 
 def _room(survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ...]) -> _Room:
     """Return seats and pools of nodes with so many slots."""
-    asks = _asks_for_seats(survey, tasks)
+    asks = seats_matter(tasks)
     if not survey.types:
         return {"seats": seats_of(slots) if asks else (), "pools": ()}
     pools = []
@@ -206,13 +205,7 @@ def _kept_off(task: Task, curve: Curve) -> bool:
 def _chooses(survey: Survey, task: Task) -> bool:
     """Return whether a plan may give the task another layout; not while a person has asked for one."""
     by_person = task.reshaping.reshape is not None and not task.reshaping.plan
-    return bool(task.spec.layouts) and not by_person and survey.state.schema >= CHOOSES_LAYOUTS
-
-
-def _asks_for_seats(survey: Survey, tasks: tuple[TaskProblem, ...]) -> bool:
-    """Return whether the problem has seats. Coordinators of an older schema did not ask; their decisions stay
-    verifiable."""
-    return survey.state.schema >= CHOOSES_LAYOUTS and seats_matter(tasks)
+    return bool(task.spec.layouts) and not by_person
 
 
 def _prices(survey: Survey, task: Task) -> Prices:

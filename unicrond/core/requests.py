@@ -29,9 +29,7 @@ NODE_FAULTS = ("drop_network", "xid")
 def request_problem(state: ClusterState, event: v.Request) -> str:
     """Return why `event` asks for what cannot be, as "field: what is wrong; the fix"; "" where nothing is wrong."""
     if isinstance(event, v.TaskSubmitted):
-        return next((str(fault) for fault in spec_faults(event.spec, state.schema)), "") or user_problem(
-            state, event.spec
-        )
+        return next((str(fault) for fault in spec_faults(event.spec)), "") or user_problem(state, event.spec)
     if isinstance(event, v.ReshapeRequested):
         task = state.tasks.get(event.task)
         return reshape_problem(state, task, event) if task and task.status is TaskStatus.ACTIVE else ""
@@ -117,7 +115,7 @@ def reshape_problem(state: ClusterState, task: Task, request: v.ReshapeRequested
             )
     if problem := _micro_batch_problem(task.spec, request.micro_batch):
         return problem
-    for fault in spec_faults(reshaped(task.spec, request), state.schema):
+    for fault in spec_faults(reshaped(task.spec, request)):
         return str(fault)
     if needs_room and request.min_workers > (room := stages // request.pp * request.pp * request.tp):
         return f"min_workers: the nodes have room for {room}; lower it"

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from events.schemas import GPU_TYPES
 from events.shape import Shape
 from events.vocabulary import MemoryService, TaskAssignment, TaskSpec
 from unicrond.core import gpu_types, memory_places, reconcile, turns
@@ -113,7 +112,7 @@ class Survey:
         self.active = state.active
         self.nodes: Nodes = of_nodes(state.nodes, before.nodes if before else None)
         self.capacity: Mapping[str, int] = reconcile.capacity(state, self.nodes.slots, self.nodes.cordoned)
-        self.gpus: Mapping[str, str] = self.nodes.gpus if state.schema >= GPU_TYPES else {}
+        self.gpus: Mapping[str, str] = self.nodes.gpus
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
         self._planned = tuple(
@@ -232,7 +231,7 @@ class Survey:
         """Return the type of GPU that the plan has the task on; where it has none, that of its last group, else the
         first."""
         if not self.types:
-            return self.nodes.gpu or task.pace.gpu if self.state.schema >= GPU_TYPES else ""
+            return self.nodes.gpu or task.pace.gpu
         planned = gpu_types.of_assignment(self.state.nodes, self.state.plan.assignments.get(task.name))
         candidates = [gpu for gpu in (planned, task.pace.gpu) if gpu in self.types]
         return candidates[0] if candidates else self.types[0]

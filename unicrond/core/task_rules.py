@@ -12,11 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from events import megatron_layouts, megatron_lm
-from events.codec import MAX_EVENT_BYTES
-from events.schemas import BF16, CHOOSES_LAYOUTS, SCHEMA, TASK_USERS, TOLD_ONCE
 from events.shape import Shape
 from events.task_env import refusal
 from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
@@ -47,12 +44,11 @@ _SOURCE = re.compile(r"file:/[^\0]+|env:[A-Za-z_][A-Za-z0-9_]*")
 PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
 
 
-def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[FieldFault]:
-    """Yield all that is wrong with a well-typed spec. `schema`: what the coordinator writes."""
+def spec_faults(spec: TaskSpec) -> Iterator[FieldFault]:
+    """Yield all that is wrong with a well-typed spec."""
     yield from _not_finite(spec)
-    yield from _workers(spec, schema)
+    yield from _workers(spec)
     yield from _batches(spec)
-    yield from _precision(spec, schema)
     yield from _shape(spec)
     yield from _layouts(spec)
     yield from _gpus(spec)
@@ -60,12 +56,7 @@ def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[FieldFault]:
     yield from _schedule(spec)
     yield from _program(spec)
     yield from _secrets(spec)
-    if schema >= TASK_USERS:
-        yield from _variables(spec)
-    elif spec.run_as:
-        yield FieldFault(
-            ("run_as",), "older parts of this cluster run all tasks as one user; upgrade them, or leave it out"
-        )
+    yield from _variables(spec)
     size_bytes = len(msgspec.msgpack.encode(spec))
     if size_bytes > SPEC_BYTES_MAX:
         yield FieldFault(
@@ -82,30 +73,17 @@ def _not_finite(part: msgspec.Struct, place: Place = ()) -> Iterator[FieldFault]
             yield FieldFault((*place, name), f"{value} is not finite; give a finite number")
 
 
-def _workers(spec: TaskSpec, schema: int) -> Iterator[FieldFault]:
+def _workers(spec: TaskSpec) -> Iterator[FieldFault]:
     unit = spec.replica_workers
     if spec.min_workers > spec.max_workers:
         yield FieldFault(
             ("min_workers",), f"{spec.min_workers} is more than max_workers ({spec.max_workers}); lower it"
-        )
-    if schema < TOLD_ONCE and spec.max_workers > (most := members_per_event_max(spec.name)):
-        fix = "lower it, or shorten the name" if len(spec.name) > SHORT_NAME else "lower it"
-        yield FieldFault(
-            ("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}"
         )
     for name in ("min_workers", "max_workers"):
         value = getattr(spec, name)
         if value % unit and not spec.layouts:
             near = " or ".join(str(n) for n in (value // unit * unit, (value // unit + 1) * unit) if n)
             yield FieldFault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
-
-
-def members_per_event_max(name: str) -> int:
-    """Return how many workers of the task fit into one SetMembership, all of them joiners, on nodes with the longest
-    names."""
-    worker_bytes = len(name) + len(".123456789") + 2
-    member_bytes = worker_bytes + len("worker") + len("node") + len("replica") + len("shard") + 5 + 65 + 2 * 5
-    return (MAX_EVENT_BYTES - SPEC_BYTES_MAX) // (member_bytes + worker_bytes)
 
 
 def _batches(spec: TaskSpec) -> Iterator[FieldFault]:
@@ -122,13 +100,6 @@ def _batches(spec: TaskSpec) -> Iterator[FieldFault]:
             ("max_workers",),
             f"{replicas} replicas share {spec.micro_batches} micro-batches, so some would idle;"
             f" use at most {spec.micro_batches * spec.replica_workers}, or a larger global_batch",
-        )
-
-
-def _precision(spec: TaskSpec, schema: int) -> Iterator[FieldFault]:
-    if spec.model.precision == "bf16" and spec.entry == BUILT_IN and schema < BF16:
-        yield FieldFault(
-            ("model", "precision"), "bf16 is not known to agents of the schema that is written; upgrade them"
         )
 
 
@@ -198,8 +169,8 @@ def flag_problem(spec: TaskSpec, shape: Shape) -> str:
 
 
 def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
-    """Return the layout with the flags' vpp and ep where a task of an older log says nothing of them: there the flags
-    hold, in every layout."""
+    """Return the layout with the flags' vpp and ep where the task says nothing of them: there the flags hold, in every
+    layout."""
     vpp = flags.vpp if spec.vpp == 0 and shape.vpp == 1 else shape.vpp
     ep = flags.ep if spec.ep == 0 and shape.ep == 1 else shape.ep
     return shape.cut._replace(vpp=vpp, ep=ep)
@@ -208,16 +179,6 @@ def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
 def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
     """Return what the flags of Megatron-LM say of layouts; None for any other program."""
     return megatron_layouts.layout_rules(spec.args) if spec.entry == megatron_lm.ENTRY else None
-
-
-def written_at(spec: TaskSpec, schema: int) -> TaskSpec:
-    """Return the task as logs of `schema` have it: older ones leave vpp and ep to the program, of Megatron-LM to its
-    flags."""
-    if schema >= CHOOSES_LAYOUTS:
-        return spec
-    rules = flag_rules(spec)
-    defaults = rules.flags_layout if rules is not None else Shape()
-    return replace(spec, **{name: 0 for name in ("vpp", "ep") if getattr(spec, name) == getattr(defaults, name)})
 
 
 def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:

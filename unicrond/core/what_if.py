@@ -200,7 +200,7 @@ def with_changes(state: ClusterState, changes: WhatIfChanges) -> ClusterState:
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`")
             raise WhatIfError(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
-        wrong = [str(fault) for fault in spec_faults(spec, state.schema) if fault.place and fault.place[0] in values]
+        wrong = [str(fault) for fault in spec_faults(spec) if fault.place and fault.place[0] in values]
         if wrong:
             raise WhatIfError(f"task: {name}:{wrong[0]}")
         tasks[name] = replace(task, spec=spec)

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from events.fields import always
 from events.vocabulary import FaultKind, Member, StoreAddress
 from unicrond.core.ordered_map import changed
 
@@ -48,9 +47,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replica: int
     shard: int
     status: WorkerStatus
-    command_id: str = always("")
-    pid: int = always(0)
-    generation: int = always(0)
+    command_id: str = ""
+    pid: int = 0
+    generation: int = 0
     injected: FaultKind | Literal[""] = ""
     answered: int = 0
     busy: str = ""
@@ -70,7 +69,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The workers that train a task, as the log holds them (see events.vocabulary.MembershipDecided).
 
-    `lead_tells`: see events.vocabulary.ToldOnce.
+    `lead_tells`: see events.vocabulary.MembershipDecided.
     """
 
     generation: int

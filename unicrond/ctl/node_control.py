@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from events.command_line import UsageError
-from events.point import to_the_second
+from events.times import to_the_second
 from unicrond.core.state import ClusterState, NodeStatus
 from unicrond.ctl.asking import client_of, print_json
 from unicrond.ctl.moment import as_body

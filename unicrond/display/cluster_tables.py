@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from events.point import to_the_second
+from events.times import to_the_second
 from events.vocabulary import TaskAssignment
 from unicrond.core.departures import departure_text
 from unicrond.core.gpu_types import node_types, of_assignment

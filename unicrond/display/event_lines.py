@@ -6,51 +6,16 @@ import json
 import math
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.prose import summary
+from events.vocabulary import AnyEvent
 from unicrond.display.tables import clean
 
-#: What a watching person wants to see; the rest is the machinery that brings it about.
-NOTEWORTHY = frozenset(
-    {
-        "AcceleratorReported",
-        "CheckpointSaved",
-        "CommandFailed",
-        "CoordinatorStarted",
-        "DrainBegun",
-        "ErrorReported",
-        "MachineReported",
-        "MaintenanceCancelled",
-        "MaintenancePlanned",
-        "MembershipDecided",
-        "ForgetRequested",
-        "NodeChecked",
-        "NodeForgotten",
-        "NodeIsolated",
-        "NodeJoined",
-        "NodeLeaving",
-        "NodeLeft",
-        "NodeLost",
-        "NodeReadmitted",
-        "NodeReturned",
-        "PlanAdopted",
-        "Quarantined",
-        "RepairEnded",
-        "ReshapeRequested",
-        "SaveFailed",
-        "TaskCancelled",
-        "TaskCompleted",
-        "TaskFailed",
-        "TaskReshaped",
-        "TaskSubmitted",
-        "TransitionCompleted",
-        "WorkerExited",
-    }
-)
+#: Types that a watching person wants to see.
+NOTEWORTHY = frozenset({"Quarantined", *(kind.__name__ for kind in get_args(AnyEvent) if kind.is_noteworthy)})
 
 #: Numbers of events that may be NaN, which JSON writes as null.
 _MAY_BE_NAN = ("loss", "value", "usual")
@@ -66,7 +31,7 @@ def entry_json(entry: Entry) -> dict[str, Any]:
     return {
         "seq": entry.seq,
         "recorded_at_us": entry.recorded_at_us,
-        "summary": summary(entry.envelope.event),
+        "summary": entry.envelope.event.sentence(),
         "envelope": msgspec.to_builtins(entry.envelope),
     }
 

@@ -48,7 +48,7 @@ from events.codec import API_PRODUCER, BadEvent
 from events.envelope import Envelope
 from events.log import EventLog
 from events.logins import BadLogin, agent_login
-from events.schemas import NAMES_WHO_ASKS, beyond_schema
+from events.schemas import beyond_schema
 from events.vocabulary import (
     AnyRequest,
     ForgetRequested,
@@ -71,7 +71,7 @@ from unicrond.core.spares import DAY_S, spares
 from unicrond.core.state import Task, TaskStatus
 from unicrond.core.state_bytes import digest, to_json
 from unicrond.core.survey import worker_mtbf_us
-from unicrond.core.task_rules import too_few_lanes, written_at
+from unicrond.core.task_rules import too_few_lanes
 from unicrond.core.what_if import WhatIfError, changes_of, table_json, what_if
 from unicrond.display.derived import derived
 from unicrond.intake.config import Config, is_loopback
@@ -295,7 +295,7 @@ class Api:
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
         warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
         warnings += too_few_lanes(spec)
-        event = TaskSubmitted(spec=written_at(spec, self._coordinator.state.schema))
+        event = TaskSubmitted(spec=spec)
         return await self._append(event, {"task": spec.name, "warnings": warnings}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:
@@ -364,7 +364,7 @@ class Api:
         node = self._node(request)
         order = await body_of(request, ForgetOrder)
         state = self._coordinator.state
-        if problem := forgetting.refusal(state, state.nodes[node], leave=order.leave):
+        if problem := forgetting.refusal(state.nodes[node], leave=order.leave):
             return error(409, problem)
         event = ForgetRequested(
             node=node, leave=order.leave, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address
@@ -427,8 +427,7 @@ class Api:
 
     async def _append(self, event: AnyRequest, about: dict[str, object], status: int) -> web.Response:
         schema = self._coordinator.state.schema
-        if schema >= NAMES_WHO_ASKS:
-            event = replace(event, by=_caller.get().name)
+        event = replace(event, by=_caller.get().name)
         if beyond := beyond_schema(event, schema):
             return error(400, f"{beyond[0]}: this coordinator writes schema {schema}, which lacks it (write_schema)")
         term = self._coordinator.term

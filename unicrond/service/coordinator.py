@@ -28,7 +28,6 @@ from msgspec.structs import replace
 
 from events.envelope import Envelope, Recorded
 from events.log import BeatLog, EventLog, Fence, Fenced, LogError
-from events.prose import summary
 from events.schemas import SCHEMA, lowered, since, told_version
 from events.vocabulary import (
     AnyEvent,
@@ -264,7 +263,7 @@ class Coordinator(Follower):
         if self.live.is_set():
             self.around.folded(before, self.state, entry)
             level = logging.DEBUG if isinstance(event, StepCommitted) else logging.INFO
-            log.log(level, "%d %s", entry.seq, summary(event))
+            log.log(level, "%d %s", entry.seq, event.sentence())
 
     async def submit(self, envelope: Envelope) -> int:
         """Append an observation that a person made through the API; return its sequence number."""

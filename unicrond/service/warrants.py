@@ -12,7 +12,7 @@ from events.envelope import Envelope
 from events.seats import PartialMembership, add_part, broadcast_seats
 from events.signing import Signer
 from events.subjects import WARRANT_HEADER
-from events.vocabulary import MembershipDecided, MembershipPart, SetMembership
+from events.vocabulary import MembershipDecided, MembershipPart
 from events.warrants import make_warrant
 from unicrond.intake.tls import file_state
 
@@ -31,30 +31,22 @@ class Warrants:
         self._file_version = file_state(cert)
         self._signer = Signer(cert.read_bytes())
         self._tellings: dict[str, PartialMembership | None] = {}
-        #: Commands tell a membership to each node; they carry the same one.
-        self._last: tuple[str, int, str] = ("", 0, "")
 
     def beside(self, envelope: Envelope) -> dict[str, str]:
         """Return the headers for an event that is about to be appended."""
         match envelope.event:
             case MembershipPart() as part:
                 self._tellings[part.task] = add_part(self._tellings.get(part.task), part, envelope.term)
-            case MembershipDecided(told=broadcast) as decided if broadcast is not None:
-                telling = self._tellings.pop(decided.task, None)
-                seats = broadcast_seats(telling, broadcast, decided.generation, envelope.term) or ()
+            case MembershipDecided() as decided:
+                seats = broadcast_seats(self._tellings.pop(decided.task, None), decided, envelope.term) or ()
                 return self._header(decided.task, decided.generation, (run.node for run in seats))
-            case SetMembership() as command:
-                return self._header(command.task, command.generation, (member.node for member in command.members))
             case _:
                 pass
         return {}
 
     def _header(self, task: str, generation: int, nodes: Iterable[str]) -> dict[str, str]:
-        if self._last[:2] != (task, generation):
-            self._look()
-            root = roster.root(nodes)
-            self._last = task, generation, make_warrant(self._signer, task, generation, root, self._now())
-        return {WARRANT_HEADER: self._last[2]}
+        self._look()
+        return {WARRANT_HEADER: make_warrant(self._signer, task, generation, roster.root(nodes), self._now())}
 
     def _look(self) -> None:
         """Sign with the newest certificate; certificates.py says what is wrong with one that cannot be used."""

@@ -49,7 +49,7 @@ from agents.protocol.messages import (
     StopRequest,
     ToWorker,
 )
-from agents.protocol.peers import FLIGHT, message_for
+from agents.protocol.peers import message_for
 from agents.trainer.lifecycle.failures import QuitRequested
 from agents.trainer.process.flight import read_flight
 from events.schemas import SCHEMA
@@ -196,7 +196,7 @@ class AgentChannel:
             pid=os.getpid(),
             generation=self._generation,
             ready=self._ready,
-            has_flight=self._agent_schema >= FLIGHT,
+            has_flight=True,
         )
         repeated = [self._remembered[kind] for kind in _REPEATED if kind in self._remembered]
         repeated = [

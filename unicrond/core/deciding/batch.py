@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import TOLD_ONCE, lowered, readable
+from events.schemas import lowered
 from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
 from unicrond.core.survey import Survey
 
@@ -42,15 +42,6 @@ class DecisionBatch:
         readable_event = lowered(event, schema)
         if readable_event is not None:
             self.events.append(readable_event)
-
-    def reads(self, node: str, kind: type[v.Command]) -> bool:
-        """Return whether the node's agent knows the command; a command that it does not know is not sent."""
-        return readable(kind, min(self.state.schema, self.state.nodes[node].schema))
-
-    @property
-    def broadcasts(self) -> bool:
-        """Return whether the log's schema lets nodes read memberships from the decisions themselves."""
-        return self.state.schema >= TOLD_ONCE
 
     def command_id(self, node: str) -> str:
         """Return the next command id of the node: "term.epoch.node.number"."""

@@ -18,18 +18,7 @@ def tell_peers(batch: DecisionBatch, task: Task) -> None:
         return
     peers = memory_places.peers(batch.state, task, targets)
     audience = Audience(batch, task, task.membership.members if task.membership else ())
-    if batch.broadcasts:
-        batch.add(v.PeersDecided(task=task.name, peers=peers), audience.schemas)
-    for node in audience.commanded:
-        batch.add(
-            v.SetPeers(
-                command_id=batch.command_id(node.name),
-                node=node.name,
-                epoch=batch.state.plan.epoch,
-                task=task.name,
-                peers=peers,
-            )
-        )
+    batch.add(v.PeersDecided(task=task.name, peers=peers), audience.schemas)
 
 
 def drop_state(batch: DecisionBatch, task: Task) -> None:

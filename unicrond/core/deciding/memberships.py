@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.schemas import TOLD_ONCE
 from events.seats import cut, runs_of
 from unicrond.core import memory_places, reconcile
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.reshaping import change, is_in_place
 from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
 from unicrond.core.survey import Survey
-from unicrond.core.task_rules import members_per_event_max
 
 
 def repair_membership(batch: DecisionBatch, task: Task) -> bool:
@@ -142,96 +140,57 @@ def set_membership(
     reason: str,
     handover: bool = False,
 ) -> None:
-    """Add the decision, in parts where it is large, and the commands that carry it to nodes that do not read decisions.
-    `handover`: see events.vocabulary.SetMembership."""
+    """Decide the task's next membership, in parts where it is large. `handover`: see MembershipDecided."""
     state = batch.state
-    generation = task.generation + 1
     # A newcomer to a live group has no state; where no member has any, all are joiners.
     new = {worker.worker for worker in task.apart if worker.status is not WorkerStatus.MEMBER}
-    joiners = tuple([member.worker for member in members if member.worker in new])
+    joiners = frozenset([member.worker for member in members if member.worker in new])
     audience = Audience(batch, task, members)
-    store = state.nodes[members[0].node].store if members else audience.nodes[0].store
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
     newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
-    broadcast = v.ToldOnce(
+    decision = v.MembershipDecided(
+        task=task.name,
+        generation=task.generation + 1,
         size=task.spec.replica_workers,
-        seats=runs_of(members, frozenset(joiners), task.spec.replica_workers),
-        parts=0,
+        seats=runs_of(members, joiners, task.spec.replica_workers),
+        urgent=urgent,
+        store=state.nodes[members[0].node].store if members else audience.nodes[0].store,
+        incident=newest.id if newest else "",
+        reason=reason,
         peers=memory_places.peers(state, task, batch.survey.targets(task)),
         mtbf_us=batch.survey.worker_mtbf_us // max(1, len(members)),
         handover=handover,
         stop=task.ending.stop,
         lead_tells=_lead_confirms(task, members, joiners),
     )
-    decision = v.MembershipDecided(
-        task=task.name,
-        generation=generation,
-        members=members,
-        joiners=joiners,
-        urgent=urgent,
-        store=store,
-        incident=newest.id if newest else "",
-        reason=reason,
-    )
-    if batch.broadcasts:
-        for event in split_decision(decision, broadcast, batch.survey.policy.part_bytes):
-            batch.add(event, audience.schemas)
-    else:
-        batch.add(decision)
-    if len(members) > members_per_event_max(task.name):
-        return  # no command holds it; on a node that reads no decisions, the workers miss the meeting and are replaced
-    for node in audience.commanded:
-        batch.add(_command(batch, decision, broadcast, node.name))
+    for event in split_decision(decision, batch.survey.policy.part_bytes):
+        batch.add(event, audience.schemas)
 
 
-def _lead_confirms(task: Task, members: tuple[v.Member, ...], joiners: tuple[str, ...]) -> bool:
+def _lead_confirms(task: Task, members: tuple[v.Member, ...], joiners: frozenset[str]) -> bool:
     """Return whether the lead can confirm the group for all members that keep their state. After a group that did not
     meet, each member confirms for itself: that shows which one is missing."""
     return bool(members) and members[0].worker not in joiners and task.rest_joined
 
 
-def split_decision(
-    decision: v.MembershipDecided, broadcast: v.ToldOnce, part_bytes: int
-) -> list[v.MembershipPart | v.MembershipDecided]:
-    """Split the decision into the parts that `broadcast` needs; the decision itself comes last, with the last part's
+def split_decision(decision: v.MembershipDecided, part_bytes: int) -> list[v.MembershipPart | v.MembershipDecided]:
+    """Split a decision that has all its seats into parts; the decision itself comes last, with the last part's
     seats."""
-    *parts, last = cut(broadcast.seats, part_bytes)
+    *parts, last = cut(decision.seats, part_bytes)
     task, generation = decision.task, decision.generation
     return [
         *(v.MembershipPart(task=task, generation=generation, part=n, seats=part) for n, part in enumerate(parts, 1)),
-        replace(decision, members=(), joiners=(), told=replace(broadcast, seats=last, parts=len(parts))),
+        replace(decision, seats=last, parts=len(parts)),
     ]
-
-
-def _command(batch: DecisionBatch, decision: v.MembershipDecided, broadcast: v.ToldOnce, node: str) -> v.SetMembership:
-    """Return the membership as a command, for a node that does not read decisions."""
-    return v.SetMembership(
-        command_id=batch.command_id(node),
-        node=node,
-        epoch=batch.state.plan.epoch,
-        task=decision.task,
-        generation=decision.generation,
-        members=decision.members,
-        joiners=decision.joiners,
-        urgent=decision.urgent,
-        store=decision.store,
-        peers=broadcast.peers,
-        mtbf_us=broadcast.mtbf_us,
-        handover=broadcast.handover,
-        stop=broadcast.stop,
-    )
 
 
 class Audience:
     """The nodes that a decision about a task's members concerns and that are up: those of `members`, and those of
-    members that it leaves out. `schemas`: of the nodes that read the decision in the log; `commanded`: the nodes that
-    get a command."""
+    members that it leaves out. `schemas`: what they read."""
 
     def __init__(self, batch: DecisionBatch, task: Task, members: tuple[v.Member, ...]) -> None:
         all_nodes = batch.state.nodes
         names = [member.node for member in members]
         names += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
         self.nodes = [node for name in dict.fromkeys(names) if (node := all_nodes[name]).status is NodeStatus.UP]
-        reads = batch.broadcasts
-        self.schemas = [node.schema for node in self.nodes if reads and node.schema >= TOLD_ONCE]
-        self.commanded = [node for node in self.nodes if not reads or node.schema < TOLD_ONCE]
+        self.schemas = [node.schema for node in self.nodes]

@@ -25,10 +25,7 @@ def staff(batch: DecisionBatch, task: Task, policy: Policy) -> None:
         for shard, node in enumerate(nodes):
             batch.started[node] += 1
             start = v.Start(number=worker_number, replica=replica_number, shard=shard, store=store)
-            if batch.reads(node, v.StartWorkers):
-                by_node.setdefault(node, []).append(start)
-            else:
-                _start(batch, task, node, start)
+            by_node.setdefault(node, []).append(start)
             worker_number += 1
         replica_number += 1
     for node, starts in by_node.items():

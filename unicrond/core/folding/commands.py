@@ -70,16 +70,6 @@ def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> Cluste
     return with_task(state, with_moved(task, worker, v.StopWorker, command_id=event.command_id))
 
 
-def set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
-    """Count the command, and store the peers that the membership names."""
-    return with_peers(count_command(state, event.node), event.task, event.peers)
-
-
-def set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterState:
-    """Count the command, and store the peers that it names."""
-    return with_peers(count_command(state, event.node), event.task, event.peers)
-
-
 def with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
     """Return the state in which `peers` are the nodes that take copies of the task's state."""
     task = state.tasks.get(name)
@@ -150,7 +140,7 @@ def _resend(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     for task, worker in commanded:
         if worker.status is WorkerStatus.STOPPING:
             return with_task(state, with_moved(task, worker, v.CommandFailed))
-    return resend_memberships(state, event.node)  # a membership, then; the answer does not say whose
+    return state
 
 
 def resend_memberships(state: ClusterState, node: str) -> ClusterState:

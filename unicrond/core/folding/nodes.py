@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from events.schemas import LEAD_TELLS, TOLD_ONCE, spoken_schema
+from events.schemas import spoken_schema
 from unicrond.core import departures, forgetting, isolation
 from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.folding import commands, incidents, injections, kept_states, logins, strikes
@@ -69,8 +69,8 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     planned = old is not None and old.left_on_purpose
     void = old is not None and old.agent_boot < event.since_boot
     state = logins.mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
-    if old is not None and any(old.schema >= since > node.schema for since in (TOLD_ONCE, LEAD_TELLS)):
-        state = commands.resend_memberships(state, event.node)  # its new agent cannot read what the old one was sent
+    if old is not None and old.schema > node.schema:
+        state = commands.resend_memberships(state, event.node)  # its new agent may not read what the old one was sent
     return state
 
 
@@ -137,7 +137,7 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
     if node is None:
         return state
     state = injections.forget_injections(state, event.node)
-    left_us = state.now_us if forgetting.is_known(state) else 0
+    left_us = state.now_us
     state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason, left_us=left_us))
     state = isolation.check_lost(state, event.node, "the node left")
     state = kept_states.forget_kept(state, event.node)
@@ -267,7 +267,7 @@ def machine_reported(state: ClusterState, event: v.MachineReported, _: Envelope)
 def forget_requested(state: ClusterState, event: v.ForgetRequested, _: Envelope) -> ClusterState:
     """Note that a person wants the node forgotten; one that is up is drained, and will be commanded to leave."""
     node = state.nodes.get(event.node)
-    if node is None or agent_mismatch(state, event) or forgetting.refusal(state, node, leave=event.leave):
+    if node is None or agent_mismatch(state, event) or forgetting.refusal(node, leave=event.leave):
         return state
     reason = event.reason or "a person asked for it"
     node = replace(node, forgetting=reason)

@@ -81,15 +81,12 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     task = state.tasks.get(event.task)
     if task is None:
         return state
-    members, joiners = event.members, event.joiners
-    broadcast = event.told
-    if broadcast is not None:
-        seats = broadcast_seats(task.group.telling, broadcast, event.generation, envelope.term)
-        state = _with_telling(state, task, None)
-        task = state.tasks[event.task]
-        if seats is None:
-            return state
-        members, joiners = members_of(event.task, seats, broadcast.size), joiners_of(event.task, seats)
+    seats = broadcast_seats(task.group.telling, event, envelope.term)
+    state = _with_telling(state, task, None)
+    task = state.tasks[event.task]
+    if seats is None:
+        return state
+    members, joiners = members_of(event.task, seats, event.size), joiners_of(event.task, seats)
     if event.generation != task.generation + 1:
         return state
     membership = Membership(
@@ -99,7 +96,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         urgent=event.urgent,
         store=event.store,
         decided_us=state.now_us,
-        lead_tells=broadcast is not None and broadcast.lead_tells,
+        lead_tells=event.lead_tells,
     )
     again = event.urgent and task.membership is not None and task.membership.members == members
     if again:
@@ -115,7 +112,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm=0)
     state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
-    return commands.with_peers(state, event.task, broadcast.peers) if broadcast is not None else state
+    return commands.with_peers(state, event.task, event.peers)
 
 
 def peers_decided(state: ClusterState, event: v.PeersDecided, _: Envelope) -> ClusterState:
@@ -124,8 +121,7 @@ def peers_decided(state: ClusterState, event: v.PeersDecided, _: Envelope) -> Cl
 
 
 def _count_evidence(state: ClusterState, task: Task) -> Task:
-    """Count the evidence against nodes of a break that is reattempted in place. Logs older than `ErrorReported.lost`
-    have none."""
+    """Count the evidence against nodes of a break that is reattempted in place."""
     for incident in state.incidents.values():
         if incidents.is_symptom(incident) and incident.links and incident.generations.get(task.name) in task.in_use:
             task = strikes.count_ends(task, blame.evidence(task, incident))

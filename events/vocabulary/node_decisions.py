@@ -1,0 +1,114 @@
+"""Decisions about nodes: lost, isolated, readmitted, forgotten."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from events.vocabulary.base import Decision, Value
+from events.vocabulary.field_types import Count, Duration, FirstSerial, Micros, Name, Text
+from events.vocabulary.phrases import seconds
+
+
+class Evidence(Value, frozen=True, kw_only=True):
+    """The last beat that was seen of a node: its sequence and receive time on the heartbeat stream."""
+
+    beat_seq: Count
+    beat_at_us: Micros
+
+
+class NodeLost(Decision, frozen=True, kw_only=True):
+    """The node's agent is silent or away: its workers count as lost. `evidence`: the sign that decided it."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    evidence: Evidence
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} lost: {self.reason}"
+
+
+class NodeReturned(Decision, frozen=True, kw_only=True):
+    """A lost node's agent gives signs of life again. `evidence`: the sign that decided it."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    evidence: Evidence
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} returned, beat {self.evidence.beat_seq}"
+
+
+class NodeForgotten(Decision, frozen=True, kw_only=True):
+    """The node has gone for good: nothing is held against its name any more, and nothing is kept for it."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} forgotten: {self.reason}"
+
+
+class NodeIsolated(Decision, frozen=True, kw_only=True):
+    """The node gets no worker until `until_us` (log time), or until it is readmitted where that is None."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    until_us: Micros | None
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        until = "" if self.until_us is None else f" until {self.until_us} us"
+        return f"node {self.node} isolated{until}: {self.reason}"
+
+
+class DrainBegun(Decision, frozen=True, kw_only=True):
+    """The workers of a node that is to be empty by a time leave it now, before that time is near."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"workers leave node {self.node} now: {self.reason}"
+
+
+class NodeReadmitted(Decision, frozen=True, kw_only=True):
+    """The node's isolation is over: it may get workers again."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} readmitted: {self.reason}"
+
+
+class RepairEnded(Decision, frozen=True, kw_only=True):
+    """The operator's repair command for the node has ended, in its `isolation`-th isolation. `detail`: what it said."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    isolation: FirstSerial
+    passed: bool
+    duration_us: Duration
+    detail: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        how = "succeeded" if self.passed else "failed"
+        return f"the repair of node {self.node} {how} after {seconds(self.duration_us)}: {self.detail}"

@@ -1,0 +1,224 @@
+"""Nodes: their agents, machines and accelerators, and their answers to commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from events.vocabulary.base import Observation, Value
+from events.vocabulary.field_types import (
+    Boot,
+    Count,
+    Duration,
+    ErrorKind,
+    Gpu,
+    MachineHold,
+    Micros,
+    Name,
+    Pid,
+    RepairNeed,
+    Serial,
+    Slots,
+    Small,
+    Text,
+    User,
+    WorkerId,
+    WorkerOrNone,
+    Workers,
+)
+from events.vocabulary.phrases import count, seconds, task_of
+from events.vocabulary.services import MemoryService, StoreAddress
+
+
+class RunningWorker(Value, frozen=True, kw_only=True):
+    """A worker that an agent found alive when it started, and adopts."""
+
+    worker: WorkerId
+    task: Name
+    pid: Pid
+    generation: Serial
+
+
+class NodeJoined(Observation, frozen=True, kw_only=True):
+    """An agent is up and serves `slots` workers; `workers` are those it adopted.
+
+    `users`: those that tasks may run as, the first where a task names none; empty: all tasks run as the agent's own.
+    `since_boot`: the first agent of its run directory; commands for earlier agents are void. 0: not known. `gpu`: the
+    type of its GPUs; "": not known.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    address: Text
+    slots: Slots
+    store: StoreAddress
+    agent_boot: Boot
+    version: Text
+    workers: tuple[RunningWorker, ...] = ()
+    memory: MemoryService | None = None
+    users: tuple[User, ...] = ()
+    since_boot: Boot = 0
+    gpu: Gpu = ""
+
+    def sentence(self) -> str:
+        """See Event."""
+        adopted = f", adopting {count(len(self.workers), 'worker')}" if self.workers else ""
+        return f"node {self.node} joined with {count(self.slots, 'slot')} at {self.address}{adopted}"
+
+    def tasks_named(self) -> Iterator[str]:
+        """See Event."""
+        for running in self.workers:
+            yield running.task
+
+
+class NodeLeft(Observation, frozen=True, kw_only=True):
+    """An agent was stopped on purpose and has ended its workers."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} left: {self.reason}"
+
+
+class NodeLeaving(Observation, frozen=True, kw_only=True):
+    """An agent was asked to end, and will within `grace_us`: from now on the node is drained. NodeLeft follows once its
+    workers are gone; if it does not, the workers ended with the agent, and that was no failure.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    grace_us: Duration
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} is drained and leaves within {self.grace_us / 1e6:g} s: {self.reason}"
+
+
+class MachineReported(Observation, frozen=True, kw_only=True):
+    """The owner of the machine that the node is on wants this of it: `hold`, "" = no more. Kubernetes: by its Node
+    object.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    hold: MachineHold
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"machine of node {self.node}: {self.hold or 'in use'}{': ' if self.reason else ''}{self.reason}"
+
+
+_NEEDS: dict[RepairNeed, str] = {
+    "": "",
+    "reset": " (it needs a reset)",
+    "reboot": " (it needs a reboot of the node)",
+    "replace": " (it needs to be replaced)",
+    "other": " (it needs an action that this version does not know)",
+}
+
+
+class AcceleratorReported(Observation, frozen=True, kw_only=True):
+    """An accelerator of the node has failed or has news, outside any process of ours. `accelerator`: its name.
+
+    `worker`: the one on it, "" = none. `kind` None: nothing has failed; that is news for people, unless it `foretells`
+    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states. `needs`:
+    what has to be done before it can be used again.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    accelerator: Text
+    worker: WorkerOrNone
+    kind: ErrorKind | None
+    xid: Small
+    message: Text
+    needs: RepairNeed = ""
+    foretells: bool = False
+
+    def sentence(self) -> str:
+        """See Event."""
+        what = f" reports {self.kind}" if self.kind else " foretells a failure" if self.foretells else ""
+        who = f" (worker {self.worker})" if self.worker else ""
+        return f"accelerator {self.accelerator} of {self.node}{who}{what}: {self.message}{_NEEDS[self.needs]}"
+
+    def tasks_named(self) -> Iterator[str]:
+        """See Event."""
+        if self.worker:
+            yield task_of(self.worker)
+
+
+class NodeChecked(Observation, frozen=True, kw_only=True):
+    """The health check that the CheckNode of `command_id` asked for has ended. `detail`: its finding, in a line."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    command_id: Text
+    passed: bool
+    duration_us: Duration
+    detail: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        how = "passed" if self.passed else "failed"
+        return f"node {self.node} {how} its health check in {seconds(self.duration_us)}: {self.detail}"
+
+
+class CommandApplied(Observation, frozen=True, kw_only=True):
+    """The node has obeyed the command."""
+
+    node: Name
+    command_id: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} applied command {self.command_id}"
+
+
+class CommandFailed(Observation, frozen=True, kw_only=True):
+    """The command was not obeyed. `reads`: the newest schema that the agent reads, where it could not read the command
+    at all; else 0.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    node: Name
+    command_id: Text
+    reason: Text
+    reads: Count = 0
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} did not apply command {self.command_id}: {self.reason}"
+
+
+class Heartbeat(Observation, frozen=True, kw_only=True):
+    """An agent lives. It is on the heartbeat stream, not on the event stream.
+
+    `kept_back`: observations that the event log has not taken for a second or more; `kept_back_us`: the oldest's age.
+    `read_seq`: the last entry of its commands that this agent has handled; 0: none yet.
+    """
+
+    node: Name
+    agent_boot: Boot
+    beat: Count
+    workers: Workers
+    load_milli: Count
+    memory_free_bytes: Count
+    kept_back: Count = 0
+    kept_back_us: Micros = 0
+    read_seq: Count = 0
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"node {self.node} is alive, beat {self.beat}, {count(self.workers, 'worker')}"

@@ -1,0 +1,139 @@
+"""Plans: how many workers each task has, on which nodes, and the figures that plans are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from events.fields import always
+from events.shape import Shape
+from events.vocabulary.base import Decision, Value
+from events.vocabulary.field_types import (
+    Count,
+    Duration,
+    FirstSerial,
+    Flops,
+    Gpu,
+    Micros,
+    Name,
+    PlanWay,
+    Size,
+    Small,
+    SomeDuration,
+    SomeWorkers,
+    Text,
+    Work,
+    Workers,
+)
+from events.vocabulary.phrases import count
+from events.vocabulary.runs import NodeRun
+
+
+class TaskAssignment(Value, frozen=True, kw_only=True):
+    """The share of one task in a plan. `waf`: weighted achieved FLOP/s, F(t, workers).
+
+    `replicas`: per replica, the node of each of its tp * pp shards. On the wire it is empty, and `nodes` and
+    `replica_workers` say the same: runs over all shards of all replicas, and tp * pp (events/seats.py).
+    `tp`, `pp`, `vpp`, `ep`, `micro_batch`: the layout that the plan has chosen, of a task that has a choice; `tp` 0:
+    the task's own.
+    """
+
+    task: Name
+    workers: Workers
+    replicas: tuple[tuple[Name, ...], ...]
+    waf: Flops
+    nodes: tuple[NodeRun, ...] = ()
+    replica_workers: Workers = 0
+    tp: Workers = 0
+    pp: Workers = 0
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+    micro_batch: Small = 0
+
+    @property
+    def shape(self) -> Shape | None:
+        """The layout that the plan has chosen; None: the task's own."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch) if self.tp else None
+
+
+class PlanAdopted(Decision, frozen=True, kw_only=True):
+    """The cluster has this plan from now on. `waf` = sum of the assignments' waf, FLOP/s.
+
+    `basis`: digest of the nodes and tasks that the plan was made for; another basis asks for a new plan.
+    `healthy`, `healthy_waf`: workers per task, and their WAF, were every node that has not left healthy.
+    `healthy_gpus`: the type of GPU that each of these would be on, where there are several.
+    `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
+    `way`, `took_us`, `rows_reused`: how the plan was computed; the plan does not depend on it.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    epoch: FirstSerial
+    assignments: tuple[TaskAssignment, ...]
+    waf: Flops
+    basis: Text
+    trigger: Text
+    reason: Text
+    healthy: dict[Name, Workers] = {}
+    healthy_waf: Flops = 0
+    transition_flop: Work = always(0.0)
+    way: PlanWay = always("fresh")
+    took_us: Duration = 0
+    rows_reused: Small = 0
+    healthy_gpus: dict[Name, Gpu] = {}
+
+    def sentence(self) -> str:
+        """See Event."""
+        shares = ", ".join(f"{a.task} {count(a.workers, 'worker')}" for a in self.assignments) or "no task runs"
+        took = f", {self.way} in {self.took_us} us" if self.took_us else ""
+        return f"plan {self.epoch} ({self.trigger}{took}): {shares}; {self.reason}"
+
+    def nodes_named(self) -> Iterator[str]:
+        """See Event."""
+        for assignment in self.assignments:
+            for replica in assignment.replicas:
+                yield from replica
+            for run in assignment.nodes:
+                yield run.node
+
+    def tasks_named(self) -> Iterator[str]:
+        """See Event."""
+        for assignment in self.assignments:
+            yield assignment.task
+
+
+class ThroughputCorrected(Decision, frozen=True, kw_only=True):
+    """T(task, workers) is `flops` from now on: what the last `reports` reports say, by the median of their
+    time per iteration, `iteration_us`. No plan is made because of it; the next one uses it.
+    """
+
+    task: Name
+    workers: SomeWorkers
+    flops: Flops
+    iteration_us: SomeDuration
+    reports: Size
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        achieved = f"{self.flops:.3g} FLOP/s on {count(self.workers, 'worker')}"
+        return f"task {self.task} achieves {achieved}: {self.reason}"
+
+
+class FailureRateEstimated(Decision, frozen=True, kw_only=True):
+    """One worker's mean time between failures is `worker_mtbf_us` from now on. D_running(n) = worker_mtbf_us / n.
+
+    It is configured, as if that had been seen once, and then learned from `failures` failures in `exposed_us` of
+    workers' time.
+    """
+
+    worker_mtbf_us: Annotated[int, Meta(ge=1, lt=2**62)]
+    failures: Count
+    exposed_us: Micros
+
+    def sentence(self) -> str:
+        """See Event."""
+        hours = self.worker_mtbf_us / 3.6e9
+        return f"a worker fails every {hours:.4g} h, after {count(self.failures, 'failure')}"

@@ -1,0 +1,122 @@
+"""States of training: in memory and on storage, saved and loaded."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from events.vocabulary.base import Observation, WorkerObservation
+from events.vocabulary.field_types import (
+    Count,
+    Duration,
+    Iteration,
+    Micros,
+    Name,
+    Saver,
+    Serial,
+    StateSource,
+    Text,
+    Workers,
+)
+from events.vocabulary.phrases import count, seconds
+
+
+class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
+    """State after `iteration` is durable at `path`."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    iteration: Iteration
+    path: Text
+    size_bytes: Count
+    duration_us: Duration
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"task {self.task} saved iteration {self.iteration} to {self.path} ({self.size_bytes} bytes)"
+
+
+class SaveFailed(WorkerObservation, frozen=True, kw_only=True):
+    """The state after `iteration` was not written; the one saved before stays, and training goes on.
+
+    `by` "unicron": its own checkpoint; "program": one that the program writes by itself (Megatron-LM's `--save`).
+    `reason` "": a later one was written, which the program alone tells of so.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    iteration: Iteration
+    by: Saver
+    reason: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        whose = "a checkpoint" if self.by == "unicron" else "its program's checkpoint"
+        if not self.reason:
+            return f"task {self.task} saved {whose} again, of iteration {self.iteration}"
+        return f"task {self.task} could not save {whose} of iteration {self.iteration}: {self.reason}"
+
+
+class StateKept(Observation, frozen=True, kw_only=True):
+    """The node's memory holds shard `shard` of the task's state after `iteration`. It is reported now and then.
+
+    `origin`: the node whose worker captured it; another one's is a copy. `duration_us`: for how long training stood
+    still for it; of a copy, how long it took to come. `shards`: how many make up the state in this layout, its tp * pp;
+    0: not known.
+    """
+
+    node: Name
+    task: Name
+    shard: Workers
+    iteration: Iteration
+    generation: Serial
+    origin: Name
+    size_bytes: Count
+    duration_us: Duration
+    shards: Workers = 0
+
+    def sentence(self) -> str:
+        """See Event."""
+        copied = f", a copy from {self.origin}" if self.origin != self.node else ""
+        return (
+            f"node {self.node} keeps the state of task {self.task} after iteration {self.iteration} in memory"
+            f" ({self.size_bytes} bytes{copied}, {seconds(self.duration_us)})"
+        )
+
+
+_SOURCES: dict[StateSource, str] = {
+    "own": "itself",
+    "replica": "a live replica",
+    "memory": "its node's memory",
+    "peer": "another node's memory",
+    "checkpoint": "storage",
+    "init": "the seed",
+}
+
+
+class StateTaken(WorkerObservation, frozen=True, kw_only=True):
+    """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
+
+    `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
+    source; `saved_us`: what training again from there would have taken, at the pace last measured.
+    `resharded_from`: the layout of what was taken, where it is another than the task's; else "".
+    """
+
+    generation: Serial
+    source: StateSource
+    iteration: Iteration
+    size_bytes: Count
+    duration_us: Duration
+    tried: tuple[Text, ...] = ()
+    storage_iteration: Iteration = 0
+    saved_us: Micros = 0
+    resharded_from: Text = ""
+
+    def sentence(self) -> str:
+        """See Event."""
+        anew = f", reassembled from shards of {self.resharded_from}" if self.resharded_from else ""
+        tried = f", after {count(len(self.tried), 'source')} that failed" if self.tried else ""
+        saved = f"; storage has {self.storage_iteration}, {seconds(self.saved_us)} saved" if self.saved_us else ""
+        return (
+            f"worker {self.worker} on {self.node} took the state after iteration {self.iteration} from"
+            f" {_SOURCES[self.source]} ({self.size_bytes} bytes in {seconds(self.duration_us)}){anew}{tried}{saved}"
+        )

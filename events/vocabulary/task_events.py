@@ -1,0 +1,158 @@
+"""The life of a task: submitted, reshaped, cancelled, failed, completed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from events.shape import Shape
+from events.vocabulary.base import Decision, Request, WorkerObservation
+from events.vocabulary.field_types import (
+    FirstIteration,
+    Iteration,
+    LearningRate,
+    LongText,
+    Name,
+    Serial,
+    Small,
+    SomeWorkers,
+    Text,
+)
+from events.vocabulary.phrases import count
+from events.vocabulary.tasks import TaskSpec
+
+
+class TaskSubmitted(Request, frozen=True, kw_only=True):
+    """A person asks for a task to be trained."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    spec: TaskSpec
+
+    def wish(self) -> str:
+        """See Request."""
+        spec = self.spec
+        return (
+            f"task {spec.name} submitted: weight {spec.weight:g}, {spec.min_workers} to {spec.max_workers}"
+            f" workers, {count(spec.iterations, 'iteration')}"
+        )
+
+    def tasks_named(self) -> Iterator[str]:
+        """See Event."""
+        yield self.spec.name
+
+
+class TaskCancelled(Request, frozen=True, kw_only=True):
+    """A person ends a task before it is complete."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    task: Name
+    reason: Text
+
+    def wish(self) -> str:
+        """See Request."""
+        return f"task {self.task} cancelled: {self.reason}"
+
+
+def _settings(iterations: int | None, lr: float | None) -> str:
+    """Say what a reshape changes beside the layout."""
+    text = f", {iterations} iterations" if iterations is not None else ""
+    return text + (f", learning rate {lr:g}" if lr is not None else "")
+
+
+class ReshapeRequested(Request, frozen=True, kw_only=True):
+    """A person asks for other replicas of a running task, of `tp` * `pp` workers; it goes on from where it stands.
+
+    `vpp`, `ep`: as in TaskSpec. `micro_batch`: 0: as it is. `iterations`, `lr`: with another end and another learning
+    rate; None: as they are.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    task: Name
+    tp: SomeWorkers
+    pp: SomeWorkers
+    min_workers: SomeWorkers
+    max_workers: SomeWorkers
+    reason: Text
+    iterations: FirstIteration | None = None
+    lr: LearningRate | None = None
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+    micro_batch: Small = 0
+
+    @property
+    def shape(self) -> Shape:
+        """The layout."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
+
+    def wish(self) -> str:
+        """See Request."""
+        return (
+            f"task {self.task} is to continue with {self.shape}{_settings(self.iterations, self.lr)} and"
+            f" {self.min_workers} to {self.max_workers} workers: {self.reason}"
+        )
+
+
+class TaskReshaped(Decision, frozen=True, kw_only=True):
+    """The task has another layout from now on: its replicas have tp * pp workers.
+
+    The workers of the old layout have handed the state over and are gone. The first of the new ones reassemble it.
+    `vpp`, `ep`, `micro_batch`, `iterations`, `lr`: as it was asked. `plan`: the epoch of the plan that has chosen it;
+    0: a person has.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    task: Name
+    tp: SomeWorkers
+    pp: SomeWorkers
+    min_workers: SomeWorkers
+    max_workers: SomeWorkers
+    reason: Text
+    iterations: FirstIteration | None = None
+    lr: LearningRate | None = None
+    plan: Serial = 0
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+    micro_batch: Small = 0
+
+    @property
+    def shape(self) -> Shape:
+        """The layout."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
+
+    def sentence(self) -> str:
+        """See Event."""
+        return (
+            f"task {self.task} has {self.shape}{_settings(self.iterations, self.lr)} and {self.min_workers} to"
+            f" {self.max_workers} workers from now on: {self.reason}"
+        )
+
+
+class TaskFailed(Decision, frozen=True, kw_only=True):
+    """The task has ended without success, and is not tried again."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    task: Name
+    reason: LongText
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"task {self.task} failed: {self.reason}"
+
+
+class TaskCompleted(WorkerObservation, frozen=True, kw_only=True):
+    """The last iteration is committed; `params_digest` identifies the final parameters."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    iteration: Iteration
+    loss: float
+    params_digest: Text
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"task {self.task} completed after iteration {self.iteration}, loss {self.loss:.4g}"

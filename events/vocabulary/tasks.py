@@ -1,0 +1,192 @@
+"""Tasks: what a task file describes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from events.fields import always
+from events.shape import Shape
+from events.vocabulary.base import Value
+from events.vocabulary.field_types import (
+    Count,
+    FirstIteration,
+    Flops,
+    Gpu,
+    Iteration,
+    LearningRate,
+    Name,
+    Precision,
+    Size,
+    Small,
+    SomeWorkers,
+    Text,
+    User,
+    Workers,
+)
+
+
+class ModelSpec(Value, frozen=True, kw_only=True):
+    """A GPT in Megatron-core's terms."""
+
+    layers: Size = 2
+    hidden: Size = 64
+    heads: Size = 4
+    seq: Size = 64
+    vocab: Size = 256
+    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = always(0.0)
+    precision: Precision = "fp32"
+
+
+class OptimizerSpec(Value, frozen=True, kw_only=True):
+    """Adam with warm-up and cosine decay, as Megatron-core's OptimizerConfig and OptimizerParamScheduler.
+
+    `distributed`: each replica holds its part of the optimizer's state, and a second copy of another's.
+    """
+
+    lr: LearningRate = always(1e-3)
+    min_lr: Annotated[float, Meta(ge=0.0)] = always(0.0)
+    warmup_iterations: Iteration = 0
+    decay_iterations: FirstIteration | None = None
+    weight_decay: Annotated[float, Meta(ge=0.0)] = always(0.01)
+    clip_grad: Annotated[float, Meta(ge=0.0)] = always(1.0)
+    distributed: bool = False
+
+
+class CheckpointSpec(Value, frozen=True, kw_only=True):
+    """Where and how often the task's state is written, in iterations; None: from the measured cost and the failure
+    rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
+    """
+
+    dir: Text = ""
+    interval: Iteration | None = None
+    keep: Size = 2
+    memory_interval: Iteration | None = None
+
+
+#: A variable in a task's environment: the number of its lanes.
+LANES = "UNICRON_LANES"
+
+
+#: Another: what is done about bits that differ from worker to worker, one of DETERMINISM.
+DETERMINISTIC = "UNICRON_DETERMINISTIC"
+
+
+DETERMINISM = ("check", "require", "off")
+
+
+class LayoutSpec(Value, frozen=True, kw_only=True):
+    """A layout that a task may have: `tp` * `pp` workers in a replica, `vpp` chunks of the model in each stage, experts
+    over `ep` workers. `throughput`: T(x) in it, as in TaskSpec. `micro_batch`: samples of a micro-batch in it; 0 in all
+    layouts of a task: as many as that has.
+    """
+
+    tp: SomeWorkers = 1
+    pp: SomeWorkers = 1
+    throughput: dict[str, Flops] = {}
+    micro_batch: Small = 0
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+
+    @property
+    def shape(self) -> Shape:
+        """The layout."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
+
+
+class GpuSpec(Value, frozen=True, kw_only=True):
+    """The throughput of a task on nodes with another type of GPU: T(x) for layouts of the task.
+
+    Layouts that are not named achieve there what the task's own `throughput` says.
+    """
+
+    gpu: Gpu
+    layouts: tuple[LayoutSpec, ...] = ()
+
+
+class TaskSpec(Value, frozen=True, kw_only=True):
+    """One training job as its file describes it (YAML, see docs/use/task-files.md).
+
+    `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
+    `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how
+    long a worker may take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment
+    variables whose values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the
+    nodes whose processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules
+    that a process of the task's own imports once on each node, and the workers start with.
+    `layouts`: those that the plan may give it, in the order that decides ties; empty: its own stays until a person
+    asks for another. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
+    `gpus`: T on types of GPU for which it is not `throughput`. `vpp`: chunks of the model in each pipeline stage. `ep`:
+    over how many of a tensor-parallel group's workers the experts are. Of both 0: as the program has it.
+    """
+
+    name: Name
+    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = always(1.0)
+    min_workers: SomeWorkers = 1
+    max_workers: SomeWorkers = 1
+    tp: SomeWorkers = 1
+    pp: SomeWorkers = 1
+    entry: Text = always("gpt")
+    args: tuple[Text, ...] = ()
+    env: dict[str, Text] = {}
+    cwd: Text = ""
+    model: ModelSpec = always(ModelSpec())
+    optimizer: OptimizerSpec = always(OptimizerSpec())
+    data: Text = ""
+    global_batch: Size = 8
+    micro_batch: Size = 1
+    iterations: FirstIteration = 100
+    seed: Count = always(1234)
+    checkpoint: CheckpointSpec = always(CheckpointSpec())
+    throughput: dict[str, Flops] = {}
+    backend: Literal["auto", "gloo", "nccl"] = always("auto")
+    #: "exact": no bit of a sum depends on the replicas or their number. "float": the sum follows the deal.
+    accumulation: Literal["float", "exact"] = always("float")
+    start_timeout_s: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
+    secrets: dict[str, Text] = {}
+    run_as: User = ""
+    preload: tuple[Text, ...] = ()
+    layouts: tuple[LayoutSpec, ...] = ()
+    gpus: tuple[GpuSpec, ...] = ()
+    vpp: Workers = 0
+    ep: Workers = 0
+
+    @property
+    def cut(self) -> Shape:
+        """The layout, as far as a state depends on it."""
+        return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1)
+
+    @property
+    def shape(self) -> Shape:
+        """The layout, by which a plan tells it from the task's others."""
+        varies = any(layout.micro_batch for layout in self.layouts)
+        return self.cut._replace(micro_batch=self.micro_batch if varies else 0)
+
+    @property
+    def replica_workers(self) -> int:
+        """Workers in one data-parallel replica: tp * pp."""
+        return self.tp * self.pp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one iteration over all replicas."""
+        return self.global_batch // self.micro_batch
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        """The same in the layout of the task that has the largest."""
+        return self.global_batch // max([self.micro_batch, *(layout.micro_batch for layout in self.layouts)])
+
+    @property
+    def lanes(self) -> int:
+        """In how many parts an iteration's gradients are summed, whoever computes them
+        (agents/trainer/gradients/lanes.py). 0: the sum follows the deal.
+
+        A constant of the task, which its environment carries through all changes of its size: by default as many as
+        there may be replicas when it is submitted."""
+        if self.accumulation != "exact":
+            return 0
+        wanted = self.env.get(LANES, "")
+        sizes = [self.replica_workers, *(layout.tp * layout.pp for layout in self.layouts)]
+        replicas = self.max_workers // min(sizes)
+        return max(1, min(int(wanted) if wanted.isdecimal() else replicas, self.fewest_micro_batches))

@@ -1,0 +1,185 @@
+"""Training: iterations that were committed, hangs, stragglers, corruption."""
+
+from __future__ import annotations
+
+from events.vocabulary.base import PlacedObservation, Value, WorkerObservation
+from events.vocabulary.field_types import (
+    CorruptionSign,
+    Count,
+    Duration,
+    Factor,
+    FirstIteration,
+    Iteration,
+    Micros,
+    Name,
+    Phase,
+    SamplesDigest,
+    Serial,
+    Small,
+    Text,
+    WorkerId,
+    WorkerOrNone,
+    Workers,
+)
+from events.vocabulary.phrases import count, seconds
+
+
+class Checksums(Value, frozen=True, kw_only=True):
+    """Checksums of the first shard: of the parameters' bits after iteration `after`, and of the gradients' sums of the
+    iteration after it. 0: none was made.
+    """
+
+    after: Iteration
+    parameters: SamplesDigest
+    sums: SamplesDigest = 0
+
+
+class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
+    """All replicas of `generation` committed the iterations `first` to `last`.
+
+    `samples_digest`: sum mod 2**61 of sample_hash(iteration, sample) over every sample used. `micro_batches_by_rank`:
+    finished micro-batches per replica, in replica order. `redone`: micro-batches that were computed again because a
+    replica was lost. `loss`: of iteration `last`. `duration_us`: wall time of `first` to `last`. `checksums`: the
+    newest that were made in these; None: none was.
+    """
+
+    generation: Serial
+    first: FirstIteration
+    last: FirstIteration
+    samples: Count
+    samples_digest: SamplesDigest
+    loss: float
+    duration_us: Duration
+    micro_batches_by_rank: tuple[Small, ...]
+    redone: Small = 0
+    checksums: Checksums | None = None
+
+    def sentence(self) -> str:
+        """See Event."""
+        span = f"iteration {self.last}" if self.first == self.last else f"iterations {self.first}-{self.last}"
+        redone = f", {count(self.redone, 'micro-batch', 'micro-batches')} redone" if self.redone else ""
+        return f"task {self.task} committed {span}, loss {self.loss:.4g}{redone}"
+
+
+class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
+    """A worker's iteration lasts longer than `limit_us`, more than three times the usual; its own agent reports it.
+
+    From the worker's phase mark (agents/protocol/marks.py): `entered` counts the collectives across replicas that it
+    has entered in `generation`; `waiting`: it has not left the last of them. `still_us`: for how long the mark has not
+    changed. `stopped`: the kernel shows the process as stopped. `busy`: what it had declared to be busy with, for at
+    most so long (hook.busy); "": nothing. `told`: how many reports of this iteration there are.
+    """
+
+    phase: Phase
+    micro_batch: Small
+    entered: Count
+    waiting: bool
+    stopped: bool
+    still_us: Duration
+    limit_us: Duration
+    #: What it had declared to be busy with, for at most so long (hook.busy); "": nothing.
+    busy: Text = ""
+    #: How often that was told of this iteration.
+    told: Small = 0
+
+    def sentence(self) -> str:
+        """See Event."""
+        place = f"{'waits in' if self.waiting else 'has left'} collective {self.entered}"
+        stopped = ", its process is stopped" if self.stopped else ""
+        busy = f", busy with {self.busy}" if self.busy else ""
+        return (
+            f"iteration {self.iteration} takes longer than {seconds(self.limit_us)}: worker {self.worker} on"
+            f" {self.node} last moved {seconds(self.still_us)} ago, in {self.phase}; it {place}{stopped}{busy}"
+        )
+
+
+class DegradationObserved(PlacedObservation, frozen=True, kw_only=True):
+    """The task's iterations have taken more than 1.1 times the usual for a while. The leader's agent reports it.
+
+    `slowest`: the worker whose computing, waits excluded, takes longest per micro-batch; "" where none stands out.
+    `compute_us`: its time per micro-batch. `others_us`: the median of the other replicas' (0: there are none).
+    """
+
+    iteration_us: Duration
+    usual_us: Duration
+    slowest: WorkerOrNone
+    compute_us: Duration
+    others_us: Duration
+
+    def sentence(self) -> str:
+        """See Event."""
+        against = f" against {seconds(self.others_us)}" if self.others_us else ""
+        slowest = f"{self.slowest} is slowest, {seconds(self.compute_us)} per micro-batch{against}"
+        return (
+            f"task {self.task} is slow: iterations take {seconds(self.iteration_us)} instead of"
+            f" {seconds(self.usual_us)}; {slowest if self.slowest else 'no worker stands out'}"
+        )
+
+
+class StragglerSeen(PlacedObservation, frozen=True, kw_only=True):
+    """An observation that `worker` makes of `straggler`, another member of its group at place `rank` of the membership.
+
+    `factor`: how many times as long the straggler takes as the others.
+    """
+
+    straggler: WorkerId
+    straggler_node: Name
+    rank: Workers
+    factor: Factor
+
+
+class StragglerObserved(StragglerSeen, frozen=True, kw_only=True):
+    """A replica has been slower than the others at the same work, for at least some seconds.
+
+    The first replica's worker of its shard reports it once, and again when its `factor` has changed. `straggler`: its
+    worker in that shard; `rank`: its place in the membership. `factor`: its own time per micro-batch over the median of
+    the other replicas' in the same iterations; `compute_us` and `others_us`: these two. It began about the beginning of
+    `since_iteration`, at `since_us` by the reporter's clock.
+    """
+
+    compute_us: Duration
+    others_us: Duration
+    since_iteration: Iteration
+    since_us: Micros
+
+    def sentence(self) -> str:
+        """See Event."""
+        return (
+            f"worker {self.straggler} (rank {self.rank}) on {self.straggler_node} is a straggler: it takes"
+            f" {self.factor:.2f} times as long as the other replicas since iteration {self.since_iteration},"
+            f" {seconds(self.compute_us)} per micro-batch against {seconds(self.others_us)}"
+        )
+
+
+class StragglerRecovered(StragglerSeen, frozen=True, kw_only=True):
+    """A straggler is as quick as the other replicas again; `factor`: what is left."""
+
+    def sentence(self) -> str:
+        """See Event."""
+        return (
+            f"worker {self.straggler} (rank {self.rank}) on {self.straggler_node} no longer straggles, as of"
+            f" iteration {self.iteration}: {self.factor:.2f} times the time of the other replicas"
+        )
+
+
+class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
+    """A replica has numbers that no sound one should have. `worker` reports it, `suspect` has them ("": unknown).
+
+    `sign` "checksum": its parameters differ from those of the majority; else its share of the iteration has a loss or
+    a gradient norm far off the usual, `value` instead of about `usual`.
+    """
+
+    sign: CorruptionSign
+    suspect: WorkerOrNone
+    value: float
+    usual: float
+
+    def sentence(self) -> str:
+        """See Event."""
+        who = self.suspect or "an unknown worker"
+        if self.sign == "checksum":
+            return f"parameters of {who} differ from other replicas' before iteration {self.iteration}"
+        return (
+            f"{who} has a {self.sign.replace('_', ' ')} of {self.value:.4g} in iteration {self.iteration},"
+            f" usual is {self.usual:.4g}"
+        )

@@ -1,0 +1,186 @@
+"""Workers: their processes, from the start to the end."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from events.fields import always
+from events.vocabulary.base import PlacedObservation, WorkerObservation
+from events.vocabulary.field_types import (
+    Duration,
+    ErrorKind,
+    ExitCause,
+    ExitCode,
+    Iteration,
+    LongText,
+    Phase,
+    Pid,
+    Serial,
+    Signal,
+    Small,
+    StateSource,
+    Text,
+    WorkerId,
+    WorkerOrNone,
+)
+from events.vocabulary.phrases import count, seconds
+
+
+class WorkerStarted(WorkerObservation, frozen=True, kw_only=True):
+    """The fork server has a process for the worker."""
+
+    pid: Pid
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"worker {self.worker} started on {self.node} as process {self.pid}"
+
+
+class WorkerReady(WorkerObservation, frozen=True, kw_only=True):
+    """The worker has built its model and waits for a membership."""
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"worker {self.worker} on {self.node} is ready for a membership"
+
+
+class WorkerRegrouped(PlacedObservation, frozen=True, kw_only=True):
+    """The worker is a member of `generation`'s group and goes on at `iteration`, the next to commit.
+
+    `dealt`: micro-batches of lost replicas that were assigned to this worker in that iteration. `others_dealt`: those
+    that were assigned to the other members, reported by a leader that confirms for all (MembershipDecided.lead_tells).
+    `duration_us`: from receiving the membership to being in the group. `source`: where its state came from.
+    """
+
+    dealt: Small
+    duration_us: Duration
+    source: StateSource
+    others_dealt: Small = 0
+
+    def sentence(self) -> str:
+        """See Event."""
+        shares = [(self.dealt, "it"), (self.others_dealt, "the others")]
+        dealt = [f", {count(n, 'micro-batch', 'micro-batches')} assigned to {whom}" for n, whom in shares if n]
+        where = f"generation {self.generation} at iteration {self.iteration} after {seconds(self.duration_us)}"
+        return f"worker {self.worker} is in {where}, state from {self.source}{''.join(dealt)}"
+
+
+class WorkerParked(PlacedObservation, frozen=True, kw_only=True):
+    """The worker left its group at an iteration boundary for a membership without it, and waits to be ended.
+
+    `iteration`: the last one that it committed.
+    """
+
+    def sentence(self) -> str:
+        """See Event."""
+        return (
+            f"worker {self.worker} on {self.node} left its group for generation {self.generation}"
+            f" after iteration {self.iteration}"
+        )
+
+
+_CAUSES: dict[ExitCause, str] = {
+    "unknown": "",
+    "exited": "",
+    "signalled": "",
+    "core_dumped": ", with a core dump",
+    "oom_killed": ", from the kernel's OOM killer",
+    "maybe_oom_killed": ", maybe from the kernel's OOM killer",
+}
+
+
+class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
+    """A worker's process ended. Exactly one of `exit_code` and `signal` is set.
+
+    `iteration`: the one that its mark named, 0 = none. `computed`: how many micro-batches of that it had finished, at
+    least; they are lost with it.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    exit_code: ExitCode | None
+    signal: Signal | None
+    expected: bool
+    log_tail: LongText = ""
+    cause: ExitCause = always("unknown")
+    iteration: Iteration = 0
+    computed: Small = 0
+
+    def sentence(self) -> str:
+        """See Event."""
+        how = f"exit code {self.exit_code}" if self.signal is None else f"signal {self.signal}"
+        expected = ", as expected" if self.expected else ""
+        return f"worker {self.worker} on {self.node} ended by {how}{_CAUSES[self.cause]}{expected}"
+
+
+class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
+    """A worker has an error, and still lives or is about to die.
+
+    `generation`: the newest that the worker had joined; a report that is older than its worker is void. `peer`: the
+    other end of the connection that broke, where that is known. `lost`: all members of the group whose connections were
+    broken by then.
+    """
+
+    is_noteworthy: ClassVar[bool] = True
+
+    kind: ErrorKind
+    generation: Serial
+    iteration: Iteration
+    phase: Phase
+    message: Text
+    detail: LongText = ""
+    peer: WorkerOrNone = ""
+    lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
+
+    def sentence(self) -> str:
+        """See Event."""
+        lost = f", its connection to {self.peer}" if self.peer else ""
+        return (
+            f"worker {self.worker} on {self.node} reports {self.kind} in {self.phase}"
+            f" of iteration {self.iteration}{lost}: {self.message}"
+        )
+
+
+class WorkerBusy(WorkerObservation, frozen=True, kw_only=True):
+    """The worker's program is busy with what it has declared, for `at_most_us` (hook.busy): no hang before that.
+
+    `what` "": it is over. Only what lasts for a while is reported.
+    """
+
+    what: Text
+    at_most_us: Duration
+
+    def sentence(self) -> str:
+        """See Event."""
+        where = f"worker {self.worker} on {self.node}"
+        if not self.what:
+            return f"{where} is no longer busy"
+        return f"{where} is busy with {self.what}, for at most {seconds(self.at_most_us)}"
+
+
+class WorkerWaits(WorkerObservation, frozen=True, kw_only=True):
+    """The worker has answered to the membership of `generation`, and has waited for a while for the others."""
+
+    generation: Serial
+
+    def sentence(self) -> str:
+        """See Event."""
+        return f"worker {self.worker} on {self.node} waits for the others of generation {self.generation}"
+
+
+class StopAsked(WorkerObservation, frozen=True, kw_only=True):
+    """The program wants its training to end before the last iteration (hook.stop), and says why.
+
+    `left`: it has left the training loop after `iteration`, which it has committed; its state is saved.
+    """
+
+    iteration: Iteration
+    reason: Text
+    left: bool = False
+
+    def sentence(self) -> str:
+        """See Event."""
+        left = f", and has left the loop after iteration {self.iteration}" if self.left else ""
+        return f"the program of worker {self.worker} on {self.node} asks to stop training{left}: {self.reason}"
