@@ -292,7 +292,7 @@ async def _serve_until_stopped(
             "log-life": life.run(),
             "promises": promises.run(),
             "known-log": known_log.keep(
-                lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.another or coordinator.fault)
+                lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.mismatch or coordinator.fault)
             ),
         }
         work = [asyncio.create_task(run, name=name) for name, run in runs.items()]
