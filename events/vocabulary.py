@@ -81,7 +81,7 @@ Work: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e40)]
 #: A number of the configuration; finite.
 Setting: TypeAlias = Annotated[float, Meta(ge=-1e18, le=1e18)]
 
-#: "busy": with what the program has declared (hook.busy). "done": its part of the task is complete.
+#: "busy": with what the program has declared (hook.section). "done": its part of the task is complete.
 Phase: TypeAlias = Literal[
     "start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown", "busy", "done"
 ]
@@ -773,14 +773,14 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     stopped: bool
     still_us: Duration
     limit_us: Duration
-    #: What it had declared to be busy with, for at most so long (hook.busy); "": nothing.
+    #: What it had declared to be busy with, for at most so long (hook.section); "": nothing.
     busy: Text = ""
     #: How often that was told of this iteration; 0 in logs older than the field.
     told: Small = 0
 
 
 class WorkerBusy(WorkerObservation, frozen=True, kw_only=True):
-    """The worker's program is busy with what it has declared, for `at_most_us` (hook.busy): no hang before that.
+    """The worker's program is busy with what it has declared, for `at_most_us` (hook.section): no hang before that.
 
     `what` "": it is over. Told only of what lasts for a while.
 
