@@ -104,7 +104,8 @@ def test_one_whose_agent_cannot_be_told_is_not_forgotten_while_it_may_come_back(
     cluster.run()
     lost(cluster)
     ask(cluster)
-    assert "too old to be told (schema 3)" in refusal(cluster.state, cluster.state.nodes[NODE], leave=False)
+    reason = refusal(cluster.state, cluster.state.nodes[NODE], leave=False)
+    assert "too old for the command to leave (schema 3)" in reason
     assert NODE in cluster.state.nodes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from events import vocabulary as v
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.forgetting import can_be_told, is_planned_for
+from unicrond.core.forgetting import can_be_commanded, is_planned_for
 from unicrond.core.state import Node, NodeStatus
 
 #: How long an agent that is commanded to leave waits for its workers to be moved away, in microseconds.
@@ -17,7 +17,7 @@ def forget_nodes(batch: DecisionBatch) -> None:
     for name in batch.survey.nodes.forgetting:
         node = state.nodes[name]
         if node.status is NodeStatus.UP:
-            if not (node.dismissed or node.leaving) and can_be_told(state, node):
+            if not (node.dismissed or node.leaving) and can_be_commanded(state, node):
                 _tell(batch, node, for_good=True)
         elif not is_planned_for(state, name):
             if node.status is NodeStatus.LOST and not node.leaving:
