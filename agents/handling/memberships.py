@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from agents.handling.turn import Transition, newest_of
-from agents.protocol.messages import Membership, Regrouped
+from agents.protocol.messages import GroupMembership, Regrouped
 from agents.state import MAX_TASKS, PendingCommand, TellWorker, WorkerRecord
 from events.roster import place_of
 from events.seats import PartialMembership, add_part, broadcast_seats, joiners_of, members_of
@@ -74,7 +74,7 @@ def _keep(
     joiners: tuple[str, ...],
     warrant: str,
 ) -> None:
-    membership = Membership(
+    membership = GroupMembership(
         generation=source.generation,
         members=members,
         joiners=joiners,
