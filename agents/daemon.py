@@ -64,9 +64,9 @@ from agents.protocol.messages import (
     Exited,
     FromForkServer,
     FromWorker,
+    GroupMembership,
     Hello,
     Inventory,
-    Membership,
     MemoryReserved,
     ReleaseMemory,
     ReserveFailed,
@@ -368,7 +368,7 @@ class Agent(Shell):
     def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
         """See Shell. A membership goes with this node's passes to its peers."""
         message = plain(message)
-        if isinstance(message, Membership):
+        if isinstance(message, GroupMembership):
             task, own = worker.rpartition(".")[0], self._credentials
             bare = msgspec.structs.replace(message, warrant="")
             message = own.with_passes(message, task, datetime.now(UTC)) if own else bare

@@ -25,7 +25,7 @@ import msgspec
 from cryptography import x509
 
 from agents.protocol.memory_exchange import BadPass as BadPass
-from agents.protocol.messages import Membership, Passes
+from agents.protocol.messages import GroupMembership, Passes
 from events.certificates import CLOCKS, BadCertificate, first_certificate, node_of
 from events.keys import Key
 from events.signing import BadSignature, Signer, verify_signed
@@ -84,7 +84,7 @@ class Credentials:
         texts = [(peer, self._signed(Claims(self.node, peer, task, ends_s))) for peer in peers]
         return Passes(ca=self.ca, by_node=tuple(texts), warrant=warrant)
 
-    def with_passes(self, membership: Membership, task: str, now: datetime) -> Membership:
+    def with_passes(self, membership: GroupMembership, task: str, now: datetime) -> GroupMembership:
         """Return the membership as a worker of the task needs it: with this node's passes to its peers."""
         peers = tuple(peer.node for peer in membership.peers)
         return msgspec.structs.replace(membership, passes=self.passes(peers, task, membership.warrant, now), warrant="")

@@ -17,8 +17,8 @@ from agents.protocol.messages import (
     Busy,
     FromForkServer,
     FromWorker,
+    GroupMembership,
     Hello,
-    Membership,
     ToForkServer,
     ToWorker,
 )
@@ -122,7 +122,7 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, WorkerRecord] = {}
     waiting: tuple[PendingStart, ...] = ()
-    memberships: dict[Name, Membership] = {}
+    memberships: dict[Name, GroupMembership] = {}
     #: Parts of memberships to come (events/seats.py).
     tellings: dict[Name, PartialMembership] = {}
     #: Command id -> "" for applied, else the reason of failure; the newest MAX_ANSWERED.

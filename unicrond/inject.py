@@ -52,7 +52,7 @@ class FaultRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class FaultInjector:
+class InjectionClient:
     """Every fault by its name; `rank` None: the task's first worker, or its first on `node`."""
 
     client: Client
@@ -103,8 +103,8 @@ class FaultInjector:
         return FaultRequest(self.client, {"kind": kind, "task": task, "rank": rank, "node": node, **more})
 
 
-def inject(where: str | Client | HasUrl) -> FaultInjector:
+def inject(where: str | Client | HasUrl) -> InjectionClient:
     """Return what orders faults in the cluster at `where`."""
     if isinstance(where, Client):
-        return FaultInjector(where)
-    return FaultInjector(Client(where if isinstance(where, str) else where.url))
+        return InjectionClient(where)
+    return InjectionClient(Client(where if isinstance(where, str) else where.url))

@@ -1,4 +1,4 @@
-"""Our four packages are ours: `events`, `agents` and `replay` are names that others on PyPI use too.
+"""Checks that our four packages are ours: others on PyPI use the names `events`, `agents` and `replay` too.
 
 A stranger's package can stand before ours on the path, or in ours: pip lets openai-agents overwrite
 `agents/__init__.py` without a word. So each of the four says whose it is, and nothing of them is imported

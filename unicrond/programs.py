@@ -1,4 +1,4 @@
-"""The four commands as they are installed: whose code this is comes first, then the program is found.
+"""Entry points of the four commands: they first check whose code this is, then import the program.
 
 They start here, in the one package whose name no other project uses: a stranger's `agents` or `events` would run
 before any check in it could. Programs are found by name, for this package knows neither `agents` nor `replay`.

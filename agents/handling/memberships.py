@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from agents.handling.turn import Transition, newest_of
-from agents.protocol.messages import Membership, Regrouped
+from agents.protocol.messages import GroupMembership, Regrouped
 from agents.state import MAX_TASKS, TellWorker, WorkerRecord
 from events.roster import place_of
 from events.seats import PartialMembership, add_part, broadcast_seats, joiners_of, members_of
@@ -45,7 +45,7 @@ def to_report(transition: Transition, record: WorkerRecord, report: Regrouped) -
 
 def _keep(transition: Transition, event: MembershipDecided, seats: tuple[SeatRun, ...], warrant: str) -> None:
     members = members_of(event.task, seats, event.size)
-    membership = Membership(
+    membership = GroupMembership(
         generation=event.generation,
         members=members,
         joiners=joiners_of(event.task, seats),

@@ -273,7 +273,7 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
         return next((f"{text}.{self.warrant}" for name, text in self.by_node if name == node), "")
 
 
-class Membership(WireMessage, frozen=True, kw_only=True):
+class GroupMembership(WireMessage, frozen=True, kw_only=True, tag="Membership"):
     """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
     `passes`: None: states travel in clear.
@@ -444,6 +444,6 @@ FromWorker: TypeAlias = (
     | Suspected | SaveFinished | SaveError | Captured | StateLoaded | Completed | Busy | MembershipWait | StopRequest
     | Flight
 )  # fmt: skip
-ToWorker: TypeAlias = Membership | Quit | InjectIntoWorker | TellFlight
+ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight
 ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ExitedAck | Sum
 FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | MemoryReserved | ReserveFailed | Inventory

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.protocol.injection import Point
-from agents.protocol.messages import Committed, Membership
+from agents.protocol.messages import Committed, GroupMembership
 from agents.protocol.sampling import Sampling
 from agents.trainer.detection import determinism
 from agents.trainer.detection.checksum import checksum_of_pieces
@@ -163,7 +163,7 @@ class EffectHandlers:
     def _keep_old_group(self, effect: e.KeepOldGroup) -> None:
         self.rendezvous.keep_old_group(is_sound=effect.is_sound, bounded=effect.bounded)
 
-    def _await_membership(self, effect: e.AwaitMembership) -> Membership:
+    def _await_membership(self, effect: e.AwaitMembership) -> GroupMembership:
         return self.rendezvous.await_membership()
 
     def _follow_membership(self, effect: e.FollowMembership) -> None:
@@ -219,7 +219,7 @@ class EffectHandlers:
     def _pending_generation(self, effect: e.PendingGeneration) -> int:
         return self.rendezvous.pending()
 
-    def _get_membership(self, effect: e.GetMembership) -> Membership | None:
+    def _get_membership(self, effect: e.GetMembership) -> GroupMembership | None:
         return self.context.channel.membership(effect.generation)
 
     def _agree(self, effect: e.Agree) -> list[list[int]]:

@@ -61,7 +61,7 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 Work: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e40)]
 #: A number of the configuration; finite.
 Setting: TypeAlias = Annotated[float, Meta(ge=-1e18, le=1e18)]
-#: "busy": with what the program has declared (hook.busy). "done": its part of the task is complete.
+#: "busy": with what the program has declared (hook.section). "done": its part of the task is complete.
 Phase: TypeAlias = Literal[
     "start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown", "busy", "done"
 ]

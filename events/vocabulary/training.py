@@ -67,7 +67,7 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     From the worker's phase mark (agents/protocol/marks.py): `entered` counts the collectives across replicas that it
     has entered in `generation`; `waiting`: it has not left the last of them. `still_us`: for how long the mark has not
     changed. `stopped`: the kernel shows the process as stopped. `busy`: what it had declared to be busy with, for at
-    most so long (hook.busy); "": nothing. `told`: how many reports of this iteration there are.
+    most so long (hook.section); "": nothing. `told`: how many reports of this iteration there are.
     """
 
     phase: Phase
@@ -77,7 +77,7 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     stopped: bool
     still_us: Duration
     limit_us: Duration
-    #: What it had declared to be busy with, for at most so long (hook.busy); "": nothing.
+    #: What it had declared to be busy with, for at most so long (hook.section); "": nothing.
     busy: Text = ""
     #: How often that was told of this iteration.
     told: Small = 0

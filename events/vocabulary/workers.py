@@ -144,7 +144,7 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
 
 
 class WorkerBusy(WorkerObservation, frozen=True, kw_only=True):
-    """The worker's program is busy with what it has declared, for `at_most_us` (hook.busy): no hang before that.
+    """The worker's program is busy with what it has declared, for `at_most_us` (hook.section): no hang before that.
 
     `what` "": it is over. Only what lasts for a while is reported.
     """

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 
 if TYPE_CHECKING:
     from replay.simulation.replica import SimulatedReplica
@@ -27,7 +27,7 @@ Row: TypeAlias = Sequence[int]
 class SimulatedGroup:
     """The group of one generation of one task, over its replicas."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, membership: Membership) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, membership: GroupMembership) -> None:
         self.loop = loop
         self.rng = rng
         self.membership = membership

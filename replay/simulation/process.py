@@ -21,10 +21,10 @@ from agents.protocol.messages import (
     Committed,
     Completed,
     FromWorker,
+    GroupMembership,
     Hello,
     InjectIntoWorker,
     Launch,
-    Membership,
     Quit,
     Ready,
     Regrouped,
@@ -58,7 +58,7 @@ class Process:
         #: Ordered faults that are not yet injected.
         self.ordered: list[Fault] = []
         self.replica: SimulatedReplica | None = None
-        self.memberships: dict[int, Membership] = {}
+        self.memberships: dict[int, GroupMembership] = {}
         self.quit_requested = False
         self._generation = 0
         self._ready = False
@@ -179,7 +179,7 @@ class Process:
                 self.host.loop.call_later(QUIT_GRACE_S, self._quit_in_the_end)
         elif isinstance(message, InjectIntoWorker):
             self.ordered.append(message.fault)
-        elif isinstance(message, Membership) and message.generation not in self.memberships:
+        elif isinstance(message, GroupMembership) and message.generation not in self.memberships:
             self.host.checker.membership_received(self.launch.task, self.worker, message)
             self.memberships[message.generation] = message
         if self.replica is not None:

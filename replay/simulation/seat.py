@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as struct_replace
 
-from agents.protocol.messages import Membership, MembershipWait
+from agents.protocol.messages import GroupMembership, MembershipWait
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, RendezvousTimedOut
 from agents.trainer.lifecycle.verdict import Position, span_row, spans_of
@@ -66,7 +66,7 @@ class RendezvousStub:
     async def _drop_old_group(self, effect: e.DropOldGroup) -> None:
         self.drop()
 
-    async def _await_membership(self, effect: e.AwaitMembership) -> Membership:
+    async def _await_membership(self, effect: e.AwaitMembership) -> GroupMembership:
         """Wait for the newest membership; see Rendezvous.await_membership."""
         replica = self.replica
         if not await replica.wait(lambda: bool(replica.newest(self.generation)), self._remaining_s()):
@@ -90,7 +90,7 @@ class RendezvousStub:
         if group.size > 1:
             await self._meet(effect.membership, self.end)
 
-    async def _meet(self, membership: Membership, end: End) -> None:
+    async def _meet(self, membership: GroupMembership, end: End) -> None:
         loop, store, replica = self.training.loop, membership.store, self.replica
         home = self.training.hosts[store.host]
         since_s, has_reported = loop.time(), False
@@ -197,7 +197,7 @@ class RendezvousStub:
         generations = {shard.newest(self.generation) for shard in self.replica.shards}
         return generations.pop() if len(generations) == 1 else 0
 
-    async def _get_membership(self, effect: e.GetMembership) -> Membership | None:
+    async def _get_membership(self, effect: e.GetMembership) -> GroupMembership | None:
         return self.replica.shards[0].memberships.get(effect.generation)
 
     async def _agree(self, effect: e.Agree) -> list[Row]:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 from agents.protocol.sampling import Sampling, samples_digest
 from agents.state import StateHeld
 from events.vocabulary import MemoryService, TaskSpec
@@ -81,7 +81,7 @@ class Training:
             if after_s is not None:
                 self.loop.call_later(after_s, shard.stand_still)
 
-    def group(self, task: str, membership: Membership) -> SimulatedGroup:
+    def group(self, task: str, membership: GroupMembership) -> SimulatedGroup:
         """Return the group of a membership."""
         key = (task, membership.generation)
         if key not in self._groups:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 from agents.protocol.sampling import DIGEST_MODULUS
 from agents.state import Action, Append, Commanded, Input, LogDecision
 from agents.trainer.ledger import Total
@@ -201,7 +201,7 @@ class InvariantChecker:
         # Where a node has forgotten everything, an old command starts its worker once more: that process knows nothing.
         self._generations.pop(process.worker, None)
 
-    def membership_received(self, task: str, worker: str, membership: Membership) -> None:
+    def membership_received(self, task: str, worker: str, membership: GroupMembership) -> None:
         """Check a membership that a worker receives for the first time."""
         before = self._generations.get(worker, 0)
         if membership.generation < before:
@@ -216,7 +216,7 @@ class InvariantChecker:
         self._lineages += 1
         return self._lineages
 
-    def regrouped(self, replica: SimulatedReplica, membership: Membership) -> None:
+    def regrouped(self, replica: SimulatedReplica, membership: GroupMembership) -> None:
         """Check that the log holds the membership of the group that a replica has joined."""
         task = self.state.tasks.get(replica.task)
         if task is None or membership.generation > task.generation:

@@ -20,7 +20,7 @@ from agents.prctl import capabilities
 from agents.protocol.flight import Flight, TellFlight
 from agents.protocol.framing import Unframer, frame
 from agents.protocol.line import Line
-from agents.protocol.messages import Committed, Hello, Launch, Membership, Quit, Ready, Regrouped, ToWorker
+from agents.protocol.messages import Committed, GroupMembership, Hello, Launch, Quit, Ready, Regrouped, ToWorker
 from agents.protocol.sum_order import Sum
 
 
@@ -150,7 +150,7 @@ def talk(launch: Launch) -> None:
                         if isinstance(message, TellFlight):
                             agent.sendall(frame(Flight(trouble="a light worker has none")))
                             continue
-                        assert isinstance(message, Membership)
+                        assert isinstance(message, GroupMembership)
                         generation = message.generation
                         regrouped = Regrouped(
                             generation=generation, iteration=iteration + 1, dealt=0, duration_us=1, source="own"

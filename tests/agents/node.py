@@ -22,11 +22,11 @@ from agents.protocol.messages import (
     ExitedAck,
     Forked,
     FromWorker,
+    GroupMembership,
     Hello,
     Inventory,
     InventoryWorker,
     Kill,
-    Membership,
     Quit,
     Ready,
     Spawn,
@@ -312,7 +312,7 @@ class Node:
                     self.processes[worker].quit = True
             case TellForkServer(message=ExitedAck(worker=worker)):
                 self.exits.pop(worker, None)
-            case TellWorker(worker=worker, message=Membership(generation=generation)):
+            case TellWorker(worker=worker, message=GroupMembership(generation=generation)):
                 process = self.processes[worker]
                 assert process.connected
                 assert generation > process.generation, "a generation goes back, or comes twice"

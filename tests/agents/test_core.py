@@ -16,10 +16,10 @@ from agents.protocol.messages import (
     Completed,
     ErrorReport,
     ExitedAck,
+    GroupMembership,
     Hello,
     Inventory,
     Kill,
-    Membership,
     Parked,
     Quit,
     Regrouped,
@@ -491,7 +491,9 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
         Completed(iteration=3, loss=1.0, params_digest="x"),
     ],
 )
-def test_a_sum_is_closed_by_news_of_its_worker(node: Node, closing: Regrouped | ErrorReport | Parked | Completed) -> None:
+def test_a_sum_is_closed_by_news_of_its_worker(
+    node: Node, closing: Regrouped | ErrorReport | Parked | Completed
+) -> None:
     member(node, "a.1", 1)
     for iteration in (1, 2, 3):
         node.say("a.1", committed(1, iteration))
@@ -769,7 +771,7 @@ def test_the_messages_of_a_membership_carry_what_was_decided(node: Node) -> None
     running(node, "a.1", 1)
     order = membership("a", 3, ["a.1"], urgent=True)
     (told,) = [a.message for a in node.tell(order) if isinstance(a, TellWorker)]
-    assert isinstance(told, Membership)
+    assert isinstance(told, GroupMembership)
     members = members_of("a", order.seats, order.size)
     assert (told.generation, told.members, told.urgent, told.store) == (3, members, True, order.store)
 

@@ -22,7 +22,7 @@ from agents.protocol import memory_exchange
 from agents.protocol.framing import Unframer, frame
 from agents.protocol.memory import Memory, StateHead, digest_of
 from agents.protocol.memory_exchange import ExchangeFailed, Fetching, ask, push
-from agents.protocol.messages import Membership, Passes
+from agents.protocol.messages import GroupMembership, Passes
 from events import roster
 from events.certificates import BadCertificate
 from events.keys import make_key, write_key
@@ -194,10 +194,10 @@ def test_a_worker_gets_passes_with_its_membership(certified: Certified, warrant:
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     service = MemoryService(node="n2", host="127.0.0.1", port=1, token=memory_exchange.TLS)
     store = StoreAddress(host="127.0.0.1", port=1)
-    told = Membership(generation=3, members=(), joiners=(), urgent=False, store=store, peers=(service,))
+    told = GroupMembership(generation=3, members=(), joiners=(), urgent=False, store=store, peers=(service,))
     told = replace(told, warrant=warrant(generation=3))
     message = n1.with_passes(told, "a", now())
-    (heard,) = Unframer(Membership).feed(frame(message))
+    (heard,) = Unframer(GroupMembership).feed(frame(message))
     assert heard == message and heard.passes is not None
     assert n2.admit(heard.passes.of("n2"), "a") == ("n1", 3)
     assert replace(heard, passes=None, warrant=told.warrant) == told

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from agents.outbox import Outbox
 from agents.protocol.framing import frame
-from agents.protocol.messages import MAX_FRAME_BYTES, Membership
+from agents.protocol.messages import MAX_FRAME_BYTES, GroupMembership
 from agents.shell import Shell
 from agents.state import CopyState, HeldState, LogSeen, Remembered, StateHeld, TellWorker
 from events.envelope import Envelope, Recorded
@@ -56,7 +56,7 @@ def test_a_membership_is_read_in_the_log_and_not_answered(node: Node) -> None:
     actions = node.tell(decision("a", 1, ["a.1", "a.7"], joiners=["a.7"]))
     assert generations(node) == {"a.1": 1, "a.2": 0}, "a newcomer waits for a later one"
     (told,) = [action.message for action in actions if isinstance(action, TellWorker)]
-    assert isinstance(told, Membership)
+    assert isinstance(told, GroupMembership)
     assert told.members == tuple(Member(worker=w, node=NODE, replica=n, shard=0) for n, w in enumerate(["a.1", "a.7"]))
     assert (told.joiners, told.urgent, told.handover, told.stop, told.mtbf_us) == (("a.7",), True, True, "enough", 9)
     node.tell(decision("a", 2, ["a.2"]))
@@ -105,7 +105,7 @@ def test_a_membership_in_parts(node: Node) -> None:
     assert not node.tell(part("a", 1, 1, ["a.1", "a.2"]))
     assert not node.tell(part("a", 1, 2, ["a.3"]))
     (told,) = node.tell(decision("a", 1, ["a.4"], parts=2))
-    assert isinstance(told, TellWorker) and isinstance(told.message, Membership)
+    assert isinstance(told, TellWorker) and isinstance(told.message, GroupMembership)
     assert [member.worker for member in told.message.members] == ["a.1", "a.2", "a.3", "a.4"]
     assert not node.state.memory.tellings
 
@@ -127,7 +127,7 @@ def test_a_torn_one_is_inert_and_the_next_term_tells_it_anew(node: Node) -> None
     node.tell(part("a", 1, 1, ["a.7"]))
     node.tell(part("a", 1, 1, ["a.1"]), term=2)
     (told,) = node.tell(decision("a", 1, ["a.2"], parts=1), term=2)
-    assert isinstance(told, TellWorker) and isinstance(told.message, Membership)
+    assert isinstance(told, TellWorker) and isinstance(told.message, GroupMembership)
     assert [member.worker for member in told.message.members] == ["a.1", "a.2"]
 
 
@@ -135,14 +135,18 @@ def test_a_membership_after_a_torn_one_takes_nothing_of_it(node: Node) -> None:
     running(node, "a.1")
     node.tell(part("a", 1, 1, ["a.7"]))
     (told,) = node.tell(decision("a", 1, ["a.1"]), term=2)
-    assert isinstance(told, TellWorker) and isinstance(told.message, Membership)
+    assert isinstance(told, TellWorker) and isinstance(told.message, GroupMembership)
     assert [member.worker for member in told.message.members] == ["a.1"]
 
 
 def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
     running(node, "a.1")
     node.tell(decision("a", 1, ["a.1"]))
-    node.feed(StateHeld(held_state=HeldState(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)))
+    node.feed(
+        StateHeld(
+            held_state=HeldState(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)
+        )
+    )
     peers = (MemoryService(node="n9", host="h", port=1, token="t"),)
     assert node.tell(PeersDecided(task="a", peers=peers)) == [CopyState(task="a", shard=0, peers=peers)]
     assert node.state.memory.memberships["a"].peers == peers
@@ -156,7 +160,7 @@ def test_workers_can_be_told_of_the_largest_membership() -> None:
         for n in range(WORKERS_MAX)
     )
     joiners = tuple(member.worker for member in members)
-    membership = Membership(generation=1, members=members, joiners=joiners, urgent=True, store=STORE)
+    membership = GroupMembership(generation=1, members=members, joiners=joiners, urgent=True, store=STORE)
     assert len(frame(membership)) < MAX_FRAME_BYTES
 
 

@@ -107,7 +107,7 @@ def worker(number: int, count: int, store: tuple[str, int], standby_max: int) ->
     """A worker's rendezvous without an agent, and the membership that names all `count`."""
     import torch
 
-    from agents.protocol.messages import Launch, Membership
+    from agents.protocol.messages import GroupMembership, Launch
     from agents.trainer.groups.rendezvous import Rendezvous
     from agents.trainer.process.channel import AgentChannel
     from events.vocabulary import Member, StoreAddress, TaskSpec
@@ -126,7 +126,7 @@ def worker(number: int, count: int, store: tuple[str, int], standby_max: int) ->
         generation=0,
     )
     members = tuple(Member(worker=f"t.{one + 1}", node="n", replica=one, shard=0) for one in range(count))
-    membership = Membership(generation=1, members=members, joiners=(), urgent=True, store=address)
+    membership = GroupMembership(generation=1, members=members, joiners=(), urgent=True, store=address)
     return Rendezvous(context), membership
 
 

@@ -42,14 +42,15 @@ from agents.protocol.messages import (
     Committed,
     Completed,
     Connected,
+    ErrorReport,
     Exited,
     Forked,
     FromWorker,
+    GroupMembership,
     Hello,
     Inventory,
     Kill,
     Launch,
-    Membership,
     Passes,
     Quit,
     Ready,
@@ -57,7 +58,6 @@ from agents.protocol.messages import (
     Spawn,
     ToForkServer,
     ToWorker,
-    Trouble,
 )
 from events.vocabulary import Member, MemoryService, StoreAddress, TaskSpec
 
@@ -217,7 +217,7 @@ class Rig:
         self._connections: dict[str, socket.socket] = {}
         self._incoming: dict[socket.socket, Unframer[FromWorker | Connected]] = {}
         self._named: dict[socket.socket, str] = {}
-        self._newest: Membership | None = None
+        self._newest: GroupMembership | None = None
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Rig:
@@ -320,7 +320,7 @@ class Rig:
             Member(worker=worker, node=self.nodes[worker], replica=self.places[worker][0], shard=self.places[worker][1])
             for worker in workers
         )
-        membership = Membership(
+        membership = GroupMembership(
             generation=generation,
             members=members,
             joiners=tuple(joiners),
@@ -532,7 +532,7 @@ def storm(server: ForkServer, rounds: int, seed: int, spec: TaskSpec, directory:
         iterations = rig.iterations()
         assert list(iterations) == list(range(1, len(iterations) + 1)), f"an iteration is missing in {list(iterations)}"
         assert all(message.samples == 8 for message in rig.committed)
-        kinds = collections.Counter(message.kind for message in rig.of(Trouble) if isinstance(message, Trouble))
+        kinds = collections.Counter(message.kind for message in rig.of(ErrorReport) if isinstance(message, ErrorReport))
         print(f"{rounds} rounds, {len(iterations)} iterations, loss {rig.committed[-1].loss:.4f}, {dict(kinds)}")
         staying = rig.living()
         rig.quit(*staying)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 from events.nats_connection import Login
 from tests.soak.node import Clock, Node, Worker
 
@@ -60,14 +60,14 @@ class Fleet:
         self._doubled += number in numbers
         numbers[number] = seq
 
-    def _was_told(self, node: Node, membership: Membership, task: str) -> None:
+    def _was_told(self, node: Node, membership: GroupMembership, task: str) -> None:
         key = task, membership.generation
         if key not in self._memberships:
             hosts = {member.node for member in membership.members}
             self._memberships[key] = membership.urgent, len(membership.members), len(hosts)
         self._told.setdefault(key, {})[node.name] = time.monotonic()
 
-    def _regrouped(self, worker: Worker, membership: Membership) -> None:
+    def _regrouped(self, worker: Worker, membership: GroupMembership) -> None:
         self._following[worker.name] = worker.task, membership.generation
 
     async def report(self, say: Callable[[dict[str, Any]], None]) -> None:

@@ -17,10 +17,10 @@ from agents.protocol.messages import (
     Committed,
     Exited,
     Forked,
+    GroupMembership,
     Hello,
     Inventory,
     Kill,
-    Membership,
     Parked,
     Quit,
     Ready,
@@ -77,7 +77,7 @@ class Worker:
         self.spec: TaskSpec = spawn.launch.spec
         self.slot = spawn.slot
         self.pid = next(_pids)
-        self.membership: Membership | None = None
+        self.membership: GroupMembership | None = None
         self.told = 0
         self.was_member = False
         self._committed = 0
@@ -93,7 +93,7 @@ class Worker:
     def hear(self, message: ToWorker) -> None:
         if isinstance(message, Quit):
             self.node.ended(self, 0)
-        elif isinstance(message, Membership) and message.generation > self.told:
+        elif isinstance(message, GroupMembership) and message.generation > self.told:
             self.told = message.generation
             if any(member.worker == self.name for member in message.members):
                 self._follow(message)
@@ -101,7 +101,7 @@ class Worker:
                 self.membership = None
                 self.say(Parked(generation=message.generation, iteration=self.node.clock.iteration()))
 
-    def _follow(self, membership: Membership) -> None:
+    def _follow(self, membership: GroupMembership) -> None:
         source: Any = "own"
         if not self.was_member:
             source = "init" if len(membership.joiners) == len(membership.members) else "replica"
@@ -222,8 +222,8 @@ class Node(Shell):
         heartbeat_s: float,
         clock: Clock,
         *,
-        on_told: Callable[[Node, Membership, str], None],
-        on_regrouped: Callable[[Worker, Membership], None],
+        on_told: Callable[[Node, GroupMembership, str], None],
+        on_regrouped: Callable[[Worker, GroupMembership], None],
         note: Callable[[str, int, int, int], None],
     ) -> None:
         self.name = name
@@ -360,7 +360,7 @@ class Node(Shell):
         light = self.workers.get(worker)
         if light is None:
             return
-        if isinstance(message, Membership):
+        if isinstance(message, GroupMembership):
             self.on_told(self, message, light.task)
         asyncio.get_running_loop().call_soon(light.hear, message)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agents.protocol.marks import Marker
-from agents.protocol.messages import Membership, StragglerReport
+from agents.protocol.messages import GroupMembership, StragglerReport
 from agents.trainer.detection import determinism
 from agents.trainer.detection.baseline import LAST_WRITE_US
 from agents.trainer.detection.checksum import checksum, checksum_of_pieces
@@ -58,7 +58,7 @@ def told_of(shard: int, rank: int) -> list[Any]:
         Member(worker=f"t.{number + 1}", node=f"n{number // 2}", replica=number // 2, shard=number % 2)
         for number in range(4)
     )
-    membership = Membership(
+    membership = GroupMembership(
         generation=2, members=members, joiners=(), urgent=False, store=StoreAddress(host="127.0.0.1", port=1)
     )
     account = ReplicaAccount(1, micro_batches=4, samples=4, samples_digest=0, loss_sum=1.0, tokens=1, redone=0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agents.protocol.messages import Launch, Membership
+from agents.protocol.messages import GroupMembership, Launch
 from agents.trainer.groups import forming
 from agents.trainer.groups import group as group_module
 from agents.trainer.groups.ends import parse_addresses
@@ -68,11 +68,11 @@ def both(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> tu
     return groups[0], groups[1]
 
 
-def urgent(generation: int, store: StoreAddress) -> Membership:
-    return Membership(generation=generation, members=(), joiners=(), urgent=True, store=store)
+def urgent(generation: int, store: StoreAddress) -> GroupMembership:
+    return GroupMembership(generation=generation, members=(), joiners=(), urgent=True, store=store)
 
 
-def tell(channel: AgentChannel, membership: Membership) -> None:
+def tell(channel: AgentChannel, membership: GroupMembership) -> None:
     channel._memberships[membership.generation] = membership
     channel.wake()
 

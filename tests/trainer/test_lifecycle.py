@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agents.protocol.messages import Committed, Completed, Launch, Membership, Parked, Regrouped, StopRequest
+from agents.protocol.messages import Committed, Completed, GroupMembership, Launch, Parked, Regrouped, StopRequest
 from agents.trainer import handlers, lifecycle
 from agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
 from agents.trainer.ledger import ReplicaAccount
@@ -48,15 +48,17 @@ def member(worker: str, replica: int) -> Member:
     return Member(worker=worker, node=f"n{replica}", replica=replica, shard=0)
 
 
-def membership(generation: int, *workers: str, urgent: bool = True, handover: bool = False) -> Membership:
+def membership(generation: int, *workers: str, urgent: bool = True, handover: bool = False) -> GroupMembership:
     members = tuple(member(worker, number) for number, worker in enumerate(workers))
-    return Membership(generation=generation, members=members, joiners=(), urgent=urgent, store=STORE, handover=handover)
+    return GroupMembership(
+        generation=generation, members=members, joiners=(), urgent=urgent, store=STORE, handover=handover
+    )
 
 
 class Driven:
     """The lifecycle of `t.1`, whose group does what `answers` say; by default all members do as it does."""
 
-    def __init__(self, *memberships: Membership, iterations: int = 2, extents: tuple[int, ...] = ()) -> None:
+    def __init__(self, *memberships: GroupMembership, iterations: int = 2, extents: tuple[int, ...] = ()) -> None:
         spec = TaskSpec(
             name="t", global_batch=4, iterations=iterations, checkpoint=CheckpointSpec(dir="/nowhere", interval=0)
         )
@@ -327,7 +329,7 @@ def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.E
 
 
 @pytest.mark.parametrize("memberships", [(), (membership(2, "t.2"),)], ids=["stranded", "left out"])
-def test_between_its_step_and_the_others_parameters_nothing_is_saved(memberships: tuple[Membership, ...]) -> None:
+def test_between_its_step_and_the_others_parameters_nothing_is_saved(memberships: tuple[GroupMembership, ...]) -> None:
     """It would be the state of no iteration."""
     driven = Driven(membership(1, "t.1"), *memberships, extents=(128,))
     driven.until(e.GatherParameters)

@@ -27,7 +27,7 @@ A row is an event of the log, a column the worker's status when it comes. An emp
 * lost: its node is gone, or its task has given it up; its process is stopped as soon as its node can be reached
 """
 _INCIDENT = """\
-A row is what befalls an incident, a column where the incident stands then. An empty field: that cannot befall it.
+A row is what can happen to an incident, a column the incident's phase before it. An empty field: it cannot happen then.
 `-` in the first column: the incident is not there yet; as a result: another incident has taken it over.
 
 * symptom: a broken connection (SEV3), which may turn out to be the echo of a death or of a lost node
@@ -42,10 +42,10 @@ def document() -> str:
     """The whole page."""
     worker: Moves = {event.__name__: row for event, row in worker_life.MOVES.items()}
     brought = {
-        befalls: [event.__name__ for event, may in incident_life.TRIGGERS.items() if befalls in may]
-        for befalls in incident_life.IncidentTrigger
+        trigger: [event.__name__ for event, may in incident_life.TRIGGERS.items() if trigger in may]
+        for trigger in incident_life.IncidentTrigger
     }
-    events = "\n".join(f"| {befalls} | {', '.join(names)} |" for befalls, names in brought.items())
+    events = "\n".join(f"| {trigger} | {', '.join(names)} |" for trigger, names in brought.items())
     return "\n".join(
         [
             "# Lives",
@@ -66,9 +66,9 @@ def document() -> str:
             _diagram(incident_life.MOVES),
             "",
             _INCIDENT,
-            _table("what befalls it", incident_life.MOVES, [None, *incident_life.IncidentPhase]),
+            _table("trigger", incident_life.MOVES, [None, *incident_life.IncidentPhase]),
             "",
-            "| what befalls it | by one of these events |",
+            "| trigger | one of these events |",
             "|---|---|",
             events,
             "",

@@ -18,7 +18,7 @@ from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy
 from unicrond.core.survey import Survey
 from unicrond.core.waf import throughput
-from unicrond.core.what_if import WhatIfChanges, foreseen, what_if
+from unicrond.core.what_if import ClusterChanges, foreseen, what_if
 from unicrond.display.cluster_tables import nodes_table, plan_table
 
 SEEDS = range(8)
@@ -266,10 +266,10 @@ def test_the_table_the_plan_and_the_nodes_name_the_type() -> None:
 
 def test_what_if_adds_nodes_of_a_type() -> None:
     cluster = with_task(cluster_of(3, 2, 1))
-    more = what_if(cluster.state, cluster.policy, WhatIfChanges(add_nodes=1, gpu=FAST))
+    more = what_if(cluster.state, cluster.policy, ClusterChanges(add_nodes=1, gpu=FAST))
     assert [each.workers for each in more.assignments] == [4]
     assert "fast0" in {node for replica in more.assignments[0].replicas for node in replica}
-    fewer = what_if(cluster.state, cluster.policy, WhatIfChanges(lose=("fast0",)))
+    fewer = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("fast0",)))
     assert f"on {SLOW}" in fewer.reason
 
 

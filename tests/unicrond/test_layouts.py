@@ -23,7 +23,7 @@ from unicrond.core.survey import Survey
 from unicrond.core.task_parts import Pace
 from unicrond.core.task_rules import spec_faults
 from unicrond.core.waf import flops_of, waf
-from unicrond.core.what_if import WhatIfChanges, foreseen, what_if
+from unicrond.core.what_if import ClusterChanges, foreseen, what_if
 from unicrond.display.cluster_tables import plan_table
 from unicrond.display.plan_words import why_layouts
 
@@ -411,7 +411,7 @@ def test_the_plan_says_what_another_layout_would_be_worth() -> None:
     assert why_layouts(cluster.state) == ("big on 2 workers in tp 2, pp 1: 300 FLOP/s; in tp 1, pp 1 200 FLOP/s")
     rows = plan_table(cluster.state)
     assert (rows.headers[-1], rows.rows[0][-1]) == ("layout", "tp 2, pp 1")
-    then = what_if(cluster.state, cluster.policy, WhatIfChanges(lose=("n0",)))
+    then = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("n0",)))
     assert [(one.workers, one.tp, one.pp) for one in then.assignments] == [(1, 1, 1)]
     lose(cluster, "n0")
     cluster.run()

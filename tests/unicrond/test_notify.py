@@ -225,7 +225,7 @@ async def test_a_message_is_tried_again_and_its_failure_is_an_alarm() -> None:
     running = asyncio.create_task(one.run())
     async with asyncio.timeout(10):
         await until(one.alarms)
-        assert "command cannot be told: HTTP status 503" in one.alarms()[0]
+        assert "command cannot be reached: HTTP status 503" in one.alarms()[0]
         await until(lambda: not one.alarms())
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

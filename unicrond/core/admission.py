@@ -2,12 +2,12 @@
 
 Rules
 -----
-* Refused is: what no honest producer says (a boot or a term from the future, words about another node's worker, an
-  iteration that the task does not have), a request that breaks the rules of requests (`requests.py`), and whatever
-  would break an invariant of the state or make its fold raise.
+* An entry is refused that no honest producer writes (a boot or a term from the future, a report about another node's
+  worker, an iteration that the task does not have), a request that breaks the rules of requests (`requests.py`), and
+  an entry that would break an invariant of the state or make its fold raise.
 * A refused entry is quarantined: counted, kept with its reason (`ClusterState.refused`), and otherwise the state stays
   as it was. Every reader of the log comes to the same verdict, a replay included.
-* `seen` moves on, so that a repetition is one; but not for a boot or a term from the future: whose name that is could
+* `last_numbers` moves on, so that a repetition is one; but not for a boot or a term from the future: its producer could
   never say anything again.
 """
 

@@ -5,7 +5,7 @@ Rules
 * The reports are a set: their order says nothing, nor does the first one.
 * Evidence is a *link*: two nodes, one of which has lost the other. A member that notices leaves the group and so ends
   all its connections: the loss of a member that has reported the break, and not this loss, may be the *echo* of that.
-  (An agent of an older version tells of a break, and of no loss.) An echo only decides between explanations that are
+  (An agent of an older version reports a break, and no loss.) An echo only decides between explanations that are
   equal otherwise, and where there is nothing but echoes nothing is clear.
 * The best explanation is the fewest nodes that have an end in every link. A node with bad links to all others is one,
   two bad nodes of five are two, a bad switch is its smaller side. More than half of the nodes explain nothing.
@@ -36,7 +36,7 @@ Quality: TypeAlias = tuple[int, int]
 PLAIN, ECHO = 2, 1
 #: How much better than all others an explanation must be to be clear.
 _CLEARLY = 2
-#: So many steps are spent in search of other explanations of the same size: fewer where each looks at more links than
+#: The steps that are spent in search of other explanations of the same size; fewer where each looks at more links than
 #: 64 nodes can have.
 _LOOKS_MAX = 10_000
 _LINKS_OF_64 = 64 * 63 // 2

@@ -10,7 +10,7 @@ Rules
 * The nodes of a maintenance window stay in full use until it is near. Then they are drained by its beginning; what a
   person has cordoned before stays cordoned afterwards. While it lasts their loss and return are no failures. When it
   ends, or is cancelled, they may have workers again, unless another window that is near has them.
-* A node whose failure is foretold is isolated, so that its workers leave it at a boundary and its hardware is checked
+* A node whose failure is predicted is isolated, so that its workers leave it at a boundary and its hardware is checked
   (isolation.py), where every task that has workers keeps its minimum elsewhere. Else it goes on, and is isolated when
   there is room.
 * Times are the log's. The shell counts them on its monotonic clock from the moment it first sees a deadline's id.
@@ -84,7 +84,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
     return with_node(state, after)
 
 
-# --- what the fold does --------------------------------------------------------------------------
+# --- folds ---------------------------------------------------------------------------------------
 
 
 def drain_begun(state: ClusterState, event: v.DrainBegun) -> ClusterState:
@@ -184,7 +184,7 @@ def wanted_by_windows(state: ClusterState, node: Node) -> Node:
     return node
 
 
-# --- what is told --------------------------------------------------------------------------------
+# --- text for people -----------------------------------------------------------------------------
 
 
 def departure_text(node: Node) -> str:

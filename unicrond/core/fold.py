@@ -2,7 +2,7 @@
 
 Rules
 -----
-* Total and pure: any valid event may come at any time, late, twice or from the dead; the fold never
+* Total and pure: any valid event may come at any time, late, twice or from a dead process; the fold never
   raises, it ignores what no longer matters, and quarantines what must not be (admission.py).
 * Time is the log's receive time, as a running maximum. The observer's clock only dates its own sighting.
 * Fencing lives here: decisions and commands of another term than the newest claimed one are inert.
@@ -74,13 +74,13 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         try:
             after = accrue(base, FOLDS[type(event)](base, event, envelope), event)
             reason = newly_broken(base, after, event)
-        except Exception as error:  # whatever it is, the next entries want to be folded
+        except Exception as error:  # whatever it is, the next entries must still be folded
             reason = admission.raised(error)
     return admission.refuse(base, envelope, reason) if reason else after
 
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:
-    # A fault that the last coordinator did not get to is not to strike out of the blue.
+    # A fault that the last coordinator did not inject must not happen now, unexpectedly.
     return replace(
         plans.drop_partial_memberships(state),
         term=event.term,
@@ -135,7 +135,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.WorkerBusy: workers.worker_busy,
     v.WorkerWaits: workers.worker_waits,
     v.StopAsked: tasks.stop_asked,
-    v.DegradationObserved: _ignore,  # news for people
+    v.DegradationObserved: _ignore,  # for people only
     v.StragglerObserved: stragglers.straggler_observed,
     v.StragglerRecovered: stragglers.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
@@ -143,7 +143,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeChecked: lambda state, event, _: isolation.node_checked(state, event),
     v.StateKept: kept_states.state_kept,
     v.PeersRemembered: kept_states.peers_remembered,
-    v.StateTaken: _ignore,  # the regrouping that follows says what the fold must know
+    v.StateTaken: _ignore,  # the fold takes it from the regrouping that follows
     v.CommandApplied: commands.command_applied,
     v.CommandFailed: commands.command_failed,
     v.TaskSubmitted: tasks.task_submitted,

@@ -3,11 +3,11 @@
 Rules
 -----
 * A node that has left in order is forgotten `forget_s` later; so is one that has left or is lost, when a person asks
-  (`unicronctl forget`). One that is up is told to leave first (`forget --leave`): drained, its agent ends with 0.
+  (`unicronctl forget`). One that is up is commanded to leave first (`forget --leave`): drained, its agent ends with 0.
 * Time alone forgets no node that a person has cordoned or that is isolated: its return must find that again.
-* Forgotten is all that is held against the name or kept for it. Its login stays (`unicrond revoke`), and so do the
+* All that is held against the name, or kept for it, is forgotten. Its login stays (`unicrond revoke`), and so do the
   numbers that its agents have used: nothing of theirs is read twice.
-* A node that is lost may come back from where it was cut off: a command tells it that it was forgotten, so that its
+* A node that is lost may come back from where it was cut off: a command informs it that it was forgotten, so that its
   agent ends what runs there, and the next one joins anew.
 * A name that joins again before it is forgotten is a new node as well.
 * No plan names a forgotten node: the next plan does not, and is waited for.

@@ -45,7 +45,7 @@ SUB_HEALTH = (NODES_LOST, NODES_ISOLATED, PLAN, STARTING, CHANGING)
 TIMES = (PRODUCTIVE, STARTING, WAITING, CHANGING)
 
 
-#: What changes a task's F, and perhaps no total of the ledger.
+#: Events that change a task's F, and perhaps no total of the ledger.
 _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 

@@ -2,10 +2,11 @@
 
 Rules
 -----
-* A node's agent tells its type. As long as all that tell one tell the same, there is one type, and nothing of this
-  matters: nodes that tell none count as it. Where several are told, each is a pool, and those that tell none another.
+* A node's agent reports its type. As long as all that report one report the same, there is one type, and nothing of
+  this matters: nodes that report none count as it. Where there are several, each is a pool, and nodes that report none
+  are another.
 * What was measured on one type is never taken for another: with a membership on another type it is put aside, until the
-  task comes back. What was measured before any type was told is of the first that is.
+  task comes back. What was measured before any type was reported belongs to the first that is.
 * T on a type is the task's own (`TaskSpec.throughput` and `layouts`), unless its `gpus` name the type.
 """
 

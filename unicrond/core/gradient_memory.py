@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from events.vocabulary import TaskSpec
 
-#: Of each element of a sum, and of the result.
+#: Bytes of each element of a sum, and of the result.
 ELEMENT_BYTES = 4
 
 

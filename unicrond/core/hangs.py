@@ -5,8 +5,8 @@ Rules
 * An agent reports a worker whose iteration lasts longer than three times the usual (HangSuspected), and again while
   that lasts. One late iteration makes all members late: most of them are victims, which wait in a collective.
 * A process that the kernel shows as stopped is a culprit by itself.
-* A program that is busy for longer than it has declared (hook.busy) is a culprit by itself, too; one that is not late
-  by that is not reported, and workers that wait for it are no victims.
+* A program that is busy for longer than it has declared (hook.section) is a culprit by itself, too; one that is not
+  late by that is not reported, and workers that wait for it are no victims.
 * Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
   is longer). Only in logs older than `HangSuspected.told` nothing is judged before all members have been reported.
     a worker outside the collective of the others, still for an iteration   -> hangs
@@ -67,7 +67,7 @@ def _is_ripe(task: Task) -> bool:
     count = late.counts
     if count["stopped", -1] or count["busy", -1] or count["unnumbered", -1]:
         return True
-    reports, collectives = count["told", -1], late.collectives()
+    reports, collectives = count["all", -1], late.collectives()
     if reports and count["waits at", collectives[-1]] and any(count["hangs at", at] for at in collectives[:-1]):
         return True
     if reports < len(task.member_names):
@@ -98,7 +98,7 @@ def judge_all(task: Task, generation: int) -> HangVerdict | None:
         return HangVerdict(_one_per_replica(task, stopped_processes), False, "its process is stopped")
     overdue = [report for report in living.values() if report.busy]
     if overdue:
-        reason = f"it is busy with {overdue[0].busy} for longer than it has declared (hook.busy, at_most_s)"
+        reason = f"it is busy with {overdue[0].busy} for longer than it has declared (hook.section, timeout_s)"
         return HangVerdict(_one_per_replica(task, overdue), False, reason)
     members = _members(task, generation)
     silent = [name for name in members if name not in living]

@@ -1,4 +1,4 @@
-"""An incident's life: state x what befalls it -> state. a test holds `folding/` to this table.
+"""An incident's life: phase x trigger -> phase. A test checks `folding/` against this table.
 
 | state | is |
 |---|---|
@@ -37,7 +37,7 @@ class IncidentPhase(StrEnum):
 
 
 class IncidentTrigger(StrEnum):
-    """What may befall an incident, in words."""
+    """What can happen to an incident, in words."""
 
     SYMPTOM_OPENS = "a symptom opens it"
     CAUSE_OPENS = "a cause opens it"
@@ -76,7 +76,7 @@ MOVES: Mapping[IncidentTrigger, Mapping[IncidentPhase | None, IncidentPhase | No
 }
 
 _REPORTS = (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.FACT_JOINS, _B.CAUSE_NAMES)
-#: What each event may bring upon incidents.
+#: The triggers that each event may be.
 TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
     v.ErrorReported: _REPORTS,
     v.HangSuspected: _REPORTS,
@@ -102,7 +102,7 @@ def phase(incident: Incident) -> IncidentPhase:
     return IncidentPhase.OVERDUE if incident.ripe else IncidentPhase.CAUSED
 
 
-def advance(incident: Incident, befalls: IncidentTrigger, **fields: Any) -> Incident:
+def advance(incident: Incident, trigger: IncidentTrigger, **fields: Any) -> Incident:
     """Return the incident after this trigger, with these fields besides. KeyError where the table has no such move."""
-    after = MOVES[befalls][phase(incident)]
+    after = MOVES[trigger][phase(incident)]
     return replace(incident, ripe=after in (IncidentPhase.UNEXPLAINED, IncidentPhase.OVERDUE), **fields)

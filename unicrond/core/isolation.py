@@ -2,7 +2,7 @@
 
 Rules
 -----
-* An isolation for hardware (SEV1 by a code, ECC or NVLink errors; a failure that is foretold; workers that ended there
+* An isolation for hardware (SEV1 by a code, ECC or NVLink errors; a failure that is predicted; workers that ended there
   again and again) is over when a health check of the node has passed, or a person says so (`unicronctl uncordon`), not
   before. A node that was lost and returned too often rests for a time, as ever; and so does every node under a
   coordinator without checks.
@@ -11,7 +11,7 @@ Rules
 * Each isolation rests first (`isolation_s`, twice as long with each isolation of the node). A failed check, a failed
   repair, and a check whose node or agent went away meanwhile make it rest again, twice as long as before, at most
   2**BACK_OFF_MAX times `isolation_s`: the log grows by a few entries in each.
-* Agents that are too old to be asked for a check are taken back by time, as they always were.
+* Nodes whose agents are too old to run a check are readmitted after a time, as they always were.
 * A node that turns out to be innocent is readmitted at any time: the tasks whose workers ended there have failed
   elsewhere too. Not where the hardware itself was blamed.
 * None is readmitted while an incident blames it: it would be isolated for that again.
@@ -49,9 +49,9 @@ from unicrond.core.state import ClusterState, Isolation, Node, NodeStatus, Sever
 BACK_OFF_MAX = 10
 #: From the end of a check to its NodeChecked in the log, at most.
 ANSWER_US = 15_000_000
-#: What only a person, or the operator's command, can do. A reset shows in the check.
+#: Needs that only a person, or the operator's command, can meet. Whether a reset has helped shows in the check.
 _NEEDS_HANDS: tuple[v.RepairNeed, ...] = ("reboot", "replace", "other")
-#: Worst last.
+#: All needs, the worst last.
 _NEEDS: tuple[v.RepairNeed, ...] = ("", "reset", "reboot", "other", "replace")
 _LIMIT_MAX_S = 86_400.0
 
@@ -232,7 +232,7 @@ def _nth(node: Node) -> str:
     return f"{node.name}#{node.isolations}{f'.{attempts}' if attempts else ''}"
 
 
-# --- what is decided, run, told ------------------------------------------------------------------
+# --- decisions, repairs, text for people ---------------------------------------------------------
 
 
 def why_cleared(state: ClusterState, node: Node) -> str:

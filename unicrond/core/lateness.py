@@ -26,17 +26,18 @@ ALONE_LIMITS = 3
 
 #: What is counted, and at which collective; -1: wherever.
 Sign: TypeAlias = tuple[
-    Literal["told", "stopped", "busy", "unnumbered", "waits", "patient", "long", "entered", "waits at", "hangs at"], int
+    Literal["all", "stopped", "busy", "unnumbered", "waits", "patient", "long", "entered", "waits at", "hangs at"], int
 ]
 
 
 class Lateness:
     """Of the suspicions of `generation`: `counts` per sign.
 
-    `told`: all; `stopped`, `busy`: of a process that is stopped, or overdue by its own word; `unnumbered`: of an agent
-    of an older version (HangSuspected.told). `waits`: in a collective; `long`: still for ALONE_LIMITS; `patient`: both.
-    `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last of them; stand still outside.
-    `silent`: a member without a report that was found last and is to be told of, "" where none was.
+    `all`: every report; `stopped`, `busy`: of a process that is stopped, or overdue by its own word; `unnumbered`: of
+    an agent of an older version (HangSuspected.told). `waits`: in a collective; `long`: still for ALONE_LIMITS;
+    `patient`: both. `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last of them;
+    stand still outside. `silent`: the member without a report that was found last and may still be reported, "" where
+    there was none.
     """
 
     __slots__ = ("counts", "generation", "silent", "suspicions", "workers")
@@ -72,7 +73,7 @@ class Lateness:
             return []
         is_long = suspicion.still_us >= ALONE_LIMITS * suspicion.limit_us
         signs: dict[Sign, bool] = {
-            ("told", -1): True,
+            ("all", -1): True,
             ("stopped", -1): suspicion.stopped,
             ("busy", -1): bool(suspicion.busy),
             ("unnumbered", -1): not suspicion.told,

@@ -11,8 +11,8 @@ Rules
   a long time without one (this process slept).
 * Nor is it taken while a coordinator of the newest term sends beats: it lives, and may be of a version without leases.
 * This head's own name in the lease is no reason to lead: it may be left over from a term that it has lost.
-* A head that has just started need not wait for GRACE_US, unless it was told to stand by (`is_patient`): alone it would
-  wait for no other.
+* A head that has just started need not wait for GRACE_US, unless it was started to stand by (`is_patient`): alone it
+  would wait for no other.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ Rules
 * Silence says something only while we listen: a pause of this process (a slow disk, a stopped machine)
   is not counted in anybody's silence, for what was said meanwhile may not have been read yet.
 * Own beats that are late are not always the bus's fault. While beats come that are older than the missing ones, or
-  anything else comes, it is this process that is behind (`bus_works`, which people are told).
+  anything else comes, it is this process that is behind (`bus_works`, which is shown to people).
 * When most of three or more nodes fall silent together, the network is the likelier culprit: they are
   given three times as long.
 * A lost node whose beats are heard again has returned.
 * A node that is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
   within one window are one decision: a plan waits for them (`gathers`). Survivors do not wait for the plan.
-* A verdict is said once, and again only if the fold has not taken it a second later (`VerdictLimiter`).
+* A verdict is reported once, and again only if the fold has not taken it a second later (`VerdictLimiter`).
 * A judgement looks at those who were heard longest ago, and at no others: nodes stand in the order in which they were
   heard. Mappings of nodes that are handed in never change; another one is looked through once.
 
@@ -48,11 +48,11 @@ OWN_BEATS = 4
 #: Judgements are made this often per heartbeat; a gap of more than two of these is a pause.
 JUDGEMENTS = 8
 MOST_SILENT_FACTOR = 3
-#: After so long a verdict that had no effect is said again.
+#: After so long a verdict that had no effect is reported again.
 SAY_AGAIN_US = 1_000_000
-#: Own beats that are missing for so many heartbeats are, though other things than beats come.
+#: Own beats that have not come for so many heartbeats are missing, although other messages come.
 OWN_MISSING_BEATS = 10
-#: Of so many pauses the older half is forgotten.
+#: At so many pauses the older half is forgotten.
 PAUSES_MAX = 4096
 
 
@@ -73,13 +73,13 @@ class OutboxBacklog(NamedTuple):
 
 
 class VerdictLimiter:
-    """Which verdicts were said when: mutable, and time is handed in."""
+    """Remembers when each verdict was reported: mutable, and time is handed in."""
 
     def __init__(self) -> None:
         self._at_us: dict[str, int] = {}
 
     def news(self, verdicts: Sequence[v.AnyEvent], now_us: int) -> list[v.AnyEvent]:
-        """Return the verdicts that were not said within the last SAY_AGAIN_US, and remember them as said now."""
+        """Return the verdicts that were not reported within the last SAY_AGAIN_US, and remember them."""
         new_verdicts = []
         for verdict in verdicts:
             name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"

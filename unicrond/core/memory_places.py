@@ -1,6 +1,6 @@
 """Where tasks' states are kept in memory, and which nodes are to hold copies: questions to the state, no decisions.
 
-A task's *peers* are told with its membership, and again when the targets among them change. Targets are the first
+A task's *peers* are sent with its membership, and again when the targets among them change. Targets are the first
 `COPIES` nodes by highest random weight of (task, node), so that they stay the same while nodes come and go around
 them, and the copies of many tasks spread over the cluster. The node that captures the state copies it to the first
 that is not itself. The other peers are nodes that already keep something of it, and can be asked.
@@ -16,7 +16,8 @@ from events import vocabulary as v
 from unicrond.core.state import ClusterState, Node, NodeStatus, Task
 from unicrond.core.task_parts import KeptState
 
-#: Candidates for copies, in this order. One holds; the others stand in when it is lost, or is the captor itself.
+#: The number of candidates for copies. The first holds the copy; the others stand in when it is lost, or captures the
+#: state itself.
 COPIES = 3
 PEERS_MAX = 8
 

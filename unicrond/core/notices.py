@@ -1,6 +1,6 @@
-"""What a person is to be told of, by rules over the log: pure.
+"""Notices for people, by rules over the log: pure.
 
-| rule | told when |
+| rule | sent when |
 |---|---|
 | `task_failed` | a task has failed |
 | `sev1` | an incident is of SEV1, or has become so |
@@ -13,12 +13,12 @@
 
 Rules
 -----
-* A notice has a key: what is told under one key is one matter. Those of an incident share its id, so that they are told
-  together. `is_over`: the matter of that key is settled.
-* `event_notices` looks at one entry, `standing` at what holds at a moment: a level, told once until it is over;
+* A notice has a key: notices under one key are about one matter. Those of an incident share its id, so that they are
+  sent together. `is_over`: the matter of that key is settled.
+* `event_notices` looks at one entry, `standing` at what holds at a moment: a level, sent once until it is over;
   `taken_over` at a coordinator's beginning.
 
-What does not live here: whom to tell and how often (service/notifier.py, service/couriers.py).
+What does not live here: who gets them and how often (service/notifier.py, service/couriers.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a person orders, made exact: which worker of which node the fault is for. Pure.
+"""A person's order of a fault, made exact: which worker of which node it is for. Pure.
 
 Rules
 -----
 * Nothing is ordered unless the coordinator was started for it (`injection: true`).
 * A worker is named by its task and its rank in the present membership (default 0), or by its task and node.
 * A node's fault (drop_network; kill without a task) happens at once; an xid is a node's, its worker says which GPU.
-* What cannot happen is refused in one line: an iteration that is past, a node that is away, a rank that is not.
+* What cannot happen is refused in one line: an iteration that is past, a node that is away, a rank that does not exist.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What becomes of the coordinator's own decisions: tried before they are written, watched until they have worked.
+"""Checks of the coordinator's own decisions: tried before they are written, watched until they have worked.
 
 Rules
 -----
 * A decision and the commands behind it are one batch, and commit together (`batches`).
 * A batch is folded into a copy of the state before it is appended. One that the fold would not take (it breaks an
-  invariant, its fold raises, it passes for a repetition) is a bug of ours, and never reaches the log.
+  invariant, its fold raises, it looks like a repetition) is a bug of ours, and never reaches the log.
 * A batch that is read back has had an effect if one of its decisions, or a command of it, changed more than what is
   counted, and if the next batch does not ask for the same again. IDLE_MAX batches without effect, one after the
   other, and nothing more is appended: `decide` and the fold do not understand each other, and only fill the log.
@@ -30,7 +30,7 @@ _SUBSTANCE = ("nodes", "tasks", "incidents", "closed", "plan", "injections", "wo
 
 
 class DecidingStopped(Exception):
-    """Nothing more may be decided; why, in one line."""
+    """Nothing more may be decided; the message says why, in one line."""
 
 
 def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
@@ -55,7 +55,7 @@ def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
 
     Parts of a membership have batches of their own, before that of the decision, which alone commits them: torn they
     are inert (events/seats.py). Every other command works by itself, however many there are. One decision is torn with
-    effect: a membership that is told by commands to more than MAX_BATCH nodes, none of which reads decisions. Should
+    effect: a membership that is sent by commands to more than MAX_BATCH nodes, none of which reads decisions. Should
     the coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those
     that replace them take the nearest state.
     """

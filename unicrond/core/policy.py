@@ -37,7 +37,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `forget_s`: how long after a node has left in order it is forgotten; 0: never (forgetting.py).
     `starvation_s`: how long a task may wait without workers before its `min_workers` go first (turns.py); 0 = without
     end.
-    `part_bytes`: a membership whose seats take more is told in parts (events/seats.py).
+    `part_bytes`: a membership whose seats take more is split into parts (events/seats.py).
     """
 
     symptom_window_s: Seconds = 0.3

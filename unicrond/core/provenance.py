@@ -1,4 +1,4 @@
-"""How a plan was come by, written onto the decision that adopts it.
+"""How a plan was made, written into the decision that adopts it.
 
 `decide` says which plan; whether it was looked up or solved, and how long that took, is the shell's own
 knowledge. It is in the log for people; a repeated decision is compared the decision without it.
@@ -26,7 +26,7 @@ class PlanAnswer(NamedTuple):
 
 
 def with_provenance(event: E, answered: PlanAnswer) -> E:
-    """Return the event; a plan with how it was come by."""
+    """Return the event; a plan with how it was made."""
     if isinstance(event, PlanAdopted):
         return replace(event, way=answered.way, took_us=answered.took_us, rows_reused=answered.rows_reused)
     return event

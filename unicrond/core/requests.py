@@ -17,9 +17,9 @@ from unicrond.core.reshaping import is_in_place, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.core.task_rules import ENTRIES, spec_faults
 
-#: As many as the event stream has room for consumers, and more than a cluster has nodes.
+#: Enrolled nodes, at most: as many as the event stream has room for consumers, and more than a cluster has nodes.
 LOGINS_MAX = 65_536
-#: Windows at a time, and nodes of one.
+#: Windows at a time, and nodes of one window, at most.
 _WINDOWS_MAX = 1024
 _WINDOW_NODES_MAX = 4096
 #: Faults of a node; the others are a worker's. `kill` is either.

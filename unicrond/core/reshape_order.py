@@ -1,4 +1,4 @@
-"""What a person asks of a running task's layout, made exact: fields left out, and what cannot be. Pure.
+"""A person's order to reshape a running task, made exact: defaults for fields left out, refusals. Pure.
 
 Rules
 -----

@@ -43,7 +43,7 @@ SEVERITY: dict[str, Severity] = {
     "store_error": Severity.SEV3,
 }
 
-#: What is said of each severity in plans and incident tables.
+#: The response to each severity, as plans and incident tables name it.
 RESPONSE: dict[Severity, str] = {
     Severity.SEV1: "reconfigure",
     Severity.SEV2: "restart the process",
@@ -51,7 +51,7 @@ RESPONSE: dict[Severity, str] = {
 }
 
 
-#: Severities that cannot be: what no longer runs is not tried again in place, nor restarted on a lost node.
+#: Impossible severities: a process that has ended is not reattempted in place, nor restarted on a lost node.
 IMPOSSIBLE: dict[str, tuple[Severity, ...]] = {
     "node_lost": (Severity.SEV2, Severity.SEV3),
     "process_exit": (Severity.SEV3,),

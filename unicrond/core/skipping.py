@@ -1,4 +1,4 @@
-"""Whether the log can do without an entry: what has been decided since must not rest on it. Pure.
+"""Checks whether the log can do without an entry: later decisions must not depend on it. Pure.
 
 A skip cannot be undone, so it is tried before it is written: the log is folded without the entry, and what the
 entries after it say is held against the state that comes out.
@@ -16,11 +16,11 @@ from unicrond.core.state import ClusterState
 
 
 class SkipRefused(ValueError):
-    """The entry cannot be skipped; why, and what to do, in one line."""
+    """The entry cannot be skipped; the message says why, and what to do, in one line."""
 
 
 class SkipCheck:
-    """Watches the entries go by, and says afterwards what is missing without those that are skipped."""
+    """Reads the entries in order, and says afterwards what is missing without those that are skipped."""
 
     def __init__(self, skips: Mapping[int, str], last_seq: int) -> None:
         """Begin the check. Raise SkipRefused for a number that the log does not have."""

@@ -32,9 +32,9 @@ from unicrond.core.state import ClusterState, Incident, TaskStatus
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
-#: Of one incident; a large group has as many reports as workers.
+#: Child spans of one incident, at most; a large group has as many reports as workers.
 _CHILDREN_MAX = 500
-#: That have not happened yet.
+#: Pending commands, at most.
 _ORDERS_MAX = 10_000
 About: TypeAlias = Mapping[str, str | int]
 
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
 
 class _SpanDraft(NamedTuple):
-    """A span to be, without its numbers."""
+    """A span without its numbers yet."""
 
     name: str
     start_us: int
@@ -63,7 +63,7 @@ class _SpanDraft(NamedTuple):
 
 
 class _PendingCommand(NamedTuple):
-    """What was commanded and has not happened yet. `incident`: during which it was given, or ""."""
+    """A command that has no outcome yet. `incident`: the one during which it was given, or ""."""
 
     name: str
     about: About
@@ -73,7 +73,7 @@ class _PendingCommand(NamedTuple):
 
 @dataclass
 class _Track:
-    """Of one incident. `stepped_us`: by task, its first step since."""
+    """The spans of one incident as they come. `stepped_us`: by task, its first step since."""
 
     decided_us: int = 0
     stepped_us: dict[str, int] = field(default_factory=dict)
@@ -82,11 +82,11 @@ class _Track:
 
 
 class Spans:
-    """Feed it every entry in order; it gives the spans that have ended."""
+    """Makes spans of entries, which it gets in order."""
 
     def __init__(self) -> None:
         self._tracks: dict[str, _Track] = {}
-        #: By command, and of starts by worker as well.
+        #: By command id; starts by worker id as well.
         self._orders: dict[str, _PendingCommand] = {}
 
     def feed(self, before: ClusterState, after: ClusterState, entry: Recorded) -> list[Span]:

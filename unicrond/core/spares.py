@@ -55,7 +55,7 @@ class SparesRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TypeSpares(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the nodes of one type of GPU ("": not told). `rows`: one for each number of nodes kept back, from 0.
+    """Of the nodes of one type of GPU ("": not reported). `rows`: one for each number of nodes kept back, from 0.
 
     `pay`: the number that pays best.
     `next_node_waf`: what one more node would add to that number's `expected_waf`, training or waiting as pays best.

@@ -19,14 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from events.fields import always
-from events.vocabulary import (
-    Fault,
-    MemoryService,
-    RepairNeed,
-    StoreAddress,
-    TaskAssignment,
-    TaskSpec,
-)
+from events.vocabulary import Fault, MemoryService, RepairNeed, StoreAddress, TaskAssignment, TaskSpec
 from unicrond.core.by_node import ByNode
 from unicrond.core.lateness import Lateness
 from unicrond.core.ledger import Ledger
@@ -103,8 +96,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     does. `foretold`: why its failure is expected (departures.py). `leaving`: its agent has announced its end; what
     ends there from then on is no failure. `since_boot`: the first agent of its run directory; commands for an earlier
     one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once
-    it is away (forgetting.py); `dismissed`: its agent was told to leave for that. `gpu`: the type of its GPUs, "":
-    not told (gpu_types.py).
+    it is away (forgetting.py); `dismissed`: its agent was commanded to leave for that. `gpu`: the type of its GPUs, "":
+    not reported (gpu_types.py).
     """
 
     name: str
@@ -398,13 +391,13 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
 
     `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
-    `refused`: the newest REFUSED_MAX of the quarantined that were valid events.
-    `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
-    `schema`: what the coordinator of the present term reads and writes (events/schemas.py).
-    `check_limit_us`, `repair_limit_us`: how long its health checks and repairs may take; 0: it has none (isolation.py).
-    `logins`: of nodes that were enrolled, by name. `log_taken_us`: when a person last took a log by name, 0: never.
-    `windows`: of maintenance, by id, until they are over.
-    `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0: without end.
+    `refused`: the newest REFUSED_MAX of the quarantined that were valid events. `ledger`: what was achieved and
+    lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet. `schema`: what the coordinator of the
+    present term reads and writes (events/schemas.py). `check_limit_us`, `repair_limit_us`: how long its health
+    checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
+    `log_taken_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
+    are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
+    without end.
     """
 
     seq: int = 0
@@ -451,9 +444,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 #: Fields that follow from the others.
 DERIVED = ("tally_cache", "lateness_cache", "by_node_cache")
-#: How many closed incidents the state remembers; the log has them all.
-CLOSED_INCIDENTS_MAX = 200
+#: How many closed incidents and refused events the state remembers, and how many returns of a node; the log has all.
+CLOSED_INCIDENTS_MAX, REFUSED_MAX, RETURNS_MAX = 200, 16, 16
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
 UNREAD_MAX = 3
-#: How many refused events it remembers, and how many returns of a node.
-REFUSED_MAX, RETURNS_MAX = 16, 16

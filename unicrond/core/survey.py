@@ -28,7 +28,7 @@ from unicrond.core.task_parts import Pace
 from unicrond.core.waf import has_scale, linear_flops, throughput
 
 _SECOND_US = 1_000_000
-#: Of a task the parts that its curves were made of, and a curve for each layout.
+#: The parts of a task that its curves were made of, and a curve for each layout.
 _Curves: TypeAlias = tuple[TaskSpec, Pace, int, Mapping[Shape, Curve]]
 
 

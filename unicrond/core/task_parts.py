@@ -34,7 +34,7 @@ CALM_ITERATIONS = 10
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a node has last told of the task's state in its memory (see events.vocabulary.StateKept)."""
+    """What a node has last reported of the task's state in its memory (see events.vocabulary.StateKept)."""
 
     node: str
     shard: int
@@ -87,7 +87,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     generation, its first WARM_UP left out (`warm`: how many have come). `measurements`: workers -> FLOP/s that were
     measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
     `elsewhere`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and D_move,
-    likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none told;
+    likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none reported;
     `on_gpus`: what was measured on other types, by layout (gpu_types.py).
     """
 
@@ -109,7 +109,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
     `meetings`: deadlines for a meeting that have passed and ended no process.
     `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
-    `overdue`: the newest generation, planned or told of by its lead, not met in time while an open incident was about
+    `overdue`: the newest generation, planned or announced by its lead, not met in time while an open incident was about
     others; 0 = none.
     `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
     `stragglers`: members that are slower than the other replicas, by worker.
@@ -164,7 +164,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`peers`: the nodes that take copies, as the members were told last.
+    """`peers`: the nodes that take copies, as the members got them last.
 
     `holdings`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     """

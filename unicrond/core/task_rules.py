@@ -1,4 +1,4 @@
-"""What a task may not be, beyond the types of its fields. Pure: the same for a file, for the API and for the log.
+"""Rules for tasks beyond the types of their fields. Pure: the same for a file, for the API and for the log.
 
 What these rules let pass, the planner and the log can carry. Whether the entry script exists is not a rule: each
 machine sees another disk (`task_file.py` looks at it, where a person waits for the answer).
@@ -29,9 +29,9 @@ ENTRIES = (BUILT_IN, megatron_lm.ENTRY)
 SPEC_BYTES_MAX = 64 * 1024
 #: A name up to this long is not worth shortening.
 SHORT_NAME = 12
-#: As many layouts a task may have: a plan weighs them all.
+#: Layouts of a task, at most: a plan weighs them all.
 LAYOUTS_MAX = 64
-#: As many types of GPU may have a T of their own.
+#: Types of GPU with a T of their own, at most.
 GPUS_MAX = 16
 #: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
 WAF_MAX = 2**62

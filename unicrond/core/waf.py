@@ -97,7 +97,7 @@ def model_of(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Model:
     return Model(spec.replica_workers, spec.max_workers, at, flops, linear)
 
 
-#: By a table's identity: the table itself, so that no other gets the same, and what `_sorted` returns.
+#: By a table's identity: the table itself, so that no other gets the same identity, and what `_sorted` returns.
 _tables: dict[int, tuple[Mapping[str, int], tuple[int, ...], tuple[int, ...]]] = {}
 _TABLES_MAX = 8192
 

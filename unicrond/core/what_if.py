@@ -1,4 +1,4 @@
-"""What would be planned if: pure questions to the planner that change nothing.
+"""What-if plans: pure questions to the planner that change nothing.
 
 `table_of` makes the one-step table, and `foreseen` reads it: what each next event would lead to. `what_if` changes the
 state as a person says (nodes lost or added, tasks weighed otherwise), and plans for that with the coordinator's own
@@ -40,14 +40,14 @@ class WhatIfError(ValueError):
 
 
 class TaskChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a task is to be otherwise."""
+    """The fields of a task that change; None: as they are."""
 
     weight: float | None = None
     min_workers: int | None = None
     max_workers: int | None = None
 
 
-class WhatIfChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`lose`: nodes. `add_nodes`: how many, of `slots` each (0: as most nodes have), with GPUs of type `gpu` ("": as
     most nodes have). `tasks`: by name."""
 
@@ -155,14 +155,14 @@ def _subject(event: NextEvent) -> str:
             return task
 
 
-def changes_of(value: Any) -> WhatIfChanges:
+def changes_of(value: Any) -> ClusterChanges:
     """Read the changes that JSON states. Raise WhatIfError."""
-    for fault in faults(value, WhatIfChanges):
+    for fault in faults(value, ClusterChanges):
         raise WhatIfError(str(fault))
-    return msgspec.convert(value, WhatIfChanges, strict=True)
+    return msgspec.convert(value, ClusterChanges, strict=True)
 
 
-def what_if(state: ClusterState, policy: Policy, changes: WhatIfChanges) -> PlanAdopted:
+def what_if(state: ClusterState, policy: Policy, changes: ClusterChanges) -> PlanAdopted:
     """Return the plan that the coordinator would adopt now, were the cluster so. Raise WhatIfError. Takes a plan's
     time."""
     survey = Survey(with_changes(state, changes), policy)
@@ -172,7 +172,7 @@ def what_if(state: ClusterState, policy: Policy, changes: WhatIfChanges) -> Plan
     return plan
 
 
-def with_changes(state: ClusterState, changes: WhatIfChanges) -> ClusterState:
+def with_changes(state: ClusterState, changes: ClusterChanges) -> ClusterState:
     """Return the state with the changes made. Raise WhatIfError."""
     nodes = dict(state.nodes)
     for name in changes.lose:

@@ -1,4 +1,4 @@
-"""A worker's life, as the log tells it: state x event -> state. a test holds `folding/` to this table.
+"""A worker's life, as the log has it: status x event -> status. A test checks `folding/` against this table.
 
 Rules
 -----
@@ -23,7 +23,7 @@ from unicrond.core.state import Worker, WorkerStatus
 _S = WorkerStatus
 Row: TypeAlias = Mapping[WorkerStatus | None, WorkerStatus | None]
 
-#: It is lost to its task, though its process may run on.
+#: The task has given the worker up, though its process may run on.
 GIVEN_UP: Row = {_S.STARTING: _S.LOST, _S.READY: _S.LOST, _S.MEMBER: _S.LOST, _S.PARKED: _S.LOST}
 _REMOVAL: Row = dict.fromkeys(WorkerStatus)
 

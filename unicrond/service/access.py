@@ -1,12 +1,13 @@
-"""Who may ask what over HTTP.
+"""Access control of the HTTP API: which token may send which request.
 
 Rules
 -----
 * Every request but the probes (PROBES) and the web page's files needs a token with the scope of its route
   (`intake/tokens.py`), if there are tokens at all. The one of `api.token_file` has every scope.
-* The list is read again when its file changes. One that cannot be used leaves the last in force, and is an alarm.
+* The list is read again when its file changes. If it cannot be used, the last one stays in force, and an alarm is
+  raised.
 * A refusal is logged with the address, at most once in SAY_EVERY_S for each; the token itself never is. An address with
-  FAILURES_MAX refusals within WINDOW_S hears 429 to wrong tokens until they are old. Right ones always count: several
+  FAILURES_MAX refusals within WINDOW_S gets 429 for wrong tokens until these are old. Right ones always count: several
   people may share an address.
 """
 
@@ -86,7 +87,7 @@ class Access:
 
     def alarms(self) -> list[str]:
         """Return what a person has to look at, a line each."""
-        return [f"api.tokens_file: {self.trouble}; the tokens of before count"] if self.trouble else []
+        return [f"api.tokens_file: {self.trouble}; the previous tokens stay valid"] if self.trouble else []
 
     def _failed(self, address: str, request: str, now_s: float) -> AccessDenied:
         """Count a refusal of this address, log it if one is due, and return the error to raise."""
@@ -120,7 +121,7 @@ class Access:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             trouble = f"{self._path}: {reason}"
             if trouble != self.trouble:
-                log.error("ALARM: api.tokens_file: %s; the tokens of before count", trouble)
+                log.error("ALARM: api.tokens_file: %s; the previous tokens stay valid", trouble)
             self.trouble = trouble
             return
         self._file_version, self.trouble = version, ""

@@ -4,10 +4,11 @@ Rules
 -----
 * An invalid message in the log is lost to the fold. Where a known producer wrote it (a node of the
   cluster, the API, a coordinator) a fact or an order is missing: most likely another version is at work there.
-* They follow from the log and the time alone, so that a restart brings none back that is over. The state knows nothing
-  of them: nothing is decided from them.
-* One stands until STANDS_US after its producer's last such message.
-* A checkpoint that could not be written is one until a later one is, or the task has ended: that the state knows.
+* Alarms follow from the log and the time alone, so that a restart brings none back that is over. The state does not
+  hold them: nothing is decided from them.
+* An alarm lasts until STANDS_US after its producer's last such message.
+* A checkpoint that could not be written is an alarm until a later one is written, or the task has ended; this one is in
+  the state.
 """
 
 from __future__ import annotations

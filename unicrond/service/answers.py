@@ -1,8 +1,8 @@
-"""The answers that one coordinator has to plan problems: looked up or solved, and kept for a while.
+"""The cache of solutions to plan problems of one coordinator: looked up or solved, and kept for a while.
 
 Rules
 -----
-* A problem that was foreseen is answered at once. Any other is solved in a thread, once at a time.
+* A problem that was foreseen is answered at once. Any other is solved in a thread, and never twice at a time.
 * The newest ANSWERS_MAX are kept. An answer never grows old: it depends on its problem alone.
 """
 

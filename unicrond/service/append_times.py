@@ -1,4 +1,4 @@
-"""How long appends to the log take: a histogram for Prometheus, and whether they have become slow."""
+"""Measures how long appends to the log take: a histogram for Prometheus, and whether they have become slow."""
 
 from __future__ import annotations
 

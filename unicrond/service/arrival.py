@@ -1,9 +1,9 @@
-"""From the start of a head's process to a log that answers.
+"""The startup of a head's process, until the log answers.
 
 Rules
 -----
-* A NATS that is away is waited for, without end: to end and be started again would only make the waits longer. A login
-  that NATS refuses ends the process.
+* The head waits for a NATS that is away, without end: to exit and be started again would only make the waits longer. A
+  login that NATS refuses ends the process.
 * A signal ends the waiting at once.
 """
 

@@ -1,10 +1,10 @@
-"""The head's certificates while it runs: renewed without a restart, and said in time that they end.
+"""The head's certificates while it runs: they are renewed without a restart, and an alarm precedes their end.
 
 Rules
 -----
 * The files are looked at now and then. New ones are tried first; then the API shows them to new connections, and
   nats-server reads them at a signal. Connections that are open stay.
-* Certificates that cannot be used leave the last in force, and are an alarm.
+* If new certificates cannot be used, the last ones stay in force, and an alarm is raised.
 * An alarm stands from WARN_DAYS before the server's certificate ends (a third of its time, if that is shorter).
 """
 

@@ -1,4 +1,4 @@
-"""Which code this is: what a log's decisions and a snapshot's state came from.
+"""The identity of this code: it tells which code made a log's decisions and a snapshot's state.
 
 A version number alone does not tell two states of a checkout apart; the sources do.
 """

@@ -5,8 +5,8 @@ Rules
 * A full collection walks all objects that can hold others, and the loop stands still meanwhile: up to 0.2 s at 2,000
   nodes, every few seconds. So what has survived one is frozen, and the next looks only at what came since. Reference
   counts free frozen objects as any others.
-* A cycle that was alive then and falls apart later is not found. Those are few (tasks and exceptions of asyncio that
-  were under way); after THAW_AFTER collections all objects are looked at once more.
+* A cycle that was alive then and becomes garbage later is not collected. Those are few (tasks and exceptions of asyncio
+  that were under way); after THAW_AFTER collections all objects are examined once more.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ Rules
   behind the command is then matched, however soon it comes; what came before it concerns no worker of the node.
 * A task leaves a filter when it has ended, and not when its workers left the node: to hear of a task too long costs a
   few messages, too short a worker.
-* The server forgets consumers (all, where it was started anew; one, by a `nats consumer rm`) and others change them (an
-  agent of before, with the shared login). So all are compared at the start of a term, when a node is enrolled, when the
+* The server forgets consumers (all, where it was restarted; one, by a `nats consumer rm`) and others change them (an
+  older agent, with the shared login). So all are compared at the start of a term, when a node is enrolled, when the
   connection was lost, and every LOOK_EVERY_S. One that is made again begins behind what its agent's last beat says that
   it has read: earlier costs deliveries, later could cost a command.
 * A node that is not enrolled has an agent with the shared login, which makes and fits its own; both at once would undo
   each other's work.
-* A consumer that NATS refuses keeps nobody from deciding: it is said, and tried again; its agent waits.
+* A consumer that NATS refuses does not stop decisions: the refusal is logged, and tried again; its agent waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The half of a coordinator that needs no right to decide: it reads the log and folds it.
+"""The read-only half of a coordinator: it reads the log and folds it, and decides nothing.
 
 Rules
 -----

@@ -13,7 +13,7 @@ Rules
   another plan is to be solved, or another table is wanted.
 * A small cluster is planned in plain numpy within milliseconds; where that would take longer, the compiled
   kernel is loaded first, in the thread, never on the loop.
-* The way never changes the plan (`planning/table.py`).
+* How a plan is obtained never changes the plan (`planning/table.py`).
 """
 
 from __future__ import annotations

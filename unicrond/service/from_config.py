@@ -1,4 +1,4 @@
-"""What a configuration alone determines of a head: its embedded server, who may ask it, what goes beside its events."""
+"""Builds the parts of a head that follow from its configuration: embedded server, API access, headers of events."""
 
 from __future__ import annotations
 

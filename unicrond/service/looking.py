@@ -1,4 +1,4 @@
-"""What the web page asks for beside the log: its files, what it shows, goodput.
+"""The routes of the web page beside the log: its files, what it shows, goodput.
 
 However many people look, the view of a state is computed once every VIEW_S at most, and in a thread.
 """

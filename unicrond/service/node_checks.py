@@ -2,7 +2,7 @@
 
 Rules
 -----
-* Only nodes that are up are asked, so many at most; each within its time. Nothing of it comes into the log.
+* Only nodes that are up are asked, so many at most; each within its time. Nothing of this is appended to the log.
 * Connections are tried between all nodes of a small cluster. In a larger one each node tries those that are 1, 2, 4, 8,
   ... places away in the order of names, so that a node takes part in few, and one that is cut off is found.
 * Sums are made around a ring of the nodes: each takes part in two.
@@ -99,7 +99,7 @@ class NodeChecks:
     async def look(self, state: ClusterState, request: ChecksRequest) -> ChecksResult:
         """Have the agents look, and return what they have seen. Raises ChecksBusy."""
         if self._turn.locked():
-            raise ChecksBusy("doctor: another one has the nodes look already; try again in a minute")
+            raise ChecksBusy("doctor: another check is running already; try again in a minute")
         async with self._turn:
             nodes = {name: node for name, node in sorted(state.nodes.items()) if node.status is NodeStatus.UP}
             nodes = dict(list(nodes.items())[:NODES_MAX])

@@ -1,16 +1,16 @@
-"""Tells people: what (core/notices.py), whom (intake/notify.py), how (couriers.py).
+"""Sends notices (core/notices.py) to people at destinations (intake/notify.py) by transports (couriers.py).
 
 Rules
 -----
-* Never in the way: the coordinator's loop only puts notices on a list; a queue that is full loses its oldest, and says
-  so. Nothing is decided from any of this.
+* The coordinator's loop never waits: it only puts notices on a list. A queue that is full drops its oldest message and
+  logs that. Nothing is decided from any of this.
 * Only of what is new, and only by the coordinator that decides: entries that are read again after a start, or while
   another one leads, give no notices. One that takes over says so, with the open incidents.
 * One matter, one message: notices of one key within `group_s` go together; the same again within `repeat_s` does not go
-  at all, unless the matter was over in between. What is over is told if it had been told.
+  at all, unless the matter was over in between. The end of a matter is sent if its beginning was sent.
 * A message is tried again after 1, 2, 4, ... s up to 5 min, each somewhat drawn, for GIVE_UP_S; each destination by
   itself. What is given up is an alarm.
-* The heartbeat stops where nothing is decided or the log takes nothing: who listens for it then knows.
+* The heartbeat stops where nothing is decided or the log takes nothing, so that its receiver notices.
 """
 
 from __future__ import annotations
@@ -174,13 +174,13 @@ class Notifier:
                 self._failures[number] = ""
                 return
             except Undelivered as error:
-                log.warning("notify: %s cannot be told (%s); trying again", to.kind, error)
-                self._failures[number] = f"notify.to[{number}]: {to.kind} cannot be told: {error}"
+                log.warning("notify: %s cannot be reached (%s); trying again", to.kind, error)
+                self._failures[number] = f"notify.to[{number}]: {to.kind} cannot be reached: {error}"
             except Exception:
                 log.exception("notify: %s", to.kind)
                 return
             if self._clock.monotonic_us() - began_us > GIVE_UP_S * 1e6:
-                log.error("ALARM: notify: %s was not told: %s", to.kind, message.title)
+                log.error("ALARM: notify: %s did not get: %s", to.kind, message.title)
                 return
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)

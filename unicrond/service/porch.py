@@ -1,4 +1,4 @@
-"""The API's port before there is an API: a head that waits for its log can be asked, and says what it waits for.
+"""Answers on the API's port before the API starts: a head that waits for its log says what it waits for.
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""What people see of the process around a coordinator: its log, its standing among the heads."""
+"""The status of the process around a coordinator: its log, and which head leads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The coordinator's watch over its nodes: its own beats out, all beats in, and what follows from them.
 
-What follows is judged by liveness.py, which is pure: the watch lends it its ears and its clock.
+liveness.py, which is pure, judges what follows; the watch receives the beats and has the clock.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a task of n workers delivers: a model of training speed, for tasks that bring no measured profile."""
+"""A model of the training speed of a task with n workers, for tasks that bring no measured profile."""

@@ -24,7 +24,7 @@ property of the layout alone, so a layout is costed once for *all* dp at a time 
 T(x) is the best feasible layout with tp * pp * dp == x exactly; x with none has no entry. It need not
 be monotone: a caller that may leave GPUs idle takes the running maximum itself.
 
-What does not live here: the layouts to try (`layouts.py`), the fitted efficiencies (`presets.py`, fitted
+Not in this module: the layouts to try (`layouts.py`), the fitted efficiencies (`presets.py`, fitted
 by `calibration.py`), and measured iteration times. Sources and errors: docs/results/calibration.md.
 Pure: no clock, no I/O.
 """

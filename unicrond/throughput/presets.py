@@ -1,4 +1,4 @@
-"""What the throughput model knows about the world: models, GPUs and software stacks.
+"""The inputs of the throughput model: models, GPUs and software stacks.
 
 Models are GPTs in Megatron-core's terms. GPUs carry dense BF16 peaks and one-directional link speeds
 from the vendor's data sheets. A software stack says which of Megatron's optimisations are on and

@@ -27,7 +27,15 @@ import msgspec
 import torch
 
 from agents.protocol.marks import Marker, now_us
-from agents.protocol.messages import Busy, Committed, Degraded, Membership, StragglerCleared, StragglerReport, Suspected
+from agents.protocol.messages import (
+    Busy,
+    Committed,
+    Degraded,
+    GroupMembership,
+    StragglerCleared,
+    StragglerReport,
+    Suspected,
+)
 from agents.protocol.sampling import DIGEST_MODULUS
 from agents.trainer.detection.baseline import RECENT, SLOW, Baseline
 from agents.trainer.detection.checksum import checksum, minority_ranks
@@ -207,8 +215,8 @@ class Detection:
 
     def checksums_due(self, iteration: int) -> bool:
         """Return whether checksums are made in the iteration."""
-        every = self._settings.checksum_every
-        return bool(every) and iteration % every == 0
+        interval = self._settings.checksum_every
+        return bool(interval) and iteration % interval == 0
 
     def record_sums(self, number: int) -> None:
         """Record the checksum of the sums of gradients of the iteration that was observed last."""
@@ -228,7 +236,7 @@ class Detection:
 
     # --- reports to the agent -------------------------------------------------------------------
 
-    def judge(self, iteration: int, total: Total, membership: Membership, shard: int, rank: int) -> None:
+    def judge(self, iteration: int, total: Total, membership: GroupMembership, shard: int, rank: int) -> None:
         """Judge an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's."""
         if len(self._sightings) != len(total.accounts):
             return  # agreed on in another group: its rows are gone
@@ -277,7 +285,7 @@ class Detection:
             Suspected(generation=generation, iteration=iteration, sign=sign, suspect=suspect, value=value, usual=usual)
         )
 
-    def _report_straggler(self, finding: StragglerFinding, iteration: int, membership: Membership) -> None:
+    def _report_straggler(self, finding: StragglerFinding, iteration: int, membership: GroupMembership) -> None:
         workers = [member.worker for member in membership.members]
         rank = workers.index(finding.worker)
         straggler = membership.members[rank]

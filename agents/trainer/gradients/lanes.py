@@ -223,14 +223,14 @@ def stores_needed(runs: Iterable[Run], lanes: Lanes) -> int:
     """Return the most sums that a member holds at a time, when it computes these runs from nothing."""
     low = list(runs)
     sums: Sums[None] = Sums(lambda low, high: None)
-    coming = {run.lane for run in low if run.source is not None}
-    most = len(coming)
+    awaited_lanes = {run.lane for run in low if run.source is not None}
+    most = len(awaited_lanes)
     for run in low:
-        if run.lane not in sums.running and run.lane not in coming:
+        if run.lane not in sums.running and run.lane not in awaited_lanes:
             sums.merge(lanes.root)
-        coming.discard(run.lane)
+        awaited_lanes.discard(run.lane)
         sums.running[run.lane] = None
-        most = max(most, len(sums.all_sums()) + len(coming))
+        most = max(most, len(sums.all_sums()) + len(awaited_lanes))
         if run.target is None:
             sums.end(run.lane)
     return most

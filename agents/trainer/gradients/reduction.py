@@ -206,22 +206,22 @@ class Reduction:
         group, size = current.group, strip.stop - strip.start
         assert group is not None
         have = {block: store.flat[strip.start : strip.stop] for block, store in strip.sums.items()}
-        mine = [tree(block, have, torch.add) for block in current.ends[group.rank]]
-        self._note_norm(strip.start, *mine)
+        block_sums = [tree(block, have, torch.add) for block in current.ends[group.rank]]
+        self._note_norm(strip.start, *block_sums)
         if group.size == 1:
-            current.arriving[strip.bucket][strip.start] = mine[0].clone(), Operation(is_done=True)
+            current.arriving[strip.bucket][strip.start] = block_sums[0].clone(), Operation(is_done=True)
             current.is_busy = False
             return
         chunk = -(-size // group.size)
         lengths = [max(0, min(chunk, size - member * chunk)) for member in range(group.size)]
         own_length = lengths[group.rank]
-        outgoing = mine[0] if len(mine) == 1 else self._by_owner(mine, lengths)
+        outgoing = block_sums[0] if len(block_sums) == 1 else self._by_owner(block_sums, lengths)
         incoming = self._room(sum(map(len, current.ends)) * own_length)
         group.all_to_all(
             incoming,
             outgoing,
             [len(blocks) * own_length for blocks in current.ends],
-            [len(mine) * length for length in lengths],
+            [len(block_sums) * length for length in lengths],
             callback=partial(self._gather, current, strip, incoming, chunk, own_length),
         )
 

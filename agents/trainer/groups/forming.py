@@ -152,10 +152,10 @@ class Attempt:
             self.over = True
         if abandoned and formed is not None:
             formed.end()
-        stands = formed is not None
+        is_formed = formed is not None
         del formed
         self._channel.wake()
-        if stands:
+        if is_formed:
             with contextlib.suppress(RuntimeError):
                 self._tidy()
                 if self._place.device.type != "cuda":  # NCCL goes on using it
@@ -224,9 +224,11 @@ def _connect_gloo(store: object, place: GroupPlacement, device: object) -> objec
 def _listen(host: str) -> tuple[object, str]:
     """Return a gloo device, and the address that it listens on."""
     with _listening:
-        before = {name for _, name, _ in _tcp_sockets(listening=True)}
+        earlier_names = {name for _, name, _ in _tcp_sockets(listening=True)}
         device = dist.ProcessGroupGloo.create_device(hostname=host)
-        new = [duplicate.getsockname() for _, name, duplicate in _tcp_sockets(listening=True) if name not in before]
+        new = [
+            duplicate.getsockname() for _, name, duplicate in _tcp_sockets(listening=True) if name not in earlier_names
+        ]
     (listens,) = new
     return device, address(listens)
 

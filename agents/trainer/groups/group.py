@@ -118,13 +118,13 @@ class ShardGroup:
 
     def all_gather(self, row: Sequence[int]) -> PendingRows:
         """Start gathering every member's row of signed 64-bit integers (all of one length)."""
-        mine = torch.tensor(row, dtype=torch.int64, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        own_row = torch.tensor(row, dtype=torch.int64, device=self.device)
+        rows = [torch.empty_like(own_row) for _ in range(self.size)]
         if self._process_group is None:
-            rows[0].copy_(mine)
+            rows[0].copy_(own_row)
         else:
-            begin = partial(self._process_group.allgather, [rows], [mine])  # type: ignore[attr-defined]
-            self._in_flight.start(begin, mine, *rows)
+            begin = partial(self._process_group.allgather, [rows], [own_row])  # type: ignore[attr-defined]
+            self._in_flight.start(begin, own_row, *rows)
         return PendingRows(rows)
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:

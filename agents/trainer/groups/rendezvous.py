@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from agents.protocol.messages import ErrorReport, Membership, MembershipWait
+from agents.protocol.messages import ErrorReport, GroupMembership, MembershipWait
 from agents.trainer.detection.determinism import environment, environment_number
 from agents.trainer.groups.ends import ConnectionEnds
 from agents.trainer.groups.forming import GroupPlacement
@@ -80,9 +80,9 @@ class Rendezvous:
     def pending(self) -> int:
         """Return the newest membership that every shard of this replica has and that is not followed yet; else 0."""
         newest = self._channel.newest(self.generation)
-        mine = 0 if newest is None else newest.generation
-        highest, lowest = self._replica.highest(mine, -mine)
-        return mine if highest == -lowest else 0
+        generation = 0 if newest is None else newest.generation
+        highest, lowest = self._replica.highest(generation, -generation)
+        return generation if highest == -lowest else 0
 
     def together(self, attempt: Callable[[], T]) -> T:
         """Run `attempt` on this shard's group; raise GroupBroken or MembershipSuperseded if it failed for any shard."""
@@ -102,7 +102,7 @@ class Rendezvous:
             self.group.close()
             self.group = None
 
-    def prepare_standby(self, membership: Membership) -> None:
+    def prepare_standby(self, membership: GroupMembership) -> None:
         """Prepare for the next loss, once in each generation; called where an iteration has been committed in it."""
         if self.group is not None and self._standby.generation != self.generation == membership.generation:
             launch = self._context.launch
@@ -110,7 +110,7 @@ class Rendezvous:
             prefix = f"standby/{launch.task}/{self.generation}/{launch.shard}"
             self._standby.prepare(self.generation, workers, self._placement(membership, workers, prefix))
 
-    def _placement(self, membership: Membership, workers: list[str], prefix: str) -> GroupPlacement:
+    def _placement(self, membership: GroupMembership, workers: list[str], prefix: str) -> GroupPlacement:
         launch = self._context.launch
         return GroupPlacement(
             store=membership.store,
@@ -173,11 +173,11 @@ class Rendezvous:
             self._old_group.close()
             self._old_group = None
 
-    def follow(self, membership: Membership) -> None:
+    def follow(self, membership: GroupMembership) -> None:
         """Try this membership now, and older ones never again."""
         self.generation = self._context.generation = membership.generation
 
-    def form(self, membership: Membership) -> None:
+    def form(self, membership: GroupMembership) -> None:
         """Form the membership's group. Raises GroupBroken, MembershipSuperseded, QuitRequested."""
         launch = self._context.launch
         workers = [member.worker for member in membership.members if member.shard == launch.shard]
@@ -229,16 +229,16 @@ class Rendezvous:
     def _remaining_s(self) -> float | None:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
-    def await_membership(self) -> Membership:
+    def await_membership(self) -> GroupMembership:
         """Return the newest membership that any shard of this replica has, newer than the one last tried. Raises
         RendezvousTimedOut, QuitRequested."""
 
-        def await_shared(find: Callable[[], Membership | None]) -> int:
+        def await_shared(find: Callable[[], GroupMembership | None]) -> int:
             """Wait until all shards find a membership; return the newest generation."""
             self._channel.wait(lambda: find() is not None, self._remaining_s())
             membership = find()
-            mine = 0 if membership is None else membership.generation
-            newest, missing = self._replica.highest(mine, int(membership is None))
+            generation = 0 if membership is None else membership.generation
+            newest, missing = self._replica.highest(generation, int(membership is None))
             if missing:
                 raise RendezvousTimedOut(f"no membership after generation {self.generation} arrived in time")
             return newest

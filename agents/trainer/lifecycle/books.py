@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agents.protocol.messages import Committed, Launch, Membership, StopRequest
+from agents.protocol.messages import Committed, GroupMembership, Launch, StopRequest
 from agents.trainer.gradients.lanes import Lanes, initial_assignment
 from agents.trainer.ledger import IterationLedger, LaneLedger, Total
 from agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
@@ -48,7 +48,7 @@ class MemberState:
     clock: Callable[[], float]
     extents: Sequence[int] = ()
     state: State = "new"
-    membership: Membership | None = None
+    membership: GroupMembership | None = None
     generation: int = 0
     ledger: IterationLedger = field(default_factory=lambda: IterationLedger(iteration=0))
     total: Total | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agents.protocol.messages import Committed, Membership
+from agents.protocol.messages import Committed, GroupMembership
 from agents.trainer.ledger import Total
 from agents.trainer.lifecycle.books import (
     MemberState,
@@ -94,7 +94,7 @@ def _record_commit(member: MemberState, total: Total) -> Flow[int]:
 
 
 def _prepare_next(
-    member: MemberState, present: Membership, pending_work: PendingWork | None, target: Membership | None
+    member: MemberState, present: GroupMembership, pending_work: PendingWork | None, target: GroupMembership | None
 ) -> Flow[bool]:
     """Prepare the next iteration in this group, with what the last verdict left to do. Return False where it is to
     happen in the target's. Throws GroupBroken, MembershipSuperseded."""

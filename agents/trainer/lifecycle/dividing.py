@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 from agents.trainer.lifecycle.books import MemberState
 from agents.trainer.lifecycle.effects import (
     Adopt,
@@ -61,7 +61,7 @@ def assemble(member: MemberState, shares: Shares, *, at_boundary: bool = False) 
     member.has_whole_state = member.rank == 0
 
 
-def leave_parts(member: MemberState, shares: Shares, present: Membership, target: Membership) -> Flow[None]:
+def leave_parts(member: MemberState, shares: Shares, present: GroupMembership, target: GroupMembership) -> Flow[None]:
     """Leave no part without a holder before a planned membership: have those that stay hold every part, or, if none
     stays, the leader hold everything, to be saved. Throws GroupBroken, MembershipSuperseded."""
     target_workers = {peer.worker for peer in target.members}

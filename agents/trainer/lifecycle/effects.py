@@ -18,7 +18,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from agents.protocol.messages import FromWorker, Membership
+from agents.protocol.messages import FromWorker, GroupMembership
 from agents.trainer.ledger import IterationLedger, ReplicaAccount, Total
 from agents.trainer.lifecycle.candidates import Candidate
 from agents.trainer.lifecycle.results import Holdings, LoadedState, SaveSchedule
@@ -132,7 +132,7 @@ class Observe(Effect[None]):
     iteration: int
     total: Total
     duration_us: int
-    membership: Membership
+    membership: GroupMembership
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class KeepOldGroup(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitMembership(Effect[Membership]):
+class AwaitMembership(Effect[GroupMembership]):
     """Return the newest membership above the one last followed. Throws RendezvousTimedOut, QuitRequested."""
 
 
@@ -168,14 +168,14 @@ class AwaitMembership(Effect[Membership]):
 class FollowMembership(Effect[None]):
     """Try this membership now; older ones never again."""
 
-    membership: Membership
+    membership: GroupMembership
 
 
 @dataclass(frozen=True, slots=True)
 class FormGroup(Effect[None]):
     """Form the membership's group. Throws GroupBroken, MembershipSuperseded, QuitRequested."""
 
-    membership: Membership
+    membership: GroupMembership
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class GroupReady(Effect[int]):
     """Note that a group has exchanged positions. `share`: micro-batches of an iteration for each replica; `joins`:
     there are newcomers. Returns the microseconds since the membership was received."""
 
-    membership: Membership
+    membership: GroupMembership
     share: int
     joins: bool
 
@@ -220,7 +220,7 @@ class ReportFailure(Effect[None]):
 class PrepareStandby(Effect[None]):
     """Prepare for the group's next loss, now that it works."""
 
-    membership: Membership
+    membership: GroupMembership
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class PendingGeneration(Effect[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class GetMembership(Effect[Membership | None]):
+class GetMembership(Effect[GroupMembership | None]):
     """Return the membership of that generation, if it was received."""
 
     generation: int
@@ -323,7 +323,7 @@ class CheckPeers(Effect[Sequence[int]]):
     """Return what this replica can offer (`candidates.row_of`). `is_first`: it also asks peers and looks at storage."""
 
     is_first: bool
-    membership: Membership
+    membership: GroupMembership
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ class AskSaveSchedule(Effect[SaveSchedule]):
     """Return what is to be saved after `iteration`, with sharded optimizer state."""
 
     iteration: int
-    membership: Membership
+    membership: GroupMembership
     in_leader_replica: bool
 
 
@@ -375,7 +375,7 @@ class Save(Effect[None]):
     iteration: int
     duration_us: int
     loss: float
-    membership: Membership
+    membership: GroupMembership
     in_leader_replica: bool
     schedule: SaveSchedule | None
 

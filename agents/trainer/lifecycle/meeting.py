@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 from agents.trainer.lifecycle import verdict
 from agents.trainer.lifecycle.books import MemberState
 from agents.trainer.lifecycle.effects import (
@@ -37,12 +37,12 @@ from agents.trainer.sharded.parts import covers
 class NotAMember(Exception):
     """The membership to follow does not name this worker."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: GroupMembership) -> None:
         super().__init__(f"generation {membership.generation} does not name this worker")
         self.membership = membership
 
 
-def join(member: MemberState, target: Membership | None) -> Flow[tuple[Membership, GroupVerdict]]:
+def join(member: MemberState, target: GroupMembership | None) -> Flow[tuple[GroupMembership, GroupVerdict]]:
     """Follow the membership, and any newer one that comes meanwhile, until a group has drawn a verdict.
 
     `target`: leave a sound group for it. None: wait for one. Raises NotAMember (the old group stays open),
@@ -76,7 +76,7 @@ def join(member: MemberState, target: Membership | None) -> Flow[tuple[Membershi
     return membership, verdict
 
 
-def _attempt(member: MemberState, membership: Membership, position: Position) -> Flow[GroupVerdict]:
+def _attempt(member: MemberState, membership: GroupMembership, position: Position) -> Flow[GroupVerdict]:
     yield from FaultPoint("forming", position.iteration)
     yield from FormGroup(membership)
     yield from FaultPoint("formed", position.iteration)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from agents.protocol.messages import Membership, Parked, Regrouped
+from agents.protocol.messages import GroupMembership, Parked, Regrouped
 from agents.trainer.lifecycle.books import (
     MemberState,
     PendingWork,
@@ -42,7 +42,7 @@ from agents.trainer.lifecycle.verdict import GroupVerdict
 from events.vocabulary import StateSource
 
 
-def regroup(member: MemberState, target: Membership | None = None) -> Flow[bool]:
+def regroup(member: MemberState, target: GroupMembership | None = None) -> Flow[bool]:
     """Join the next group, state included. Return True where this member steps first, with the sums that are
     complete."""
     while True:
@@ -81,7 +81,7 @@ def regroup(member: MemberState, target: Membership | None = None) -> Flow[bool]
         return False
 
 
-def _enter_group(member: MemberState, membership: Membership) -> Flow[int]:
+def _enter_group(member: MemberState, membership: GroupMembership) -> Flow[int]:
     member.membership = membership
     member.has_whole_state = False  # what was assembled was for saving in the group before
     member.stop_reason = member.stop_reason or membership.stop
@@ -186,7 +186,7 @@ def _report_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: i
 # --- out of training -----------------------------------------------------------------------------
 
 
-def _wait_for_quit(member: MemberState, target: Membership) -> Flow[NoReturn]:
+def _wait_for_quit(member: MemberState, target: GroupMembership) -> Flow[NoReturn]:
     """Report that this worker is no longer a member, and wait to be ended. Its last group stays open (`meeting.py`).
     Where no member stays, the leader's replica is the last that can save the state: to memory, where others are about
     to take it from there, else to storage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 from agents.trainer.sharded.parts import Span, SpanMove, StatePart, assign_holders, covers, gather_moves, moves
 
 
@@ -51,7 +51,7 @@ def assign_parts(nodes: Sequence[frozenset[str]], staying: Sequence[int] | None 
     return parts
 
 
-def nodes_of(membership: Membership) -> list[frozenset[str]]:
+def nodes_of(membership: GroupMembership) -> list[frozenset[str]]:
     """Return the nodes of each replica, in rank order."""
     nodes_by_replica: dict[int, set[str]] = {}
     for member in membership.members:

@@ -124,16 +124,16 @@ class Position:
     @staticmethod
     def from_row(row: Sequence[int], micro_batches: int, *, lanes: bool = False) -> Position:
         """Return the position of such a row, with numbers in ascending order; the inverse of `row`."""
-        middle = _FIXED + _word_count(micro_batches)
-        behind = middle + (_word_count(micro_batches) if lanes else 0)
+        sums_start = _FIXED + _word_count(micro_batches)
+        complete_start = sums_start + (_word_count(micro_batches) if lanes else 0)
         return Position(
             has_state=bool(row[0]),
             iteration=row[1],
             sums_complete=bool(row[2]),
             has_stepped=bool(row[3]),
-            assignment=_numbers(row[_FIXED:middle]),
-            in_sums=_numbers(row[middle:behind]),
-            complete=_numbers(row[behind:]),
+            assignment=_numbers(row[_FIXED:sums_start]),
+            in_sums=_numbers(row[sums_start:complete_start]),
+            complete=_numbers(row[complete_start:]),
         )
 
 
@@ -225,12 +225,12 @@ def judge(
             lane_assignment=lane_assignment,
         )
     top = max(positions[member].iteration for member in with_state)
-    behind = frozenset(member for member in with_state if positions[member].iteration < top)
-    for member in behind:
+    members_behind = frozenset(member for member in with_state if positions[member].iteration < top)
+    for member in members_behind:
         if positions[member].iteration < top - 1 or not positions[member].sums_complete:
             raise PositionsContradict(f"member {member} cannot follow to iteration {top}: {list(positions)}")
-    step_first, iteration = behind, top
-    if not behind and all(positions[member].sums_complete for member in with_state):
+    step_first, iteration = members_behind, top
+    if not members_behind and all(positions[member].sums_complete for member in with_state):
         step_first, iteration = frozenset(with_state), top + 1
     if not step_first.issuperset(member for member in with_state if positions[member].has_stepped):
         raise PositionsContradict(f"a member has stepped what others have not reduced: {list(positions)}")

@@ -75,9 +75,9 @@ class Adapter:
             module = self._modules[seam.module]
             real = getattr(module, seam.name, None)
             if real is not None:
-                ours = getattr(self, seam.name)
+                replacement = getattr(self, seam.name)
                 self._real.setdefault(seam.name, real)
-                setattr(module, seam.name, functools.wraps(real)(partial(ours)))
+                setattr(module, seam.name, functools.wraps(real)(partial(replacement)))
         self._compile_once()
 
     def finish(self) -> None:
@@ -306,13 +306,13 @@ class Adapter:
     def checkpoint_and_decide_exit(self, *arguments: Any, **options: Any) -> Any:
         """Call Megatron's; it also ends where all have agreed on the end."""
         args, step = self._args, self._step
-        before = args.exit_interval
+        exit_interval = args.exit_interval
         if step is not None and step.is_last and self._iteration < args.train_iters:
             args.exit_interval = 1
         try:
             return self._real["checkpoint_and_decide_exit"](*arguments, **options)
         finally:
-            args.exit_interval = before
+            args.exit_interval = exit_interval
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         """Call Megatron's in the leader's replica. After the last iteration: when all are there (`Hook.on_finish`)."""

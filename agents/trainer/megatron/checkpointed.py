@@ -83,8 +83,8 @@ class CheckpointedOptimizer(ShardedOptimizer):
         whole, self._read = self._read, None
         whole._set_main_param_and_optimizer_states = partial(self._copy_parameter, rows)
         whole.load_state_dict(state_dict)
-        for options, theirs in zip(self._options, whole.optimizer.param_groups, strict=True):
-            options.update({name: value for name, value in theirs.items() if name not in ("params", "step")})
+        for options, loaded_group in zip(self._options, whole.optimizer.param_groups, strict=True):
+            options.update({name: value for name, value in loaded_group.items() if name not in ("params", "step")})
         self.steps = max((int(group["step"]) for group in groups if group.get("step") is not None), default=0)
         self._stage_loaded(rows)
 

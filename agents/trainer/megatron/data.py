@@ -51,16 +51,16 @@ class MicroBatchLoader:
         self._first = 0
 
     def request(
-        self, iteration: int, micro_batches: Sequence[int], coming: Sequence[int] = (), loading: Loading = nullcontext
+        self, iteration: int, micro_batches: Sequence[int], upcoming: Sequence[int] = (), loading: Loading = nullcontext
     ) -> None:
-        """Read these next, inside of `loading`. `coming`: this replica computes them after these."""
+        """Read these next, inside of `loading`. `upcoming`: this replica computes them after these."""
         if iteration != self._iteration:
             self._iteration, self._first = iteration, micro_batches[0] if micro_batches else 0
             self._indices = {loaded: lists for loaded, lists in self._indices.items() if loaded == iteration}
         self._queue, self._loading = list(micro_batches), loading
         if self._reader is not None:
-            places = [(iteration, number) for number in (*micro_batches, *coming[:_AHEAD])]
-            if not coming:
+            places = [(iteration, number) for number in (*micro_batches, *upcoming[:_AHEAD])]
+            if not upcoming:
                 places.append((iteration + 1, self._first))
             self._read_ahead(self._reader, places)
 

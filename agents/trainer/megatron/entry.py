@@ -86,10 +86,10 @@ def _same_core(checkout: Path) -> None:
         return
     specification = importlib.util.spec_from_file_location("_package_info", package_info)
     assert specification is not None and specification.loader is not None
-    theirs = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(theirs)
-    if getattr(theirs, "__version__", "") != core.__version__:
+    package = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(package)
+    if getattr(package, "__version__", "") != core.__version__:
         raise NoCheckout(
-            f"cwd: the checkout has Megatron-core {theirs.__version__}, this node has imported {core.__version__};"
-            f" start its agent with PYTHONPATH={checkout}, or install megatron-core=={theirs.__version__}"
+            f"cwd: the checkout has Megatron-core {package.__version__}, this node has imported {core.__version__};"
+            f" start its agent with PYTHONPATH={checkout}, or install megatron-core=={package.__version__}"
         )

@@ -38,10 +38,10 @@ from agents.protocol.messages import (
     Completed,
     ErrorReport,
     FromWorker,
+    GroupMembership,
     Hello,
     InjectIntoWorker,
     Launch,
-    Membership,
     Quit,
     Ready,
     Regrouped,
@@ -73,7 +73,7 @@ class AgentChannel:
         self._line = Line(launch.line_fd)
         self._lease_s = lease_s
         self._condition = threading.Condition()
-        self._memberships: dict[int, Membership] = {}
+        self._memberships: dict[int, GroupMembership] = {}
         self._received: dict[int, float] = {}
         self._generation = 0
         self._ready = False
@@ -114,12 +114,12 @@ class AgentChannel:
         with self._condition:
             return self._condition.wait_for(lambda: not self._queue, timeout_s)
 
-    def newest(self, above: int, urgent_only: bool = False) -> Membership | None:
+    def newest(self, above: int, urgent_only: bool = False) -> GroupMembership | None:
         """Return the newest membership of a generation greater than `above`, None for none."""
         with self._condition:
             return self._newest(above, urgent_only)
 
-    def membership(self, generation: int) -> Membership | None:
+    def membership(self, generation: int) -> GroupMembership | None:
         """Return the membership of that generation, None where it has not come."""
         with self._condition:
             return self._memberships.get(generation)
@@ -156,7 +156,7 @@ class AgentChannel:
 
     # --- the thread's side -----------------------------------------------------------------------
 
-    def _newest(self, above: int, urgent_only: bool) -> Membership | None:
+    def _newest(self, above: int, urgent_only: bool) -> GroupMembership | None:
         candidates = [
             generation
             for generation, membership in self._memberships.items()
@@ -264,7 +264,7 @@ class AgentChannel:
         data = connection.recv(65536)
         for message in incoming.feed(data):
             with self._condition:
-                if isinstance(message, Membership):
+                if isinstance(message, GroupMembership):
                     self._memberships.setdefault(message.generation, message)
                     self._received.setdefault(message.generation, time.monotonic())
                 elif isinstance(message, InjectIntoWorker):

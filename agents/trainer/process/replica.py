@@ -74,9 +74,9 @@ class ReplicaWorld:
         """Return every shard's row; all are of the same length."""
         if self.size == 1:
             return [row]
-        mine = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
+        own_row = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
+        rows = [torch.empty_like(own_row) for _ in range(self.size)]
+        dist.all_gather(rows, own_row)
         return [bytes(gathered.tolist()) for gathered in rows]
 
     def _vote(self, values: Sequence[int], operation: object) -> list[int]:

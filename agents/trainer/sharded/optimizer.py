@@ -183,8 +183,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self.loaded_rows = None
         self.drop_parts()
         self._staged, self.steps = staged, steps
-        for options, theirs in zip(self._options, groups, strict=True):
-            options.update(_plain(theirs))
+        for options, loaded_group in zip(self._options, groups, strict=True):
+            options.update(_plain(loaded_group))
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -324,15 +324,17 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         BadState."""
         inner: Mapping[str, Any] = tree.get("optimizer", tree)
         rows = {row: torch.zeros(self.spaces[row[0]].extent) for row in self.rows}
-        mine = self.whole_tree(rows)
-        theirs_by_name = dict(_tensors(inner["state"], tree.get("fp32_from_fp16_params", [])))
-        mine_by_name = dict(_tensors(mine.get("optimizer", mine)["state"], mine.get("fp32_from_fp16_params", [])))
-        if {name: tensor.shape for name, tensor in mine_by_name.items()} != {
-            name: tensor.shape for name, tensor in theirs_by_name.items()
+        expected = self.whole_tree(rows)
+        loaded_tensors = dict(_tensors(inner["state"], tree.get("fp32_from_fp16_params", [])))
+        expected_tensors = dict(
+            _tensors(expected.get("optimizer", expected)["state"], expected.get("fp32_from_fp16_params", []))
+        )
+        if {name: tensor.shape for name, tensor in expected_tensors.items()} != {
+            name: tensor.shape for name, tensor in loaded_tensors.items()
         }:
             raise BadState("optimizer: the state has other tensors than this model's optimizer")
-        for name, tensor in mine_by_name.items():
-            tensor.copy_(theirs_by_name[name])
+        for name, tensor in expected_tensors.items():
+            tensor.copy_(loaded_tensors[name])
         steps = {int(entry["step"]) for entry in inner["state"].values()}
         if len(steps) != 1:
             raise BadState(f"optimizer: parameters are at different numbers of steps: {sorted(steps)}")

@@ -111,26 +111,26 @@ class Sharing:
         for row in self.optimizer.rows:
             base = sum(self.optimizer.extents[: row[0]])
             end = base + self.optimizer.extents[row[0]]
-            mine = [move for move in travelling if base <= move.start and move.stop <= end]
-            yield row, self._travel(group, row, base, mine) if mine else []
+            row_moves = [move for move in travelling if base <= move.start and move.stop <= end]
+            yield row, self._travel(group, row, base, row_moves) if row_moves else []
 
     def _travel(
         self, group: ShardGroup, row: Row, base: int, travelling: list[SpanMove]
     ) -> list[tuple[int, int, torch.Tensor]]:
-        leaving = sorted((move for move in travelling if move.source == group.rank), key=lambda move: move.target)
-        coming = sorted((move for move in travelling if move.target == group.rank), key=lambda move: move.source)
-        out = [self.optimizer.read(row, move.start - base, move.stop - base).to(group.device) for move in leaving]
+        departures = sorted((move for move in travelling if move.source == group.rank), key=lambda move: move.target)
+        arrivals = sorted((move for move in travelling if move.target == group.rank), key=lambda move: move.source)
+        out = [self.optimizer.read(row, move.start - base, move.stop - base).to(group.device) for move in departures]
         send_buffer = torch.cat(out) if out else torch.empty(0, device=group.device)
-        receive_buffer = torch.empty(sum(move.size for move in coming), device=group.device)
+        receive_buffer = torch.empty(sum(move.size for move in arrivals), device=group.device)
         group.all_to_all(
             receive_buffer,
             send_buffer,
-            [sum(move.size for move in coming if move.source == member) for member in range(group.size)],
-            [sum(move.size for move in leaving if move.target == member) for member in range(group.size)],
+            [sum(move.size for move in arrivals if move.source == member) for member in range(group.size)],
+            [sum(move.size for move in departures if move.target == member) for member in range(group.size)],
         )
         group.finish()
-        pieces = receive_buffer.split([move.size for move in coming])
-        return [(move.start - base, move.stop - base, piece) for move, piece in zip(coming, pieces, strict=True)]
+        pieces = receive_buffer.split([move.size for move in arrivals])
+        return [(move.start - base, move.stop - base, piece) for move, piece in zip(arrivals, pieces, strict=True)]
 
 
 def _lay(target: torch.Tensor, begin: int, end: int, start: int, stop: int, piece: torch.Tensor) -> None:

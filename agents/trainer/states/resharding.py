@@ -96,17 +96,17 @@ def reshard(target: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[st
     assembly = _Assembly(layout, target["tensors"])
     first: dict[str, Any] | None = None
     for shard in shards:
-        theirs = layout_in(shard)
+        source_layout = layout_in(shard)
         if first is None:
             common = {name: part for name, part in shard.items() if name not in ("tensors", "layout", WHOLE)}
-            first = _copied({**common, "optimizer": _without(shard["optimizer"], frozenset(theirs.optimizer))})
+            first = _copied({**common, "optimizer": _without(shard["optimizer"], frozenset(source_layout.optimizer))})
         elif shard["iteration"] != first["iteration"]:
             raise BadState(f"its shards are of iterations {first['iteration']} and {shard['iteration']}")
         for name, tensor in shard["tensors"].items():
-            assembly.take("", name, tensor, tensor.shape, theirs)
-        for path, name in theirs.optimizer.items():
+            assembly.take("", name, tensor, tensor.shape, source_layout)
+        for path, name in source_layout.optimizer.items():
             for role, value in _values(shard["optimizer"], path):
-                assembly.take(role, name, value, shard["tensors"][name].shape, theirs)
+                assembly.take(role, name, value, shard["tensors"][name].shape, source_layout)
     if first is None:
         raise BadState("it has no shards")
     tensors = {name: assembly.tensor("", name) for name in layout.tensors}
@@ -138,7 +138,7 @@ class _Assembly:
             for piece in pieces:
                 self._pieces.setdefault(piece.key, []).append((name, piece))
 
-    def take(self, role: str, name: str, value: Any, shape: Sequence[int], theirs: StateLayout) -> None:
+    def take(self, role: str, name: str, value: Any, shape: Sequence[int], layout: StateLayout) -> None:
         """Copy what this worker needs of one value of another shard, which belongs to the tensor `name` of `shape`
         there."""
         self.roles.setdefault(role)
@@ -146,7 +146,7 @@ class _Assembly:
         if not is_number and tuple(value.shape) != tuple(shape):
             shapes = f"{name} is {tuple(shape)}, its optimizer state {tuple(value.shape)}"
             raise NoLayout(f"cannot be resharded: {role}: {shapes}")
-        for piece in theirs.tensors.get(name, ()):
+        for piece in layout.tensors.get(name, ()):
             for own_name, own_piece in self._pieces.get(piece.key, ()):
                 if is_number:
                     self._numbers.setdefault((role, own_name), value)
@@ -221,10 +221,10 @@ def _at(tree: Any, path: str) -> Any:
     return tree
 
 
-def _optimizer(target: Any, theirs: Any, layout: StateLayout, assembly: _Assembly) -> Any:
+def _optimizer(target: Any, source: Any, layout: StateLayout, assembly: _Assembly) -> Any:
     """Return the state with groups and numbers as they were there, and parameters and their state as they are cut
     here."""
-    merged = _merged(target, theirs, "", frozenset(layout.optimizer))
+    merged = _merged(target, source, "", frozenset(layout.optimizer))
     for path, name in layout.optimizer.items():
         parent, _, last = path.rpartition(".")
         family = ".".join(part for part in path.split(".") if not part.isdecimal())
@@ -253,33 +253,33 @@ def _without(tree: Any, paths: frozenset[str], prefix: str = "") -> Any:
     return tree
 
 
-def _merged(target: Any, theirs: Any, prefix: str, paths: frozenset[str]) -> Any:
+def _merged(target: Any, source: Any, prefix: str, paths: frozenset[str]) -> Any:
     """Return their values in this worker's structure. `params` are numbers of this worker's parameters."""
-    if not prefix and isinstance(target, list) and isinstance(theirs, dict):
-        theirs = [theirs] * len(target)  # experts on workers of their own have an optimizer of their own
-    elif not prefix and isinstance(target, dict) and isinstance(theirs, list) and theirs:
-        theirs = theirs[0]
-    if isinstance(target, dict) and isinstance(theirs, dict):
-        merged = {key: value for key, value in theirs.items() if key not in target}
+    if not prefix and isinstance(target, list) and isinstance(source, dict):
+        source = [source] * len(target)  # experts on workers of their own have an optimizer of their own
+    elif not prefix and isinstance(target, dict) and isinstance(source, list) and source:
+        source = source[0]
+    if isinstance(target, dict) and isinstance(source, dict):
+        merged = {key: value for key, value in source.items() if key not in target}
         for key, value in target.items():
             path = f"{prefix}.{key}".strip(".")
             if path not in paths:
-                is_own = key in _OF_THE_GROUP or key not in theirs
-                merged[key] = value if is_own else _merged(value, theirs[key], path, paths)
+                is_own = key in _OF_THE_GROUP or key not in source
+                merged[key] = value if is_own else _merged(value, source[key], path, paths)
         return merged
-    if isinstance(target, list) and isinstance(theirs, list):
+    if isinstance(target, list) and isinstance(source, list):
         if any(f"{prefix}.{number}".strip(".") in paths for number in range(len(target))):
             return []
-        if target and all(isinstance(group, dict) and _is_told_apart(group) for group in (*target, *theirs)):
-            theirs = [_like(group, theirs, number) for number, group in enumerate(target)]
-        elif target and all(isinstance(place, list) and not place for place in theirs):
-            theirs = [[] for _ in target]  # of groups, whose parameters are put there later
-        if len(target) != len(theirs):
-            counts = f"{len(theirs)} entries in the state, {len(target)} here"
+        if target and all(isinstance(group, dict) and _is_told_apart(group) for group in (*target, *source)):
+            source = [_like(group, source, number) for number, group in enumerate(target)]
+        elif target and all(isinstance(place, list) and not place for place in source):
+            source = [[] for _ in target]  # of groups, whose parameters are put there later
+        if len(target) != len(source):
+            counts = f"{len(source)} entries in the state, {len(target)} here"
             raise NoLayout(f"cannot be resharded: optimizer: {prefix or 'it'} has {counts}")
-        inside = zip(target, theirs, range(len(target)), strict=True)
-        return [_merged(mine, their, f"{prefix}.{number}".strip("."), paths) for mine, their, number in inside]
-    return theirs
+        inside = zip(target, source, range(len(target)), strict=True)
+        return [_merged(inner, entry, f"{prefix}.{number}".strip("."), paths) for inner, entry, number in inside]
+    return source
 
 
 def _is_told_apart(group: dict[str, Any]) -> bool:
@@ -288,11 +288,11 @@ def _is_told_apart(group: dict[str, Any]) -> bool:
     return "params" in group and any(name in group for name in _OF_ALIKE)
 
 
-def _like(target: dict[str, Any], theirs: list[dict[str, Any]], number: int) -> dict[str, Any]:
+def _like(target: dict[str, Any], groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
     """Return the one of their groups whose rates and decay are this one's: here it may hold experts alone. Raises
     NoLayout."""
-    alike = (candidate for candidate in theirs if all(candidate.get(name) == target.get(name) for name in _OF_ALIKE))
-    match = next(alike, theirs[number] if number < len(theirs) else None)
+    alike = (candidate for candidate in groups if all(candidate.get(name) == target.get(name) for name in _OF_ALIKE))
+    match = next(alike, groups[number] if number < len(groups) else None)
     if match is None:
         raise NoLayout(f"cannot be resharded: optimizer: group {number} is none of those in the state")
     return match
@@ -309,7 +309,7 @@ def _copied(tree: Any) -> Any:
     return tree
 
 
-def _generators(target: Any, theirs: Any) -> Any:
-    if isinstance(target, dict) and isinstance(theirs, dict) and "megatron" in target:
-        return {**theirs, "megatron": target["megatron"]}
-    return theirs
+def _generators(target: Any, source: Any) -> Any:
+    if isinstance(target, dict) and isinstance(source, dict) and "megatron" in target:
+        return {**source, "megatron": target["megatron"]}
+    return source

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.protocol.memory import Draft, Memory, TooLarge
-from agents.protocol.messages import Captured, Membership, SaveError, SaveFinished
+from agents.protocol.messages import Captured, GroupMembership, SaveError, SaveFinished
 from agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
 from agents.trainer.process.context import Context
 from agents.trainer.states import checkpoint, interval
@@ -114,7 +114,7 @@ class Saving:
             self._storing = None
 
     def boundary(
-        self, iteration: int, duration_s: float, loss: float, membership: Membership, *, leads: bool,
+        self, iteration: int, duration_s: float, loss: float, membership: GroupMembership, *, leads: bool,
         schedule: SaveSchedule | None = None,
     ) -> None:  # fmt: skip
         """Save what is due after `iteration`, which took `duration_s`. `leads`: in the leader's replica. `schedule`:
@@ -124,7 +124,7 @@ class Saving:
         if leads and schedule.is_due:
             self._capture(iteration, loss, membership.generation, to_storage=schedule.to_storage)
 
-    def schedule(self, iteration: int, membership: Membership, *, leads: bool) -> SaveSchedule:
+    def schedule(self, iteration: int, membership: GroupMembership, *, leads: bool) -> SaveSchedule:
         """Return what is to be saved after `iteration`."""
         self._collect()
         if leads and not self._was_lead:

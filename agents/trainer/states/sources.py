@@ -25,7 +25,7 @@ import torch
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory, StateHead, digest_of
 from agents.protocol.memory_exchange import ExchangeFailed, Fetching
-from agents.protocol.messages import Membership
+from agents.protocol.messages import GroupMembership
 from agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from agents.trainer.process.context import Context
 from agents.trainer.states import checkpoint
@@ -46,7 +46,7 @@ class Sources:
         self,
         context: Context,
         memory: Memory | None,
-        membership: Membership,
+        membership: GroupMembership,
         reshard: Callable[[Iterable[Tree]], Tree],
     ) -> None:
         self._context = context

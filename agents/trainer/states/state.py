@@ -178,10 +178,10 @@ class TrainingState:
     def restore(self, tree: dict[str, Any]) -> tuple[int, float]:
         """Take over a captured state; returns its iteration and loss. Raises BadState where it does not fit."""
         self.require_fitting(tree)
-        theirs = tree["tensors"]
+        tensors = tree["tensors"]
         with torch.no_grad():
             for name, tensor in self._tensors():
-                tensor.copy_(theirs[name])
+                tensor.copy_(tensors[name])
         # First from the parameters, then from the state: where it has fp32 masters of its own, those are the truth.
         if hasattr(self.optimizer, "reload_model_params"):
             self.optimizer.reload_model_params()
@@ -202,14 +202,14 @@ class TrainingState:
 
     def require_fitting(self, tree: dict[str, Any]) -> None:
         """Raises BadState where the state is of another model."""
-        mine, theirs = dict(self._tensors()), tree["tensors"]
-        if mine.keys() != theirs.keys():
-            difference = sorted(mine.keys() ^ theirs.keys())
+        expected, tensors = dict(self._tensors()), tree["tensors"]
+        if expected.keys() != tensors.keys():
+            difference = sorted(expected.keys() ^ tensors.keys())
             raise BadState(f"model: the state has other tensors than this model, {difference[:4]} among them")
-        for name, tensor in mine.items():
-            if tensor.shape != theirs[name].shape or tensor.dtype != theirs[name].dtype:
+        for name, tensor in expected.items():
+            if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype:
                 raise BadState(
-                    f"model: {name} is {tuple(theirs[name].shape)} {theirs[name].dtype} in the state,"
+                    f"model: {name} is {tuple(tensors[name].shape)} {tensors[name].dtype} in the state,"
                     f" {tuple(tensor.shape)} {tensor.dtype} here"
                 )
 
