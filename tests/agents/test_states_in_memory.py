@@ -75,7 +75,11 @@ def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
 
 def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     node = Node()
-    node.feed(StateHeld(held_state=HeldState(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)))
+    node.feed(
+        StateHeld(
+            held_state=HeldState(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)
+        )
+    )
     assert not node.appended
     node.boot()
     assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "StateKept"]
