@@ -47,7 +47,8 @@ def cluster_of_layouts(workers: int, tasks: int) -> Situation:
         own = max(known, key=lambda one: (known[one](task.workers), -one.workers))
         others = tuple(Alternative(one, known[one]) for one in known if one != own)
         prices = Prices(reshape_us=180 * 10**6)
-        lineup.append(replace(task, throughput=known[own], unit=own.workers, tp=own.tp, others=others, prices=prices))
+        present = replace(task, throughput=known[own], unit=own.workers, tp=own.tp)
+        lineup.append(replace(present, alternatives=others, prices=prices))
     return replace(situation, tasks=tuple(lineup[:-1]), queued=lineup[-1], seats_matter=True)
 
 

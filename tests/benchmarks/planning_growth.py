@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tests.benchmarks.planning_clusters import cluster
 from unicrond.core.planning import kernel
-from unicrond.core.planning.situation import NodeLost
+from unicrond.core.planning.situation import NodeLoss
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 
@@ -32,7 +32,7 @@ def least_ms(work: Callable[[], object], rounds: int = 7) -> float:
 def point(workers: int, tasks: int, unit: int) -> tuple[float, float]:
     """CPU ms of one plan and of the whole table."""
     situation = cluster(workers, tasks, unit)
-    problem = situation.after(NodeLost("node0003"))
+    problem = situation.after(NodeLoss("node0003"))
     return least_ms(lambda: solve(problem)), least_ms(lambda: Planner().refresh(situation))
 
 

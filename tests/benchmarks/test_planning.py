@@ -22,7 +22,7 @@ import pytest
 
 from tests.benchmarks.planning_clusters import cluster, cluster_of_layouts
 from unicrond.core.planning import kernel, kernel_numba
-from unicrond.core.planning.situation import NodeLost, Situation, TaskFinished
+from unicrond.core.planning.situation import NodeLoss, Situation, TaskEnd
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 
@@ -51,20 +51,20 @@ def situation(request: pytest.FixtureRequest) -> Situation:
 @pytest.mark.benchmark(group="look-up of a stored plan by its event")
 def test_look_up(benchmark: Any, situation: Situation) -> None:
     table = Planner().refresh(situation)
-    assert benchmark(table.look_up, NodeLost("node0003")) is not None
+    assert benchmark(table.look_up, NodeLoss("node0003")) is not None
 
 
 @pytest.mark.benchmark(group="look-up by the whole problem, compared field by field")
 def test_answer(benchmark: Any, situation: Situation) -> None:
     planner = Planner()
     planner.refresh(situation)
-    problem = situation.after(NodeLost("node0003"))
+    problem = situation.after(NodeLoss("node0003"))
     assert benchmark(planner.answer, problem).way == "table"
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="one plan, from nothing")
 def test_one_plan(benchmark: Any, situation: Situation) -> None:
-    problem = situation.after(NodeLost("node0003"))
+    problem = situation.after(NodeLoss("node0003"))
     benchmark.pedantic(solve, (problem,), rounds=30, warmup_rounds=2)
 
 
@@ -80,7 +80,7 @@ def test_table_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
     begun = time.process_time()
     situation = cluster_of_layouts(workers, tasks)
     benchmark.extra_info["curves_s"] = round(time.process_time() - begun, 2)
-    benchmark.extra_info["layouts"] = sum(1 + len(task.others) for task in situation.lineup)
+    benchmark.extra_info["layouts"] = sum(1 + len(task.alternatives) for task in situation.lineup)
     table = benchmark.pedantic(lambda: Planner().refresh(situation), rounds=10, warmup_rounds=2)
     benchmark.extra_info.update(scenarios=table.effort.scenarios, rows=table.effort.rows_computed)
 
@@ -88,7 +88,7 @@ def test_table_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
 @pytest.mark.benchmark(timer=time.process_time, group="one plan over layouts, from nothing, with seats")
 @pytest.mark.parametrize(("workers", "tasks"), [(1024, 32), (10240, 100)])
 def test_one_plan_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
-    problem = cluster_of_layouts(workers, tasks).after(NodeLost("node0003"))
+    problem = cluster_of_layouts(workers, tasks).after(NodeLoss("node0003"))
     benchmark.pedantic(solve, (problem,), rounds=20, warmup_rounds=2)
 
 
@@ -101,7 +101,7 @@ def test_table_in_numpy(benchmark: Any, situation: Situation) -> None:
 @pytest.mark.benchmark(timer=time.process_time, group="the table after the middle task finished, rows reused")
 def test_table_after_a_finish(benchmark: Any, situation: Situation) -> None:
     """Its workers go where the plan gives them; the rows before and behind the changed tasks stay."""
-    middle = TaskFinished(situation.tasks[len(situation.tasks) // 2].name)
+    middle = TaskEnd(situation.tasks[len(situation.tasks) // 2].name)
     planner = Planner()
     chosen = planner.refresh(situation).solution(middle)
     assert chosen is not None

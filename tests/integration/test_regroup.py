@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from agents.protocol.messages import Committed, Hello, Parked, Regrouped, Saved, Taken, Trouble
+from agents.protocol.messages import Committed, ErrorReport, Hello, Parked, Regrouped, SaveFinished, StateLoaded
 from agents.protocol.sampling import Sampling, samples_digest
 from agents.trainer import corpus
 from agents.trainer.states import checkpoint
@@ -241,7 +241,7 @@ def test_a_replica_killed_in_mid_iteration_changes_nothing(rig: Start, spec: Tas
     with rig(with_dropout) as run:
         begin(run, *THREE, fault={"t.3": "kill@iteration=4,micro_batch=2"})
         lose(run, "t.3")
-        run.until(lambda: run.of(Trouble))  # the survivors notice by themselves, and wait for the membership
+        run.until(lambda: run.of(ErrorReport))  # the survivors notice by themselves, and wait for the membership
         run.tell(2, ["t.1", "t.2"], urgent=True)
         complete(run)
         assert same(parameters(run), expected)
@@ -311,7 +311,7 @@ def test_bits_that_differ_are_told_where_a_task_begins(rig: Start, spec: TaskSpe
         told = "on replica 1 a micro-batch computed twice has different bits"
         if wish == "require":
             run.until(lambda: not run.living())
-            assert all(told in message.message for message in run.of(Trouble) if isinstance(message, Trouble))
+            assert all(told in message.message for message in run.of(ErrorReport) if isinstance(message, ErrorReport))
         else:
             complete(run)
             assert told in (run.directory / "t.1.log").read_text()
@@ -328,7 +328,7 @@ def test_a_joiner_that_computes_on_something_else_is_told_of(rig: Start, spec: T
             run.until(lambda: "t.3" in run.exits)
             run.tell(3, ["t.1", "t.2"], urgent=True)
         complete(run)
-        assert any(told in message.message for message in run.of(Trouble, "t.3") if isinstance(message, Trouble)) == (
+        assert any(told in message.message for message in run.of(ErrorReport, "t.3") if isinstance(message, ErrorReport)) == (
             wish == "require"
         )
         assert told in (run.directory / "t.1.log").read_text()
@@ -413,7 +413,7 @@ def test_a_leaver_takes_part_in_the_last_agreement_and_parks(rig: Start, spec: T
         assert isinstance(parked, Parked)
         assert len(run.iterations()[parked.iteration].micro_batches_by_rank) == 3
         assert len(run.iterations()[parked.iteration + 1].micro_batches_by_rank) == 2
-        assert not run.of(Trouble)
+        assert not run.of(ErrorReport)
         check_samples(run)
 
 
@@ -421,9 +421,9 @@ def test_where_nobody_stays_the_lead_saves_before_it_parks(rig: Start, spec: Tas
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, ("t.1", "t.2"), [])
         run.until(lambda: len(run.of(Parked)) == 2)
-        (saved,) = run.of(Saved)
+        (saved,) = run.of(SaveFinished)
         parked = run.of(Parked)[0]
-        assert isinstance(saved, Saved) and isinstance(parked, Parked)
+        assert isinstance(saved, SaveFinished) and isinstance(parked, Parked)
         assert saved.iteration == parked.iteration < 4
         run.start("t.3")
         run.until(lambda: run.ready("t.3"))
@@ -454,8 +454,8 @@ def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Referen
         complete(run)
         assert regrouped(run, "t.2").source == "checkpoint"
         assert regrouped(run, "t.2").iteration == (2 if damaged else 3)
-        (taken,) = run.of(Taken, "t.2")
-        assert isinstance(taken, Taken)
+        (taken,) = run.of(StateLoaded, "t.2")
+        assert isinstance(taken, StateLoaded)
         assert (taken.source, taken.iteration) == ("checkpoint", 1 if damaged else 2)
         assert len(taken.tried) == damaged
         assert same(parameters(run), reference)
@@ -467,7 +467,7 @@ def test_without_a_membership_the_survivors_save_and_stop(rig: Start, spec: Task
         lose(run, "t.3")
         run.until(lambda: not run.living())
         assert os.waitstatus_to_exitcode(run.exits["t.1"]) == os.waitstatus_to_exitcode(run.exits["t.2"]) == 75
-        assert {message.iteration for message in run.of(Saved) if isinstance(message, Saved)} == {2}
+        assert {message.iteration for message in run.of(SaveFinished) if isinstance(message, SaveFinished)} == {2}
         assert parameters(run)
 
 
@@ -522,8 +522,8 @@ def test_an_exception_is_told_before_the_process_ends(rig: Start, spec: TaskSpec
         begin(run, "t.1", fault={"t.1": "raise@iteration=2,at=agreed"})
         run.until(lambda: not run.living())
         assert os.waitstatus_to_exitcode(run.exits["t.1"]) == 1
-        (trouble,) = run.of(Trouble)
-        assert isinstance(trouble, Trouble)
+        (trouble,) = run.of(ErrorReport)
+        assert isinstance(trouble, ErrorReport)
         assert (trouble.kind, trouble.generation, trouble.iteration, trouble.phase) == ("exception", 1, 2, "step")
         assert "injected at agreed" in trouble.message and "hook.py" in trouble.detail
 
@@ -532,8 +532,8 @@ def test_missing_data_is_told_as_such(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, data="/nowhere/text")) as run:
         run.start("t.1")
         run.until(lambda: "t.1" in run.exits)
-        (trouble,) = run.of(Trouble)
-        assert isinstance(trouble, Trouble)
+        (trouble,) = run.of(ErrorReport)
+        assert isinstance(trouble, ErrorReport)
         assert (trouble.kind, trouble.phase) == ("data_error", "data") and "/nowhere/text" in trouble.message
 
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents.protocol.messages import Parked, Saved, Taken
+from agents.protocol.messages import Parked, SaveFinished, StateLoaded
 from events.vocabulary import CheckpointSpec, TaskSpec
 from tests.integration import test_plain_megatron
 from tests.integration.regroup_rig import ForkServer, Rig
@@ -84,8 +84,8 @@ def lose_and_go_on(run: Rig, lost: Sequence[str], left: Sequence[str]) -> None:
     complete(run)
 
 
-def taken(run: Rig) -> list[Taken]:
-    return [said for said in run.of(Taken) if isinstance(said, Taken) and said.generation > 1]
+def taken(run: Rig) -> list[StateLoaded]:
+    return [said for said in run.of(StateLoaded) if isinstance(said, StateLoaded) and said.generation > 1]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_where_nobody_stays_the_whole_state_is_saved_and_another_optimizer_takes
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, THREE, [])
         run.until(lambda: len(run.of(Parked)) == 3)
-        (saved,) = run.of(Saved)
-        assert isinstance(saved, Saved)
+        (saved,) = run.of(SaveFinished)
+        assert isinstance(saved, SaveFinished)
         run.start("t.4", spec=plain_task(data))
         run.until(lambda: run.ready("t.4"))
         run.tell(3, ["t.4"], joiners=["t.4"])

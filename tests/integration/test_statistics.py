@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agents.protocol import marks
-from agents.protocol.messages import Degraded, Straggles, Suspected, Trouble
+from agents.protocol.messages import Degraded, ErrorReport, StragglerReport, Suspected
 from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 
@@ -59,8 +59,8 @@ def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
 
 
 def test_who_is_slow_from_birth_is_told_of(server: ForkServer, data: Path, tmp_path: Path) -> None:
-    def tellers(rig: Rig) -> list[tuple[str, Straggles]]:
-        return [(worker, m) for worker, m in rig.said if isinstance(m, Straggles)]
+    def tellers(rig: Rig) -> list[tuple[str, StragglerReport]]:
+        return [(worker, m) for worker, m in rig.said if isinstance(m, StragglerReport)]
 
     rig = trained(server, tmp_path, odd_task(data, "straggle", 2, 1), tellers)
     worker, told = tellers(rig)[0]
@@ -95,8 +95,8 @@ def test_a_flipped_bit_is_found_and_its_holder_named_by_the_majority(
 def test_the_cause_of_an_exception_is_classified_and_its_place_told(
     server: ForkServer, data: Path, tmp_path: Path
 ) -> None:
-    rig = trained(server, tmp_path, odd_task(data, "wrap", 2, 4), lambda rig: rig.of(Trouble, "t.2"))
-    told = next(m for worker, m in rig.said if isinstance(m, Trouble) and worker == "t.2")
+    rig = trained(server, tmp_path, odd_task(data, "wrap", 2, 4), lambda rig: rig.of(ErrorReport, "t.2"))
+    told = next(m for worker, m in rig.said if isinstance(m, ErrorReport) and worker == "t.2")
     assert (told.kind, told.iteration, told.phase, told.message) == (
         "ecc_error",
         4,

@@ -23,7 +23,7 @@ def main() -> None:
     import megatron.core.datasets.utils as utils
     import megatron.training.training as training
 
-    cpu.behind_imports()
+    cpu.apply_after_import()
     utils.compile_helpers = lambda: None
     _mend_loading()
     real = training.train

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.messages import Taken
+from agents.protocol.messages import StateLoaded
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Outcome, broken, ended, furthest, names, stock, told
@@ -37,8 +37,8 @@ def started(server: ForkServer, directory: Path, flags: str, replicas: int) -> O
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
         outcome = ended(rig)
-        (taken, *_) = rig.of(Taken)
-    assert isinstance(taken, Taken) and (taken.source, taken.iteration) == ("checkpoint", 5)
+        (taken, *_) = rig.of(StateLoaded)
+    assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("checkpoint", 5)
     assert list(outcome.iterations) == [6, 7, 8, 9, 10]
     return outcome
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from agents.protocol.messages import Taken
+from agents.protocol.messages import StateLoaded
 from agents.trainer.states import checkpoint
 from agents.trainer.states.resharding import layout_in
 from events.shape import Shape
@@ -98,8 +98,8 @@ def goes_on(
         hand_over(rig, old, memory=True)
         other = msgspec.structs.replace(spec, tp=shape.tp, pp=shape.pp, vpp=shape.vpp, ep=shape.ep)
         go_on(rig, other, [f"t.{len(old) + 1 + number}" for number in range(shape.workers)])
-        (taken,) = rig.of(Taken, f"t.{len(old) + 1}")
-        assert isinstance(taken, Taken) and (taken.source, taken.iteration) == ("peer", BOUNDARY)
+        (taken,) = rig.of(StateLoaded, f"t.{len(old) + 1}")
+        assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("peer", BOUNDARY)
         assert taken.resharded_from == str(spec.cut)
         losses = {iteration: commit.loss for iteration, commit in rig.iterations().items()}
         here = whole(rig.checkpoints)

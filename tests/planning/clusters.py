@@ -52,7 +52,7 @@ def with_layouts(rng: Random, task: TaskProblem, most: int) -> TaskProblem:
         others.append(Alternative(shape, Curve(flops), rng.choice((None, None, rng.randint(0, most)))))
     price = [rng.choice((None, 0, 1, rng.randint(0, 9), 20)) for _ in range(3)]
     tp = rng.choice([size for size in (1, 2, 4) if task.unit % size == 0])
-    return replace(task, tp=tp, others=tuple(others), prices=Prices(*price))
+    return replace(task, tp=tp, alternatives=tuple(others), prices=Prices(*price))
 
 
 def random_seats(rng: Random, workers: int) -> tuple[tuple[int, int], ...]:

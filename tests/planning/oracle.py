@@ -15,7 +15,7 @@ def legal_counts(problem: Problem, task: TaskProblem) -> list[int]:
 def legal_choices(problem: Problem, task: TaskProblem) -> list[tuple[int, int]]:
     """Workers and layout, 0 being the present one."""
     choices = []
-    forms = [(task.unit, task.max_workers), *((each.shape.workers, each.most) for each in task.others)]
+    forms = [(task.unit, task.max_workers), *((each.shape.workers, each.most) for each in task.alternatives)]
     for layout, (unit, most) in enumerate(forms):
         cap = problem.workers if most is None else min(most, problem.workers)
         choices += [(k, layout) for k in range(0, cap + 1, unit) if k or not layout]
@@ -23,7 +23,7 @@ def legal_choices(problem: Problem, task: TaskProblem) -> list[tuple[int, int]]:
 
 
 def waf(task: TaskProblem, workers: int, layout: int = 0) -> Fraction:
-    curve = task.others[layout - 1].curve.points if layout else task.curve.points
+    curve = task.alternatives[layout - 1].curve.points if layout else task.curve.points
     return Fraction(task.weight) * Fraction(curve.get(workers, 0)) if workers >= task.min_workers else Fraction(0)
 
 
@@ -98,7 +98,7 @@ def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], 
     def seated(plan: tuple[tuple[int, int], ...]) -> bool:
         groups: list[int] = []
         for task, (count, layout) in zip(problem.tasks, plan, strict=True):
-            tp = task.others[layout - 1].shape.tp if layout else task.tp
+            tp = task.alternatives[layout - 1].shape.tp if layout else task.tp
             groups += [tp] * (count // tp)
         return finds_room(sorted(groups, reverse=True), slots)
 

@@ -63,7 +63,7 @@ def _task(rng: Random, name: str, pools: tuple[Pool, ...], left: dict[str, int])
         floor=least,
         unit=unit,
         tp=tp,
-        others=others,
+        alternatives=others,
         prices=Prices(reshape_us=3 * TRANSITION_S),
         gpu=at,
     )

@@ -35,7 +35,7 @@ def each_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def small_numbers(problem: Problem) -> bool:
-    curves = [curve for task in problem.tasks for curve in (task.curve, *(other.curve for other in task.others))]
+    curves = [curve for task in problem.tasks for curve in (task.curve, *(other.curve for other in task.alternatives))]
     return all(len(curve) == 0 or curve.flops.max() < 1000 for curve in curves)
 
 
@@ -107,7 +107,14 @@ def test_the_other_layout_where_the_present_one_finds_no_room() -> None:
     """tp 2 on two half-free nodes."""
     held = TaskProblem("held", 1, 2, Curve({2: 100}), unit=1, max_workers=2)
     pair = TaskProblem(
-        "pair", 1, 2, Curve({2: 20}), unit=2, tp=2, faulty=True, others=(Alternative(Shape(1, 2), Curve({2: 15})),)
+        "pair",
+        1,
+        2,
+        Curve({2: 20}),
+        unit=2,
+        tp=2,
+        faulty=True,
+        alternatives=(Alternative(Shape(1, 2), Curve({2: 15})),),
     )
     problem = Problem(4, 10, 1, (pair, held), seats=((1, 2), (2, 1)))
     solution = solve(problem)
@@ -122,7 +129,7 @@ def test_a_reshape_has_to_pay(each_kernel: str) -> None:
 
     def task(reshape_us: int) -> TaskProblem:
         other = Alternative(Shape(2, 1), Curve({4: 200}))
-        return TaskProblem("a", 1, 4, Curve({4: 100}), others=(other,), prices=Prices(reshape_us=reshape_us))
+        return TaskProblem("a", 1, 4, Curve({4: 100}), alternatives=(other,), prices=Prices(reshape_us=reshape_us))
 
     assert solve(Problem(4, 10, 1, (task(9),))).layouts == (1,)
     assert solve(Problem(4, 10, 1, (task(10),))).layouts == (0,), "as good: it stays"

@@ -32,7 +32,7 @@ def test_a_lost_node_moves_only_its_own_workers() -> None:
     current = {"a": (("n1",), ("n2",)), "b": (("n2",), ("n3",))}
     placed = place({"a": 2, "b": 2}, {"a": Shape(), "b": Shape()}, {"n1": 2, "n3": 2}, current)
     assert placed.replicas == {"a": (("n1",), ("n1",)), "b": (("n3",), ("n3",))}
-    assert placed.moved == 0
+    assert placed.moves == 0
 
 
 def test_a_shrinking_task_leaves_the_node_where_it_has_fewest() -> None:
@@ -53,7 +53,7 @@ def test_small_replicas_make_room_for_a_big_group() -> None:
     shapes = {"small": Shape(), "big": Shape(tp=2)}
     placed = place({"small": 2, "big": 1}, shapes, {"n1": 2, "n2": 2}, current)
     assert placed.replicas == {"small": (("n2",), ("n2",)), "big": (("n1", "n1"),)}
-    assert (placed.moved, placed.short) == (1, {})
+    assert (placed.moves, placed.short) == (1, {})
 
 
 @pytest.mark.timeout(20)
@@ -113,7 +113,7 @@ def test_properties(hall: tuple[dict[str, int], dict[str, Shape], dict[str, int]
         stayed = (healthy & Counter(replicas)).total()
         displaced += (min(count, healthy.total()) - stayed) * shapes[task].workers
     # Whoever could stay stays, but for those that made room.
-    assert displaced <= placed.moved
+    assert displaced <= placed.moves
     # A task without tensor parallelism is short only if the cluster is full.
     for task in placed.short:
         if shapes[task].workers == 1:
@@ -125,7 +125,7 @@ def test_properties(hall: tuple[dict[str, int], dict[str, Shape], dict[str, int]
     assert shuffled == placed
     # Nothing to do, nothing done.
     settled = place({t: len(r) for t, r in placed.replicas.items()}, shapes, nodes, placed.replicas)
-    assert settled.replicas == placed.replicas and settled.moved == 0
+    assert settled.replicas == placed.replicas and settled.moves == 0
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

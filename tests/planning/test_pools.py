@@ -87,7 +87,7 @@ def test_one_pool_is_planned_as_a_cluster_of_one_type() -> None:
 def task(name: str, **given: object) -> TaskProblem:
     slow, fast = Curve.dense([0, 1, 2, 3, 4]), Curve.dense([0, 3, 6, 9, 12])
     others = (Alternative(Shape(), fast, 4, "fast"),)
-    base = TaskProblem(name, 1, 0, slow, max_workers=4, others=others, gpu="slow")
+    base = TaskProblem(name, 1, 0, slow, max_workers=4, alternatives=others, gpu="slow")
     return replace(base, **given)  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def test_a_move_between_types_costs_a_reshape() -> None:
 
 def test_a_pool_that_is_gone_is_left() -> None:
     """All nodes of the type that the task was on are lost."""
-    running = task("t", workers=4, gpu="fast", others=(Alternative(Shape(), Curve.dense([0, 1, 2]), 2, "slow"),))
+    running = task("t", workers=4, gpu="fast", alternatives=(Alternative(Shape(), Curve.dense([0, 1, 2]), 2, "slow"),))
     found = solve(pools(2, 0, replace(running, faulty=True)))
     assert (found.workers, found.gpus) == ((2,), ("slow",))
 
@@ -143,11 +143,11 @@ def test_a_task_has_all_its_workers_on_one_type() -> None:
 def test_a_floor_is_met_by_workers_that_achieve_something() -> None:
     """The fast type holds the model in one worker, the slow one in two: with one it would find no memory."""
     fast = (Alternative(Shape(), Curve.dense([0, 9, 18]), 2, "fast"),)
-    needy = task("t", min_workers=1, floor=1, throughput=Curve.dense([0, 0, 2, 3]), max_workers=3, others=fast)
+    needy = task("t", min_workers=1, floor=1, throughput=Curve.dense([0, 0, 2, 3]), max_workers=3, alternatives=fast)
     assert solve(pools(1, 0, needy)).workers == (0,)
     assert solve(pools(2, 0, needy)).workers == (2,)
     assert (solve(pools(1, 1, needy)).workers, solve(pools(1, 1, needy)).gpus) == ((1,), ("fast",))
-    first = replace(needy, name="u", others=())
+    first = replace(needy, name="u", alternatives=())
     both = solve(pools(3, 0, needy, first))
     assert sorted(both.workers) == [0, 3] and len(both.unmet_floors) == 1, "two of two each are too many for three"
     nowhere = replace(needy, throughput=Curve.dense([0, 0, 0, 0]))
@@ -168,6 +168,6 @@ def test_a_pool_without_slots_costs_no_solve() -> None:
         asked.append(pool)
         return solve(pool)
 
-    found = best_of_pools(pools(3, 0, task("t"), task("u", workers=2, gpu="fast", others=())), counted)
+    found = best_of_pools(pools(3, 0, task("t"), task("u", workers=2, gpu="fast", alternatives=())), counted)
     assert len(asked) == 1 and found.workers == (3, 0)
     assert solve(pools(0, 0, task("t"))).workers == (0,)

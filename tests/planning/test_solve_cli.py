@@ -61,7 +61,7 @@ def in_layouts(problem: Problem) -> str:
                 "cap": other.most,
                 "T": {str(k): flops for k, flops in other.curve.points.items()},
             }
-            for other in task.others
+            for other in task.alternatives
         ]
     return json.dumps(told)
 
@@ -80,7 +80,7 @@ def test_layouts_prices_and_seats_are_weighed_as_by_every_plan_there_is(
     workers, layouts, value = brute_force_in(problem)
     assert answer["plan"] == list(workers)
     assert answer["objective"] == pytest.approx(float(value), rel=1e-12)
-    if any(task.others for task in problem.tasks):
+    if any(task.alternatives for task in problem.tasks):
         shapes = [task.shape_of(layout) for task, layout in zip(problem.tasks, layouts, strict=True)]
         assert answer["layouts"] == [str(shape) for shape in shapes]
 

@@ -15,13 +15,13 @@ from unicrond.core.planning import kernel
 from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
 from unicrond.core.planning.situation import (
     NextEvent,
-    NodeJoined,
+    NodeArrival,
     NodeLoad,
-    NodeLost,
+    NodeLoss,
     Situation,
-    TaskFinished,
-    TaskLaunched,
-    WorkerLost,
+    TaskEnd,
+    TaskLaunch,
+    WorkerLoss,
 )
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.planning.table import Planner
@@ -40,10 +40,10 @@ def next_situation(situation: Situation, event: NextEvent, solution: Solution) -
     """What stands after the event once its plan is adopted (nodes keep their tasks: enough for the planner)."""
     tasks = tuple(replace(task, faulty=False, workers=workers) for task, workers in solution)
     there = {task.name for task in tasks}
-    nodes = [replace(n, tasks=n.tasks & there) for n in situation.nodes if event != NodeLost(n.name)]
-    if isinstance(event, NodeJoined):
+    nodes = [replace(n, tasks=n.tasks & there) for n in situation.nodes if event != NodeLoss(n.name)]
+    if isinstance(event, NodeArrival):
         nodes.append(NodeLoad(f"new{len(nodes)}-{situation.workers}", event.slots))
-    queued = None if isinstance(event, TaskLaunched) else situation.queued
+    queued = None if isinstance(event, TaskLaunch) else situation.queued
     return replace(situation, nodes=tuple(nodes), tasks=tasks, queued=queued)
 
 
@@ -128,7 +128,7 @@ def test_what_the_table_does_not_hold_is_solved_to_the_same_plan(each_kernel: st
 def test_a_problem_that_is_not_quite_the_expected_one_is_no_hit(change: dict[str, object]) -> None:
     situation, planner = two_tasks(), Planner()
     planner.refresh(situation)
-    expected = situation.after(NodeLost("n1"))
+    expected = situation.after(NodeLoss("n1"))
     assert planner.answer(expected).way == "table"
     other = replace(expected, tasks=(expected.tasks[0], replace(expected.tasks[1], **change)))  # type: ignore[arg-type]
     answer = planner.answer(other)
@@ -159,7 +159,7 @@ def two_tasks() -> Situation:
 def test_every_kind_of_event_has_its_problem() -> None:
     situation = two_tasks()
     assert [type(event).__name__ for event in situation.expected()] == (
-        ["WorkerLost"] * 2 + ["NodeLost"] * 4 + ["NodeJoined"] + ["TaskFinished"] * 2 + ["TaskLaunched"]
+        ["WorkerLoss"] * 2 + ["NodeLoss"] * 4 + ["NodeArrival"] + ["TaskEnd"] * 2 + ["TaskLaunch"]
     )
 
     def posed(event: NextEvent) -> tuple[int, int, list[str], list[str]]:
@@ -167,24 +167,24 @@ def test_every_kind_of_event_has_its_problem() -> None:
         faulty = [task.name for task in problem.tasks if task.faulty]
         return problem.workers, int(problem.d_running_us), [task.name for task in problem.tasks], faulty
 
-    assert posed(WorkerLost("b")) == (9, 10**9 // 9, ["a", "b"], ["b"])
-    assert posed(NodeLost("n1")) == (6, 10**9 // 6, ["a", "b"], ["a"])
-    assert posed(NodeLost("n4")) == (9, 10**9 // 9, ["a", "b"], [])
-    assert posed(NodeJoined(4)) == (14, 10**9 // 14, ["a", "b"], [])
-    assert posed(TaskFinished("a")) == (10, 10**8, ["b"], [])
-    assert posed(TaskLaunched("c")) == (10, 10**8, ["a", "b", "c"], [])
-    for stranger in (NodeLost("n9"), TaskFinished("c"), TaskLaunched("a"), WorkerLost("c")):
+    assert posed(WorkerLoss("b")) == (9, 10**9 // 9, ["a", "b"], ["b"])
+    assert posed(NodeLoss("n1")) == (6, 10**9 // 6, ["a", "b"], ["a"])
+    assert posed(NodeLoss("n4")) == (9, 10**9 // 9, ["a", "b"], [])
+    assert posed(NodeArrival(4)) == (14, 10**9 // 14, ["a", "b"], [])
+    assert posed(TaskEnd("a")) == (10, 10**8, ["b"], [])
+    assert posed(TaskLaunch("c")) == (10, 10**8, ["a", "b", "c"], [])
+    for stranger in (NodeLoss("n9"), TaskEnd("c"), TaskLaunch("a"), WorkerLoss("c")):
         with pytest.raises(KeyError):
             situation.after(stranger)
 
 
 def test_a_look_up_names_the_whole_lineup() -> None:
     table = Planner().refresh(two_tasks())
-    assert table.look_up(TaskFinished("a")) == (0, 8, 0)
-    assert table.look_up(NodeLost("n1")) is not None
-    assert table.look_up(NodeLost("n9")) is None
-    assert table.solution(NodeLost("n9")) is None
-    finished = table.solution(TaskFinished("a"))
+    assert table.look_up(TaskEnd("a")) == (0, 8, 0)
+    assert table.look_up(NodeLoss("n1")) is not None
+    assert table.look_up(NodeLoss("n9")) is None
+    assert table.solution(NodeLoss("n9")) is None
+    finished = table.solution(TaskEnd("a"))
     assert finished is not None and finished.workers == (8,)
 
 
@@ -192,7 +192,7 @@ def test_nodes_that_pose_the_same_problem_share_an_entry() -> None:
     situation = two_tasks()
     twin = replace(situation, nodes=(*situation.nodes, NodeLoad("n5", 3, frozenset({"b"}))))
     table = Planner().refresh(twin)
-    assert table.look_up(NodeLost("n2")) == table.look_up(NodeLost("n5"))
+    assert table.look_up(NodeLoss("n2")) == table.look_up(NodeLoss("n5"))
     assert table.effort.scenarios == len(list(twin.expected())) - 1
 
 

@@ -21,7 +21,7 @@ from tests.unicrond.test_layouts import lose
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.planning import ahead
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.situation import NodeJoined, NodeLost, Situation, TaskFinished, WorkerLost
+from unicrond.core.planning.situation import NodeArrival, NodeLoss, Situation, TaskEnd, WorkerLoss
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.survey import Survey
@@ -72,9 +72,9 @@ def test_every_plan_is_that_of_a_fresh_solve_and_of_its_problem_alone() -> None:
 def test_the_likeliest_come_first_and_no_more_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     situation = at_rest(cluster())
     kinds = [type(event) for event in ahead.likeliest(situation)]
-    assert kinds == sorted(kinds, key=[NodeLost, NodeJoined, TaskFinished, WorkerLost].index)
-    assert set(kinds) == {NodeLost, NodeJoined, TaskFinished, WorkerLost}
-    losses = [event.node for event in ahead.likeliest(situation) if isinstance(event, NodeLost)]
+    assert kinds == sorted(kinds, key=[NodeLoss, NodeArrival, TaskEnd, WorkerLoss].index)
+    assert set(kinds) == {NodeLoss, NodeArrival, TaskEnd, WorkerLoss}
+    losses = [event.node for event in ahead.likeliest(situation) if isinstance(event, NodeLoss)]
     alike = [sum(n.slots for n in situation.nodes if n.load == situation.load_of[node].load) for node in losses]
     assert alike == sorted(alike, reverse=True)
     monkeypatch.setattr(ahead, "AHEAD_MAX", 3)
@@ -128,7 +128,7 @@ async def test_what_is_asked_ends_a_solve_ahead(monkeypatch: pytest.MonkeyPatch)
     await asyncio.to_thread(begun.wait, 30)
     assert len(ended) == 1
     sight.look_from(Survey(made.state, made.policy))  # nothing is new
-    assert not sight._wanted.is_set()
+    assert not sight._request.is_set()
     made.submit("more", min_workers=1, max_workers=2, gpus=faster(2, 2))
     made.run()
     sight.look_from(Survey(made.state, made.policy))
@@ -138,7 +138,7 @@ async def test_what_is_asked_ends_a_solve_ahead(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_solve_ends_between_two_pools() -> None:
-    problem = at_rest(cluster()).after(TaskFinished("line"))
+    problem = at_rest(cluster()).after(TaskEnd("line"))
     asked: list[int] = []
 
     def soon() -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.gradients.lanes import Lanes, begin, rooms
+from agents.trainer.gradients.lanes import Lanes, initial_assignment, stores_needed
 from events.vocabulary import LANES, ModelSpec, TaskSpec
 from unicrond.core.gradient_memory import Gradients, gradients, most_sums, parameters
 
@@ -14,8 +14,8 @@ from unicrond.core.gradient_memory import Gradients, gradients, most_sums, param
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 20))
 def test_it_is_what_the_trainer_has_room_for(micro_batches: int, lanes: int, replicas: int) -> None:
     cut = Lanes(micro_batches, min(lanes, micro_batches))
-    deal = begin(replicas, cut)
-    assert most_sums(micro_batches, cut.count, replicas) == max(rooms(runs, cut) for runs in deal.runs)
+    deal = initial_assignment(replicas, cut)
+    assert most_sums(micro_batches, cut.count, replicas) == max(stores_needed(runs, cut) for runs in deal.runs)
 
 
 @pytest.mark.parametrize(

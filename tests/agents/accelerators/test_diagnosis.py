@@ -78,7 +78,9 @@ def test_a_symptom_names_the_code_that_explains_it() -> None:
 
 def test_the_first_reading_is_where_counts_begin() -> None:
     gpu = Gpu("big.1")
-    assert gpu.sees(GpuReading(ecc_volatile=7, ecc_aggregate=90, links_up=3, link_errors=10**6, link_recoveries=4)) == ()
+    assert (
+        gpu.sees(GpuReading(ecc_volatile=7, ecc_aggregate=90, links_up=3, link_errors=10**6, link_recoveries=4)) == ()
+    )
     assert gpu.kinds(GpuReading(ecc_volatile=8, ecc_aggregate=91)) == ["ecc_error"]
     assert gpu.sees(GpuReading(ecc_volatile=8, ecc_aggregate=91)) == ()
     assert gpu.sees(GpuReading(ecc_volatile=0, ecc_aggregate=91)) == (), "the driver was loaded anew"

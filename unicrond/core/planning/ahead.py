@@ -1,12 +1,12 @@
-"""With several types of GPU: the plans of the next events, solved one by one while nothing happens.
+"""With several types of GPU: the plans of the next events, solved one by one while the cluster is idle.
 
 Rules
 -----
-* Deals share no rows, so each event costs a whole plan (`pools.py`). The likeliest AHEAD_MAX are solved: the loss of
-  each node (of nodes alike one, by the slots that they have together), a node that joins, the end of each task, the
-  loss of each task's worker.
-* A plan is kept with its problem, and is the answer to that very problem alone (`Table.ahead`).
-* Whoever needs the processor ends a solve between two pools' problems (`interruptible`).
+* Assignments to pools share no rows, so each event costs a whole plan (`pools.py`). The likeliest AHEAD_MAX are solved:
+  the loss of each node (once for nodes that are alike, those with the most slots in total first), a node that joins,
+  the end of each task, the loss of each task's worker.
+* A plan is stored under its problem, and answers that very problem alone (`PlanTable.ahead`).
+* A caller that needs the processor ends a solve between two pools' problems (`interruptible`).
 """
 
 from __future__ import annotations
@@ -16,45 +16,48 @@ from collections.abc import Callable
 
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.situation import NextEvent, NodeJoined, NodeLost, Situation, TaskFinished
+from unicrond.core.planning.situation import NextEvent, NodeArrival, NodeLoss, Situation, TaskEnd
 from unicrond.core.planning.solver import Solution, solve
-from unicrond.core.planning.table import Table
+from unicrond.core.planning.table import PlanTable
 
-#: As many events are planned for, at most.
+#: The most events that are planned for.
 AHEAD_MAX = 48
 
 
 class InterruptedSolve(Exception):
-    """Something else is to be solved now."""
+    """A solve that was ended because another problem is to be solved now."""
 
 
 def likeliest(situation: Situation) -> list[NextEvent]:
-    """The events that are planned for, in this order."""
+    """Return the events that are planned for, the likeliest first; at most AHEAD_MAX."""
     slots = Counter[object]()
     for node in situation.nodes:
         slots[node.load] += node.slots
-    kinds = (NodeLost, NodeJoined, TaskFinished)
+    kinds = (NodeLoss, NodeArrival, TaskEnd)
 
     def rank(event: NextEvent) -> tuple[int, int]:
+        """Return the sort key of an event: its kind, then for lost nodes the slots of all nodes alike, most first."""
         kind = next((n for n, kind in enumerate(kinds) if isinstance(event, kind)), len(kinds))
-        return kind, -slots[situation.load_of[event.node].load] if isinstance(event, NodeLost) else 0
+        return kind, -slots[situation.load_of[event.node].load] if isinstance(event, NodeLoss) else 0
 
     return sorted(situation.expected(distinct=True), key=rank)[:AHEAD_MAX]
 
 
 def interruptible(problem: Problem, is_asked: Callable[[], bool]) -> Solution:
-    """`solver.solve` of a problem with several pools. Raises InterruptedSolve as soon as `is_asked` says so."""
+    """Solve a problem with several pools, as `solver.solve` does. Raise InterruptedSolve as soon as `is_asked` returns
+    True."""
 
-    def one(pool: Problem) -> Solution:
+    def solve_unless_asked(pool: Problem) -> Solution:
+        """Solve one pool's problem, unless the caller wants the thread back."""
         if is_asked():
             raise InterruptedSolve
         return solve(pool)
 
-    return best_of_pools(problem, one)
+    return best_of_pools(problem, solve_unless_asked)
 
 
-def fill(table: Table) -> Table:
-    """The table with all plans that are made ahead. Takes as long as they do."""
+def fill(table: PlanTable) -> PlanTable:
+    """Solve all plans that are made ahead, add them to the table and return it. Takes as long as the solves do."""
     for event in likeliest(table.situation) if table.situation.gpus else ():
         problem = table.situation.after(event)
         table.ahead[problem] = solve(problem)

@@ -1,8 +1,8 @@
-"""Which kernel computes: plain numpy at once, the compiled one as soon as it is warm.
+"""The choice of the kernel: plain numpy at once, the compiled one as soon as it is warm.
 
-Both give the same bits (a test holds them to it), so it never matters for a plan which one ran. numba is
+Both give the same bits (a test checks that), so it never matters for a plan which one ran. numba is
 imported by `warm` alone: the coordinator serves within a second of its start and warms the kernel in a
-thread meanwhile. Compiled code lies in numba's cache, so that only the first start on a machine compiles.
+thread meanwhile. Compiled code is stored in numba's cache, so that only the first start on a machine compiles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _active: ModuleType = kernel_numpy
 
 
 def active() -> ModuleType:
-    """The module whose functions compute now."""
+    """Return the module whose functions compute now."""
     return _active
 
 

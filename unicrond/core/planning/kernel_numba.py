@@ -1,4 +1,4 @@
-"""The kernel, compiled: the twins of `kernel_numpy.py`, bit for bit. See there for what the rows mean.
+"""The compiled kernel: the twins of `kernel_numpy.py`, bit for bit. The meaning of the rows is described there.
 
 All functions release the GIL and are compiled for fixed types when this module is imported, from numba's
 cache after the first time: the event loop neither waits for a compilation nor for a plan.
@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 _BLOCK = 1536
-_KEPT = 8
+_CACHED_STATES = 8
 
 _I = "i8[::1]"
 _F = "f8[::1]"
@@ -31,20 +31,20 @@ def _compiled(signature: str) -> Any:
 
 @_compiled(f"Tuple(({_F}, {_F}, {_F}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, i8)")
 def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: ignore[no-untyped-def]
-    """See kernel_numpy.bounds."""
+    """Compute the bounds; see kernel_numpy.bounds."""
     count = len(weight)
     highest, at_zero, steepest = np.zeros(count), np.zeros(count), np.zeros(count)
     for i in range(count):
         for p in range(starts[i], starts[i + 1]):
-            own = workers[p]
-            if own > limit or own > cap[i] or own < minimum[i] or own % unit[i] != 0:
+            at_workers = workers[p]
+            if at_workers > limit or at_workers > cap[i] or at_workers < minimum[i] or at_workers % unit[i] != 0:
                 continue
             waf = flops[p] * weight[i]
             highest[i] = max(highest[i], waf)
-            if own == 0:
+            if at_workers == 0:
                 at_zero[i] = waf
             else:
-                steepest[i] = max(steepest[i], (waf - at_zero[i]) / own)
+                steepest[i] = max(steepest[i], (waf - at_zero[i]) / at_workers)
     return highest, at_zero, steepest
 
 
@@ -55,7 +55,7 @@ def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: 
 def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: calls in it cost time
     workers,
     flops,
-    other,
+    alt_flops,
     prices,
     starts,
     weight,
@@ -73,7 +73,7 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
     floor_bonus,
     grain,
 ):
-    """See kernel_numpy.useful."""
+    """Compute the useful points; see kernel_numpy.useful."""
     count = len(weight)
     points = np.empty(len(workers) + 3 * count, dtype=np.int64)
     values = np.empty(len(points))
@@ -100,34 +100,34 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
             while p < starts[i + 1] and (workers[p] < minimum[i] or workers[p] % unit[i] != 0):
                 p += 1
             of_curve = workers[p] if p < starts[i + 1] else np.int64(2**62)
-            own = min(of_curve, extra[e])
-            if own > most:
+            at_workers = min(of_curve, extra[e])
+            if at_workers > most:
                 break
             gain = -np.inf
-            if own == of_curve:
+            if at_workers == of_curve:
                 if flops[p] > 0:
                     gain = flops[p] * weight[i] * d_running
-                if other[p] > 0:
-                    gain = max(gain, other[p] * weight[i] * d_running - prices[i, forms[i]])
+                if alt_flops[p] > 0:
+                    gain = max(gain, alt_flops[p] * weight[i] * d_running - prices[i, forms[i]])
                 p += 1
-            while extra[e] == own:
+            while extra[e] == at_workers:
                 e += 1
-            if stays and own == present[i] and present_flops[i] > 0:
-                here_gain = present_flops[i] * weight[i] * d_running
+            if stays and at_workers == present[i] and present_flops[i] > 0:
+                present_gain = present_flops[i] * weight[i] * d_running
                 if forms[i] == 0:
-                    here_gain += staying[i]
-                gain = max(gain, here_gain)
+                    present_gain += staying[i]
+                gain = max(gain, present_gain)
             if gain == -np.inf:
                 gain = -prices[i, 2 + forms[i]]
             value = np.rint(gain * inverse_quantum)
             if floor_bonus[i] > 0:
-                if floor[i] > 0 and own >= floor[i]:
+                if floor[i] > 0 and at_workers >= floor[i]:
                     value += floor_bonus[i]
-            elif own < floor[i]:
+            elif at_workers < floor[i]:
                 continue
-            here = stays and own == present[i]
-            if value > best or here:
-                points[filled], values[filled] = own // grain, value
+            is_present = stays and at_workers == present[i]
+            if value > best or is_present:
+                points[filled], values[filled] = at_workers // grain, value
                 filled += 1
                 best = max(best, value)
         if stays:
@@ -138,7 +138,7 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
 
 @_compiled(f"void({_F}, {_I}, {_F}, i8, i8, {_F}, {_F})")
 def _max_plus(row, points, values, first, end, padded, out):  # type: ignore[no-untyped-def]
-    """`padded`: 2 * len(row) numbers of scratch, the first half -inf."""
+    """Write the max-plus product into `out`. `padded`: 2 * len(row) numbers of scratch, the first half -inf."""
     size = len(row)
     padded[size:] = row
     for start in range(0, size, _BLOCK):
@@ -189,50 +189,51 @@ def _scratch(size):  # type: ignore[no-untyped-def]
 
 
 @_compiled(f"void({_I}, {_F}, {_I}, {_R}, i8)")
-def prefix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
-    """See kernel_numpy.prefix."""
+def prefix(points, values, starts, rows, last_valid):  # type: ignore[no-untyped-def]
+    """Fill the prefix rows; see kernel_numpy.prefix."""
     padded = _scratch(rows.shape[1])
-    for i in range(known, len(starts) - 1):
+    for i in range(last_valid, len(starts) - 1):
         _max_plus(rows[i], points, values, starts[i], starts[i + 1], padded, rows[i + 1])
 
 
 @_compiled(f"void({_I}, {_F}, {_I}, {_R}, i8)")
-def suffix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
-    """See kernel_numpy.suffix."""
+def suffix(points, values, starts, rows, first_valid):  # type: ignore[no-untyped-def]
+    """Fill the suffix rows; see kernel_numpy.suffix."""
     padded = _scratch(rows.shape[1])
-    for i in range(known - 1, -1, -1):
+    for i in range(first_valid - 1, -1, -1):
         _max_plus(rows[i + 1], points, values, starts[i], starts[i + 1], padded, rows[i])
 
 
 @_compiled(f"i8({_I}, {_F}, i8, i8, i8, {_F}, f8, i8)")
-def _choice(points, values, first, end, stay, row, best, left):  # type: ignore[no-untyped-def]
-    """The first point in the order of ties with value + row[left - point] == best; `row`: the tasks behind."""
-    chosen = np.int64(-1)
+def _choice(points, values, first, end, stay, row, best, remaining):  # type: ignore[no-untyped-def]
+    """Return the first point in the order of ties with value + row[remaining - point] == best. `row`: the tasks
+    behind."""
+    smallest = np.int64(-1)
     for p in range(first, end):
-        if points[p] > left:
+        if points[p] > remaining:
             break
-        if values[p] + row[left - points[p]] == best:
+        if values[p] + row[remaining - points[p]] == best:
             if points[p] == stay:
                 return points[p]
-            if chosen < 0:
-                chosen = points[p]
-    return chosen
+            if smallest < 0:
+                smallest = points[p]
+    return smallest
 
 
 @_compiled(f"{_I}({_I}, {_F}, {_I}, {_I}, {_R})")
 def read_back(points, values, starts, stay, rows):  # type: ignore[no-untyped-def]
-    """See kernel_numpy.read_back."""
+    """Read the plan back; see kernel_numpy.read_back."""
     plan = np.zeros(len(starts) - 1, dtype=np.int64)
-    left = np.int64(rows.shape[1] - 1)
+    remaining = np.int64(rows.shape[1] - 1)
     for i in range(len(plan)):
-        plan[i] = _choice(points, values, starts[i], starts[i + 1], stay[i], rows[i + 1], rows[i][left], left)
-        left -= plan[i]
+        plan[i] = _choice(points, values, starts[i], starts[i + 1], stay[i], rows[i + 1], rows[i][remaining], remaining)
+        remaining -= plan[i]
     return plan
 
 
 @_compiled(f"i8({_I}, {_F}, i8, i8, {_F}, {_F}, i8, {_I}, i8)")
 def _sources(points, values, first, end, row, after, goal, into, at):  # type: ignore[no-untyped-def]
-    """into[at:...]: numbers of workers from which some point leads optimally to `goal`; returns the end."""
+    """Write to into[at:...] the worker counts from which some point leads optimally to `goal`; return the end."""
     for p in range(first, end):
         source = goal - points[p]
         if source < 0:
@@ -245,7 +246,7 @@ def _sources(points, values, first, end, row, after, goal, into, at):  # type: i
 
 @_compiled(f"i8({_I}, i8)")
 def _slot(states, state):  # type: ignore[no-untyped-def]
-    """Where the state is kept or may be kept (-1 marks a free slot); -1 if it has no room."""
+    """Return where the state is cached or can be (-1 marks a free slot); -1 if there is no room for it."""
     for c in range(len(states)):
         if states[c] == state or states[c] < 0:
             return c
@@ -253,8 +254,8 @@ def _slot(states, state):  # type: ignore[no-untyped-def]
 
 
 @_compiled(f"{_I}({_I}, i8, i8)")
-def _grown(store, filled, more):  # type: ignore[no-untyped-def]
-    """The store itself, or a larger copy if `more` do not fit behind `filled`."""
+def _reserve(store, filled, more):  # type: ignore[no-untyped-def]
+    """Return the store itself, or a larger copy if `more` do not fit behind `filled`."""
     if filled + more <= len(store):
         return store
     larger = np.empty(2 * len(store) + more, dtype=np.int64)
@@ -264,28 +265,29 @@ def _grown(store, filled, more):  # type: ignore[no-untyped-def]
 
 @_compiled(f"void({_R}, i8, {_I}, {_F}, i8, {_I}, {_F}, {_I}, {_I}, {_F}, {_I}, {_F})")
 def _extend(  # type: ignore[no-untyped-def]
-    chain, alike, changed, before, first, points, values, starts, other_points, other_values, other_starts, padded
+    chain, alike, changed, before, first, points, values, starts, alt_points, alt_values, alt_starts, padded
 ):
-    """The rows behind each changed task, of which the first `alike` stand there; `before`: the row before them all."""
+    """Compute the rows behind each changed task, of which the first `alike` stand already. `before`: the row before
+    them all."""
     for c in range(alike, len(changed)):
         i = first + c
         row = before if c == 0 else chain[c - 1]
         if changed[c] == 2:
             chain[c] = row
         elif changed[c] == 1:
-            _max_plus(row, other_points, other_values, other_starts[i], other_starts[i + 1], padded, chain[c])
+            _max_plus(row, alt_points, alt_values, alt_starts[i], alt_starts[i + 1], padded, chain[c])
         else:
             _max_plus(row, points, values, starts[i], starts[i + 1], padded, chain[c])
 
 
 @_compiled(f"i8({_F}, {_F}, {_I})")
-def _best_splits(left, right, into):  # type: ignore[no-untyped-def]
-    """The numbers of workers on the left of all best plans; how many there are."""
-    best, size, filled = -np.inf, len(left), 0
+def _best_splits(prefix_row, suffix_row, into):  # type: ignore[no-untyped-def]
+    """Write the worker counts on the left of all best plans into `into`; return how many there are."""
+    best, size, filled = -np.inf, len(prefix_row), 0
     for j in range(size):
-        best = max(best, left[j] + right[size - 1 - j])
+        best = max(best, prefix_row[j] + suffix_row[size - 1 - j])
     for j in range(size):
-        if left[j] + right[size - 1 - j] == best:
+        if prefix_row[j] + suffix_row[size - 1 - j] == best:
             into[filled] = j
             filled += 1
     return filled
@@ -293,21 +295,22 @@ def _best_splits(left, right, into):  # type: ignore[no-untyped-def]
 
 @_compiled(f"void({_POINTS}, {_R}, i8, i8, {_R2}, {_R2}, {_I})")
 def _read_right(  # type: ignore[no-untyped-def]
-    points, values, starts, stay, suffixes, last, left, choice_left, choice_made, plan
+    points, values, starts, stay, suffixes, last, remaining, choice_left, choice_made, plan
 ):
-    """The plan of the tasks from `last` on, which have `left` workers; what was chosen there before is known."""
+    """Read the plan of the tasks from `last` on, which have `remaining` workers; choices made there before are
+    cached."""
     for i in range(last, len(stay)):
-        slot = _slot(choice_left[i], left)
-        if slot >= 0 and choice_left[i, slot] == left:
-            chosen = choice_made[i, slot]
+        slot = _slot(choice_left[i], remaining)
+        if slot >= 0 and choice_left[i, slot] == remaining:
+            point = choice_made[i, slot]
         else:
-            chosen = _choice(
-                points, values, starts[i], starts[i + 1], stay[i], suffixes[i + 1], suffixes[i][left], left
+            point = _choice(
+                points, values, starts[i], starts[i + 1], stay[i], suffixes[i + 1], suffixes[i][remaining], remaining
             )
             if slot >= 0:
-                choice_left[i, slot], choice_made[i, slot] = left, chosen
-        plan[i] = chosen
-        left -= chosen
+                choice_left[i, slot], choice_made[i, slot] = remaining, point
+        plan[i] = point
+        remaining -= point
 
 
 @_compiled(f"void({_I}, {_F}, {_I}, {_I}, {_R}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, i8[:, ::1])")
@@ -318,41 +321,41 @@ def answer(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
     stay,
     prefixes,
     suffixes,
-    other_points,
-    other_values,
-    other_starts,
-    other_stay,
+    alt_points,
+    alt_values,
+    alt_starts,
+    alt_stay,
     firsts,
     form_starts,
     forms,
     plans,
 ):
-    """See kernel_numpy.answer."""
-    # The two reading loops stay in here: as functions of their own, even inlined, they made it 10 to 40 % slower.
+    """Solve scenarios; see kernel_numpy.answer."""
+    # The two reading loops stay here: as functions of their own, even inlined, they made this 10 to 40 % slower.
     tasks, size = len(starts) - 1, prefixes.shape[1]
-    nobody, nothing = np.zeros(1, dtype=np.int64), np.zeros(1)
+    zero_points, zero_values = np.zeros(1, dtype=np.int64), np.zeros(1)
     padded = _scratch(size)
     longest = 0
     for s in range(len(firsts)):
         longest = max(longest, form_starts[s + 1] - form_starts[s])
     chain = np.empty((longest, size))
-    # passed[passed_from[i]:passed_from[i] + passed_count[i]]: numbers of workers that optimal plans have
-    # given to the first i tasks. Few, unless ties abound: then the store grows.
-    passed = np.empty(4 * (tasks + 1) + size, dtype=np.int64)
-    passed_from = np.zeros(tasks + 1, dtype=np.int64)
-    passed_count = np.zeros(tasks + 1, dtype=np.int64)
-    seen = np.full(size, -1, dtype=np.int64)
+    # states[states_from[i]:states_from[i] + states_count[i]]: the worker counts of the first i tasks together in
+    # optimal plans. They are few, unless ties abound: then the store grows.
+    states = np.empty(4 * (tasks + 1) + size, dtype=np.int64)
+    states_from = np.zeros(tasks + 1, dtype=np.int64)
+    states_count = np.zeros(tasks + 1, dtype=np.int64)
+    last_stamp = np.full(size, -1, dtype=np.int64)
     stamp = 0
-    # Scenarios mostly pass through the same few states of the shared rows: those are read once. Per task
-    # _KEPT states; on the left known[known_at[i, c]:...] holds the number of sources and the sources, on the
-    # right is the choice itself.
-    known = np.empty(16 * (tasks + 1) + size, dtype=np.int64)
-    known_filled = 0
-    known_goal = np.full((tasks, _KEPT), -1, dtype=np.int64)
-    known_at = np.empty((tasks, _KEPT), dtype=np.int64)
-    choice_left = np.full((tasks, _KEPT), -1, dtype=np.int64)
-    choice_made = np.empty((tasks, _KEPT), dtype=np.int64)
-    fresh = np.empty(size, dtype=np.int64)
+    # Scenarios mostly pass through the same few states of the shared rows: those are read once. Per task there are
+    # _CACHED_STATES states; on the left cache[cache_at[i, c]:...] holds the number of sources and the sources, on
+    # the right is the choice itself.
+    cache = np.empty(16 * (tasks + 1) + size, dtype=np.int64)
+    cache_filled = 0
+    cache_goal = np.full((tasks, _CACHED_STATES), -1, dtype=np.int64)
+    cache_at = np.empty((tasks, _CACHED_STATES), dtype=np.int64)
+    choice_left = np.full((tasks, _CACHED_STATES), -1, dtype=np.int64)
+    choice_made = np.empty((tasks, _CACHED_STATES), dtype=np.int64)
+    scratch = np.empty(size, dtype=np.int64)
     for s in range(len(firsts)):
         first = firsts[s]
         changed = forms[form_starts[s] : form_starts[s + 1]]
@@ -364,45 +367,47 @@ def answer(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
                 alike += 1
         _extend(
             chain, alike, changed, prefixes[first], first, points, values, starts,
-            other_points, other_values, other_starts, padded,
+            alt_points, alt_values, alt_starts, padded,
         )  # fmt: skip
-        filled = _best_splits(chain[last - first - 1], suffixes[last], passed)
-        passed_from[last], passed_count[last] = 0, filled
+        filled = _best_splits(chain[last - first - 1], suffixes[last], states)
+        states_from[last], states_count[last] = 0, filled
         for i in range(last - 1, -1, -1):
             row = prefixes[i] if i <= first else chain[i - first - 1]
             after = prefixes[i + 1] if i < first else chain[i - first]
             form = changed[i - first] if i >= first else 0
             if form == 2:
-                own, worth, begin, finish = nobody, nothing, 0, 1
+                choice_points, choice_values, begin, finish = zero_points, zero_values, 0, 1
             elif form == 1:
-                own, worth, begin, finish = other_points, other_values, other_starts[i], other_starts[i + 1]
+                choice_points, choice_values, begin, finish = alt_points, alt_values, alt_starts[i], alt_starts[i + 1]
             else:
-                own, worth, begin, finish = points, values, starts[i], starts[i + 1]
-            passed = _grown(passed, filled, size)
+                choice_points, choice_values, begin, finish = points, values, starts[i], starts[i + 1]
+            states = _reserve(states, filled, size)
             stamp += 1
-            passed_from[i] = filled
-            for g in range(passed_from[i + 1], passed_from[i + 1] + passed_count[i + 1]):
-                goal = passed[g]
-                slot = _slot(known_goal[i], goal) if i < first else -1
+            states_from[i] = filled
+            for g in range(states_from[i + 1], states_from[i + 1] + states_count[i + 1]):
+                goal = states[g]
+                slot = _slot(cache_goal[i], goal) if i < first else -1
                 if slot < 0:
-                    stop = _sources(own, worth, begin, finish, row, after, goal, fresh, 0)
-                    sources = fresh[:stop]
+                    stop = _sources(choice_points, choice_values, begin, finish, row, after, goal, scratch, 0)
+                    sources = scratch[:stop]
                 else:
-                    if known_goal[i, slot] < 0:
-                        known = _grown(known, known_filled, size + 1)
-                        known_goal[i, slot], known_at[i, slot] = goal, known_filled
-                        stop = _sources(own, worth, begin, finish, row, after, goal, known, known_filled + 1)
-                        known[known_filled] = stop - known_filled - 1
-                        known_filled = stop
-                    start = known_at[i, slot] + 1
-                    sources = known[start : start + known[start - 1]]
+                    if cache_goal[i, slot] < 0:
+                        cache = _reserve(cache, cache_filled, size + 1)
+                        cache_goal[i, slot], cache_at[i, slot] = goal, cache_filled
+                        stop = _sources(
+                            choice_points, choice_values, begin, finish, row, after, goal, cache, cache_filled + 1
+                        )
+                        cache[cache_filled] = stop - cache_filled - 1
+                        cache_filled = stop
+                    start = cache_at[i, slot] + 1
+                    sources = cache[start : start + cache[start - 1]]
                 for source in sources:
-                    if seen[source] != stamp:
-                        seen[source] = stamp
-                        passed[filled] = source
+                    if last_stamp[source] != stamp:
+                        last_stamp[source] = stamp
+                        states[filled] = source
                         filled += 1
-            passed_count[i] = filled - passed_from[i]
-        used = np.int64(0)
+            states_count[i] = filled - states_from[i]
+        total = np.int64(0)
         for i in range(last):
             row = prefixes[i] if i <= first else chain[i - first - 1]
             after = prefixes[i + 1] if i < first else chain[i - first]
@@ -411,19 +416,25 @@ def answer(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
                 plans[s, i] = 0
                 continue
             if form == 1:
-                own, worth, begin, finish, here = (
-                    other_points, other_values, other_starts[i], other_starts[i + 1], other_stay[i]
+                choice_points, choice_values, begin, finish, stay_point = (
+                    alt_points, alt_values, alt_starts[i], alt_starts[i + 1], alt_stay[i]
                 )  # fmt: skip
             else:
-                own, worth, begin, finish, here = points, values, starts[i], starts[i + 1], stay[i]
-            chosen = np.int64(-1)
-            for g in range(passed_from[i + 1], passed_from[i + 1] + passed_count[i + 1]):
-                taken = passed[g] - used
-                if taken < 0 or (chosen >= 0 and (chosen == here or (taken > chosen and taken != here))):
+                choice_points, choice_values, begin, finish, stay_point = (
+                    points,
+                    values,
+                    starts[i],
+                    starts[i + 1],
+                    stay[i],
+                )
+            choice = np.int64(-1)
+            for g in range(states_from[i + 1], states_from[i + 1] + states_count[i + 1]):
+                point = states[g] - total
+                if point < 0 or (choice >= 0 and (choice == stay_point or (point > choice and point != stay_point))):
                     continue
-                p = begin + np.searchsorted(own[begin:finish], taken)
-                if p < finish and own[p] == taken and row[used] + worth[p] == after[passed[g]]:
-                    chosen = taken
-            plans[s, i] = chosen
-            used += chosen
-        _read_right(points, values, starts, stay, suffixes, last, size - 1 - used, choice_left, choice_made, plans[s])
+                p = begin + np.searchsorted(choice_points[begin:finish], point)
+                if p < finish and choice_points[p] == point and row[total] + choice_values[p] == after[states[g]]:
+                    choice = point
+            plans[s, i] = choice
+            total += choice
+        _read_right(points, values, starts, stay, suffixes, last, size - 1 - total, choice_left, choice_made, plans[s])

@@ -4,16 +4,16 @@ Rules
 -----
 * A replica is tp * pp workers; shard s belongs to pipeline stage s // tp. The tp workers of one stage
   stand on one node.
-* A replica whose nodes are all there stays where it is, as long as the task keeps that many.
-* A task that loses replicas gives up those on the nodes where it has fewest: it ends on fewer nodes.
-* New replicas: big tensor-parallel groups first (they are hardest to seat), then the task that needs
-  most, then by name. Each goes to a node that the task is on already; else to the smallest gap that seats
-  all that is still needed; else to the largest gap.
-* What cannot be seated without moving somebody: the cheapest replicas with smaller groups move away, if
+* A replica whose nodes are all up stays where it is, as long as the task keeps that many replicas.
+* A task that loses replicas gives up those on the nodes where it has fewest workers: it ends on fewer nodes.
+* New replicas: big tensor-parallel groups first (they are hardest to place), then the task that needs
+  most, then by name. Each goes to a node that the task is on already; else to the smallest gap (free slots of a
+  node) that holds all that is still needed; else to the largest gap.
+* If a replica cannot be placed without moving others, the cheapest replicas with smaller groups move away, if
   there is room for them elsewhere. If even that does not help, the task is `short` and the caller
   re-plans with the count that fits, or accepts.
-* Types of GPU are placed apart: a task has all its workers on nodes of one (`place_apart`).
-* Equal input, equal output, whatever the order of the mappings.
+* Types of GPU are placed apart: a task has all its workers on nodes of one type (`place_apart`).
+* Equal input gives equal output, whatever the order of the mappings.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Replica: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everybody stands. `replicas`: per task, those that stayed (in their old order), then new ones.
+    """Where all replicas stand. `replicas`: per task, those that stayed (in their old order), then new ones.
 
-    `short`: task -> replicas that could not be seated. `moved`: workers that had to make room for others.
+    `short`: task -> replicas that found no slots. `moves`: workers that had to make room for others.
     """
 
     replicas: Mapping[str, tuple[Replica, ...]]
     short: Mapping[str, int] = field(default_factory=dict)
-    moved: int = 0
+    moves: int = 0
 
 
 def place(
@@ -49,10 +49,10 @@ def place(
     nodes: Mapping[str, int],
     current: Mapping[str, Sequence[Replica]],
 ) -> Placement:
-    """Seat `counts[task]` replicas of each task on `nodes` (name -> slots), given the present places.
+    """Place `counts[task]` replicas of each task on `nodes` (name -> slots), starting from the present placement.
 
-    Nodes that are lost are simply not in `nodes`; tasks that are not in `counts` end. Raises ValueError if
-    a task has no shape or a negative count, or a present replica is not of its task's shape.
+    Nodes that are lost are simply not in `nodes`; tasks that are not in `counts` end. Raise ValueError if a task has no
+    shape or a negative count, or a present replica is not of its task's shape.
     """
     for task, count in sorted(counts.items()):
         if count < 0:
@@ -62,17 +62,19 @@ def place(
         for replica in current.get(task, ()):
             if not shapes[task].fits(replica):
                 raise ValueError(f"current: a replica of {task} is on {replica}, which does not have its shape")
-    hall = _Hall(shapes, nodes, {task: _kept(current.get(task, ()), counts[task], nodes) for task in sorted(counts)})
-    wanted = {task: counts[task] - len(hall.seated[task]) for task in counts}
+    cluster = _ClusterSlots(
+        shapes, nodes, {task: _staying_replicas(current.get(task, ()), counts[task], nodes) for task in sorted(counts)}
+    )
+    new_counts = {task: counts[task] - len(cluster.seated[task]) for task in counts}
     short: dict[str, int] = {}
-    for task in sorted(counts, key=lambda t: (-shapes[t].tp, -wanted[t] * shapes[t].workers, t)):
-        missing = _seat_new(hall, task, wanted[task])
-        while missing and _make_room(hall, shapes[task].tp):
-            missing = _seat_new(hall, task, missing)
+    for task in sorted(counts, key=lambda t: (-shapes[t].tp, -new_counts[t] * shapes[t].workers, t)):
+        missing = _seat_new(cluster, task, new_counts[task])
+        while missing and _make_room(cluster, shapes[task].tp):
+            missing = _seat_new(cluster, task, missing)
         if missing:
             short[task] = missing
-    replicas = {task: tuple(replica for _, replica in sorted(hall.seated[task].items())) for task in sorted(counts)}
-    return Placement(replicas, dict(sorted(short.items())), hall.moved)
+    replicas = {task: tuple(replica for _, replica in sorted(cluster.seated[task].items())) for task in sorted(counts)}
+    return Placement(replicas, dict(sorted(short.items())), cluster.moves)
 
 
 def place_apart(
@@ -82,7 +84,8 @@ def place_apart(
     current: Mapping[str, Sequence[Replica]],
     gpus: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> Placement:
-    """`place`, each task on nodes with its type of GPU. `gpus`: of each node and of each task; of no node: all same."""
+    """Place each task as `place` does, on nodes with its type of GPU. `gpus`: the types of the nodes and of the tasks;
+    an empty first mapping means that all nodes are alike."""
     of_node, of_task = gpus
     if not of_node:
         return place(counts, shapes, nodes, current)
@@ -95,18 +98,18 @@ def place_apart(
         )
         for gpu in sorted({of_task[task] for task in counts})
     ]
-    replicas = {task: there for part in parts for task, there in part.replicas.items()}
+    replicas = {task: placements for part in parts for task, placements in part.replicas.items()}
     short = {task: count for part in parts for task, count in part.short.items()}
-    return Placement(replicas, dict(sorted(short.items())), sum(part.moved for part in parts))
+    return Placement(replicas, dict(sorted(short.items())), sum(part.moves for part in parts))
 
 
-class _Hall:
-    """The seats while they are being given out: mutable, private to one call of `place`."""
+class _ClusterSlots:
+    """The slots of the cluster during placement: mutable, private to one call of `place`."""
 
     def __init__(
         self, shapes: Mapping[str, Shape], nodes: Mapping[str, int], staying: Mapping[str, Sequence[Replica]]
     ) -> None:
-        """With those that stay in their seats, as far as they have room."""
+        """Put the replicas that stay on their nodes, as far as these have free slots."""
         self.shapes = shapes
         self.free = dict(nodes)
         self.seated: dict[str, dict[int, Replica]] = {task: {} for task in shapes}  # by ticket: order of coming
@@ -114,7 +117,7 @@ class _Hall:
         self.on_node: dict[str, set[tuple[str, int]]] = {node: set() for node in nodes}
         self.by_gap: dict[int, list[str]] = {}  # nodes by free seats, names sorted
         self.tickets = 0
-        self.moved = 0
+        self.moves = 0
         for task, replicas in staying.items():
             for replica in replicas:
                 self._stay(task, replica)
@@ -122,7 +125,7 @@ class _Hall:
             self.by_gap.setdefault(seats, []).append(node)
 
     def _stay(self, task: str, replica: Replica) -> None:
-        """Before there are gaps to keep account of: nearly everybody stays."""
+        """Keep a replica in place, before gaps are indexed: nearly all replicas stay."""
         free = self.free
         for node in replica:
             free[node] -= 1
@@ -137,7 +140,8 @@ class _Hall:
             self.on_node[node].add((task, self.tickets))
 
     def seat(self, task: str, replica: Replica, ticket: int | None = None) -> int:
-        """`ticket`: to come back to an old place in the order."""
+        """Put a replica on its nodes and return its ticket. `ticket`: the one that it had, to restore its place in the
+        order."""
         if ticket is None:
             ticket = self.tickets = self.tickets + 1
         self.seated[task][ticket] = replica
@@ -147,6 +151,7 @@ class _Hall:
         return ticket
 
     def unseat(self, task: str, ticket: int) -> Replica:
+        """Remove the replica of the ticket from its nodes and return it."""
         replica = self.seated[task].pop(ticket)
         for node, workers in Counter(replica).items():
             self._change(task, node, -workers)
@@ -164,16 +169,17 @@ class _Hall:
 
     @contextmanager
     def closed(self, node: str) -> Iterator[None]:
-        """No replica is seated on the node meanwhile."""
+        """Keep new replicas off the node while the context lasts."""
         seats = self.free[node]
         self._set_free(node, 0)
         yield
         self._set_free(node, seats)
 
-    def find(self, task: str, wanted: int) -> Replica | None:
-        """The best seat for one more replica of the task, which needs `wanted` more of them."""
+    def find(self, task: str, missing: int) -> Replica | None:
+        """Return the best nodes for one more replica of the task, which still needs `missing` of them; None if it does
+        not fit."""
         shape = self.shapes[task]
-        if (node := self._gap(task, shape.workers, wanted * shape.workers)) is not None:
+        if (node := self._gap(task, shape.workers, missing * shape.workers)) is not None:
             return (node,) * shape.workers
         groups: list[str] = []
         while len(groups) < shape.pp:
@@ -189,99 +195,104 @@ class _Hall:
         # Neighbouring stages talk to each other: those on one node stand together.
         return tuple(node for node in sorted(groups, key=groups.index) for _ in range(shape.tp))
 
-    def _gap(self, task: str, least: int, wanted: int) -> str | None:
-        """A node with at least that many free seats: one of the task's, else one for all, else the largest."""
-        own = [node for node, workers in self.of_task[task].items() if workers and self.free[node] >= least]
-        if own:
-            return min(own, key=lambda node: (_misfit(self.free[node], wanted), node))
+    def _gap(self, task: str, least: int, demand: int) -> str | None:
+        """Return a node with at least `least` free slots: one of the task's nodes, else one with room for `demand`,
+        else the one with the largest gap."""
+        task_nodes = [node for node, workers in self.of_task[task].items() if workers and self.free[node] >= least]
+        if task_nodes:
+            return min(task_nodes, key=lambda node: (_gap_rank(self.free[node], demand), node))
         gaps = [gap for gap, names in self.by_gap.items() if gap >= least and names]
-        return self.by_gap[min(gaps, key=lambda gap: _misfit(gap, wanted))][0] if gaps else None
+        return self.by_gap[min(gaps, key=lambda gap: _gap_rank(gap, demand))][0] if gaps else None
 
 
-def _misfit(gap: int, wanted: int) -> tuple[bool, int]:
-    """Smaller is better: the smallest gap that holds all, else the largest gap."""
-    return gap < wanted, gap if gap >= wanted else -gap
+def _gap_rank(gap: int, demand: int) -> tuple[bool, int]:
+    """Return the rank of a gap, smaller is better: the smallest gap that holds the demand, else the largest gap."""
+    return gap < demand, gap if gap >= demand else -gap
 
 
-def _kept(replicas: Sequence[Replica], count: int, nodes: Mapping[str, int]) -> list[Replica]:
-    """The replicas that stay, in their old order."""
-    kept = [replica for replica in replicas if all(node in nodes for node in replica)]
-    if len(kept) <= count:
-        return kept
-    on_node = Counter(node for replica in kept for node in replica)
-    while len(kept) > count:
-        loneliest = min(range(len(kept)), key=lambda i: (min(on_node[node] for node in kept[i]), -i))
-        on_node.subtract(kept.pop(loneliest))
-    return kept
+def _staying_replicas(replicas: Sequence[Replica], count: int, nodes: Mapping[str, int]) -> list[Replica]:
+    """Return the replicas that stay, in their old order."""
+    staying = [replica for replica in replicas if all(node in nodes for node in replica)]
+    if len(staying) <= count:
+        return staying
+    on_node = Counter(node for replica in staying for node in replica)
+    while len(staying) > count:
+        loneliest = min(range(len(staying)), key=lambda i: (min(on_node[node] for node in staying[i]), -i))
+        on_node.subtract(staying.pop(loneliest))
+    return staying
 
 
-def _seat_new(hall: _Hall, task: str, wanted: int) -> int:
-    """Seat up to `wanted` replicas; returns how many found no seat."""
-    for missing in range(wanted, 0, -1):
-        replica = hall.find(task, missing)
+def _seat_new(cluster: _ClusterSlots, task: str, count: int) -> int:
+    """Place up to `count` new replicas; return how many found no slots."""
+    for missing in range(count, 0, -1):
+        replica = cluster.find(task, missing)
         if replica is None:
             return missing
-        hall.seat(task, replica)
+        cluster.seat(task, replica)
     return 0
 
 
-def _make_room(hall: _Hall, tp: int) -> bool:
-    """Free seats for one more group of `tp` on some node, moving the fewest workers. False: impossible.
+def _make_room(cluster: _ClusterSlots, tp: int) -> bool:
+    """Free slots for one more group of `tp` on some node, moving the fewest workers; return False if that is
+    impossible.
 
-    Only replicas of smaller groups move, and only if the whole cluster then holds one group more: so a
-    loop of `_make_room` ends.
+    Only replicas of smaller groups move, and only if the whole cluster then holds one group more: so a loop of
+    `_make_room` ends.
     """
     best: tuple[int, str] | None = None
-    for at_least, node in sorted((_lacking(gap, tp), node) for node, gap in hall.free.items()):
+    for at_least, node in sorted((_lacking(gap, tp), node) for node, gap in cluster.free.items()):
         if best is not None and best[0] <= at_least:
             break
-        cost = _clear(hall, tp, node, keep=False)
+        cost = _clear(cluster, tp, node, keep=False)
         if cost is not None and (best is None or cost < best[0]):
             best = (cost, node)
     if best is None:
         return False
-    _clear(hall, tp, best[1], keep=True)
-    hall.moved += best[0]
+    _clear(cluster, tp, best[1], keep=True)
+    cluster.moves += best[0]
     return True
 
 
 def _lacking(gap: int, tp: int) -> int:
-    """Seats that must become free for one more group: moving fewer workers cannot do."""
+    """Return how many slots must become free for one more group: moving fewer workers cannot suffice."""
     return tp - gap % tp
 
 
-def _clear(hall: _Hall, tp: int, node: str, *, keep: bool) -> int | None:
-    """Move small replicas off `node` until one more group of `tp` fits there; the workers moved, None: cannot.
+def _clear(cluster: _ClusterSlots, tp: int, node: str, *, keep: bool) -> int | None:
+    """Move small replicas off `node` until one more group of `tp` fits there; return the workers moved, or None if that
+    is impossible.
 
-    With `keep` False everybody is put back.
+    With `keep` False all replicas are put back.
     """
-    need = hall.free[node] + _lacking(hall.free[node], tp)
+    need = cluster.free[node] + _lacking(cluster.free[node], tp)
     movable = sorted(
-        (hall.shapes[task].workers, task, ticket) for task, ticket in hall.on_node[node] if hall.shapes[task].tp < tp
+        (cluster.shapes[task].workers, task, ticket)
+        for task, ticket in cluster.on_node[node]
+        if cluster.shapes[task].tp < tp
     )
-    if hall.free[node] + sum(hall.seated[t][i].count(node) for _, t, i in movable) < need:
+    if cluster.free[node] + sum(cluster.seated[t][i].count(node) for _, t, i in movable) < need:
         return None
-    groups = _groups(hall, tp)
-    out: list[tuple[str, int, Replica]] = []
+    groups = _groups(cluster, tp)
+    removed: list[tuple[str, int, Replica]] = []
     for _, task, ticket in movable:
-        if hall.free[node] >= need:
+        if cluster.free[node] >= need:
             break
-        out.append((task, ticket, hall.unseat(task, ticket)))
-    back: list[tuple[str, int]] = []
-    with hall.closed(node):
-        for task, _, _ in sorted(out, key=lambda gone: (-hall.shapes[gone[0]].tp, gone[:2])):
-            seat = hall.find(task, 1)
+        removed.append((task, ticket, cluster.unseat(task, ticket)))
+    placements: list[tuple[str, int]] = []
+    with cluster.closed(node):
+        for task, _, _ in sorted(removed, key=lambda entry: (-cluster.shapes[entry[0]].tp, entry[:2])):
+            seat = cluster.find(task, 1)
             if seat is None:
                 break
-            back.append((task, hall.seat(task, seat)))
-    success = len(back) == len(out) and _groups(hall, tp) > groups
+            placements.append((task, cluster.seat(task, seat)))
+    success = len(placements) == len(removed) and _groups(cluster, tp) > groups
     if not (success and keep):
-        for task, ticket in back:
-            hall.unseat(task, ticket)
-        for task, ticket, replica in out:
-            hall.seat(task, replica, ticket)
-    return sum(len(replica) for _, _, replica in out) if success else None
+        for task, ticket in placements:
+            cluster.unseat(task, ticket)
+        for task, ticket, replica in removed:
+            cluster.seat(task, replica, ticket)
+    return sum(len(replica) for _, _, replica in removed) if success else None
 
 
-def _groups(hall: _Hall, tp: int) -> int:
-    return sum((gap // tp) * len(names) for gap, names in hall.by_gap.items())
+def _groups(cluster: _ClusterSlots, tp: int) -> int:
+    return sum((gap // tp) * len(names) for gap, names in cluster.by_gap.items())

@@ -1,4 +1,4 @@
-"""The problem as flat arrays: what the kernels work on.
+"""The problem as flat arrays, for the kernels.
 
 A task's choices are points (workers, in grains) with integer values held in float64, all tasks one after
 the other: task i owns `workers[starts[i]:starts[i + 1]]`, rising. Every function here is a pure function
@@ -40,7 +40,7 @@ class Outline:
     names: tuple[str, ...]
     workers: Ints  # the points of the curves that may be useful, one task's after the other's
     flops: Floats  # T in the present layout, 0 where it is none
-    other: Floats  # T in the best of the other layouts
+    alt_flops: Floats  # T in the best of the other layouts
     starts: Ints
     weight: Floats
     minimum: Ints
@@ -55,29 +55,32 @@ class Outline:
     grain: int
 
     @cached_property
-    def kernel_part(self) -> tuple[Ints, Floats]:
-        """Floors and staying, as the kernel takes them."""
+    def kernel_arguments(self) -> tuple[Ints, Floats]:
+        """Return floors and staying, as the kernel takes them."""
         return np.array(self.floors, dtype=np.int64), np.array(self.staying, dtype=np.float64)
 
     @cached_property
     def floors_total(self) -> int:
-        """Workers that meet all floors."""
+        """Return how many workers meet all floors."""
         return sum(self.floors)
 
     @cached_property
     def staying_total(self) -> float:
-        """What staying is worth to all, and what prices make the difference, at most."""
+        """Return the upper bound of what staying and prices make as a difference, for all tasks together."""
         return fsum(self.swing)
 
     @cached_property
     def swing(self) -> list[float]:
-        """Per task: by how much prices can set two of its choices apart."""
-        return [stay + sum(map(abs, own)) for stay, own in zip(self.staying, self.prices.tolist(), strict=True)]
+        """Return per task by how much prices can set two of its choices apart."""
+        return [
+            stay + sum(map(abs, task_prices))
+            for stay, task_prices in zip(self.staying, self.prices.tolist(), strict=True)
+        ]
 
     @cached_property
     def highest(self) -> Floats:
-        """T in the best layout, whatever it costs to get there."""
-        return np.maximum(self.flops, self.other)
+        """Return T in the best layout, whatever the change to it costs."""
+        return np.maximum(self.flops, self.alt_flops)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Bounds:
 
     @cached_property
     def totals(self) -> tuple[float, float, float]:
-        """The sums of the first two, the largest of the last."""
+        """Return the sums of the first two, and the largest of the last."""
         return fsum(self.highest), fsum(self.at_zero), max(self.steepest, default=0.0)
 
 
@@ -104,10 +107,10 @@ class Scale(NamedTuple):
     turn_bonus: float
 
     def resolution(self, tasks: int) -> float:
-        """A plan of that many tasks is at most this far below the true optimum, in the unit of the objective.
+        """Return how far a plan of that many tasks can be below the true optimum, in the unit of the objective.
 
-        Half a quantum per task for the best plan and for ours, and the roundings of the gains themselves,
-        a few 2**-53 of a total that is below 2**52 quanta.
+        Half a quantum per task for the best plan and for ours, and the roundings of the gains themselves, a few 2**-53
+        of a total that is below 2**52 quanta.
         """
         return 2.0**self.exponent * (tasks + 4)
 
@@ -121,50 +124,54 @@ class Points:
     starts: Ints
     stay: Ints
 
-    def leading(self, other: Points) -> int:
-        """How many tasks from the first on have the same choices in both."""
-        count = min(len(self.stay), len(other.stay))
-        same = min(_alike(self.stay, other.stay), _alike(self.starts[1:], other.starts[1:]))
-        points = min(_alike(self.workers, other.workers), _alike(self.values, other.values))
-        return min(count, same, int(np.searchsorted(self.starts[1:], points, side="right")))
+    def leading(self, reference: Points) -> int:
+        """Count the tasks from the first on that have the same choices in both."""
+        count = min(len(self.stay), len(reference.stay))
+        tasks_alike = min(
+            _common_prefix(self.stay, reference.stay), _common_prefix(self.starts[1:], reference.starts[1:])
+        )
+        points_alike = min(
+            _common_prefix(self.workers, reference.workers), _common_prefix(self.values, reference.values)
+        )
+        return min(count, tasks_alike, int(np.searchsorted(self.starts[1:], points_alike, side="right")))
 
-    def trailing(self, other: Points) -> int:
-        """How many tasks from the last back have the same choices in both."""
-        return self._reversed().leading(other._reversed())
+    def trailing(self, reference: Points) -> int:
+        """Count the tasks from the last back that have the same choices in both."""
+        return self._reversed().leading(reference._reversed())
 
     def _reversed(self) -> Points:
         return Points(self.workers[::-1], self.values[::-1], self.starts[-1] - self.starts[::-1], self.stay[::-1])
 
 
-def _alike(mine: NDArray[np.generic], theirs: NDArray[np.generic]) -> int:
-    """Length of the common beginning."""
+def _common_prefix(mine: NDArray[np.generic], theirs: NDArray[np.generic]) -> int:
+    """Return the length of the common beginning."""
     common = min(len(mine), len(theirs))
     differ = mine[:common] != theirs[:common]
     return int(np.argmax(differ)) if differ.any() else common
 
 
 def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -> Outline:
-    """Flatten the tasks; `d_transition` holds where a task has none of its own."""
+    """Return the tasks as flat arrays; `d_transition` holds where a task has none of its own."""
     curves = [_curves(task) for task in tasks]
     starts = np.zeros(len(tasks) + 1, dtype=np.int64)
     np.cumsum([len(workers) for workers, _, _ in curves], out=starts[1:])
     staying, present_flops, prices = [], [], []
     for task in tasks:
         achieved = float(task.curve(task.workers)) if task.workers >= task.min_workers else 0.0
-        here = float(task.weight) * achieved
+        present_waf = float(task.weight) * achieved
         transition = d_transition if task.d_transition_us is None else float(task.d_transition_us)
         move, reshape, stop = map(float, task.prices.over(transition))
-        staying.append(here * (move + d_churn))
+        staying.append(present_waf * (move + d_churn))
         differ = (reshape - move, reshape - transition, stop - move, stop - transition)
-        prices.append([here * more for more in differ])
+        prices.append([present_waf * more for more in differ])
         present_flops.append(achieved if task.may_stay(task.workers) else 0.0)
     caps = [max((UNCAPPED if most is None else most for most in _caps(task)), default=0) for task in tasks]
-    units = [gcd(task.unit, *(other.shape.workers for other in task.others)) for task in tasks]
+    units = [gcd(task.unit, *(option.shape.workers for option in task.alternatives)) for task in tasks]
     return Outline(
         names=tuple(task.name for task in tasks),
         workers=np.concatenate([np.zeros(0, dtype=np.int64), *(workers for workers, _, _ in curves)]),
         flops=np.concatenate([np.zeros(0), *(flops for _, flops, _ in curves)]),
-        other=np.concatenate([np.zeros(0), *(other for _, _, other in curves)]),
+        alt_flops=np.concatenate([np.zeros(0), *(alt_flops for _, _, alt_flops in curves)]),
         starts=starts,
         weight=np.array([float(task.weight) for task in tasks], dtype=np.float64),
         minimum=np.array([task.min_workers for task in tasks], dtype=np.int64),
@@ -181,42 +188,44 @@ def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -
 
 
 def _caps(task: TaskProblem) -> list[int | None]:
-    return [task.max_workers, *(other.most for other in task.others)]
+    return [task.max_workers, *(option.most for option in task.alternatives)]
 
 
 def _curves(task: TaskProblem) -> tuple[Ints, Floats, Floats]:
-    """The points that may be useful: workers, T in the present layout, T in the best of the others."""
+    """Return the points that may be useful: workers, T in the present layout, T in the best of the alternatives."""
     floor = task.floor_point
-    if not task.others:
-        workers, flops = _worth_a_look(task.curve, task.min_workers, task.unit, floor)
+    if not task.alternatives:
+        workers, flops = _points_of_layout(task.curve, task.min_workers, task.unit, floor)
         return workers, flops, np.zeros(len(workers))
-    others = tuple((other.curve, other.shape.workers, other.most) for other in task.others)
-    return _worth_a_look_over(task.curve, task.unit, task.max_workers, others, task.min_workers, floor, task.workers)
+    alternatives = tuple((option.curve, option.shape.workers, option.most) for option in task.alternatives)
+    return _points_of_layouts(
+        task.curve, task.unit, task.max_workers, alternatives, task.min_workers, floor, task.workers
+    )
 
 
 @lru_cache(maxsize=4096)
-def _worth_a_look_over(
+def _points_of_layouts(
     curve: Curve,
     unit: int,
     most: int | None,
-    others: tuple[tuple[Curve, int, int | None], ...],
+    alternatives: tuple[tuple[Curve, int, int | None], ...],
     minimum: int,
     floor: int,
     present: int,
 ) -> tuple[Ints, Floats, Floats]:
-    """`_worth_a_look` over several layouts: what is not dominated in the present one, or not in the others; and the
-    present number of workers, for the ties' sake."""
-    legal = [_legal(curve, unit, most, minimum), *(_legal(*each, max(minimum, 1)) for each in others)]
+    """Return the points of several layouts (see `_points_of_layout`) that are not dominated in the present one, or not
+    in the alternatives; and the present number of workers, which ties need."""
+    legal = [_legal(curve, unit, most, minimum), *(_legal(*option, max(minimum, 1)) for option in alternatives)]
     workers = np.unique(np.concatenate([at for at, _ in legal]))
-    flops, other = np.zeros(len(workers)), np.zeros(len(workers))
+    flops, alt_flops = np.zeros(len(workers)), np.zeros(len(workers))
     for n, (at, achieved) in enumerate(legal):
-        into, where = other if n else flops, np.searchsorted(workers, at)
+        into, where = alt_flops if n else flops, np.searchsorted(workers, at)
         into[where] = np.maximum(into[where], achieved)
     behind = int(np.searchsorted(workers, floor))
     good = workers == present
-    for values in (flops, other):
+    for values in (flops, alt_flops):
         good |= np.concatenate([_rises(values[:behind]), _rises(values[behind:])])
-    return workers[good], flops[good], other[good]
+    return workers[good], flops[good], alt_flops[good]
 
 
 def _legal(curve: Curve, unit: int, most: int | None, minimum: int) -> tuple[Ints, Floats]:
@@ -227,8 +236,8 @@ def _legal(curve: Curve, unit: int, most: int | None, minimum: int) -> tuple[Int
 
 
 @lru_cache(maxsize=4096)
-def _worth_a_look(curve: Curve, minimum: int, unit: int, floor: int) -> tuple[Ints, Floats]:
-    """The legal points that are not dominated by fewer workers, or by fewer that still meet the floor."""
+def _points_of_layout(curve: Curve, minimum: int, unit: int, floor: int) -> tuple[Ints, Floats]:
+    """Return the legal points that are not dominated by fewer workers, or by fewer that still meet the floor."""
     legal = (curve.workers >= minimum) & (curve.workers % unit == 0)
     workers, flops = curve.workers[legal], curve.flops[legal]
     behind = int(np.searchsorted(workers, floor))
@@ -237,19 +246,19 @@ def _worth_a_look(curve: Curve, minimum: int, unit: int, floor: int) -> tuple[In
 
 
 def _rises(flops: Floats) -> NDArray[np.bool_]:
-    """Where a number is larger than all before it."""
+    """Return a mask of the numbers that are larger than all before them."""
     before = np.concatenate([[-np.inf], np.maximum.accumulate(flops)])[: len(flops)]
     rises: NDArray[np.bool_] = flops > before
     return rises
 
 
 def outline_of(problem: Problem) -> Outline:
-    """The outline of a whole problem."""
+    """Return the outline of a whole problem."""
     return outline(problem.tasks, float(problem.d_transition_us), float(problem.churn_us))
 
 
 def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
-    """What each task can gain on at most `workers` workers."""
+    """Compute what each task can gain on at most `workers` workers."""
     with np.errstate(over="ignore", invalid="ignore"):  # `scale` refuses what overflows
         parts = kernel.active().bounds(
             tasks.workers, tasks.highest, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
@@ -257,47 +266,48 @@ def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
         return Bounds(workers, *((part * d_running).tolist() for part in parts))
 
 
-def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
-    """The scale for all tasks but those `gone` (indices). It does not depend on which are faulty.
+def scale(tasks: Outline, limits: Bounds, absent: Sequence[int] = ()) -> Scale:
+    """Return the scale for all tasks but those `absent` (indices). It does not depend on which are faulty.
 
     With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53;
-    with turns up to t, total + (f + 2**t * 2**b) * bonus, where f < 2**b.
-    Raises ProblemError if the gains are beyond float64.
+    with turns up to t, total + (f + 2**t * 2**b) * bonus, where f < 2**b. Raise ProblemError if the gains are beyond
+    float64.
     """
     floors = tasks.floors_total
-    for i in gone:
+    for i in absent:
         floors -= tasks.floors[i]
     all_met = floors <= limits.workers
-    met = 0 if all_met else _floors_met(without(tasks.floors, gone), limits.workers).bit_length()
-    turns = 0 if all_met else max(without(tasks.turns, gone), default=0)
-    bits = 52 if all_met else 51 - met - (turns + 1 if turns else 0)
-    below = _exponent_nearly(tasks, limits, gone)
+    count_bits = 0 if all_met else _count_floors(without(tasks.floors, absent), limits.workers).bit_length()
+    turns = 0 if all_met else max(without(tasks.turns, absent), default=0)
+    bits = 52 if all_met else 51 - count_bits - (turns + 1 if turns else 0)
+    below = _estimated_exponent(tasks, limits, absent)
     if below is None:
-        below = _exponent(tasks, limits, gone)
+        below = _exponent(tasks, limits, absent)
     bonus = 0.0 if all_met else 2.0 ** (bits + 1)
-    return Scale(max(below - bits, -900), bonus, bonus * 2.0**met)
+    return Scale(max(below - bits, -900), bonus, bonus * 2.0**count_bits)
 
 
-def _exponent(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int:
-    """The power of two that all gains together stay below; sums are rounded once, in no order."""
-    at_most, flat = fsum(without(limits.highest, gone)), fsum(without(limits.at_zero, gone))
-    slope = max(without(limits.steepest, gone), default=0.0)
-    bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.swing, gone))
+def _exponent(tasks: Outline, limits: Bounds, absent: Sequence[int]) -> int:
+    """Return the power of two that all gains together stay below; sums are rounded once, in no order."""
+    at_most, flat = fsum(without(limits.highest, absent)), fsum(without(limits.at_zero, absent))
+    slope = max(without(limits.steepest, absent), default=0.0)
+    bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.swing, absent))
     if not bound < 2.0**900:
         raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
     return frexp(bound)[1] if bound > 0 else -(2**20)
 
 
-def _exponent_nearly(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int | None:
-    """The same from the totals, for a table asks this for every task that may end; None where that is too near."""
+def _estimated_exponent(tasks: Outline, limits: Bounds, absent: Sequence[int]) -> int | None:
+    """Return the same from the totals, quickly, since a table needs it for every task that may end; None where the
+    totals are too near a power of two."""
     at_most, flat, slope = limits.totals
     staying, is_steepest = tasks.staying_total, False
     error = (at_most + flat + slope * limits.workers + staying) * 2.0**-40
-    for i in gone:
+    for i in absent:
         at_most, flat, staying = at_most - limits.highest[i], flat - limits.at_zero[i], staying - tasks.swing[i]
         is_steepest = is_steepest or limits.steepest[i] == slope
     if is_steepest:
-        slope = max(without(limits.steepest, gone), default=0.0)
+        slope = max(without(limits.steepest, absent), default=0.0)
     bound = min(at_most, flat + slope * limits.workers) + staying
     low, high = bound - error, bound + error
     if not 0 < low <= high < 2.0**900 or frexp(low)[1] != frexp(high)[1]:
@@ -305,28 +315,28 @@ def _exponent_nearly(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int
     return frexp(low)[1]
 
 
-def _floors_met(floors: Sequence[int], workers: int) -> int:
-    """How many floors can be met at once: the smallest ones."""
-    met, left = 0, workers
+def _count_floors(floors: Sequence[int], workers: int) -> int:
+    """Count how many floors can be met at once: the smallest ones."""
+    count, remaining = 0, workers
     for floor in sorted(floor for floor in floors if floor):
-        if floor > left:
+        if floor > remaining:
             break
-        met, left = met + 1, left - floor
-    return met
+        count, remaining = count + 1, remaining - floor
+    return count
 
 
-def without(values: Sequence[T], gone: Sequence[int]) -> Sequence[T]:
-    """The values but those at the indices `gone`."""
-    if not gone:
+def without(values: Sequence[T], absent: Sequence[int]) -> Sequence[T]:
+    """Return the values but those at the indices `absent`."""
+    if not absent:
         return values
-    kept = list(values)
-    for index in sorted(gone, reverse=True):
-        del kept[index]
-    return kept
+    rest = list(values)
+    for index in sorted(absent, reverse=True):
+        del rest[index]
+    return rest
 
 
 def _bonuses(tasks: Outline, by: Scale) -> Floats:
-    """What each task's met floor is worth."""
+    """Return the value of each task's met floor."""
     bonuses = np.full(len(tasks.floors), by.floor_bonus)
     for i, turn in enumerate(tasks.turns):
         if turn:
@@ -335,12 +345,12 @@ def _bonuses(tasks: Outline, by: Scale) -> Floats:
 
 
 def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scale) -> Points:
-    """Every task's useful points at n' = `workers`; `forms`: HEALTHY, FAULTY or ABSENT per task."""
+    """Return every task's useful points at n' = `workers`. `forms`: HEALTHY, FAULTY or ABSENT per task."""
     return Points(
         *kernel.active().useful(
             tasks.workers,
             tasks.flops,
-            tasks.other,
+            tasks.alt_flops,
             tasks.prices,
             tasks.starts,
             tasks.weight,
@@ -349,7 +359,7 @@ def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scal
             tasks.unit,
             tasks.present,
             tasks.present_flops,
-            *tasks.kernel_part,
+            *tasks.kernel_arguments,
             forms,
             workers,
             d_running,

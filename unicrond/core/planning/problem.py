@@ -12,22 +12,22 @@ Rules
 * What a change costs, as time of the task's work; it depends on the task's own choices before and after alone:
 
       nothing            it stays as it is and is healthy
-      D_restart          it achieves nothing from now on, and will have to begin again from a kept state; never less
+      D_restart          it achieves nothing from now on, and will have to start again from a stored state; never less
                          than the others
-      D_reshape          it gets another layout: all hand over, end, and others put the state together
+      D_reshape          it gets another layout: all workers hand over and end, and others assemble the state
       D_transition       it is faulty and its layout stays: the survivors regroup
-      D_move             it is healthy, and its number of workers is another
+      D_move             it is healthy, and its number of workers changes
 
   D_restart, D_reshape and D_move are D_transition unless given. A healthy task that changes pays D_churn on top.
 * A floor is unmet where x' < floor. The number of unmet floors is minimised first, the objective second.
-* Before both, floors of tasks that have a turn are met, where that can be: the highest turn first, whatever it costs
-  the lower ones (`TaskProblem.turn`; who has one: turns.py).
-* Where nodes have GPUs of several types, each type is a *pool*, and a choice names its pool too: T is another there,
-  and all replicas of a task are in one. A change of the pool costs D_reshape (`pools.py`).
+* Before both, floors of tasks that have a turn are met, where possible: the highest turn first, whatever it costs
+  the lower ones (`TaskProblem.turn`; turns.py assigns them).
+* Where nodes have GPUs of several types, each type is a *pool*, and a choice names its pool too: T differs there,
+  and all replicas of a task are in one pool. A change of the pool costs D_reshape (`pools.py`).
 * The churn term is ours, not the paper's: the price of moving a task of which nothing is broken. It is 0
   unless given.
 
-What does not live here: how it is solved (`solver.py`), where T comes from, where D_running comes from.
+Not part of this module: how it is solved (`solver.py`), where T comes from, where D_running comes from.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ if TYPE_CHECKING:  # to read a log needs curves and no numpy
 Number: TypeAlias = int | float
 
 
-#: As many tasks have a turn at a time, at most: each takes a bit of the precision where floors are unmet.
+#: The most tasks that have a turn at a time: each takes a bit of the precision where floors are unmet.
 TURNS_MAX = 4
 
 
 class ProblemError(ValueError):
-    """A problem that makes no sense; the message names the field and the fix."""
+    """An invalid problem; the message names the field and the fix."""
 
 
 class Curve:
@@ -67,29 +67,29 @@ class Curve:
     """
 
     def __init__(self, points: Mapping[int, Number]) -> None:
-        """`points`: workers -> FLOP/s. Raises ProblemError for negative or non-finite numbers."""
+        """Load `points`: workers -> FLOP/s. Raise ProblemError for negative or non-finite numbers."""
         self._load(list(points), list(points.values()))
 
     @classmethod
     def dense(cls, flops: Sequence[Number]) -> Curve:
-        """T(0), T(1), ... in FLOP/s."""
+        """Build the curve from T(0), T(1), ... in FLOP/s."""
         curve = cls.__new__(cls)
         curve._load(range(len(flops)), flops)
         return curve
 
     def _load(self, workers: Sequence[int], flops: Sequence[Number]) -> None:
-        named = list(zip(workers, flops, strict=True))
-        named.sort(key=itemgetter(0))
-        self._workers = array("q", [at for at, _ in named])
-        self._flops = array("d", [value for _, value in named])
+        pairs = list(zip(workers, flops, strict=True))
+        pairs.sort(key=itemgetter(0))
+        self._workers = array("q", [at for at, _ in pairs])
+        self._flops = array("d", [value for _, value in pairs])
         if self._workers and self._workers[0] < 0:
             raise ProblemError(f"throughput: {self._workers[0]} workers; give counts >= 0")
-        # The sum is finite only where all are; one by one is slow, and only to name the bad one.
+        # The sum is finite only if all are; a loop over them is slow, and needed only to name the bad one.
         if self._flops and not (min(self._flops) >= 0 and sum(self._flops) < inf):
             for at_workers, value in self.rounded():
                 if not 0 <= value < inf:
                     raise ProblemError(f"throughput at {at_workers} workers is {value}; give a finite number >= 0")
-        # Integers that float64 cannot hold, so that objectives can be told from the very numbers given.
+        # Integers that float64 cannot hold, so that objectives are computed from the very numbers of the caller.
         self._rounded: dict[int, Number] = {}
         if self._flops and max(self._flops) > 2**53:
             self._rounded = {k: v for k, v in zip(workers, flops, strict=True) if int(float(v)) != v}
@@ -98,32 +98,32 @@ class Curve:
 
     @cached_property
     def workers(self) -> NDArray[np.int64]:
-        """The named points, rising."""
+        """Return the worker counts of the points, rising."""
         import numpy as np
 
         return np.array(self._workers, dtype=np.int64)
 
     @cached_property
     def flops(self) -> NDArray[np.float64]:
-        """Their FLOP/s, rounded to float64."""
+        """Return their FLOP/s, rounded to float64."""
         import numpy as np
 
         return np.array(self._flops, dtype=np.float64)
 
     def __call__(self, workers: int) -> Number:
-        """FLOP/s on `workers` workers."""
+        """Return the FLOP/s on `workers` workers."""
         if workers in self._rounded:
             return self._rounded[workers]
         at = bisect_left(self._workers, workers)
         return self._flops[at] if at < len(self._workers) and self._workers[at] == workers else 0.0
 
     def rounded(self) -> zip[tuple[int, float]]:
-        """The named points with their FLOP/s in float64, by rising number of workers."""
+        """Return the points with their FLOP/s in float64, by rising number of workers."""
         return zip(self._workers, self._flops, strict=True)
 
     @property
     def points(self) -> dict[int, Number]:
-        """The named points, by rising number of workers."""
+        """Return the points, by rising number of workers."""
         return {**dict(self.rounded()), **self._rounded}
 
     def __len__(self) -> int:
@@ -136,8 +136,8 @@ class Curve:
         return hash(self._digest)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{k}: {v:.6g}" for k, v in list(self.points.items())[:4])
-        return f"<Curve of {len(self)} points: {shown}{', ...' if len(self) > 4 else ''}>"
+        preview = ", ".join(f"{k}: {v:.6g}" for k, v in list(self.points.items())[:4])
+        return f"<Curve of {len(self)} points: {preview}{', ...' if len(self) > 4 else ''}>"
 
 
 @dataclass(frozen=True)
@@ -151,22 +151,22 @@ class Alternative:
     gpu: str = ""
 
     def may_have(self, workers: int) -> bool:
-        """Whether so many workers (more than 0) can stand in this layout."""
+        """Return whether so many workers (more than 0) can run in this layout."""
         return workers % self.shape.workers == 0 and (self.most is None or workers <= self.most)
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What changes cost in the unit of the durations, where that is not D_transition. See the module."""
+    """The costs of changes in the unit of the durations, where they are not D_transition. See the module."""
 
     move_us: Number | None = None
     reshape_us: Number | None = None
     restart_us: Number | None = None
 
     def over(self, transition: Number) -> tuple[Number, Number, Number]:
-        """D_move, D_reshape and D_restart of a task with this D_transition."""
-        own = (self.move_us, self.reshape_us, self.restart_us)
-        move, reshape, restart = (transition if price is None else price for price in own)
+        """Return D_move, D_reshape and D_restart of a task with this D_transition."""
+        prices = (self.move_us, self.reshape_us, self.restart_us)
+        move, reshape, restart = (transition if price is None else price for price in prices)
         return move, reshape, max(transition, move, reshape, restart)
 
 
@@ -179,8 +179,8 @@ class TaskProblem:
     multiples of it. `throughput`: T(x) in FLOP/s, as a Curve or as the tuple T(0), T(1), ...
     `d_transition_us`: the task's own, where it is not the problem's. `tp`: how many workers of a replica need one node.
     `turn`: 0 = none; no two tasks have the same otherwise.
-    `others`: layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are the present one's; `gpu`: pool.
-    `form`: the whole of the present one, where there is more to it than tp and pp.
+    `alternatives`: other layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are of the present one.
+    `gpu`: its pool. `form`: the whole present layout, where it has more than tp and pp.
     """
 
     name: str
@@ -194,7 +194,7 @@ class TaskProblem:
     unit: int = 1
     d_transition_us: Number | None = None
     tp: int = 1
-    others: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     prices: Prices = Prices()
     turn: int = 0
     gpu: str = ""
@@ -212,8 +212,8 @@ class TaskProblem:
         if self.unit < 1:
             raise ProblemError(f"task {self.name}: unit is {self.unit}; give tp * pp, at least 1")
         if self.d_transition_us is not None and not 0 <= self.d_transition_us < inf:
-            told = f"d_transition_us is {self.d_transition_us}"
-            raise ProblemError(f"task {self.name}: {told}; give a finite number >= 0")
+            fault = f"d_transition_us is {self.d_transition_us}"
+            raise ProblemError(f"task {self.name}: {fault}; give a finite number >= 0")
         for field in ("move_us", "reshape_us", "restart_us"):
             price = getattr(self.prices, field)
             if price is not None and not 0 <= price < inf:
@@ -223,61 +223,61 @@ class TaskProblem:
 
     @cached_property
     def curve(self) -> Curve:
-        """T as a Curve."""
+        """Return T as a Curve."""
         return self.throughput if isinstance(self.throughput, Curve) else Curve.dense(self.throughput)
 
     @property
     def shape(self) -> Shape:
-        """The present layout."""
+        """Return the shape of the present layout."""
         return self.form or Shape(self.tp, self.unit // self.tp)
 
     @cached_property
     def group_sizes(self) -> frozenset[int]:
-        """tp of all its layouts."""
-        return frozenset([self.tp, *(other.shape.tp for other in self.others)])
+        """Return tp of all its layouts."""
+        return frozenset([self.tp, *(option.shape.tp for option in self.alternatives)])
 
     def shape_of(self, layout: int) -> Shape:
-        """The shape of a layout: 0 is the present one, 1 the first of the others."""
-        return self.others[layout - 1].shape if layout else self.shape
+        """Return the shape of a layout: 0 is the present one, 1 the first alternative."""
+        return self.alternatives[layout - 1].shape if layout else self.shape
 
     def gpu_of(self, layout: int) -> str:
-        """The pool of a layout."""
-        return self.others[layout - 1].gpu if layout else self.gpu
+        """Return the pool of a layout."""
+        return self.alternatives[layout - 1].gpu if layout else self.gpu
 
     def may_stay(self, workers: int) -> bool:
-        """Whether the task may have so many workers in its present layout (0 is always legal)."""
+        """Return whether the task may have so many workers in its present layout (0 is always legal)."""
         return workers % self.unit == 0 and (self.max_workers is None or workers <= self.max_workers)
 
     def may_have(self, workers: int) -> bool:
-        """Whether the task may run on that many workers at all (0 is always legal)."""
-        return self.may_stay(workers) or any(other.may_have(workers) for other in self.others)
+        """Return whether the task may run on that many workers at all (0 is always legal)."""
+        return self.may_stay(workers) or any(option.may_have(workers) for option in self.alternatives)
 
     def legal_layouts(self, workers: int) -> list[int]:
-        """The layouts in which the task may have so many workers; the present one first."""
-        own = [0] if self.may_stay(workers) else []
-        return own + [n for n, other in enumerate(self.others, 1) if workers and other.may_have(workers)]
+        """Return the layouts in which the task may have so many workers; the present one first."""
+        present = [0] if self.may_stay(workers) else []
+        return present + [n for n, option in enumerate(self.alternatives, 1) if workers and option.may_have(workers)]
 
     @cached_property
     def floor_point(self) -> int:
-        """The fewest workers that meet the floor; 0 where there is none or no legal number meets it."""
-        units = (self.unit, *(other.shape.workers for other in self.others))
+        """Return the fewest workers that meet the floor; 0 where there is no floor or no legal number meets it."""
+        units = (self.unit, *(option.shape.workers for option in self.alternatives))
         points = [-(-self.floor // unit) * unit for unit in units]
         return min((point for point in points if self.may_have(point)), default=0)
 
     @cached_property
     def least_that_achieves(self) -> int | None:
-        """The fewest workers, no fewer than the floor, that achieve anything; None: none do."""
-        own = (self.curve, self.may_stay)
-        curves = (own, *((other.curve, other.may_have) for other in self.others))
-        found = (
+        """Return the fewest workers, no fewer than the floor, that achieve anything; None if none do."""
+        present = (self.curve, self.may_stay)
+        curves = (present, *((option.curve, option.may_have) for option in self.alternatives))
+        least_counts = (
             next((at for at, flops in curve.rounded() if flops and at >= self.floor and may_have(at)), None)
             for curve, may_have in curves
         )
-        return min((at for at in found if at is not None), default=None)
+        return min((at for at in least_counts if at is not None), default=None)
 
     def waf(self, workers: int, layout: int = 0) -> Fraction:
-        """F(t, workers) in a layout: weighted achieved FLOP/s, exact."""
-        curve = self.others[layout - 1].curve if layout else self.curve
+        """Return F(t, workers) in a layout: weighted achieved FLOP/s, exact."""
+        curve = self.alternatives[layout - 1].curve if layout else self.curve
         return Fraction(self.weight) * Fraction(curve(workers)) if workers >= self.min_workers else Fraction(0)
 
 
@@ -292,14 +292,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Problem:
-    """The whole problem. `tasks` stand in the canonical order: ties are decided from the first to the last.
+    """The whole problem. `tasks` are in the canonical order: ties are decided from the first to the last.
 
     `workers`: n', after the event. `d_running_us`: expected time to the next failure at n'.
     `d_transition_us`: expected duration of a transition. `churn_us`: see the module; 0 = off.
     The durations only need one common unit; microseconds is the coordinator's.
-    `seats`: (slots, how many nodes have them), rising: all tensor-parallel groups of a plan find room there; empty =
-    not asked (seating.py).
-    `pools`: of which `workers` is the sum, `seats` are in them; empty where there is one type of GPU.
+    `seats`: (slots, how many nodes have them), rising: all tensor-parallel groups of a plan must fit there; empty =
+    not checked (seating.py).
+    `pools`: `workers` is their sum, and they have the `seats`; empty where there is one type of GPU.
     """
 
     workers: int
@@ -326,17 +326,17 @@ class Problem:
             raise ProblemError("tasks: two have the same turn; give each its own")
 
     def transition_of(self, task: TaskProblem) -> Number:
-        """D_transition for this task."""
+        """Return D_transition for this task."""
         return self.d_transition_us if task.d_transition_us is None else task.d_transition_us
 
     def price(self, task: TaskProblem, workers: int, layout: int) -> Fraction:
-        """What the change costs, as time of the task's present work."""
+        """Return the cost of the change, as time of the task's present work."""
         if not layout and workers == task.workers and not task.faulty:
             return Fraction(0)
         return Fraction(self.time_of(task, workers, layout)) + (0 if task.faulty else Fraction(self.churn_us))
 
     def time_of(self, task: TaskProblem, workers: int, layout: int) -> Number:
-        """How long a change takes; asked only where something changes."""
+        """Return how long a change takes; only valid where something changes."""
         transition = self.transition_of(task)
         move, reshape, restart = task.prices.over(transition)
         if not task.waf(workers, layout):
@@ -346,38 +346,44 @@ class Problem:
         return transition if task.faulty else move
 
     def gain_in(self, task: TaskProblem, workers: int, layout: int) -> Fraction:
-        """G(t, x -> workers in this layout), exact: weighted FLOP/s times the unit of the durations."""
-        lost = task.waf(task.workers) * self.price(task, workers, layout)
-        return task.waf(workers, layout) * Fraction(self.d_running_us) - lost
+        """Return G(t, x -> workers in this layout), exact: weighted FLOP/s times the unit of the durations."""
+        cost = task.waf(task.workers) * self.price(task, workers, layout)
+        return task.waf(workers, layout) * Fraction(self.d_running_us) - cost
 
     def layout_for(self, task: TaskProblem, workers: int) -> int:
-        """The best layout for so many workers; the present one if it is as good, else the first that achieves most."""
-        if not task.others:
+        """Return the best layout for so many workers; the present one if it is as good, else the first that achieves
+        most."""
+        if not task.alternatives:
             return 0
         legal = task.legal_layouts(workers)
         if not any(legal):
             return 0
-        # All others cost the same to get to: of those the one that achieves most.
+        # A change to any alternative costs the same: the one that achieves most is best.
         counts = workers >= task.min_workers and task.weight > 0
-        other = max([one for one in legal if one], key=lambda one: (task.others[one - 1].curve(workers) * counts, -one))
+        best = max(
+            [layout for layout in legal if layout],
+            key=lambda layout: (task.alternatives[layout - 1].curve(workers) * counts, -layout),
+        )
         if 0 not in legal:
-            return other
-        # Nearly always float64 can tell them apart.
-        here, there = (self._nearly(task, workers, one) for one in (0, other))
-        if abs(here[0] - there[0]) > 1e-9 * (here[1] + there[1]):
-            return 0 if here[0] > there[0] else other
-        return other if self.gain_in(task, workers, other) > self.gain_in(task, workers, 0) else 0
+            return best
+        # Nearly always float64 can distinguish them.
+        present_gain, other_gain = (self._approximate_gain(task, workers, layout) for layout in (0, best))
+        if abs(present_gain[0] - other_gain[0]) > 1e-9 * (present_gain[1] + other_gain[1]):
+            return 0 if present_gain[0] > other_gain[0] else best
+        return best if self.gain_in(task, workers, best) > self.gain_in(task, workers, 0) else 0
 
-    def _nearly(self, task: TaskProblem, workers: int, layout: int) -> tuple[float, float]:
-        """`gain_in` in float64, and the sum of its terms' sizes."""
-        weight, curve = float(task.weight), task.others[layout - 1].curve if layout else task.curve
-        wins = float(curve(workers)) * weight * float(self.d_running_us) if workers >= task.min_workers else 0.0
-        had = float(task.curve(task.workers)) * weight if task.workers >= task.min_workers else 0.0
+    def _approximate_gain(self, task: TaskProblem, workers: int, layout: int) -> tuple[float, float]:
+        """Return `gain_in` in float64, and the sum of its terms' sizes."""
+        weight, curve = float(task.weight), task.alternatives[layout - 1].curve if layout else task.curve
+        gain = float(curve(workers)) * weight * float(self.d_running_us) if workers >= task.min_workers else 0.0
+        present_waf = float(task.curve(task.workers)) * weight if task.workers >= task.min_workers else 0.0
         if not layout and workers == task.workers and not task.faulty:
-            return wins, wins
-        lost = had * (float(self.time_of(task, workers, layout)) + (0.0 if task.faulty else float(self.churn_us)))
-        return wins - lost, wins + lost
+            return gain, gain
+        cost = present_waf * (
+            float(self.time_of(task, workers, layout)) + (0.0 if task.faulty else float(self.churn_us))
+        )
+        return gain - cost, gain + cost
 
     def gain(self, task: TaskProblem, workers: int) -> Fraction:
-        """G(t, x -> workers) in the best layout, exact."""
+        """Return G(t, x -> workers) in the best layout, exact."""
         return self.gain_in(task, workers, self.layout_for(task, workers))

@@ -1,18 +1,18 @@
 """The situation before an event, every event that may come next, and the problem that each one poses.
 
-This is the one place that says what an event does to the problem. The table answers the problems stated
-here, the coordinator asks them, the tests solve them afresh: all three mean the same by construction.
+Only this module defines the effect of an event on the problem. The table answers the problems stated
+here, the coordinator asks for them, the tests solve them afresh: all three mean the same by construction.
 
 Rules
 -----
-* n' = the slots of the nodes that are left. D_running = the mean time between failures of one worker / n'.
-* *Worker lost*: one slot less, its task is faulty. *Node lost*: all its slots less, every task with a
-  worker there is faulty (none on an idle node). *Node joined*: more slots. *Task finished*: the task is
-  gone. *Task launched*: the next queued task is there, with no workers yet.
-* *Seats* are asked where a task may have a layout of tp > 1, and say which nodes are there. A lost slot is one of the
-  first node that carries its task.
+* n' = the slots of the remaining nodes. D_running = the mean time between failures of one worker / n'.
+* *Worker loss*: one slot less, its task is faulty. *Node loss*: all its slots less, every task with a
+  worker there is faulty (none on an idle node). *Node arrival*: more slots. *Task end*: the task is
+  removed. *Task launch*: the next queued task is present, with no workers yet.
+* Problems have *seats*, which name the sizes of the nodes, where a task may have a layout of tp > 1. A lost slot is one
+  of the first node that carries its task.
 * With several types of GPU the problems have a pool for each.
-* Tasks stand in one order throughout (the coordinator's: as they were submitted), the queued one last: that
+* Tasks keep one order throughout (the coordinator's: as they were submitted), the queued one last: that
   order decides ties.
 """
 
@@ -30,42 +30,42 @@ from unicrond.core.planning.problem import Number, Pool, Problem, ProblemError, 
 from unicrond.core.planning.seating import Seats
 
 
-class WorkerLost(msgspec.Struct, frozen=True):
-    """A slot dies under one worker of the task."""
+class WorkerLoss(msgspec.Struct, frozen=True):
+    """The loss of a slot with one worker of the task."""
 
     task: str
 
 
-class NodeLost(msgspec.Struct, frozen=True):
-    """A node dies with all its slots."""
+class NodeLoss(msgspec.Struct, frozen=True):
+    """The loss of a node with all its slots."""
 
     node: str
 
 
-class NodeJoined(msgspec.Struct, frozen=True):
-    """A node with that many slots comes (again). `gpu`: its type of GPU, where there are several."""
+class NodeArrival(msgspec.Struct, frozen=True):
+    """A node with that many slots joins (again). `gpu`: its type of GPU, where there are several."""
 
     slots: int
     gpu: str = ""
 
 
-class TaskFinished(msgspec.Struct, frozen=True):
-    """A task needs its workers no longer."""
+class TaskEnd(msgspec.Struct, frozen=True):
+    """The end of a task: it needs its workers no longer."""
 
     task: str
 
 
-class TaskLaunched(msgspec.Struct, frozen=True):
-    """A queued task is to run."""
+class TaskLaunch(msgspec.Struct, frozen=True):
+    """The launch of a queued task."""
 
     task: str
 
 
-NextEvent: TypeAlias = WorkerLost | NodeLost | NodeJoined | TaskFinished | TaskLaunched
+NextEvent: TypeAlias = WorkerLoss | NodeLoss | NodeArrival | TaskEnd | TaskLaunch
 
 
 class Change(NamedTuple):
-    """What an event changes: n' after it, and tasks by name. At most one of the three is not empty."""
+    """The effect of an event: n' after it, and tasks by name. At most one of the three is not empty."""
 
     workers: int
     faulty: frozenset[str] = frozenset()
@@ -84,7 +84,7 @@ class NodeLoad:
 
     @property
     def load(self) -> tuple[int, frozenset[str], str]:
-        """All that its loss would change."""
+        """Return all that the loss of the node would change."""
         return self.slots, self.tasks, self.gpu
 
 
@@ -92,10 +92,10 @@ class NodeLoad:
 class Situation:
     """The present shares. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
 
-    `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
-    `seats_matter`: the problems say which nodes there are (problem.Problem.seats).
-    `gpus`: the types of GPU that there are, or may be again, where these are several.
-    Raises ProblemError for tasks that are faulty, stand there twice, or are on a node without running.
+    `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may join.
+    `seats_matter`: the problems name the sizes of the nodes (problem.Problem.seats).
+    `gpus`: the types of GPU that are present, or may be again, where these are several.
+    Raises ProblemError for tasks that are faulty, appear twice, or are on a node without running.
     """
 
     nodes: tuple[NodeLoad, ...]
@@ -120,62 +120,62 @@ class Situation:
 
     @cached_property
     def workers(self) -> int:
-        """All slots."""
+        """Count all slots."""
         return sum(node.slots for node in self.nodes)
 
     @cached_property
     def lineup(self) -> tuple[TaskProblem, ...]:
-        """Running tasks, then the queued one, in canonical order."""
+        """Return the running tasks, then the queued one, in canonical order."""
         return (*self.tasks, self.queued) if self.queued else self.tasks
 
     @cached_property
     def load_of(self) -> dict[str, NodeLoad]:
-        """The nodes by name."""
+        """Map names to nodes."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def _running(self) -> dict[str, str]:
-        """The names of the running tasks, to look up: a KeyError names the one that is not there."""
+        """Map the names of running tasks to themselves: a look-up's KeyError names the task that is not running."""
         return {task.name: task.name for task in self.tasks}
 
     def expected(self, *, distinct: bool = False) -> Iterator[NextEvent]:
-        """Every event that may come next; `distinct`: of nodes with the same load, one alone."""
+        """Yield every event that may come next. `distinct`: only one of the nodes with the same load."""
         for task in self.tasks:
             if task.workers and self.workers:
-                yield WorkerLost(task.name)
+                yield WorkerLoss(task.name)
         for name in {n.load: n.name for n in self.nodes}.values() if distinct else self.load_of:
-            yield NodeLost(name)
+            yield NodeLoss(name)
         for slots in sorted(set(self.join_slots)):
             for gpu in self.gpus or ("",):
-                yield NodeJoined(slots, gpu)
+                yield NodeArrival(slots, gpu)
         for task in self.tasks:
-            yield TaskFinished(task.name)
+            yield TaskEnd(task.name)
         if self.queued:
-            yield TaskLaunched(self.queued.name)
+            yield TaskLaunch(self.queued.name)
 
     def change(self, event: NextEvent) -> Change:
-        """What the event changes. Raises KeyError for a node or task that is not there."""
+        """Return the effect of the event. Raise KeyError for a node or task that is not there."""
         match event:
-            case WorkerLost(task):
+            case WorkerLoss(task):
                 return Change(self.workers - 1, frozenset((self._running[task],)))
-            case NodeLost(node):
+            case NodeLoss(node):
                 load = self.load_of[node]
                 return Change(self.workers - load.slots, load.tasks)
-            case NodeJoined(slots, _):
+            case NodeArrival(slots, _):
                 return Change(self.workers + slots)
-            case TaskFinished(task):
+            case TaskEnd(task):
                 return Change(self.workers, finished=self._running[task])
-            case TaskLaunched(task):
+            case TaskLaunch(task):
                 if self.queued is None or self.queued.name != task:
                     raise KeyError(task)
                 return Change(self.workers, launched=task)
 
     def d_running_us(self, workers: int) -> int:
-        """Expected time to the next failure among that many workers."""
+        """Return the expected time to the next failure among that many workers, in microseconds."""
         return self.mtbf_us // max(workers, 1)
 
     def after(self, event: NextEvent) -> Problem:
-        """The problem that the event poses. Raises KeyError for a node or task that is not there."""
+        """Return the problem that the event poses. Raise KeyError for a node or task that is not there."""
         workers, faulty, finished, launched = self.change(event)
         tasks = self.lineup if launched else self.tasks
         if finished:
@@ -192,17 +192,17 @@ class Situation:
         return Counter((node.gpu, node.slots) for node in self.nodes)
 
     def _slots_after(self, event: NextEvent) -> Counter[tuple[str, int]]:
-        """Types and slots: how many nodes have them."""
+        """Count the nodes per type and slots after the event."""
         slots = self._slots.copy()
         match event:
-            case WorkerLost(task):
-                here = ((node.gpu, node.slots) for node in self.nodes if task in node.tasks)
-                gpu, hit = next(here, min(slots, key=lambda one: (one[1], one[0]), default=("", 0)))
+            case WorkerLoss(task):
+                of_task = ((node.gpu, node.slots) for node in self.nodes if task in node.tasks)
+                gpu, hit = next(of_task, min(slots, key=lambda load: (load[1], load[0]), default=("", 0)))
                 slots[gpu, hit] -= 1
                 slots[gpu, hit - 1] += 1
-            case NodeLost(node):
+            case NodeLoss(node):
                 slots[self.load_of[node].gpu, self.load_of[node].slots] -= 1
-            case NodeJoined(more, gpu):
+            case NodeArrival(more, gpu):
                 slots[gpu, more] += 1
             case _:
                 pass
@@ -210,9 +210,15 @@ class Situation:
 
 
 def _pool(gpu: str, slots: Counter[tuple[str, int]], *, seats: bool) -> Pool:
-    own = Counter({(its, size): nodes for (its, size), nodes in slots.items() if its == gpu and size > 0 and nodes > 0})
-    workers = sum(size * nodes for (_, size), nodes in own.items())
-    return Pool(gpu, workers, _seats(own) if seats else ())
+    pool_slots = Counter(
+        {
+            (node_gpu, size): nodes
+            for (node_gpu, size), nodes in slots.items()
+            if node_gpu == gpu and size > 0 and nodes > 0
+        }
+    )
+    workers = sum(size * nodes for (_, size), nodes in pool_slots.items())
+    return Pool(gpu, workers, _seats(pool_slots) if seats else ())
 
 
 def _seats(slots: Counter[tuple[str, int]]) -> Seats:

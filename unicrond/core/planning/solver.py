@@ -16,13 +16,13 @@ The rules
   before tasks are weighed against each other.
 * *Ties.* From the first task to the last: its present number of workers if some optimal plan has that,
   else the smallest number that some optimal plan has; its present layout if that is as good for this number, else the
-  one that achieves most, the first of equals. This names one plan, whatever way it is computed.
+  one that achieves most, the first of equals. This defines exactly one plan, however it is computed.
 * *Pools.* Of several types of GPU each task gets one (`pools.py`), and each pool is planned by the rules above.
-* *Seats.* A plan whose tensor-parallel groups find no room is left out, and the next best is looked for (`seating.py`).
+* *Seats.* A plan whose tensor-parallel groups find no room is excluded, and the next best is searched (`seating.py`).
 
     S_i(j) = max_k v_i(k) + S_{i+1}(j - k)       best of tasks i.. with at most j workers; S_{m+1} = 0
 
-What does not live here: time (the caller measures), the one-step table (`table.py`), arrays (`points.py`).
+Not part of this module: time (the caller measures), the one-step table (`table.py`), arrays (`points.py`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ MOST_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Solution:
-    """An answer: `workers` per task, in the problem's order. All else follows from the problem.
+    """A solution: `workers` per task, in the problem's order. All else follows from the problem.
 
-    `given`: the layout of each (0: the present one, then the others in their order) where that is not the best for so
-    many workers, for want of seats.
+    `fixed_layouts`: the layout of each task (0: the present one, then its alternatives in their order) where that is
+    not the best for so many workers, for want of seats.
 
     `resolution`: the plan's objective is at most this far below the true optimum.
     """
@@ -58,41 +58,41 @@ class Solution:
     problem: Problem
     workers: tuple[int, ...]
     resolution: float = 0.0
-    given: tuple[int, ...] = ()
+    fixed_layouts: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[TaskProblem, int]]:
-        """The tasks with their workers."""
+        """Iterate over the tasks with their workers."""
         return iter(zip(self.problem.tasks, self.workers, strict=True))
 
     @cached_property
     def layouts(self) -> tuple[int, ...]:
-        """The layout of each task, as `given` has them."""
-        return self.given or tuple([self.problem.layout_for(task, workers) for task, workers in self])
+        """Return the layout of each task: `fixed_layouts`, or the best for so many workers."""
+        return self.fixed_layouts or tuple([self.problem.layout_for(task, workers) for task, workers in self])
 
     @cached_property
     def exact_objective(self) -> Fraction:
-        """sum_t G(t, x -> x'), from the problem's own numbers."""
+        """Return sum_t G(t, x -> x'), from the problem's own numbers."""
         gains = [self.problem.gain_in(task, workers, layout) for task, workers, layout in self._choices]
         return sum(gains, Fraction(0))
 
     @property
     def objective(self) -> float:
-        """The objective, correctly rounded: weighted FLOP/s times the unit of the durations."""
+        """Return the objective, correctly rounded: weighted FLOP/s times the unit of the durations."""
         return float(self.exact_objective)
 
     @cached_property
     def waf_of(self) -> tuple[int, ...]:
-        """F(t, x'_t) per task, weighted FLOP/s."""
+        """Return F(t, x'_t) per task, in weighted FLOP/s."""
         return tuple(round(task.waf(workers, layout)) for task, workers, layout in self._choices)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The layout of each task."""
+        """Return the shape of each task's layout."""
         return tuple(task.shape_of(layout) for task, layout in zip(self.problem.tasks, self.layouts, strict=True))
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The pool of each task."""
+        """Return the pool of each task."""
         return tuple(task.gpu_of(layout) for task, layout in zip(self.problem.tasks, self.layouts, strict=True))
 
     @property
@@ -101,33 +101,31 @@ class Solution:
 
     @property
     def waf(self) -> int:
-        """sum_t F(t, x'_t), weighted FLOP/s."""
+        """Return sum_t F(t, x'_t), in weighted FLOP/s."""
         return sum(self.waf_of)
 
     @property
     def unmet_floors(self) -> tuple[str, ...]:
-        """Names of the tasks that get fewer workers than their floor."""
+        """Return the names of the tasks that get fewer workers than their floor."""
         return tuple(task.name for task, workers in self if workers < task.floor)
 
     @property
     def shortfall(self) -> tuple[int, int]:
-        """What is minimised before the objective: unmet floors of tasks that have a turn, the highest first; then the
-        number of the others."""
+        """Return what is minimised before the objective: unmet floors of tasks that have a turn, the highest first;
+        then the number of the others."""
         missed = [task for task, workers in self if workers < task.floor]
         return sum(1 << task.turn for task in missed if task.turn), sum(not task.turn for task in missed)
 
     @cached_property
     def reason(self) -> str:
-        """Why, in one plain sentence."""
+        """Explain the plan in one plain sentence."""
         return explain(self)
 
 
 def solve(problem: Problem) -> Solution:
-    """The canonical optimal plan of those that find seats.
+    """Return the canonical optimal plan of those that have room; of several pools a good plan, see pools.py.
 
-    Of several pools a good plan: see pools.py.
-
-    Raises ProblemError if the gains are beyond float64, or the rows beyond 4 GiB.
+    Raise ProblemError if the gains are beyond float64, or the rows beyond 4 GiB.
     """
     if problem.pools:
         return best_of_pools(problem, solve)
@@ -136,13 +134,13 @@ def solve(problem: Problem) -> Solution:
 
 
 def _solve_sums(problem: Problem) -> Solution:
-    """The canonical optimal plan, wherever its workers find seats."""
+    """Return the canonical optimal plan without regard to seats."""
     points, by, grain = choices_of(problem)
     most = sum(points.workers[points.starts[1:] - 1].tolist())  # more than that brings nothing
     shape = (len(problem.tasks) + 1, min(problem.workers // grain, most) + 1)
     if shape[0] * shape[1] * 8 > MOST_BYTES:
-        told = f"n' = {problem.workers} among {len(problem.tasks)} tasks takes more than 4 GiB"
-        raise ProblemError(f"{told}; plan for nodes, not workers")
+        size = f"n' = {problem.workers} among {len(problem.tasks)} tasks takes more than 4 GiB"
+        raise ProblemError(f"{size}; plan for nodes, not workers")
     rows = np.empty(shape)
     rows[-1] = 0.0
     compute = kernel.active()
@@ -152,19 +150,19 @@ def _solve_sums(problem: Problem) -> Solution:
 
 
 def choices_of(problem: Problem) -> tuple[Points, Scale, int]:
-    """The problem's useful points, their scale, and the workers in one grain."""
+    """Return the problem's useful points, their scale, and the workers in one grain."""
     tasks, d_running = outline_of(problem), float(problem.d_running_us)
     by = scale(tasks, bounds(tasks, problem.workers, d_running))
     forms = np.array([int(task.faulty) for task in problem.tasks], dtype=np.int64)
     return useful(tasks, forms, problem.workers, d_running, by), by, tasks.grain
 
 
-#: As many changes are told one by one; a reason is a sentence, not a table.
-_TOLD = 12
+#: The most changes that a reason names one by one: it is a sentence, not a table.
+_CHANGES_MAX = 12
 
 
 def explain(solution: Solution) -> str:
-    """One plain sentence: which tasks change, stay or go short, and what the cluster achieves."""
+    """Explain in one plain sentence which tasks change, stay or go short, and what the cluster achieves."""
     changed = [
         f"{task.name} {task.workers} -> {workers}{_other_layout(task, layout)}{' (faulty)' if task.faulty else ''}"
         for (task, workers), layout in zip(solution, solution.layouts, strict=True)
@@ -177,17 +175,17 @@ def explain(solution: Solution) -> str:
     ]
     parts = [*hit, *changed]
     untouched = len(solution.workers) - len(parts)
-    if len(parts) > _TOLD:
-        parts = [*parts[:_TOLD], f"{len(parts) - _TOLD} more change"]
+    if len(parts) > _CHANGES_MAX:
+        parts = [*parts[:_CHANGES_MAX], f"{len(parts) - _CHANGES_MAX} more change"]
     if untouched:
         parts.append(f"{untouched} of {len(solution.workers)} tasks untouched")
     if turns := [task.name for task, workers in solution if task.turn and workers >= task.floor]:
         parts.append(f"in turn: {', '.join(turns)}")
     if short := solution.unmet_floors:
-        more = f" and {len(short) - _TOLD} more" if len(short) > _TOLD else ""
-        parts.append(f"floor unmet: {', '.join(short[:_TOLD])}{more}")
-    used, left, told = sum(solution.workers), solution.problem.workers, ", ".join(parts) or "no tasks"
-    return f"{used} of {left} workers in use, WAF {float(solution.waf):.4g} FLOP/s: {told}"
+        more = f" and {len(short) - _CHANGES_MAX} more" if len(short) > _CHANGES_MAX else ""
+        parts.append(f"floor unmet: {', '.join(short[:_CHANGES_MAX])}{more}")
+    in_use, total, changes = sum(solution.workers), solution.problem.workers, ", ".join(parts) or "no tasks"
+    return f"{in_use} of {total} workers in use, WAF {float(solution.waf):.4g} FLOP/s: {changes}"
 
 
 def _other_layout(task: TaskProblem, layout: int) -> str:

@@ -2,8 +2,8 @@
 
 The theory
 ----------
-All scenarios at one n' differ from the resting problem in a few tasks: one is faulty, one is gone, the
-queued one is there. With prefix rows P and suffix rows S of the resting problem, a scenario that changes
+All scenarios at one n' differ from the resting problem in a few tasks: one is faulty, one is absent, the
+queued one is present. With prefix rows P and suffix rows S of the resting problem, a scenario that changes
 the tasks a..b costs b - a + 1 max-plus products and one merge:
 
     best = max_u C(u) + S_{b+1}(n' - u),    C = P_a (+) changed choices of a..b
@@ -17,8 +17,8 @@ Rules
 -----
 * An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
 * With several types of GPU there are no rows: plans are solved one by one, and looked up by their problem (`ahead.py`).
-* A `Table` holds plans, no rows. But for the plans of several types it is immutable. The rows belong to the `Planner`,
-  which is used from one thread at a time; a mere look-up needs no planner and no thread.
+* A `PlanTable` holds plans, no rows. Except for the plans of several types it is immutable. The rows belong to the
+  `Planner`, which is used from one thread at a time; a mere look-up needs no planner and no thread.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from unicrond.core.planning.points import (
 )
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.seating import has_room
-from unicrond.core.planning.situation import NextEvent, NodeLost, Situation
+from unicrond.core.planning.situation import NextEvent, NodeLoss, Situation
 from unicrond.core.planning.solver import Solution, solve
 
-#: How a plan came about: looked up, solved on rows that were there, solved from nothing.
-Way: TypeAlias = Literal["table", "incremental", "fresh"]
+#: How a plan came about: looked up, solved on rows that were valid, solved from scratch.
+SolveMethod: TypeAlias = Literal["table", "incremental", "fresh"]
 
 # Forms of a task in a scenario, as `kernel.answer` has them.
-_AT_REST, _OTHER = 0, 1
+_AT_REST, _CHANGED = 0, 1
 
-#: What a node carries: its slots, the tasks on it, its type of GPU. Many nodes carry the same and share an entry.
+#: The load of a node: its slots, the tasks on it, its type of GPU. Many nodes have the same load and share an entry.
 _Load: TypeAlias = tuple[int, frozenset[str], str]
-#: What an event changes: n' after it, the tasks that are not there, the faulty ones (places in the lineup).
+#: The effect of an event: n' after it, the absent tasks, the faulty ones (indices in the lineup).
 _Change: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What it took to build a table, in rows of the dynamic programme."""
+    """The work of building a table, in rows of the dynamic programme."""
 
     rows_computed: int = 0
     rows_reused: int = 0
@@ -72,20 +72,20 @@ class Effort:
 
 
 class _Key(NamedTuple):
-    """What scenarios must agree on to share rows."""
+    """The numbers that scenarios must agree on to share rows."""
 
     workers: int
     d_running_us: int
     scale: Scale
 
 
-#: The tasks `first`, `first + 1`, ... take these forms instead of standing at rest; the row of the table that asks. A
-#: plain tuple that begins with a number: hundreds are sorted for every table, and these are sorted four times as fast.
+#: The tasks `first`, `first + 1`, ... take these forms instead of those at rest; and the scenario's row in the table. A
+#: plain tuple that begins with a number: hundreds are sorted for every table, and such tuples sort four times as fast.
 _Scenario: TypeAlias = tuple[int, tuple[int, ...], int]
 
 
-#: Of scenarios with one n' and the same tasks gone: the resolution of their plans, and all that share their rows.
-_Alike: TypeAlias = tuple[float, list[_Scenario]]
+#: For scenarios with one n' and the same absent tasks: the resolution of their plans, and all that share their rows.
+_ScenarioGroup: TypeAlias = tuple[float, list[_Scenario]]
 
 
 @dataclass
@@ -100,9 +100,9 @@ class _Sweep:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Plans for all expected events; a look-up computes nothing. `ahead`: with several types of GPU, those that have
-    been made so far; it grows."""
+class PlanTable:
+    """Plans for all expected events; a look-up computes nothing. `ahead`: with several types of GPU, the plans that
+    have been made so far; it grows."""
 
     situation: Situation
     effort: Effort
@@ -114,90 +114,91 @@ class Table:
     ahead: dict[Problem, Solution] = field(default_factory=dict, repr=False)
 
     def look_up(self, event: NextEvent) -> tuple[int, ...] | None:
-        """Workers per task of `situation.lineup` (0 for tasks not there); None if the event has no entry."""
+        """Return the workers per task of `situation.lineup` (0 for absent tasks); None if the event has no entry."""
         row = self._row(event)
         return None if row is None else tuple(self._plans[row].tolist())
 
     def solution(self, event: NextEvent) -> Solution | None:
-        """The entry with its problem, objective and reason; None if there is none."""
+        """Return the entry with its problem, objective and reason; None if there is none."""
         if self.situation.gpus:
             return self.ahead.get(self.situation.after(event))
         row = self._row(event)
         if row is None:
             return None
-        found = self._solution(row, self.situation.after(event))
-        return found if has_room(found) else solve(found.problem)
+        solution = self._solution(row, self.situation.after(event))
+        return solution if has_room(solution) else solve(solution.problem)
 
     def _row(self, event: NextEvent) -> int | None:
-        if isinstance(event, NodeLost):
+        if isinstance(event, NodeLoss):
             node = self.situation.load_of.get(event.node)
             return None if node is None else self._row_of.get(node.load)
         return self._row_of.get(event)
 
     def answer(self, problem: Problem) -> Solution | None:
-        """The entry for exactly this problem; None if the table does not hold it, or it finds no seats."""
+        """Return the entry for exactly this problem; None if the table does not hold it, or it finds no seats."""
         if problem.pools:
             return self.ahead.get(problem)
         row = self._row_of_change.get(_change(self.situation, problem))
         if row is None or self.situation.after(self._events[row]) != problem:
             return None
-        found = self._solution(row, problem)
-        return found if has_room(found) else None
+        solution = self._solution(row, problem)
+        return solution if has_room(solution) else None
 
     def _solution(self, row: int, problem: Problem) -> Solution:
-        there = {task.name for task in problem.tasks}
+        names = {task.name for task in problem.tasks}
         counts = zip(self.situation.lineup, self._plans[row].tolist(), strict=True)
-        plan = tuple(count for task, count in counts if task.name in there)
+        plan = tuple(count for task, count in counts if task.name in names)
         return Solution(problem, plan, self._resolutions[row])
 
 
 def _change(situation: Situation, problem: Problem) -> _Change:
-    asked = {task.name: task.faulty for task in problem.tasks}
-    gone = tuple(i for i, task in enumerate(situation.lineup) if task.name not in asked)
-    faulty = tuple(i for i, task in enumerate(situation.lineup) if asked.get(task.name))
-    return problem.workers, gone, faulty
+    faulty_of = {task.name: task.faulty for task in problem.tasks}
+    absent = tuple(i for i, task in enumerate(situation.lineup) if task.name not in faulty_of)
+    faulty = tuple(i for i, task in enumerate(situation.lineup) if faulty_of.get(task.name))
+    return problem.workers, absent, faulty
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan and how it came about. `rows_reused`: rows of the dynamic programme that stood already."""
+    """A plan and how it came about. `rows_reused`: rows of the dynamic programme that were valid already."""
 
     solution: Solution
-    way: Way
+    way: SolveMethod
     rows_reused: int = 0
 
 
 class Planner:
-    """Keeps the rows from one table to the next. Not to be used from two threads at once."""
+    """Keeper of the rows from one table to the next. Not to be used from two threads at once."""
 
     def __init__(self) -> None:
         self._sweeps: dict[_Key, _Sweep] = {}
-        self.table: Table | None = None
+        self.table: PlanTable | None = None
 
     @property
     def rows_bytes(self) -> int:
-        """Memory of the rows, bytes."""
+        """Return the memory of the rows in bytes."""
         return sum(sweep.prefixes.nbytes + sweep.suffixes.nbytes for sweep in self._sweeps.values())
 
-    def refresh(self, situation: Situation) -> Table:
+    def refresh(self, situation: Situation) -> PlanTable:
         """Build the table for the situation and keep it: to be done after every event, off the event loop."""
         self.table = None
         build = _Build(situation, self._sweeps)
-        table = build.table() if not situation.gpus else build.nothing()
+        table = build.table() if not situation.gpus else build.empty_table()
         self._sweeps = build.sweeps
         self.table = table
         return table
 
     def answer(self, problem: Problem) -> Answer:
-        """The canonical plan, the quickest way there is. The way never changes the plan."""
-        if self.table is not None and (known := self.table.answer(problem)) is not None:
-            return Answer(known, "table", self.table.effort.rows_reused)
-        if (near := self._on_rows(problem)) is not None:
-            return near
+        """Return the canonical plan, by the quickest method. The method never changes the plan."""
+        if self.table is not None and (solution := self.table.answer(problem)) is not None:
+            return Answer(solution, "table", self.table.effort.rows_reused)
+        if (answer := self._solve_on_rows(problem)) is not None:
+            return answer
         return Answer(solve(problem), "fresh")
 
-    def _on_rows(self, problem: Problem) -> Answer | None:
-        """Solve on the rows that stand, if the problem differs from a resting one in the middle only."""
+    def _solve_on_rows(self, problem: Problem) -> Answer | None:
+        """Solve on the rows that are valid, if the problem differs from a resting one in the middle only; else return
+        None."""
         if self.table is None or not problem.tasks or problem.pools:
             return None
         lineup = self.table.situation.lineup
@@ -206,33 +207,33 @@ class Planner:
         if places != sorted(set(places)) or places[0] < 0:
             return None
         tasks = {task.name: task for task in problem.tasks}
-        here = [tasks.get(task.name, task) for task in lineup]
-        forms = np.array([int(t.faulty) if t.name in tasks else ABSENT for t in here], dtype=np.int64)
-        gone = tuple(i for i, task in enumerate(here) if task.name not in tasks)
-        flat = outline(here, float(problem.d_transition_us), float(problem.churn_us))
+        tasks_now = [tasks.get(task.name, task) for task in lineup]
+        forms = np.array([int(t.faulty) if t.name in tasks else ABSENT for t in tasks_now], dtype=np.int64)
+        absent = tuple(i for i, task in enumerate(tasks_now) if task.name not in tasks)
+        flat = outline(tasks_now, float(problem.d_transition_us), float(problem.churn_us))
         d_running = float(problem.d_running_us)
-        by = scale(flat, bounds(flat, problem.workers, d_running), gone)
+        by = scale(flat, bounds(flat, problem.workers, d_running), absent)
         for key, sweep in self._sweeps.items():
             if (key.workers, float(key.d_running_us), key.scale) != (problem.workers, d_running, by):
                 continue
             if sweep.prefixes.shape[1] != problem.workers // flat.grain + 1:
                 continue
-            asked = useful(flat, forms, problem.workers, d_running, by)
-            first, behind = asked.leading(sweep.points), asked.trailing(sweep.points)
-            first = min(first, len(here) - 1)
-            last = max(len(here) - behind, first + 1)
+            points = useful(flat, forms, problem.workers, d_running, by)
+            first, behind = points.leading(sweep.points), points.trailing(sweep.points)
+            first = min(first, len(tasks_now) - 1)
+            last = max(len(tasks_now) - behind, first + 1)
             if first >= sweep.prefix_valid or last < sweep.suffix_valid:
                 continue
-            plan = (_answers(sweep, asked, [(first, (_OTHER,) * (last - first), 0)])[0] * flat.grain).tolist()
+            plan = (_answers(sweep, points, [(first, (_CHANGED,) * (last - first), 0)])[0] * flat.grain).tolist()
             solution = Solution(problem, tuple(plan[i] for i in places), by.resolution(len(places)))
             if not has_room(solution):
                 return None
-            return Answer(solution, "incremental", first + len(here) - last)
+            return Answer(solution, "incremental", first + len(tasks_now) - last)
         return None
 
 
 class _Build:
-    """One building of a table: groups the scenarios by what they can share, then sweeps group by group."""
+    """One build of a table: it groups the scenarios by what they can share, then sweeps group by group."""
 
     def __init__(self, situation: Situation, old: Mapping[_Key, _Sweep]) -> None:
         self.situation = situation
@@ -243,86 +244,88 @@ class _Build:
         waiting = situation.queued
         self.waiting: tuple[int, ...] = (self.index[waiting.name],) if waiting else ()
         self.at_rest = np.full(len(self.index), HEALTHY, dtype=np.int64)
-        self.other = np.full(len(self.index), FAULTY, dtype=np.int64)
+        self.alternate = np.full(len(self.index), FAULTY, dtype=np.int64)
         for i in self.waiting:
-            self.at_rest[i], self.other[i] = ABSENT, HEALTHY
-        self.still: tuple[int, ...] = (_AT_REST,)
-        self.others: tuple[int, ...] = (_OTHER,) * len(self.index)
+            self.at_rest[i], self.alternate[i] = ABSENT, HEALTHY
+        self.rest_form: tuple[int, ...] = (_AT_REST,)
+        self.alternate_run: tuple[int, ...] = (_CHANGED,) * len(self.index)
         self.computed = self.reused = 0
-        self.at: dict[int, tuple[int, Bounds]] = {}  # per n', D_running and what the tasks can gain
-        self.alike: dict[tuple[int, tuple[int, ...]], _Alike] = {}
+        self.limits_at: dict[int, tuple[int, Bounds]] = {}  # per n': D_running, and the bounds of the tasks' gains
+        self.groups: dict[tuple[int, tuple[int, ...]], _ScenarioGroup] = {}
         self.row_of_change: dict[_Change, int] = {}
         self.events: list[NextEvent] = []
         self.resolutions: list[float] = []
         self.scenarios: dict[_Key, list[_Scenario]] = {}
 
-    def table(self) -> Table:
+    def table(self) -> PlanTable:
+        """Build the table, on the rows of the one before where possible."""
         row_of: dict[NextEvent | _Load, int] = {}
         load_of = self.situation.load_of
         for event in self.situation.expected(distinct=True):
-            known_by = load_of[event.node].load if isinstance(event, NodeLost) else event
-            row_of[known_by] = self._enlist(event)
+            known_by = load_of[event.node].load if isinstance(event, NodeLoss) else event
+            row_of[known_by] = self._add_scenario(event)
         plans = np.zeros((len(self.events), len(self.index)), dtype=np.int64)
         if len(self.index):
             for key, scenarios in self.scenarios.items():
-                scenarios.sort()  # those that begin alike stand together and share the work
+                scenarios.sort()  # those that begin alike are neighbours and share the work
                 plans[[row for _, _, row in scenarios]] = self._solve(key, scenarios)
             plans *= self.flat.grain
         effort = Effort(self.computed, self.reused, len(self.events), len(self.scenarios))
         resolutions, events = tuple(self.resolutions), tuple(self.events)
-        return Table(self.situation, effort, plans, row_of, self.row_of_change, resolutions, events)
+        return PlanTable(self.situation, effort, plans, row_of, self.row_of_change, resolutions, events)
 
-    def nothing(self) -> Table:
-        """A table without plans."""
-        return Table(self.situation, Effort(), np.zeros((0, len(self.index)), dtype=np.int64), {}, {}, (), ())
+    def empty_table(self) -> PlanTable:
+        """Return a table without plans."""
+        return PlanTable(self.situation, Effort(), np.zeros((0, len(self.index)), dtype=np.int64), {}, {}, (), ())
 
-    def _enlist(self, event: NextEvent) -> int:
-        """Put the event's scenario where it shares rows; its row in the table."""
-        workers, hit, finished, launched = self.situation.change(event)
+    def _add_scenario(self, event: NextEvent) -> int:
+        """Put the event's scenario where it shares rows; return its row in the table."""
+        workers, faulty_names, finished, launched = self.situation.change(event)
         faulty: tuple[int, ...] = ()
-        gone, first, forms = self.waiting, 0, self.still
-        if hit:
-            faulty = tuple(sorted([self.index[name] for name in hit]))
+        absent, first, forms = self.waiting, 0, self.rest_form
+        if faulty_names:
+            faulty = tuple(sorted([self.index[name] for name in faulty_names]))
             first, behind = faulty[0], faulty[-1] + 1
-            forms = self.others[: len(faulty)]
+            forms = self.alternate_run[: len(faulty)]
             if behind - first > len(faulty):
-                forms = tuple([_OTHER if i in faulty else _AT_REST for i in range(first, behind)])
+                forms = tuple([_CHANGED if i in faulty else _AT_REST for i in range(first, behind)])
         elif finished:
             first, forms = self.index[finished], (ABSENT,)
-            gone = (first, *self.waiting)
+            absent = (first, *self.waiting)
         elif launched:
-            first, forms, gone = self.index[launched], (_OTHER,), ()
-        row = self.row_of_change.setdefault((workers, gone, faulty), len(self.events))
+            first, forms, absent = self.index[launched], (_CHANGED,), ()
+        row = self.row_of_change.setdefault((workers, absent, faulty), len(self.events))
         if row == len(self.events):
             self.events.append(event)
-            resolution, scenarios = self.alike.get((workers, gone)) or self._alike(workers, gone)
+            resolution, scenarios = self.groups.get((workers, absent)) or self._group_of(workers, absent)
             self.resolutions.append(resolution)
             scenarios.append((first, forms, row))
         return row
 
-    def _alike(self, workers: int, gone: tuple[int, ...]) -> _Alike:
-        if workers not in self.at:
+    def _group_of(self, workers: int, absent: tuple[int, ...]) -> _ScenarioGroup:
+        if workers not in self.limits_at:
             d_running = self.situation.d_running_us(workers)
-            self.at[workers] = d_running, bounds(self.flat, workers, float(d_running))
-        d_running, limits = self.at[workers]
-        by = scale(self.flat, limits, gone)
+            self.limits_at[workers] = d_running, bounds(self.flat, workers, float(d_running))
+        d_running, limits = self.limits_at[workers]
+        by = scale(self.flat, limits, absent)
         scenarios = self.scenarios.setdefault(_Key(workers, d_running, by), [])
-        found = self.alike[workers, gone] = by.resolution(len(self.index) - len(gone)), scenarios
-        return found
+        entry = self.groups[workers, absent] = by.resolution(len(self.index) - len(absent)), scenarios
+        return entry
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
         points = useful(self.flat, self.at_rest, key.workers, float(key.d_running_us), key.scale)
-        if any(_OTHER in forms for _, forms, _ in scenarios):
-            other = useful(self.flat, self.other, key.workers, float(key.d_running_us), key.scale)
+        if any(_CHANGED in forms for _, forms, _ in scenarios):
+            alternate = useful(self.flat, self.alternate, key.workers, float(key.d_running_us), key.scale)
         else:
-            other = points
+            alternate = points
         first = max([first for first, _, _ in scenarios])
         last = min([first + len(forms) for first, forms, _ in scenarios])
         sweep = self.sweeps[key] = self._sweep(key, points, first + 1, last)
-        return _answers(sweep, other, scenarios)
+        return _answers(sweep, alternate, scenarios)
 
     def _sweep(self, key: _Key, points: Points, prefix_rows: int, suffix_from: int) -> _Sweep:
-        """Rows for the points: prefixes[:prefix_rows] and suffixes[suffix_from:], as many as possible from before."""
+        """Compute rows for the points: prefixes[:prefix_rows] and suffixes[suffix_from:], reusing as many as
+        possible."""
         tasks, size = len(points.stay), key.workers // self.flat.grain
         prefixes, suffixes = np.empty((tasks + 1, size + 1)), np.empty((tasks + 1, size + 1))
         prefixes[0], prefixes[0, 0], suffixes[tasks] = -np.inf, 0.0, 0.0
@@ -336,15 +339,15 @@ class _Build:
         prefix_rows, suffix_from = max(prefix_rows, leading + 1), min(suffix_from, tasks - trailing)
         compute, workers, values = kernel.active(), points.workers, points.values
         compute.prefix(workers, values, points.starts[:prefix_rows], prefixes, leading)
-        known = tasks - trailing - suffix_from
-        compute.suffix(workers, values, points.starts[suffix_from:], suffixes[suffix_from:], known)
+        first_valid = tasks - trailing - suffix_from
+        compute.suffix(workers, values, points.starts[suffix_from:], suffixes[suffix_from:], first_valid)
         self.reused += leading + trailing
         self.computed += prefix_rows - 1 - leading + tasks - trailing - suffix_from
         return _Sweep(points, prefixes, suffixes, prefix_rows, suffix_from)
 
 
-def _answers(sweep: _Sweep, other: Points, scenarios: Sequence[_Scenario]) -> NDArray[np.int64]:
-    """Grains per scenario and task."""
+def _answers(sweep: _Sweep, alternate: Points, scenarios: Sequence[_Scenario]) -> NDArray[np.int64]:
+    """Return the grains per scenario and task."""
     points = sweep.points
     plans = np.zeros((len(scenarios), len(points.stay)), dtype=np.int64)
     starts = np.zeros(len(scenarios) + 1, dtype=np.int64)
@@ -356,10 +359,10 @@ def _answers(sweep: _Sweep, other: Points, scenarios: Sequence[_Scenario]) -> ND
         points.stay,
         sweep.prefixes,
         sweep.suffixes,
-        other.workers,
-        other.values,
-        other.starts,
-        other.stay,
+        alternate.workers,
+        alternate.values,
+        alternate.starts,
+        alternate.stay,
         np.array([first for first, _, _ in scenarios], dtype=np.int64),
         starts,
         np.array([form for _, forms, _ in scenarios for form in forms], dtype=np.int64),
