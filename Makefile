@@ -106,10 +106,10 @@ fuzz: $(STAMP)
 	$(BIN)/unicron-replay fuzz --seeds 10000
 
 mutants: $(STAMP)
-	$(BIN)/python -m replay.simulation.mutants
+	$(BIN)/python -m unicrond.replay.simulation.mutants.table
 
 evaluation: $(STAMP)
-	$(BIN)/python -m replay.evaluation
+	$(BIN)/python -m unicrond.replay.evaluation
 
 bench: $(STAMP)
 	$(BIN)/pytest tests/benchmarks --benchmark-columns=median,iqr,min,max,rounds
@@ -144,10 +144,10 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 
 MAN = $(BIN)/argparse-manpage --function parser --manual-title "unicrond manual" --project-name unicrond
 man: $(STAMP)
-	$(MAN) --module unicrond.cli --prog unicrond --output build/man/unicrond.1
+	$(MAN) --module unicrond.commands.cli --prog unicrond --output build/man/unicrond.1
 	$(MAN) --module unicrond.ctl.parser --prog unicronctl --output build/man/unicronctl.1
-	$(MAN) --module agents.cli --prog unicron-agent --output build/man/unicron-agent.1
-	$(MAN) --module replay.cli --prog unicron-replay --output build/man/unicron-replay.1
+	$(MAN) --module unicrond.agents.shell.cli --prog unicron-agent --output build/man/unicron-agent.1
+	$(MAN) --module unicrond.replay.cli --prog unicron-replay --output build/man/unicron-replay.1
 
 resolve: $(STAMP)
 	$(BIN)/python -m tests.integration.resolve

@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from agents.trainer import cpu_shim
+from unicrond.agents.trainer.process import cpu_shim
 
 SEQ, MICRO_BATCHES, ITERATIONS = 32, 8, 20
 TEXT = torch.frombuffer(bytearray(Path(typing.__file__).read_bytes()), dtype=torch.uint8).long()

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from events import command_line, log_lines
-from events.command_line import (
+from unicrond import VERSION
+from unicrond.events.cli import command_line
+from unicrond.events.cli.command_line import (
     EXIT_CODES,
     Commands,
     Parser,
@@ -29,9 +30,10 @@ from events.command_line import (
     switch,
     whole,
 )
-from events.log import LogError
-from events.nats_url import parse_urls
-from replay.arguments import (
+from unicrond.events.host import daemon_log as log_lines
+from unicrond.events.log.event_log import LogError
+from unicrond.events.nats.url import parse_urls
+from unicrond.replay.options.arguments import (
     DEFAULT_POLICIES,
     SEED_MAX,
     TRACE_FILE_VARIABLE,
@@ -41,9 +43,8 @@ from replay.arguments import (
     places_argument,
     setting_argument,
 )
-from replay.examples import EXAMPLES
-from replay.reading.opening import PROGRAM
-from unicrond import VERSION
+from unicrond.replay.options.examples import EXAMPLES
+from unicrond.replay.reading.opening import PROGRAM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,7 +234,7 @@ def _simulate(commands: Commands) -> None:
 
 
 def _known_to_simulate() -> str:
-    from replay.evaluation.simulate_cli import epilog
+    from unicrond.replay.evaluation.studies.simulate_cli import epilog
 
     return epilog()
 

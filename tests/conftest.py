@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from events.nats_connection import Connection, connect
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
 
 # Started in the background of a shell without job control, a process inherits SIGINT as ignored, and so would
 # every program that the tests interrupt.

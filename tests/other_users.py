@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.prctl import CAP_SETGID, CAP_SETUID, capabilities
+from unicrond.agents.host.prctl import CAP_SETGID, CAP_SETUID, capabilities
 
 ROOT = Path(__file__).resolve().parents[1]
 #: A user that every Linux has, and that owns nothing.
@@ -27,7 +27,7 @@ needs_root = pytest.mark.skipif(
 
 
 def _can_run(*prefix: str) -> bool:
-    code = f"from agents.users import identities; identities([{USER!r}])"
+    code = f"from unicrond.agents.host.task_users import identities; identities([{USER!r}])"
     tried = subprocess.run([*prefix, sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     return tried.returncode == 0
 

@@ -14,9 +14,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from events.codec import API_PRODUCER, COORDINATOR, RESERVED_NAMES
-from events.envelope import Envelope
-from events.vocabulary import (
+from unicrond.events.vocabulary import (
     SERIAL_MAX,
     AnyEvent,
     Command,
@@ -27,6 +25,8 @@ from events.vocabulary import (
     Request,
     WorkerExited,
 )
+from unicrond.events.wire.codec import API_PRODUCER, COORDINATOR, RESERVED_NAMES
+from unicrond.events.wire.envelope import Envelope
 
 EVENT_TYPES: tuple[type[Event], ...] = typing.get_args(AnyEvent)
 names = st.from_regex(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z").filter(lambda name: name not in RESERVED_NAMES)

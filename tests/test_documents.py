@@ -23,10 +23,10 @@ CODE_PATH = re.compile(r"^(?:agents|deploy|events|examples|replay|tests|unicrond
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 PROGRAMS = {
-    "unicrond": "unicrond.cli",
+    "unicrond": "unicrond.commands.cli",
     "unicronctl": "unicrond.ctl.main",
-    "unicron-agent": "agents.cli",
-    "unicron-replay": "replay.cli",
+    "unicron-agent": "unicrond.agents.shell.cli",
+    "unicron-replay": "unicrond.replay.cli",
 }
 #: One command line of each parser that a program has of its own beside its first.
 PARSERS = [

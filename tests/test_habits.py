@@ -11,8 +11,8 @@ FILE_LINES_MAX = 450
 
 #: File, or "file:function", and why it may be longer.
 EXCEPTIONS = {
-    "replay/simulation/invariants.py": "all rules at one place: a table, and one small function for each",
-    "agents/daemon.py": "the one holder of sockets, clocks and signals, behind all ports of shell.py",
+    "replay/simulation/checks/invariants.py": "all rules at one place: a table, and one small function for each",
+    "agents/shell/daemon.py": "the one holder of sockets, clocks and signals, behind all ports of shell.py",
     "unicrond/core/planning/kernel_numba.py:useful": "one loop: numba compiles it as one, calls in it cost time",
     "unicrond/core/planning/kernel_numba.py:answer": "one loop: numba compiles it as one, calls in it cost time",
 }

@@ -12,10 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from agents import cli, probe
-from agents.kubernetes.place import ACCOUNT
-from events import variables
-from unicrond.cli import parser
+from unicrond.agents.kubernetes.place import ACCOUNT
+from unicrond.agents.shell import cli, probe
+from unicrond.commands.cli import parser
+from unicrond.events.cli import environment_flags as variables
 from unicrond.intake.config import load
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

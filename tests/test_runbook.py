@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from events.vocabulary import ErrorKind
-from unicrond.core import isolation
-from unicrond.core.state import NodeStatus
+from unicrond.core.nodes import isolation
+from unicrond.core.state.state import NodeStatus
+from unicrond.events.vocabulary import ErrorKind
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "operate" / "runbook.md").read_text()

@@ -10,10 +10,10 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from events import schemas
-from events.fields import Since
-from events.schemas import SCHEMA
-from events.vocabulary import Event
+from unicrond.events.vocabulary import Event
+from unicrond.events.vocabulary.field_defaults import Since
+from unicrond.events.wire import schemas
+from unicrond.events.wire.schemas import SCHEMA
 
 #: A schema that is still to come.
 NEXT = SCHEMA + 1

@@ -1,7 +1,7 @@
 """The coordinator of unicrond: pure core (state, fold, decide, planning) and the daemon around it.
 
-`from unicrond import Hook, Local` is for training scripts; what is behind it lives in `agents.trainer`, and nothing
-else here knows it.
+`from unicrond import Hook, Local` is for training scripts; what is behind it lives in `unicrond.agents.trainer`, and
+nothing else here knows it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agents.trainer.hook import Hook as Hook
-    from agents.trainer.hook import Local as Local
+    from unicrond.agents.trainer.loop.hook import Hook as Hook
+    from unicrond.agents.trainer.loop.hook import Local as Local
 
 PROJECT = "unicrond"
 VERSION = "0.1.0"
@@ -19,7 +19,7 @@ VERSION = "0.1.0"
 def __getattr__(name: str) -> object:
     """Load `Hook` and `Local` when a script asks for them: they bring torch."""
     if name in ("Hook", "Local"):
-        from agents.trainer import hook
+        from unicrond.agents.trainer.loop import hook
 
         return getattr(hook, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from agents.accelerators.readings import GpuReading, RecoveryAction, Sighting, Throttle, XidEvent
-from agents.accelerators.xids import RECOVERY_ACTION_CHANGED, Xid, is_known, xid
-from events.vocabulary import ErrorKind, RepairNeed, WorkerId
+from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Sighting, Throttle, XidEvent
+from unicrond.agents.accelerators.xids import RECOVERY_ACTION_CHANGED, Xid, is_known, xid
+from unicrond.events.vocabulary import ErrorKind, RepairNeed, WorkerId
 
 RECURS_S = 3600.0
 BURST_S = 60.0

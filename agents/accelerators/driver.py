@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, TypeAlias
 
-from agents.accelerators.readings import GpuReading, XidEvent
+from unicrond.agents.accelerators.readings import GpuReading, XidEvent
 
 Choice: TypeAlias = Literal["auto", "nvml", "fake", "none"]
 

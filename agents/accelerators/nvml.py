@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agents.accelerators.driver import NoDriver
-from agents.accelerators.readings import GpuReading, RecoveryAction, Throttle, XidEvent
+from unicrond.agents.accelerators.driver import NoDriver
+from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Throttle, XidEvent
 
 logger = logging.getLogger("agents")
 

@@ -18,12 +18,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from agents.accelerators.diagnosis import GpuFinding, History, diagnose
-from agents.accelerators.driver import Choice, GpuDriver, NoDriver
-from agents.accelerators.fake import FakeDriver
-from agents.accelerators.nvml import NvmlDriver
-from agents.accelerators.readings import Sighting, XidEvent
-from events.vocabulary import WorkerId
+from unicrond.agents.accelerators.diagnosis import GpuFinding, History, diagnose
+from unicrond.agents.accelerators.driver import Choice, GpuDriver, NoDriver
+from unicrond.agents.accelerators.fake import FakeDriver
+from unicrond.agents.accelerators.nvml import NvmlDriver
+from unicrond.agents.accelerators.readings import Sighting, XidEvent
+from unicrond.events.vocabulary import WorkerId
 
 logger = logging.getLogger("agents")
 

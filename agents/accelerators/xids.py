@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from events.vocabulary import ErrorKind, RepairNeed
+from unicrond.events.vocabulary import ErrorKind, RepairNeed
 
 
 @dataclass(frozen=True, slots=True)

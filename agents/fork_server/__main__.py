@@ -1,6 +1,6 @@
-"""`python -m agents.fork_server`: started by the agent."""
+"""`python -m unicrond.agents.fork_server`: started by the agent."""
 
-from agents.fork_server.main import main
+from unicrond.agents.fork_server.main import main
 
 if __name__ == "__main__":
     main()

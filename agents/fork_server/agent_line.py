@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents.bound_path import BoundPath
-from agents.fork_server.sockets import listen_unix
-from agents.protocol.framing import BadFrame, Unframer, frame
-from agents.protocol.messages import FromForkServer, ToForkServer
-from agents.protocol.peer_uid import peer_uid
+from unicrond.agents.fork_server.sockets import listen_unix
+from unicrond.agents.host.socket_paths import BoundPath
+from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
+from unicrond.agents.protocol.messages import FromForkServer, ToForkServer
+from unicrond.agents.protocol.peer_uid import peer_uid
 
-logger = logging.getLogger("agents.fork_server")
+logger = logging.getLogger("unicrond.agents.fork_server")
 
 _CHUNK_BYTES = 65536
 #: How often the socket is checked while no agent is connected: somebody may have unlinked it.

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-logger = logging.getLogger("agents.fork_server")
+logger = logging.getLogger("unicrond.agents.fork_server")
 
 
 class Cgroups:

@@ -1,4 +1,4 @@
-"""`python -m agents.fork_server`: its flags. Preloads the heavy modules, then serves."""
+"""`python -m unicrond.agents.fork_server`: its flags. Preloads the heavy modules, then serves."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from agents.fork_server.by_name import import_object
-from agents.fork_server.cgroups import Cgroups
-from agents.fork_server.limits import parse
-from agents.fork_server.server import READY, ForkServer
-from agents.fork_server.workers import Separation
+from unicrond.agents.fork_server.cgroups import Cgroups
+from unicrond.agents.fork_server.limits import parse
+from unicrond.agents.fork_server.named_objects import import_object
+from unicrond.agents.fork_server.server import READY, ForkServer
+from unicrond.agents.fork_server.workers import Separation
 
-logger = logging.getLogger("agents.fork_server")
+logger = logging.getLogger("unicrond.agents.fork_server")
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Parse the flags, preload, serve, exit."""
     parser = argparse.ArgumentParser(
-        prog="python -m agents.fork_server", description="Started by unicron-agent; not for people."
+        prog="python -m unicrond.agents.fork_server", description="Started by unicron-agent; not for people."
     )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1", help="where the rendezvous store listens")
     parser.add_argument("--lease-s", type=float, default=60.0, help="ends itself after this long without an agent")
     parser.add_argument("--memory-max-bytes", type=int, default=0, help="limit of each shard's memory; 0: keep none")
-    parser.add_argument("--preload", default="agents.trainer.preload", help="module with the heavy imports")
-    parser.add_argument("--worker", default="agents.trainer.worker:run", help="function that a worker runs")
     parser.add_argument(
-        "--store", default="agents.trainer.groups.rendezvous_store:serve", help="function that the store runs"
+        "--preload", default="unicrond.agents.trainer.entry.preload", help="module with the heavy imports"
     )
-    parser.add_argument("--sum", default="agents.pair_sum:run", help="function that a sum with other nodes runs")
+    parser.add_argument(
+        "--worker", default="unicrond.agents.trainer.entry.worker:run", help="function that a worker runs"
+    )
+    parser.add_argument(
+        "--store", default="unicrond.agents.trainer.groups.store_process:serve", help="function that the store runs"
+    )
+    parser.add_argument(
+        "--sum", default="unicrond.agents.health.pair_sum:run", help="function that a sum with other nodes runs"
+    )
     parser.add_argument("--ready-fd", type=int, default=-1, help="notified when agents may connect")
     parser.add_argument("--separate", action="store_true", help="every worker becomes the user that its order names")
     parser.add_argument("--limit", action="append", default=[], type=parse, help="of each worker, NAME=VALUE")

@@ -10,9 +10,9 @@ import fcntl
 import os
 from pathlib import Path
 
-from agents.protocol.marks import SIZE_BYTES
-from agents.protocol.memory import sealed_memory
-from events.vocabulary import WorkerId
+from unicrond.agents.protocol.marks import SIZE_BYTES
+from unicrond.agents.protocol.memory import sealed_memory
+from unicrond.events.vocabulary import WorkerId
 
 
 class MarkPages:

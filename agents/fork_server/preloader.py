@@ -1,4 +1,5 @@
-"""`python -m agents.fork_server.preloader`: a process for one task, which has imported the modules that the task names.
+"""`python -m unicrond.agents.fork_server.preloader`: a process for one task, which has imported the modules that the
+task names.
 
 Rules
 -----
@@ -25,11 +26,11 @@ from typing import NoReturn
 
 import msgspec
 
-from agents.fork_server.birth import ChildSetup
-from agents.fork_server.by_name import import_object
-from agents.fork_server.worker_process import become_worker
-from agents.prctl import die_with_parent
-from agents.protocol.messages import Launch
+from unicrond.agents.fork_server.child_setup import ChildSetup
+from unicrond.agents.fork_server.named_objects import import_object
+from unicrond.agents.fork_server.worker_process import become_worker
+from unicrond.agents.host.prctl import die_with_parent
+from unicrond.agents.protocol.messages import Launch
 
 #: The messages on the socket, beside orders.
 READY, FORKED = b"ready", b"born"

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import msgspec
 
-from agents.fork_server.birth import ChildSetup
-from agents.fork_server.cgroups import Cgroups, enter
-from agents.fork_server.preloader import FORKED, ORDER_BYTES_MAX, READY, ForkOrder, go
-from agents.fork_server.privileges import StillPrivileged, become
-from agents.fork_server.task_secrets import NoSecret
-from agents.fork_server.worker_process import NoDirectory, keep_only, redirect, settle
-from events.vocabulary import Name
+from unicrond.agents.fork_server.cgroups import Cgroups, enter
+from unicrond.agents.fork_server.child_setup import ChildSetup
+from unicrond.agents.fork_server.preloader import FORKED, ORDER_BYTES_MAX, READY, ForkOrder, go
+from unicrond.agents.fork_server.privileges import StillPrivileged, become
+from unicrond.agents.fork_server.task_secrets import NoSecret
+from unicrond.agents.fork_server.worker_process import NoDirectory, keep_only, redirect, settle
+from unicrond.events.vocabulary import Name
 
 MOST = 8
 _UCRED = struct.Struct("3i")
@@ -148,7 +148,14 @@ class Preloaders:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * ORDER_BYTES_MAX)
-        command = [sys.executable, "-P", "-m", "agents.fork_server.preloader", str(theirs.fileno()), str(self._pid)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "unicrond.agents.fork_server.preloader",
+            str(theirs.fileno()),
+            str(self._pid),
+        ]
         command += [self._preload, self._worker, *setup.launch.spec.preload]
         self._count += 1
         name = f"{setup.launch.task}.preload{self._count}"

@@ -7,7 +7,8 @@ Rules
 * A change of user makes the kernel forget that the child dies with its parent: that is requested again.
 * The fork server itself reads a task's files with the rights of the task's user (`acting_for`).
 
-`agents/users.py` decides as which users tasks may run; `cgroups.py` puts the child into its cgroup, before this.
+`agents/host/task_users.py` decides as which users tasks may run; `cgroups.py` puts the child into its cgroup, before
+this.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import resource
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from agents.prctl import be_debuggable, capabilities, die_with_parent, drop_capabilities, gain_nothing
-from agents.protocol.identity import Identity
+from unicrond.agents.host.prctl import be_debuggable, capabilities, die_with_parent, drop_capabilities, gain_nothing
+from unicrond.agents.protocol.identity import Identity
 
 
 class StillPrivileged(Exception):

@@ -1,6 +1,6 @@
 """The fork server: has imported torch and Megatron, so that a worker starts in tens of milliseconds.
 
-    python -m agents.fork_server --run-dir DIR --address 127.0.0.1
+    python -m unicrond.agents.fork_server --run-dir DIR --address 127.0.0.1
 
 Rules
 -----
@@ -17,8 +17,8 @@ Rules
   worker, or by the task's own preloader (preloaders.py), after the drop (privileges.py), and no process that listens to
   others keeps the privilege.
 
-What does not live here: workers (workers.py), their memory (memories.py), the store (store.py), the line to the agent
-(agent_line.py), the flags (main.py).
+What does not live here: workers (workers.py), their memory (memory_files.py), the store (store.py), the line to the
+agent (agent_line.py), the flags (main.py).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agents.fork_server.agent_line import AgentLine, Retired
-from agents.fork_server.memories import Memories
-from agents.fork_server.store import StoreProcess
-from agents.fork_server.worker_process import HANDLED_SIGNALS, detach
-from agents.fork_server.workers import Separation, Workers
-from agents.prctl import adopt_orphans, drop_capabilities, gain_nothing
-from agents.protocol.messages import (
+from unicrond.agents.fork_server.agent_line import AgentLine, Retired
+from unicrond.agents.fork_server.memory_files import Memories
+from unicrond.agents.fork_server.store import StoreProcess
+from unicrond.agents.fork_server.worker_process import HANDLED_SIGNALS, detach
+from unicrond.agents.fork_server.workers import Separation, Workers
+from unicrond.agents.host.prctl import adopt_orphans, drop_capabilities, gain_nothing
+from unicrond.agents.protocol.messages import (
     ExitedAck,
     FromForkServer,
     Inventory,
@@ -53,11 +53,11 @@ from agents.protocol.messages import (
     Spawn,
     ToForkServer,
 )
-from agents.protocol.peers import agent_schema, plain
-from agents.protocol.sum_order import Sum
-from events.schemas import SCHEMA
+from unicrond.agents.protocol.peers import agent_schema, plain
+from unicrond.agents.protocol.sum_order import Sum
+from unicrond.events.wire.schemas import SCHEMA
 
-logger = logging.getLogger("agents.fork_server")
+logger = logging.getLogger("unicrond.agents.fork_server")
 
 #: Another fork server holds the run directory.
 EXIT_OCCUPIED = 3

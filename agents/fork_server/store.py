@@ -10,9 +10,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from agents.fork_server.sockets import listen_tcp
+from unicrond.agents.fork_server.sockets import listen_tcp
 
-logger = logging.getLogger("agents.fork_server")
+logger = logging.getLogger("unicrond.agents.fork_server")
 
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 5.0

@@ -1,10 +1,10 @@
 """Connects OpenTelemetry's spans of a worker (Megatron-LM's `--otel-enabled`, or its program's own) with unicrond's
-spans of incidents and commands: by attributes of the same names (unicrond/core/spans.py).
+spans of incidents and commands: by attributes of the same names (unicrond/views/spans.py).
 """
 
 from __future__ import annotations
 
-from agents.protocol.messages import Launch
+from unicrond.agents.protocol.messages import Launch
 
 
 def resource_attributes(attributes: str, launch: Launch) -> str:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-from agents.fork_server.birth import ChildSetup
-from agents.fork_server.cgroups import enter
-from agents.fork_server.privileges import StillPrivileged, become, personal
-from agents.fork_server.task_secrets import NoSecret, read_secrets
-from agents.fork_server.telemetry import resource_attributes
-from agents.prctl import die_with_parent
-from agents.protocol.identity import Identity
-from agents.protocol.messages import Launch
+from unicrond.agents.fork_server.cgroups import enter
+from unicrond.agents.fork_server.child_setup import ChildSetup
+from unicrond.agents.fork_server.privileges import StillPrivileged, become, personal
+from unicrond.agents.fork_server.task_secrets import NoSecret, read_secrets
+from unicrond.agents.fork_server.telemetry import resource_attributes
+from unicrond.agents.host.prctl import die_with_parent
+from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Launch
 
 #: Under memory pressure the kernel shall kill a worker, not the agent or the fork server (see proc(5)).
 OOM_SCORE_ADJUSTMENT = 500

@@ -19,18 +19,18 @@ from pathlib import Path
 
 import msgspec
 
-from agents.fork_server.birth import ChildSetup
-from agents.fork_server.cgroups import Cgroups, enter
-from agents.fork_server.lines import Lines
-from agents.fork_server.mark_pages import MarkPages
-from agents.fork_server.masked_log import MaskedLog, masked_log
-from agents.fork_server.memories import Memories
-from agents.fork_server.oom import EXIT_OF_A_KILLED_CHILD, OomWitness
-from agents.fork_server.preloaders import PendingFork, Preloaders
-from agents.fork_server.worker_process import become_worker
-from agents.protocol import line
-from agents.protocol.gpus import visible_gpus
-from agents.protocol.messages import (
+from unicrond.agents.fork_server.cgroups import Cgroups, enter
+from unicrond.agents.fork_server.child_setup import ChildSetup
+from unicrond.agents.fork_server.mark_pages import MarkPages
+from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log
+from unicrond.agents.fork_server.memory_files import Memories
+from unicrond.agents.fork_server.oom_witnesses import EXIT_OF_A_KILLED_CHILD, OomWitness
+from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
+from unicrond.agents.fork_server.worker_lines import Lines
+from unicrond.agents.fork_server.worker_process import become_worker
+from unicrond.agents.protocol import worker_line as line
+from unicrond.agents.protocol.gpus import visible_gpus
+from unicrond.agents.protocol.messages import (
     Connected,
     Exited,
     Forked,
@@ -41,7 +41,7 @@ from agents.protocol.messages import (
     Spawn,
     SpawnFailed,
 )
-from events.vocabulary import Name, WorkerId
+from unicrond.events.vocabulary import Name, WorkerId
 
 _CHUNK_BYTES = 65536
 #: How much of a dead worker's pipe is written before its exit is reported (a pipe holds 64 KiB unless enlarged).

@@ -1,7 +1,7 @@
 """Keeps both in step: the Node object's demands go into the log, an isolation goes into the Node object.
 
 * The keeper reads the object at the start and after each watch, and watches it in between. It passes the
-  object's hold to the core; the core reports each change to the log (agents/handling/joining.py).
+  object's hold to the core; the core reports each change to the log (agents/core/joining.py).
 * The log is asked every LOOK_EVERY_S, and when the coordinator decides about the node. Taint and condition are written
   once for each change; a write that the API server refuses is tried again, and logged once.
 * A failure here costs the cluster nothing: the agent works on.
@@ -14,19 +14,12 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from agents.kubernetes.api import MERGE, STRATEGIC, KubernetesError, NodeApi
-from agents.kubernetes.node_object import (
-    CordonMeans,
-    Hold,
-    condition_patch,
-    has_taint,
-    hold_of,
-    taint_patch,
-)
-from agents.kubernetes.standing import Standing, standing
-from events.nats_connection import Connection, NoReply
-from events.subjects import standing_subjects
-from events.vocabulary import Name
+from unicrond.agents.kubernetes.api import MERGE, STRATEGIC, KubernetesError, NodeApi
+from unicrond.agents.kubernetes.node_object import CordonMeans, Hold, condition_patch, has_taint, hold_of, taint_patch
+from unicrond.agents.kubernetes.standing import Standing, standing
+from unicrond.events.log.subjects import standing_subjects
+from unicrond.events.nats.connection import Connection, NoReply
+from unicrond.events.vocabulary import Name
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from events.vocabulary import MachineHold
+from unicrond.events.vocabulary import MachineHold
 
 TAINT = "unicron.dev/isolated"
 CONDITION = "UnicronIsolated"

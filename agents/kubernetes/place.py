@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from agents.kubernetes.node_object import CordonMeans
+from unicrond.agents.kubernetes.node_object import CordonMeans
 
 #: The directory of a pod's account.
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -1,17 +1,17 @@
 """Finds out whether this cluster has isolated the node, by the coordinator's own events in the log.
 
 It reads the last NodeIsolated, NodeReadmitted and NodeForgotten of the node, which only the coordinator writes
-(events/logins.py); the latest counts. Where none is in the stream any more, nothing is known.
+(events/trust/logins.py); the latest counts. Where none is in the stream any more, nothing is known.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from events.codec import BadEvent, decode
-from events.nats_connection import Connection
-from events.subjects import EVENT_STREAM, standing_subjects
-from events.vocabulary import Name, NodeIsolated
+from unicrond.events.log.subjects import EVENT_STREAM, standing_subjects
+from unicrond.events.nats.connection import Connection
+from unicrond.events.vocabulary import Name, NodeIsolated
+from unicrond.events.wire.codec import BadEvent, decode
 
 
 class Standing(NamedTuple):

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from agents.protocol.message import WireMessage
-from events.collectives import COLLECTIVES_MAX, Collective
-from events.vocabulary import Text
+from unicrond.agents.protocol.message import WireMessage
+from unicrond.events.queries.collectives import COLLECTIVES_MAX, Collective
+from unicrond.events.vocabulary import Text
 
 
 class TellFlight(WireMessage, frozen=True, kw_only=True):

@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from agents.protocol import messages
-from agents.protocol.messages import MAX_FRAME_BYTES
-from events.tolerance import without_unknown
+from unicrond.agents.protocol import messages
+from unicrond.agents.protocol.messages import MAX_FRAME_BYTES
+from unicrond.events.wire.tolerance import without_unknown
 
 logger = logging.getLogger(__name__)
 _HEADER_BYTES = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from events.vocabulary import Count, Positive, Text
+from unicrond.events.vocabulary import Count, Positive, Text
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from events.vocabulary import Fault, FaultPhase
+from unicrond.events.vocabulary import Fault, FaultPhase
 
 Point: TypeAlias = Literal[
     "micro_batch", "forward", "backward", "partly", "computed", "reducing", "reduced", "agreeing", "agreed",

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from events.vocabulary import Phase
+from unicrond.events.vocabulary import Phase
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}

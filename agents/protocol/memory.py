@@ -31,7 +31,7 @@ from threading import Thread
 
 import msgspec
 
-from events.shape import Shape
+from unicrond.events.vocabulary.shape import Shape
 
 _MAGIC = b"unicrnM3"
 _PAGE_BYTES = 4096

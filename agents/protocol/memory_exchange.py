@@ -7,10 +7,11 @@ A connection carries one request and its answer, each a frame (`framing.py`) and
     Push   ->  Accepted; bytes -> Stored   a copy, to be stored there
            ->  Refused                     anything else: the reason
 
-Between nodes with certificates all of it goes through TLS 1.3, and a request carries a pass (agents/passes.py); the
-log's token for such a node is the word TLS. Otherwise a request carries the token of the serving node, which came with
-the membership, by the log. Neither side falls back to the other method. Heads carry the digest of the bytes; bytes
-with another digest are rejected. Blocking sockets, with a bound on every wait. No torch here.
+Between nodes with certificates all of it goes through TLS 1.3, and a request carries a pass
+(agents/memory/peer_tokens.py); the log's token for such a node is the word TLS. Otherwise a request carries the token
+of the serving node, which came with the membership, by the log. Neither side falls back to the other method. Heads
+carry the digest of the bytes; bytes with another digest are rejected. Blocking sockets, with a bound on every wait. No
+torch here.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from agents.protocol.framing import frame
-from agents.protocol.memory import Digesting, StateHead
-from agents.protocol.message import WireMessage
-from agents.protocol.messages import Passes
-from events.shape import Shape
-from events.tls import NODE_URI
-from events.vocabulary import Count, MemoryService, Name, Text
+from unicrond.agents.protocol.framing import frame
+from unicrond.agents.protocol.memory import Digesting, StateHead
+from unicrond.agents.protocol.message import WireMessage
+from unicrond.agents.protocol.messages import Passes
+from unicrond.events.trust.tls import NODE_URI
+from unicrond.events.vocabulary import Count, MemoryService, Name, Text
+from unicrond.events.vocabulary.shape import Shape
 
 CONNECT_TIMEOUT_S = 2.0
 #: After this long without a byte the other side counts as dead.

@@ -19,11 +19,11 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agents.protocol.flight import Flight, TellFlight
-from agents.protocol.identity import Identity
-from agents.protocol.message import WireMessage
-from agents.protocol.sum_order import Sum
-from events.vocabulary import (
+from unicrond.agents.protocol.flight import Flight, TellFlight
+from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.message import WireMessage
+from unicrond.agents.protocol.sum_order import Sum
+from unicrond.events.vocabulary import (
     CorruptionSign,
     Count,
     ErrorKind,
@@ -57,7 +57,7 @@ class GroupMessage(WireMessage, frozen=True, kw_only=True):
 
 
 class StragglerMessage(GroupMessage, frozen=True, kw_only=True):
-    """See events.vocabulary.StragglerSeen."""
+    """See unicrond.events.vocabulary.StragglerSeen."""
 
     straggler: WorkerId
     straggler_node: Name
@@ -85,7 +85,7 @@ class Ready(WireMessage, frozen=True, kw_only=True):
 
 
 class Regrouped(GroupMessage, frozen=True, kw_only=True):
-    """See events.vocabulary.WorkerRegrouped."""
+    """See unicrond.events.vocabulary.WorkerRegrouped."""
 
     dealt: Count
     duration_us: Count
@@ -136,7 +136,7 @@ class ErrorReport(WireMessage, frozen=True, kw_only=True, tag="Trouble"):
 
 
 class Degraded(GroupMessage, frozen=True, kw_only=True):
-    """See events.vocabulary.DegradationObserved; sent by the leader alone."""
+    """See unicrond.events.vocabulary.DegradationObserved; sent by the leader alone."""
 
     iteration_us: Count
     usual_us: Count
@@ -146,7 +146,7 @@ class Degraded(GroupMessage, frozen=True, kw_only=True):
 
 
 class StragglerReport(StragglerMessage, frozen=True, kw_only=True, tag="Straggles"):
-    """See events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
+    """See unicrond.events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
 
     compute_us: Count
     others_us: Count
@@ -155,11 +155,11 @@ class StragglerReport(StragglerMessage, frozen=True, kw_only=True, tag="Straggle
 
 
 class StragglerCleared(StragglerMessage, frozen=True, kw_only=True, tag="CaughtUp"):
-    """See events.vocabulary.StragglerRecovered."""
+    """See unicrond.events.vocabulary.StragglerRecovered."""
 
 
 class Suspected(GroupMessage, frozen=True, kw_only=True):
-    """See events.vocabulary.CorruptionSuspected."""
+    """See unicrond.events.vocabulary.CorruptionSuspected."""
 
     sign: CorruptionSign
     suspect: WorkerOrNone
@@ -181,7 +181,7 @@ class MembershipWait(WireMessage, frozen=True, kw_only=True, tag="Waits"):
 
 
 class StopRequest(WireMessage, frozen=True, kw_only=True, tag="StopWanted"):
-    """See events.vocabulary.StopAsked."""
+    """See unicrond.events.vocabulary.StopAsked."""
 
     iteration: Count
     reason: Text
@@ -198,7 +198,7 @@ class SaveFinished(WireMessage, frozen=True, kw_only=True, tag="Saved"):
 
 
 class SaveError(WireMessage, frozen=True, kw_only=True, tag="Unsaved"):
-    """See events.vocabulary.SaveFailed."""
+    """See unicrond.events.vocabulary.SaveFailed."""
 
     iteration: Count
     by: Saver
@@ -220,7 +220,7 @@ class Captured(WireMessage, frozen=True, kw_only=True):
 
 
 class StateLoaded(WireMessage, frozen=True, kw_only=True, tag="Taken"):
-    """See events.vocabulary.StateTaken."""
+    """See unicrond.events.vocabulary.StateTaken."""
 
     generation: Count
     source: StateSource
@@ -255,14 +255,16 @@ class Connected(WireMessage, frozen=True, kw_only=True):
 # --- agent -> worker -----------------------------------------------------------------------------
 
 
-#: A warrant and a node's place; the place grows with the square root of the number of nodes (events/roster.py).
+#: A warrant and a node's place; the place grows with the square root of the number of nodes
+#: (events/trust/membership_digest.py).
 Warrant: TypeAlias = Annotated[str, Meta(max_length=56 * 1024)]
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's credentials for peers of a membership that serve states over TLS alone (agents/passes.py): `by_node`, a
-    pass for each, and the membership's `warrant` with the node's place. `ca`: the authority that has signed the peers'
-    certificates, in PEM."""
+    """A node's credentials for peers of a membership that serve states over TLS alone (agents/memory/peer_tokens.py):
+    `by_node`, a pass for each, and the membership's `warrant` with the node's place. `ca`: the authority that has
+    signed the peers' certificates, in PEM.
+    """
 
     ca: LongText
     by_node: tuple[tuple[Name, LongText], ...]
@@ -274,11 +276,11 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupMembership(WireMessage, frozen=True, kw_only=True, tag="Membership"):
-    """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
+    """See unicrond.events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
     `passes`: None: states travel in clear.
     `warrant`: only between the agents of a run directory: that of the newest membership with this node, with its place
-    there (events/warrants.py); "": none.
+    there (events/trust/membership_certificates.py); "": none.
     """
 
     generation: Positive
@@ -332,7 +334,7 @@ class Launch(WireMessage, frozen=True, kw_only=True):
     store: StoreAddress
     spec: TaskSpec
     #: Filled in by the fork server, for descriptors that the worker inherits: the node's memory of this shard's state
-    #: (memory.py) with its bound, and the worker's mark (marks.py), as paths to be opened; its line (line.py).
+    #: (memory.py) with its bound, and the worker's mark (marks.py), as paths to be opened; its line (worker_line.py).
     memory: Text = ""
     memory_max_bytes: Count = 0
     mark: Text = ""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from events.schemas import FIRST, SCHEMA, lowered_value, since
+from unicrond.events.wire.schemas import FIRST, SCHEMA, lowered_value, since
 
 M = TypeVar("M", bound=msgspec.Struct)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agents.protocol.message import WireMessage
-from events.pairs import Library, Pair, Seconds, Token
-from events.vocabulary import Text
+from unicrond.agents.protocol.message import WireMessage
+from unicrond.events.queries.pair_sums import Library, Pair, Seconds, Token
+from unicrond.events.vocabulary import Text
 
 
 class Sum(WireMessage, frozen=True, kw_only=True):

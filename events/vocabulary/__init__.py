@@ -19,23 +19,23 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from events.vocabulary.base import *
-from events.vocabulary.commands import *
-from events.vocabulary.decisions import *
-from events.vocabulary.faults import *
-from events.vocabulary.field_types import *
-from events.vocabulary.memberships import *
-from events.vocabulary.node_decisions import *
-from events.vocabulary.node_requests import *
-from events.vocabulary.nodes import *
-from events.vocabulary.plans import *
-from events.vocabulary.runs import *
-from events.vocabulary.services import *
-from events.vocabulary.states import *
-from events.vocabulary.task_events import *
-from events.vocabulary.tasks import *
-from events.vocabulary.training import *
-from events.vocabulary.workers import *
+from unicrond.events.vocabulary.base import *
+from unicrond.events.vocabulary.commands import *
+from unicrond.events.vocabulary.decisions import *
+from unicrond.events.vocabulary.faults import *
+from unicrond.events.vocabulary.field_types import *
+from unicrond.events.vocabulary.memberships import *
+from unicrond.events.vocabulary.node_decisions import *
+from unicrond.events.vocabulary.node_requests import *
+from unicrond.events.vocabulary.nodes import *
+from unicrond.events.vocabulary.plans import *
+from unicrond.events.vocabulary.runs import *
+from unicrond.events.vocabulary.services import *
+from unicrond.events.vocabulary.states import *
+from unicrond.events.vocabulary.task_events import *
+from unicrond.events.vocabulary.tasks import *
+from unicrond.events.vocabulary.training import *
+from unicrond.events.vocabulary.workers import *
 
 AnyRequest: TypeAlias = (
     TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested | NodeEnrolled

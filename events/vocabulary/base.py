@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from events.vocabulary.field_types import Boot, Iteration, Name, NameOrNone, Serial, Text, WorkerId
+from unicrond.events.vocabulary.field_types import Boot, Iteration, Name, NameOrNone, Serial, Text, WorkerId
 
 
 class Value(
@@ -100,7 +100,7 @@ class Decision(Event, frozen=True, kw_only=True):
 
 
 class BroadcastDecision(Decision, frozen=True, kw_only=True):
-    """A decision about a task that the task's nodes read in the log themselves (log.py)."""
+    """A decision about a task that the task's nodes read in the log themselves (event_log.py)."""
 
     task: Name
 

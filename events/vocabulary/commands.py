@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from events.vocabulary.base import Command, Value
-from events.vocabulary.field_types import Name, Serial, SomeDuration, Text, WorkerId, Workers
-from events.vocabulary.phrases import count
-from events.vocabulary.services import StoreAddress
-from events.vocabulary.tasks import TaskSpec
+from unicrond.events.vocabulary.base import Command, Value
+from unicrond.events.vocabulary.field_types import Name, Serial, SomeDuration, Text, WorkerId, Workers
+from unicrond.events.vocabulary.phrases import count
+from unicrond.events.vocabulary.services import StoreAddress
+from unicrond.events.vocabulary.tasks import TaskSpec
 
 
 class Start(Value, frozen=True, kw_only=True, array_like=True):
@@ -45,7 +45,9 @@ class StartWorker(Command, frozen=True, kw_only=True):
 
 
 class StartWorkers(Command, frozen=True, kw_only=True):
-    """Start several workers of one task on the node: as many StartWorker, in this order (events/seats.py: starts)."""
+    """Start several workers of one task on the node: as many StartWorker, in this order
+    (events/vocabulary/placements.py: starts).
+    """
 
     spec: TaskSpec
     starts: tuple[Start, ...]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from events.fields import always
-from events.vocabulary.base import Decision
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import Decision
+from unicrond.events.vocabulary.field_defaults import always
+from unicrond.events.vocabulary.field_types import (
     Count,
     ErrorKind,
     FirstSerial,
@@ -20,7 +20,7 @@ from events.vocabulary.field_types import (
     Work,
     WorkerId,
 )
-from events.vocabulary.phrases import count, seconds
+from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class CoordinatorStarted(Decision, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class DeadlinePassed(Decision, frozen=True, kw_only=True):
 
 class EntrySkipped(Decision, frozen=True, kw_only=True):
     """Every reader skips entry `seq` of the log, from the log's beginning on: an operator has started the coordinator
-    with `--skip` (events/skips.py). It comes before this one, and is neither a claim nor a skip itself.
+    with `--skip` (events/log/skips.py). It comes before this one, and is neither a claim nor a skip itself.
     """
 
     seq: Positive

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from events.fields import always
-from events.vocabulary.base import Command, Request, Value
-from events.vocabulary.field_types import FaultKind, FaultPhase, Iteration, Name, Small, Text, WorkerOrNone
-from events.vocabulary.phrases import task_of
+from unicrond.events.vocabulary.base import Command, Request, Value
+from unicrond.events.vocabulary.field_defaults import always
+from unicrond.events.vocabulary.field_types import FaultKind, FaultPhase, Iteration, Name, Small, Text, WorkerOrNone
+from unicrond.events.vocabulary.phrases import task_of
 
 
 class Fault(Value, frozen=True, kw_only=True):

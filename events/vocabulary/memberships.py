@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from events.vocabulary.base import BroadcastDecision, Observation, Value
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import BroadcastDecision, Observation, Value
+from unicrond.events.vocabulary.field_types import (
     FirstSerial,
     Micros,
     Name,
@@ -18,9 +18,9 @@ from events.vocabulary.field_types import (
     WorkerId,
     Workers,
 )
-from events.vocabulary.phrases import count
-from events.vocabulary.runs import SeatRun, workers_in
-from events.vocabulary.services import MemoryService, StoreAddress
+from unicrond.events.vocabulary.phrases import count
+from unicrond.events.vocabulary.runs import SeatRun, workers_in
+from unicrond.events.vocabulary.services import MemoryService, StoreAddress
 
 
 class Member(Value, frozen=True, kw_only=True):
@@ -86,7 +86,8 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
 class MembershipPart(BroadcastDecision, frozen=True, kw_only=True):
     """Part `part`, counted from 1, of a membership that is too large for one event.
 
-    It means nothing before the MembershipDecided of the same term and generation that counts it in (events/seats.py).
+    It means nothing before the MembershipDecided of the same term and generation that counts it in
+    (events/vocabulary/placements.py).
     """
 
     generation: FirstSerial

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from events.vocabulary.base import Decision, Value
-from events.vocabulary.field_types import Count, Duration, FirstSerial, Micros, Name, Text
-from events.vocabulary.phrases import seconds
+from unicrond.events.vocabulary.base import Decision, Value
+from unicrond.events.vocabulary.field_types import Count, Duration, FirstSerial, Micros, Name, Text
+from unicrond.events.vocabulary.phrases import seconds
 
 
 class Evidence(Value, frozen=True, kw_only=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from events.times import to_the_second
-from events.vocabulary.base import Request
-from events.vocabulary.field_types import Boot, Micros, Name, PublicKey, Text
+from unicrond.events.vocabulary.base import Request
+from unicrond.events.vocabulary.field_types import Boot, Micros, Name, PublicKey, Text
+from unicrond.events.vocabulary.times import to_the_second
 
 
 class NodeCordoned(Request, frozen=True, kw_only=True):
@@ -16,7 +16,7 @@ class NodeCordoned(Request, frozen=True, kw_only=True):
     `until_return`: until an agent joins under the name without workers. `agent_boot`, `address`: only if the node has
     that agent, or is there; 0 and "": whatever it is. `empty_by_us`: with `drain`, when the node is to be empty at the
     latest (log time): its workers stay until there is room for them elsewhere, or until that time is near
-    (unicrond/core/departures.py); 0: they leave now.
+    (unicrond/core/nodes/drains.py); 0: they leave now.
     """
 
     node: Name
@@ -102,7 +102,7 @@ class ForgetRequested(Request, frozen=True, kw_only=True):
 
 
 class NodeEnrolled(Request, frozen=True, kw_only=True):
-    """The node's agent may log in with this key, and with no other (events/logins.py).
+    """The node's agent may log in with this key, and with no other (events/trust/logins.py).
 
     `expires_us`: if the node has not joined by then, the login ends; 0: never.
     """

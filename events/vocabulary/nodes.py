@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from events.vocabulary.base import Observation, Value
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import Observation, Value
+from unicrond.events.vocabulary.field_types import (
     Boot,
     Count,
     Duration,
@@ -26,8 +26,8 @@ from events.vocabulary.field_types import (
     WorkerOrNone,
     Workers,
 )
-from events.vocabulary.phrases import count, seconds, task_of
-from events.vocabulary.services import MemoryService, StoreAddress
+from unicrond.events.vocabulary.phrases import count, seconds, task_of
+from unicrond.events.vocabulary.services import MemoryService, StoreAddress
 
 
 class RunningWorker(Value, frozen=True, kw_only=True):

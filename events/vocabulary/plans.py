@@ -7,10 +7,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from events.fields import always
-from events.shape import Shape
-from events.vocabulary.base import Decision, Value
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import Decision, Value
+from unicrond.events.vocabulary.field_defaults import always
+from unicrond.events.vocabulary.field_types import (
     Count,
     Duration,
     FirstSerial,
@@ -27,15 +26,16 @@ from events.vocabulary.field_types import (
     Work,
     Workers,
 )
-from events.vocabulary.phrases import count
-from events.vocabulary.runs import NodeRun
+from unicrond.events.vocabulary.phrases import count
+from unicrond.events.vocabulary.runs import NodeRun
+from unicrond.events.vocabulary.shape import Shape
 
 
 class TaskAssignment(Value, frozen=True, kw_only=True):
     """The share of one task in a plan. `waf`: weighted achieved FLOP/s, F(t, workers).
 
     `replicas`: per replica, the node of each of its tp * pp shards. On the wire it is empty, and `nodes` and
-    `replica_workers` say the same: runs over all shards of all replicas, and tp * pp (events/seats.py).
+    `replica_workers` say the same: runs over all shards of all replicas, and tp * pp (events/vocabulary/placements.py).
     `tp`, `pp`, `vpp`, `ep`, `micro_batch`: the layout that the plan has chosen, of a task that has a choice; `tp` 0:
     the task's own.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from events.vocabulary.base import Value
-from events.vocabulary.field_types import Name, Port, Text
+from unicrond.events.vocabulary.base import Value
+from unicrond.events.vocabulary.field_types import Name, Port, Text
 
 
 class StoreAddress(Value, frozen=True, kw_only=True):

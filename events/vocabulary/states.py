@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from events.vocabulary.base import Observation, WorkerObservation
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import Observation, WorkerObservation
+from unicrond.events.vocabulary.field_types import (
     Count,
     Duration,
     Iteration,
@@ -17,7 +17,7 @@ from events.vocabulary.field_types import (
     Text,
     Workers,
 )
-from events.vocabulary.phrases import count, seconds
+from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from events.shape import Shape
-from events.vocabulary.base import Decision, Request, WorkerObservation
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import Decision, Request, WorkerObservation
+from unicrond.events.vocabulary.field_types import (
     FirstIteration,
     Iteration,
     LearningRate,
@@ -18,8 +17,9 @@ from events.vocabulary.field_types import (
     SomeWorkers,
     Text,
 )
-from events.vocabulary.phrases import count
-from events.vocabulary.tasks import TaskSpec
+from unicrond.events.vocabulary.phrases import count
+from unicrond.events.vocabulary.shape import Shape
+from unicrond.events.vocabulary.tasks import TaskSpec
 
 
 class TaskSubmitted(Request, frozen=True, kw_only=True):

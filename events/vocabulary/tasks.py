@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from events.fields import always
-from events.shape import Shape
-from events.vocabulary.base import Value
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import Value
+from unicrond.events.vocabulary.field_defaults import always
+from unicrond.events.vocabulary.field_types import (
     Count,
     FirstIteration,
     Flops,
@@ -25,6 +24,7 @@ from events.vocabulary.field_types import (
     User,
     Workers,
 )
+from unicrond.events.vocabulary.shape import Shape
 
 
 class ModelSpec(Value, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     @property
     def lanes(self) -> int:
         """In how many parts an iteration's gradients are summed, whoever computes them
-        (agents/trainer/gradients/lanes.py). 0: the sum follows the deal.
+        (agents/trainer/lifecycle/lanes.py). 0: the sum follows the deal.
 
         A constant of the task, which its environment carries through all changes of its size: by default as many as
         there may be replicas when it is submitted."""

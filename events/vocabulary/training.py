@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from events.vocabulary.base import PlacedObservation, Value, WorkerObservation
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import PlacedObservation, Value, WorkerObservation
+from unicrond.events.vocabulary.field_types import (
     CorruptionSign,
     Count,
     Duration,
@@ -21,7 +21,7 @@ from events.vocabulary.field_types import (
     WorkerOrNone,
     Workers,
 )
-from events.vocabulary.phrases import count, seconds
+from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class Checksums(Value, frozen=True, kw_only=True):

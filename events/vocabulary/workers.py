@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from events.fields import always
-from events.vocabulary.base import PlacedObservation, WorkerObservation
-from events.vocabulary.field_types import (
+from unicrond.events.vocabulary.base import PlacedObservation, WorkerObservation
+from unicrond.events.vocabulary.field_defaults import always
+from unicrond.events.vocabulary.field_types import (
     Duration,
     ErrorKind,
     ExitCause,
@@ -25,7 +25,7 @@ from events.vocabulary.field_types import (
     WorkerId,
     WorkerOrNone,
 )
-from events.vocabulary.phrases import count, seconds
+from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class WorkerStarted(WorkerObservation, frozen=True, kw_only=True):

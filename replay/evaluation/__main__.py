@@ -1,8 +1,8 @@
-"""`python -m replay.evaluation`."""
+"""`python -m unicrond.replay.evaluation`."""
 
 import sys
 
-from replay.evaluation.redo import main
+from unicrond.replay.evaluation.studies.redo import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

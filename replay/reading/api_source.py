@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from itertools import islice
 
-from events.envelope import Entry, Recorded
-from events.log import LogDamaged, LogUnavailable
-from replay.reading.source import CHUNK_ENTRIES, LogChunk
 from unicrond.ctl.client import ApiError, Client
+from unicrond.events.log.event_log import LogDamaged, LogUnavailable
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.reading.source import CHUNK_ENTRIES, LogChunk
 
 
 class ApiSource:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from events.log import LogDamaged
+from unicrond.events.log.event_log import LogDamaged
 
 #: The member that is the log, as `unicron-replay export` writes it.
-LOG = "events.log"
+LOG = "unicrond.events.log.event_log"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 It holds the entries, and the heartbeats that were retained (`verify` derives node losses from them).
 
-The file is one segment (`events/segments.py`) of any length, and a mark at its end says how much it holds. It is
+The file is one segment (`events/log/segments.py`) of any length, and a mark at its end says how much it holds. It is
 written beside its place under a temporary name, made durable, and renamed: no reader ever sees half of it.
 """
 
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from events.envelope import Entry, Recorded
-from events.log import LogDamaged
-from events.segments import batch_frame, beats_frame, end_frame, export_start
+from unicrond.events.log.event_log import LogDamaged
+from unicrond.events.log.segments import batch_frame, beats_frame, end_frame, export_start
+from unicrond.events.wire.envelope import Entry, Recorded
 
 
 class Export:

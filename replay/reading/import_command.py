@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from events.command_line import login_of
-from replay.reading.opening import as_json, file_source, say
-from replay.reading.progress import with_bar
+from unicrond.events.cli.command_line import login_of
+from unicrond.replay.reading.opening import as_json, file_source, say
+from unicrond.replay.reading.progress import with_bar
 
 
 async def import_command(options: argparse.Namespace) -> int:
     """Import into a directory of segments, or into a NATS server that has no log yet."""
-    from replay.reading.importing import import_to_directory, import_to_nats  # the NATS client takes 100 ms to import
+    from unicrond.replay.reading.importing import (  # the NATS client takes 100 ms to import
+        import_to_directory,
+        import_to_nats,
+    )
 
     source = file_source(options.path)
     chunks = with_bar(source.chunks(), "importing")
     if options.into is not None:
         last, where, times = await import_to_directory(chunks, options.into, source.beats()), str(options.into), "kept"
     else:
-        from events.nats_connection import connect
+        from unicrond.events.nats.connection import connect
 
         connection = await connect(options.nats, name="unicron-replay", login=login_of(options), timeout_s=5.0)
         try:

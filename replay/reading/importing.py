@@ -19,14 +19,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from events.codec import MAX_EVENT_BYTES, body_of
-from events.envelope import Entry, Recorded
-from events.file_log import LOCK, SegmentWriter
-from events.log import MAX_BATCH, LogError
-from events.nats_connection import Connection
-from events.nats_streams import IMPORTED, JetStreamError, answer, api, beat_stream_config, event_stream_config
-from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, headers, subject
-from replay.reading.source import LogChunk
+from unicrond.events.log.event_log import MAX_BATCH, LogError
+from unicrond.events.log.file_log import LOCK, SegmentWriter
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, headers, subject
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.streams import IMPORTED, JetStreamError, answer, api, beat_stream_config, event_stream_config
+from unicrond.events.wire.codec import MAX_EVENT_BYTES, body_of
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.reading.source import LogChunk
 
 _STREAM_NOT_FOUND = 10059
 

@@ -15,22 +15,22 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from events.archived_log import ArchivedLog, archived_beats
-from events.envelope import Entry, Recorded
-from events.log import EventLog, LogError, LogUnavailable
-from events.logins import Role
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog, decode_messages
-from events.nats_reader import StoredMessage, read_stream
-from events.nats_server import tls_of
-from events.nats_streams import IMPORTED, JetStreamError, api
-from events.times import EPOCH
-from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
-from replay.reading.reading_process import read_in_process
-from replay.reading.source import CHUNK_ENTRIES, LogChunk
-from unicrond.core.state import ClusterState
-from unicrond.service.nats_snapshots import NatsSnapshotStore
-from unicrond.service.snapshots import Snapshots
+from unicrond.core.state.state import ClusterState
+from unicrond.events.archive.archived_log import ArchivedLog, archived_beats
+from unicrond.events.log.event_log import EventLog, LogError, LogUnavailable
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, entry
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsEventLog, decode_messages
+from unicrond.events.nats.reader import StoredMessage, read_stream
+from unicrond.events.nats.server import tls_of
+from unicrond.events.nats.streams import IMPORTED, JetStreamError, api
+from unicrond.events.trust.logins import Role
+from unicrond.events.vocabulary.times import EPOCH
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.reading.reading_process import read_in_process
+from unicrond.replay.reading.source import CHUNK_ENTRIES, LogChunk
+from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
+from unicrond.service.coordinator.snapshots import Snapshots
 
 CONNECT_TIMEOUT_S = 5.0
 STALL_S = 20.0

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from events.command_line import UsageError, login_of
-from events.point import AtSeq, AtTime, BeforeEnd, Point
-from replay.reading.api_source import open_api
-from replay.reading.bundle import unpack_log
-from replay.reading.progress import with_bar
-from replay.reading.shown import REDACTOR
-from replay.reading.source import FileSource, Source, read
 from unicrond.core.replayer import EMPTY, replay
-from unicrond.core.state import ClusterState
-from unicrond.ctl.asking import client_of
+from unicrond.core.state.state import ClusterState
+from unicrond.ctl.client_options import client_of
+from unicrond.events.cli.command_line import UsageError, login_of
+from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd, Point
+from unicrond.replay.reading.api_source import open_api
+from unicrond.replay.reading.bundle import unpack_log
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.shown import REDACTOR
+from unicrond.replay.reading.source import FileSource, Source, read
 
 if TYPE_CHECKING:
-    from events.nats_connection import Login
+    from unicrond.events.nats.connection import Login
 
 PROGRAM = "unicron-replay"
 
@@ -47,7 +47,7 @@ async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
         async with _directory_source(options.state_dir, login, archive) as source:
             yield source
         return
-    from replay.reading.nats_source import open_nats  # the NATS client takes 100 ms
+    from unicrond.replay.reading.nats_source import open_nats  # the NATS client takes 100 ms
 
     async with open_nats(options.nats, login, archive=archive) as source:
         yield source
@@ -56,8 +56,8 @@ async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
 @asynccontextmanager
 async def _directory_source(state_dir: Path, login: Login, archive: Path | None) -> AsyncIterator[Source]:
     """Open the log of a coordinator's directory, whether its server runs or not; or of a backup."""
-    from replay.reading.nats_source import embedded_login, open_nats
-    from replay.reading.stopped_cluster import running_url, serve_copy, store_of
+    from unicrond.replay.reading.nats_source import embedded_login, open_nats
+    from unicrond.replay.reading.stopped_cluster import running_url, serve_copy, store_of
 
     async with AsyncExitStack() as stack:
         url = await running_url(state_dir)
@@ -86,7 +86,7 @@ async def state_at(options: argparse.Namespace, at: Point | BeforeEnd | None) ->
 
 async def _snapshot(source: Source) -> ClusterState:
     """Return the coordinator's newest snapshot. Raises UsageError where there is none."""
-    from replay.reading.nats_source import NatsSource
+    from unicrond.replay.reading.nats_source import NatsSource
 
     if not isinstance(source, NatsSource):
         raise UsageError("--from-snapshot: a file has none; give --nats or --state-dir")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, aclosing
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from replay.reading.source import LogChunk
+from unicrond.replay.reading.source import LogChunk
 
 SHOW_AFTER_S = 0.4
 

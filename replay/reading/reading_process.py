@@ -26,10 +26,10 @@ from pathlib import Path
 
 import msgspec
 
-from events.log import LogDamaged, LogError, LogUnavailable
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog
-from events.nats_reader import StoredMessage
+from unicrond.events.log.event_log import LogDamaged, LogError, LogUnavailable
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.reader import StoredMessage
 
 #: How much may wait on either side of the socket: some milliseconds of work, so that neither waits for the other.
 BUFFER_BYTES = 512 * 1024

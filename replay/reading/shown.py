@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from events.envelope import Entry, Envelope, Recorded
-from unicrond.service.discretion import Discretion, redact
+from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.service.api.redaction import Discretion, redact
 
 #: The masking of this command.
 REDACTOR = Discretion()

@@ -16,12 +16,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from events.envelope import Entry, Recorded
-from events.log import LogDamaged
-from events.point import Point
-from events.segments import TornTail, has_end_mark, read_segment, segment_paths
-from events.skips import apply_skips, skips_in_files
-from replay.reading.shown import REDACTOR
+from unicrond.events.log.event_log import LogDamaged
+from unicrond.events.log.point import Point
+from unicrond.events.log.segments import TornTail, has_end_mark, read_segment, segment_paths
+from unicrond.events.log.skips import apply_skips, skips_in_files
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.reading.shown import REDACTOR
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
     async def skips(self) -> dict[int, str]:
-        """Return the entries that are passed over, with the reason of each (events/skips.py)."""
+        """Return the entries that are passed over, with the reason of each (events/log/skips.py)."""
         ...
 
     async def end_us(self) -> int:
@@ -60,7 +60,7 @@ class Source(Protocol):
         ...
 
     def beats(self) -> AsyncGenerator[list[Recorded], None]:
-        """Yield the retained heartbeats, in pieces; one may come twice (`events/beat_evidence.py`)."""
+        """Yield the retained heartbeats, in pieces; one may come twice (`events/log/heartbeat_evidence.py`)."""
         ...
 
 

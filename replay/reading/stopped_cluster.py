@@ -23,9 +23,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from events.log import LogError, LogUnavailable
-from events.nats_connection import Login
-from events.nats_server import EmbeddedServer, ServerError
+from unicrond.events.log.event_log import LogError, LogUnavailable
+from unicrond.events.nats.connection import Login
+from unicrond.events.nats.server import EmbeddedServer, ServerError
 
 USER = "unicron-replay"
 #: A stream's consumers in the server's store.

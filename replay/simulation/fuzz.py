@@ -15,12 +15,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from events.command_line import UsageError
-from replay.reading.opening import PROGRAM, as_json, say
-from replay.simulation.run import RunOutcome, history, simulate
-from replay.simulation.seeds import cores, outcomes
-from replay.simulation.shrink import remaining_places, shrink
 from unicrond import VERSION
+from unicrond.events.cli.command_line import UsageError
+from unicrond.replay.reading.opening import PROGRAM, as_json, say
+from unicrond.replay.simulation.run import RunOutcome, history, simulate
+from unicrond.replay.simulation.seeds import cores, outcomes
+from unicrond.replay.simulation.shrink import remaining_places, shrink
 
 #: Failures after which it goes on no longer: they have most likely one cause.
 _ENOUGH = 20

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from replay.simulation import invariants as rules
-from replay.simulation.fault_effects import arrange
-from replay.simulation.faults import FAULTY_UNTIL_S, SimulatedFault, draw
-from replay.simulation.virtual_time import VirtualLoop
-from replay.simulation.world import World
-from unicrond.core.state import ClusterState, TaskStatus
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state import ClusterState, TaskStatus
+from unicrond.core.state.state_bytes import digest
+from unicrond.replay.simulation.checks import invariants as rules
+from unicrond.replay.simulation.faults.fault_effects import arrange
+from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, draw
+from unicrond.replay.simulation.models.virtual_time import VirtualLoop
+from unicrond.replay.simulation.world import World
 
 #: The longest time from the last fault to rest (isolations double; several may be in force at the end).
 REST_WITHIN_S = 240.0

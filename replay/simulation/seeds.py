@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from replay.simulation.run import RunOutcome, simulate
+from unicrond.replay.simulation.run import RunOutcome, simulate
 
 _CHUNK = 8
 
@@ -16,7 +16,7 @@ _CHUNK = 8
 def outcomes(
     seeds: Sequence[int], processes: int, apply_mutant: Callable[[], object] | None = None
 ) -> Iterator[RunOutcome]:
-    """Yield the outcomes in no certain order. `apply_mutant`: puts a deliberate bug (mutants.py) into every process."""
+    """Yield the outcomes in no certain order. `apply_mutant`: puts a deliberate bug (table.py) into every process."""
     # Spawned, not forked: the caller may have threads, and nothing of it shall be in the simulation.
     context = multiprocessing.get_context("spawn")
     at_once = 1 if apply_mutant else _CHUNK  # a search for a bug stops at the first seed that shows it

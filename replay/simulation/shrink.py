@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replay.simulation.run import RunOutcome, simulate
+from unicrond.replay.simulation.run import RunOutcome, simulate
 
 
 def shrink(failure: RunOutcome) -> RunOutcome:

@@ -8,22 +8,22 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.codec import API_PRODUCER
-from events.envelope import Envelope
-from events.lease import MemoryLease
-from events.schemas import FIRST, SCHEMA, lowered
-from events.shape import Shape
-from replay.simulation.coordinators import Coordinators
-from replay.simulation.host import Host
-from replay.simulation.log_client import Beats, Endpoint
-from replay.simulation.log_server import LogServer
-from replay.simulation.network import Link
-from replay.simulation.training import Training
-from replay.simulation.virtual_time import HostClock, VirtualLoop
-from replay.simulation.witness import InvariantChecker
-from unicrond.core.isolation import Repair, needs_hands
-from unicrond.core.policy import PART_BYTES, Policy
+from unicrond.core.nodes.isolation import Repair, needs_hands
+from unicrond.core.state.policy import PART_BYTES, Policy
+from unicrond.events import vocabulary as v
+from unicrond.events.log.lease import MemoryLease
+from unicrond.events.vocabulary.shape import Shape
+from unicrond.events.wire.codec import API_PRODUCER
+from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.schemas import FIRST, SCHEMA, lowered
+from unicrond.replay.simulation.checks.checker import InvariantChecker
+from unicrond.replay.simulation.cluster.coordinators import Coordinators
+from unicrond.replay.simulation.cluster.host import Host
+from unicrond.replay.simulation.cluster.log_client import Beats, Endpoint
+from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.models.network import Link
+from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
+from unicrond.replay.simulation.trainer.training import Training
 
 HEARTBEAT_S = 1.0
 #: The schemas that agents read.

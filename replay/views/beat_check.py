@@ -8,8 +8,8 @@ Rules
   beat, of the judgement and of the append), and if the beat that it names as evidence is the retained one.
 * A crash of nats-server takes the newest beats back and gives their numbers anew. Where the beats that are there had
   not reached the number of the evidence at its time, that happened to it: the rerun alone decides.
-* Beats expire; an archive keeps those before each verdict (`events/beat_evidence.py`), so there are gaps. The rerun
-  begins anew after each. Where the beats do not reach back to before the silence, the verdict is `Unverifiable`.
+* Beats expire; an archive keeps those before each verdict (`events/log/heartbeat_evidence.py`), so there are gaps. The
+  rerun begins anew after each. Where the beats do not reach back to before the silence, the verdict is `Unverifiable`.
 * A pause between two beats whose numbers follow each other is no gap: the bus itself was silent.
 
 Pure: entries and beats in, findings out.
@@ -21,10 +21,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from events import vocabulary as v
-from events.envelope import Recorded
-from unicrond.core.liveness import MOST_SILENT_FACTOR, Liveness
-from unicrond.core.state import ClusterState
+from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, Liveness
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Recorded
 
 SLACK_US = 1_500_000
 #: The coordinator judges so many times per heartbeat.

@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from events.command_line import UsageError
-from events.selection import Selection
-from replay.reading.export import Export
-from replay.reading.opening import (
+from unicrond.display.event_lines import entry_json
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.wire.selection import Selection
+from unicrond.replay.reading.export import Export
+from unicrond.replay.reading.opening import (
     PROGRAM,
     as_json,
     open_source,
@@ -21,11 +22,10 @@ from replay.reading.opening import (
     say,
     state_at,
 )
-from replay.reading.progress import with_bar
-from replay.reading.shown import mask_entries
-from replay.reading.source import LogChunk, read
-from replay.views.report import digest_json, entry_line, state_json, state_page
-from unicrond.display.event_lines import entry_json
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.shown import mask_entries
+from unicrond.replay.reading.source import LogChunk, read
+from unicrond.replay.views.report import digest_json, entry_line, state_json, state_page
 
 
 async def state_command(options: argparse.Namespace) -> None:

@@ -6,11 +6,11 @@ import argparse
 from contextlib import aclosing
 from typing import Any
 
-from events.command_line import UsageError
-from replay.reading.opening import as_json, file_source, open_source, say
-from replay.reading.source import Source, entries_of
-from replay.views.courses import RunComparison, RunHistory, compare_runs, entries_between, follow
-from replay.views.report import entry_line
+from unicrond.events.cli.command_line import UsageError
+from unicrond.replay.reading.opening import as_json, file_source, open_source, say
+from unicrond.replay.reading.source import Source, entries_of
+from unicrond.replay.views.report import entry_line
+from unicrond.replay.views.run_comparison import RunComparison, RunHistory, compare_runs, entries_between, follow
 
 
 async def compare_command(options: argparse.Namespace) -> int:

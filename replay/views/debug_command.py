@@ -15,16 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from replay.reading.bundle import LOG
-from replay.reading.export import Export
-from replay.reading.opening import as_json, open_source, require_place, say
-from replay.reading.progress import with_bar
-from replay.reading.source import read
 from unicrond import VERSION
-from unicrond.core.state import ClusterState
-from unicrond.ctl.asking import client_of
+from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiError, Client
-from unicrond.service.code_identity import code_version
+from unicrond.ctl.client_options import client_of
+from unicrond.replay.reading.bundle import LOG
+from unicrond.replay.reading.export import Export
+from unicrond.replay.reading.opening import as_json, open_source, require_place, say
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.source import read
+from unicrond.service.coordinator.code_identity import code_version
 
 #: The bytes at the end of each worker's log that the file holds, and the number of workers.
 TAIL_BYTES = 65_536

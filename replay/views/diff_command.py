@@ -6,13 +6,13 @@ import argparse
 from contextlib import aclosing
 from typing import Any
 
-from replay.reading.opening import as_json, file_source, fold_to, open_source, say
-from replay.reading.source import Source, entries_of
-from replay.views.difference import differences, lines
-from replay.views.report import when
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest
 from unicrond.display.tables import clean
+from unicrond.replay.reading.opening import as_json, file_source, fold_to, open_source, say
+from unicrond.replay.reading.source import Source, entries_of
+from unicrond.replay.views.difference import differences, lines
+from unicrond.replay.views.report import when
 
 
 async def diff_command(options: argparse.Namespace) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import to_json
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import to_json
 
 _ABSENT = object()
 

@@ -6,17 +6,17 @@ import argparse
 import json
 from contextlib import aclosing
 
-from events.envelope import Recorded
-from replay.reading.opening import open_source, require_reached, resolve, say
-from replay.reading.progress import with_bar
-from replay.reading.source import read
-from replay.views.report import when
 from unicrond.core.fold import fold
-from unicrond.core.goodput import GoodputTotals, account_event
-from unicrond.core.goodput_report import EMPTY_READING, reading, report
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain
+from unicrond.events.wire.envelope import Recorded
+from unicrond.replay.reading.opening import open_source, require_reached, resolve, say
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.source import read
+from unicrond.replay.views.report import when
+from unicrond.views.goodput import GoodputTotals, account_event
+from unicrond.views.goodput_report import EMPTY_READING, reading, report
 
 
 async def goodput_command(options: argparse.Namespace) -> int:

@@ -9,12 +9,12 @@ from bisect import bisect_right
 from contextlib import suppress
 from typing import NamedTuple
 
-from events.envelope import Entry, Recorded
 from unicrond.core.fold import fold
-from unicrond.core.goodput import GoodputTotals, account_event
-from unicrond.core.policy import Policy
 from unicrond.core.replayer import policy_after
-from unicrond.core.state import ClusterState
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.views.goodput import GoodputTotals, account_event
 
 #: Entries between two stored states.
 EVERY = 250

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from replay.views.moments import Moment, Moments
-from unicrond.core.goodput_report import EMPTY_READING, reading, report
 from unicrond.core.planning.problem import ProblemError
-from unicrond.core.what_if import WhatIfError, changes_of, what_if
 from unicrond.display.event_lines import entry_json
 from unicrond.intake.config import is_loopback
 from unicrond.page.files import page_routes
 from unicrond.page.view import ranks_of, view
-from unicrond.service.discretion import Discretion
-from unicrond.service.http_parts import is_from_elsewhere
+from unicrond.replay.views.moments import Moment, Moments
+from unicrond.service.api.http_parts import is_from_elsewhere
+from unicrond.service.api.redaction import Discretion
+from unicrond.views.goodput_report import EMPTY_READING, reading, report
+from unicrond.views.plan_preview import WhatIfError, changes_of, what_if
 
 #: Entries that go out together.
 _BATCH = 200

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from events.envelope import Entry, Quarantined
-from events.times import format_time
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest, to_json
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.display.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table
 from unicrond.display.tables import clean, plain
+from unicrond.events.vocabulary.times import format_time
+from unicrond.events.wire.envelope import Entry, Quarantined
 
 CLOSED_SHOWN = 10
 

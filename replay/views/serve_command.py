@@ -10,12 +10,12 @@ from contextlib import aclosing
 
 from aiohttp import web
 
-from events.command_line import UsageError
-from replay.reading.opening import as_json, open_source, say
-from replay.reading.progress import with_bar
-from replay.reading.source import read
-from replay.views.moments import Moments
-from replay.views.page_server import PageServer
+from unicrond.events.cli.command_line import UsageError
+from unicrond.replay.reading.opening import as_json, open_source, say
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.source import read
+from unicrond.replay.views.moments import Moments
+from unicrond.replay.views.page_server import PageServer
 
 
 async def serve_command(options: argparse.Namespace) -> int:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-from events import vocabulary as v
-from events.envelope import Entry, Recorded
-from events.times import EPOCH, format_time
-from events.seats import expand
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState, Incident
+from unicrond.core.state.state import ClusterState, Incident
 from unicrond.display.tables import clean
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import expand
+from unicrond.events.vocabulary.times import EPOCH, format_time
+from unicrond.events.wire.envelope import Entry, Recorded
 
 KINDS = ("node", "task", "incident", "plan")
 

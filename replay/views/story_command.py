@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from contextlib import aclosing
 
-from events.command_line import UsageError
-from replay.reading.opening import as_json, open_source, require_reached, resolve, say
-from replay.reading.progress import with_bar
-from replay.reading.source import read
-from replay.views.story import Index, NoSuchSubject, Story
+from unicrond.events.cli.command_line import UsageError
+from unicrond.replay.reading.opening import as_json, open_source, require_reached, resolve, say
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.source import read
+from unicrond.replay.views.story import Index, NoSuchSubject, Story
 
 
 async def story_command(options: argparse.Namespace) -> int:

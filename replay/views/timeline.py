@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from events import vocabulary as v
-from events.envelope import Entry, Recorded
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
-from unicrond.core.waf import linear_flops, waf
+from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
+from unicrond.core.worth.waf import linear_flops, waf
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Recorded
 
 #: The condition of a node that runs no task; that of a node which does is the names of its tasks.
 NODE_IDLE, NODE_LOST, NODE_LEFT, NODE_ISOLATED = "idle", "lost", "left", "isolated"

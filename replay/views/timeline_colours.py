@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replay.views.timeline import (
+from unicrond.replay.views.timeline import (
     NODE_IDLE,
     NODE_ISOLATED,
     NODE_LEFT,

@@ -7,14 +7,14 @@ import shutil
 from contextlib import aclosing
 from pathlib import Path
 
-from events.command_line import UsageError
-from replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
-from replay.reading.progress import with_bar
-from replay.reading.shown import REDACTOR
-from replay.reading.source import read
-from replay.views.timeline import Timeline
-from replay.views.timeline_html import html_page
-from replay.views.timeline_text import text_page
+from unicrond.events.cli.command_line import UsageError
+from unicrond.replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.shown import REDACTOR
+from unicrond.replay.reading.source import read
+from unicrond.replay.views.timeline import Timeline
+from unicrond.replay.views.timeline_html import html_page
+from unicrond.replay.views.timeline_text import text_page
 
 
 async def timeline_command(options: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def _require_drawing(kind: str, path: Path, log: Path | None) -> None:
 
 def _draw(timeline: Timeline, path: Path, title: str) -> None:
     try:
-        from replay.views.timeline_png import write_png
+        from unicrond.replay.views.timeline_png import write_png
 
         write_png(timeline, path, title)
     except ImportError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from events.times import format_time
-from replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
-from replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
+from unicrond.events.vocabulary.times import format_time
+from unicrond.replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
+from unicrond.replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
 
 _LABEL, _PLOT, _ROW, _GAP, _WAF = 150, 1000, 18, 6, 120
 

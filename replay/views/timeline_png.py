@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from events.times import format_time
-from replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
-from replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
+from unicrond.events.vocabulary.times import format_time
+from unicrond.replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
+from unicrond.replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
 
 
 def write_png(timeline: Timeline, path: Path, title: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from events.times import format_time
-from replay.views.timeline import (
+from unicrond.events.vocabulary.times import format_time
+from unicrond.replay.views.timeline import (
     NODE_IDLE,
     NODE_ISOLATED,
     NODE_LEFT,

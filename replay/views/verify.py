@@ -26,21 +26,21 @@ from typing import Any
 
 import msgspec
 
-from events import vocabulary as v
-from events.envelope import Entry, Recorded
-from events.schemas import spoken_schema, told_version
-from replay.views.beat_check import BeatCheck, Unverifiable
-from unicrond.core.admission import from_the_future, is_repetition
-from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution, solve
-from unicrond.core.policy import Policy, Settings, settings_of
-from unicrond.core.state import ClusterState
-from unicrond.core.survey import Survey
-from unicrond.service.code_identity import code_version
+from unicrond.core.rules.admission import from_the_future, is_repetition
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy, Settings, settings_of
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.schemas import spoken_schema, told_version
+from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
+from unicrond.service.coordinator.code_identity import code_version
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
 OBSERVED = (v.DeadlinePassed, v.NodeLost, v.NodeReturned, v.RepairEnded)

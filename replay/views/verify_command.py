@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from events.beat_evidence import merge_beats
-from events.command_line import UsageError
-from events.envelope import Recorded
-from events.point import Point
-from replay.reading.opening import as_json, open_source, resolve, say
-from replay.reading.progress import with_bar
-from replay.reading.source import Source, read
-from replay.views.verify import Divergence, Findings, Verifier, bases
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.log.heartbeat_evidence import merge_beats
+from unicrond.events.log.point import Point
+from unicrond.events.wire.envelope import Recorded
+from unicrond.replay.reading.opening import as_json, open_source, resolve, say
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.source import Source, read
+from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
 
 
 async def verify_command(options: argparse.Namespace) -> int:

@@ -21,17 +21,17 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.schemas import SCHEMA, told_version
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
-from unicrond.core.liveness import OWN_NAME
+from unicrond.core.nodes.liveness import OWN_NAME
 from unicrond.core.planning.solver import solve
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState, NodeStatus, Plan
-from unicrond.core.survey import Survey
-from unicrond.core.waf import linear_flops, waf
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState, NodeStatus, Plan
+from unicrond.core.worth.waf import linear_flops, waf
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.intake.task_file import problems
 
 #: Looks of the coordinator until it waits for others: nodes, plan, staff.

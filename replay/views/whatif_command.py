@@ -7,18 +7,18 @@ from collections import Counter
 from contextlib import aclosing
 from typing import Any
 
-from events.command_line import UsageError
-from events.envelope import Entry
-from events.vocabulary import AnyEvent, PlanAdopted
-from replay.reading.opening import as_json, open_source, require_reached, resolve, say
-from replay.reading.progress import with_bar
-from replay.reading.source import read
-from replay.views.report import when
-from replay.views.whatif import InvalidChange, ReplayChanges, WhatIfOutcome, waf_of, what_if
-from unicrond.core.policy import Policy
 from unicrond.core.replayer import EMPTY, policy_after, replay
-from unicrond.core.state import ClusterState
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
 from unicrond.display.tables import Table, clean, plain
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.vocabulary import AnyEvent, PlanAdopted
+from unicrond.events.wire.envelope import Entry
+from unicrond.replay.reading.opening import as_json, open_source, require_reached, resolve, say
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.source import read
+from unicrond.replay.views.report import when
+from unicrond.replay.views.whatif import InvalidChange, ReplayChanges, WhatIfOutcome, waf_of, what_if
 
 
 async def whatif_command(options: argparse.Namespace) -> int:

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agents.protocol import marks, memory
-from agents.protocol.line import Line
-from agents.protocol.messages import Launch
 from tests.agents.entries import serve  # noqa: F401
+from unicrond.agents.protocol import marks, memory
+from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.protocol.worker_line import Line
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PTRACE_ATTACH = 16

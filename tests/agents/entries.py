@@ -16,12 +16,21 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from agents.prctl import capabilities
-from agents.protocol.flight import Flight, TellFlight
-from agents.protocol.framing import Unframer, frame
-from agents.protocol.line import Line
-from agents.protocol.messages import Committed, GroupMembership, Hello, Launch, Quit, Ready, Regrouped, ToWorker
-from agents.protocol.sum_order import Sum
+from unicrond.agents.host.prctl import capabilities
+from unicrond.agents.protocol.flight import Flight, TellFlight
+from unicrond.agents.protocol.framing import Unframer, frame
+from unicrond.agents.protocol.messages import (
+    Committed,
+    GroupMembership,
+    Hello,
+    Launch,
+    Quit,
+    Ready,
+    Regrouped,
+    ToWorker,
+)
+from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.worker_line import Line
 
 
 def serve(listener: socket.socket) -> NoReturn:

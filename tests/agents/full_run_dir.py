@@ -14,11 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from events.nats_connection import connect
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
-from events.vocabulary import NodeJoined
 from tests.agents.test_daemon import AgentProcess, Coordinator
+from unicrond.events.nats.connection import connect
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.vocabulary import NodeJoined
 
 
 class Agent(AgentProcess):

@@ -13,25 +13,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agents import core
-from agents.agent_config import AgentConfig
-from agents.protocol.marks import Mark
-from agents.protocol.messages import (
-    Committed,
-    Exited,
-    ExitedAck,
-    Forked,
-    FromWorker,
-    GroupMembership,
-    Hello,
-    Inventory,
-    InventoryWorker,
-    Kill,
-    Quit,
-    Ready,
-    Spawn,
-)
-from agents.state import (
+from unicrond.agents.core import machine as core
+from unicrond.agents.core.agent_config import AgentConfig
+from unicrond.agents.core.state import (
     Action,
     AgentState,
     Append,
@@ -51,8 +35,23 @@ from agents.state import (
     WorkerConnected,
     WorkerSaid,
 )
-from events.seats import runs_of
-from events.vocabulary import (
+from unicrond.agents.protocol.marks import Mark
+from unicrond.agents.protocol.messages import (
+    Committed,
+    Exited,
+    ExitedAck,
+    Forked,
+    FromWorker,
+    GroupMembership,
+    Hello,
+    Inventory,
+    InventoryWorker,
+    Kill,
+    Quit,
+    Ready,
+    Spawn,
+)
+from unicrond.events.vocabulary import (
     Command,
     CommandApplied,
     CommandFailed,
@@ -68,6 +67,7 @@ from events.vocabulary import (
     StoreAddress,
     TaskSpec,
 )
+from unicrond.events.vocabulary.placements import runs_of
 
 NODE = "n1"
 STORE = StoreAddress(host="127.0.0.1", port=4000)

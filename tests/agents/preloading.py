@@ -8,8 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from agents.protocol.messages import Launch
 from tests.agents.entries import serve  # noqa: F401
+from unicrond.agents.protocol.messages import Launch
 
 
 def run(launch: Launch) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agents.protocol.framing import Unframer, frame
-from agents.protocol.messages import FromForkServer, Inventory, ToForkServer
+from unicrond.agents.protocol.framing import Unframer, frame
+from unicrond.agents.protocol.messages import FromForkServer, Inventory, ToForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = (
@@ -66,13 +66,22 @@ def kill(pid: int) -> None:
 
 
 class ForkServerProcess:
-    """`python -m agents.fork_server`, ready to be connected to."""
+    """`python -m unicrond.agents.fork_server`, ready to be connected to."""
 
     def __init__(
         self, run_dir: Path, *arguments: str, flags: tuple[str, ...] = LIGHT, prefix: tuple[str, ...] = ()
     ) -> None:
         ready, said = os.pipe()
-        command = [*prefix, sys.executable, "-m", "agents.fork_server", "--run-dir", str(run_dir), *flags, *arguments]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "unicrond.agents.fork_server",
+            "--run-dir",
+            str(run_dir),
+            *flags,
+            *arguments,
+        ]
         with (run_dir / "fork_server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--ready-fd", str(said)],

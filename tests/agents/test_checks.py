@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from agents import checks, pair_sum
-from agents.checks import Checks, look_at_storage, unreached
-from agents.fork_link import ForkLink
-from agents.pair_sum import Summation, sum_all
-from agents.protocol.sum_order import Sum
-from agents.run_dir import RunDir
-from events.finding import Finding
-from events.logs_request import LogsReply, decode_reply
-from events.node_checks import (
+from tests.agents.conftest import Agents, ForkServers
+from tests.agents.processes import children, eventually, has_ended
+from unicrond.agents.health import doctor_checks as checks
+from unicrond.agents.health import pair_sum
+from unicrond.agents.health.doctor_checks import Checks, look_at_storage, unreached
+from unicrond.agents.health.pair_sum import Summation, sum_all
+from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.shell.fork_server_link import ForkLink
+from unicrond.agents.shell.run_dir import RunDir
+from unicrond.events.queries.finding import Finding
+from unicrond.events.queries.node_checks import (
     AnyCheck,
     FactsCheck,
     LinksCheck,
@@ -37,10 +39,9 @@ from events.node_checks import (
     decode_report,
     encode,
 )
-from events.pairs import Pair
-from events.vocabulary import StoreAddress
-from tests.agents.conftest import Agents, ForkServers
-from tests.agents.processes import children, eventually, has_ended
+from unicrond.events.queries.pair_sums import Pair
+from unicrond.events.queries.worker_queries import LogsReply, decode_reply
+from unicrond.events.vocabulary import StoreAddress
 
 TOKEN = "0123456789abcdef"
 HERE = "127.0.0.1"

@@ -9,13 +9,13 @@ from typing import get_args
 
 import pytest
 
-from agents.classify import Exit, classify
-from agents.host import load_milli, memory_free_bytes
-from agents.protocol.exits import EXIT_NO_AGENT
-from agents.protocol.gpus import visible_gpus
-from agents.protocol.messages import OomKill
-from agents.trainer.process.faults import SYMPTOMS
-from events.vocabulary import ExitCause
+from unicrond.agents.core.exit_causes import Exit, classify
+from unicrond.agents.host.host_resources import load_milli, memory_free_bytes
+from unicrond.agents.protocol.exits import EXIT_NO_AGENT
+from unicrond.agents.protocol.gpus import visible_gpus
+from unicrond.agents.protocol.messages import OomKill
+from unicrond.agents.trainer.process.faults import SYMPTOMS
+from unicrond.events.vocabulary import ExitCause
 
 
 @pytest.mark.parametrize(

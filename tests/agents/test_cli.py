@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agents import users
-from agents.cli import parse
-from agents.prctl import CAP_KILL, CAP_SETGID, CAP_SETUID
-from agents.protocol.identity import Identity
 from tests.agents.processes import environment
+from unicrond.agents.host import task_users as users
+from unicrond.agents.host.prctl import CAP_KILL, CAP_SETGID, CAP_SETUID
+from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.shell.cli import parse
 
 GOOD = ("--nats", "nats://127.0.0.1:4222", "--node", "n1", "--slots", "2")
 
@@ -61,8 +61,8 @@ def test_bad_flags(flags: tuple[str, str], words: tuple[str, ...], capsys: pytes
 
 def test_help_has_an_example_and_the_agent_loads_no_torch() -> None:
     code = (
-        "import sys, agents.cli\n"
-        "try: agents.cli.parse(['--help'])\n"
+        "import sys, unicrond.agents.shell.cli\n"
+        "try: unicrond.agents.shell.cli.parse(['--help'])\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'megatron', 'numpy', 'numba'} & set(sys.modules), 'the agent must stay light'\n"
     )
@@ -72,7 +72,7 @@ def test_help_has_an_example_and_the_agent_loads_no_torch() -> None:
 
 def test_a_run_directory_that_is_taken_is_said(run_dir: Path) -> None:
     (run_dir / "file").write_text("")
-    command = [sys.executable, "-m", "agents.cli", *GOOD, "--run-dir", str(run_dir / "file")]
+    command = [sys.executable, "-m", "unicrond.agents.shell.cli", *GOOD, "--run-dir", str(run_dir / "file")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("unicron-agent: --run-dir: cannot use")

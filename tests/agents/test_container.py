@@ -9,10 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agents import cli, host, kill_counts
-from agents.kill_counts import KillCounts, cause
-from agents.protocol import container
-from agents.protocol.container import Mount, cgroup_mounts, oom_counter, places
+from unicrond.agents.host import container
+from unicrond.agents.host import host_resources as host
+from unicrond.agents.host import oom_kill_counts as kill_counts
+from unicrond.agents.host.container import Mount, cgroup_mounts, oom_counter, places
+from unicrond.agents.host.oom_kill_counts import KillCounts, cause
+from unicrond.agents.shell import cli
 
 ROOT_MOUNT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
 #: Of a pod under containerd with cgroup v1: the kernel names the machine's path, the mount begins at the container.

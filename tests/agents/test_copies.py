@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from agents.copies import StateCopier
-from agents.memory_regions import MemoryRegions
-from agents.protocol import memory_exchange
-from agents.protocol.memory import Memory
-from agents.protocol.memory_exchange import ExchangeFailed
-from events.vocabulary import MemoryService
+from unicrond.agents.memory.copies import StateCopier
+from unicrond.agents.memory.regions import MemoryRegions
+from unicrond.agents.protocol import memory_exchange
+from unicrond.agents.protocol.memory import Memory
+from unicrond.agents.protocol.memory_exchange import ExchangeFailed
+from unicrond.events.vocabulary import MemoryService
 
 PEERS = tuple(MemoryService(node=name, host="127.0.0.1", port=1, token="t") for name in ("n2", "n3"))
 
@@ -53,7 +53,7 @@ async def test_who_takes_no_copy_is_a_warning_only_where_nobody_does(
             raise ExchangeFailed("it is away")
 
     monkeypatch.setattr(memory_exchange, "push", push)
-    caplog.set_level(logging.INFO, "agents.copies")
+    caplog.set_level(logging.INFO, "unicrond.agents.memory.copies")
     copies = StateCopier("n1", cast(MemoryRegions, Regions()))
     copies.copy("a", 0, PEERS)
     async with asyncio.timeout(20):

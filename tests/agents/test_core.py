@@ -8,25 +8,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from agents.handling import reports
-from agents.protocol.identity import Identity
-from agents.protocol.marks import Mark
-from agents.protocol.messages import (
-    Busy,
-    Completed,
-    ErrorReport,
-    ExitedAck,
-    GroupMembership,
-    Hello,
-    Inventory,
-    Kill,
-    Parked,
-    Quit,
-    Regrouped,
-    SaveFinished,
-    StopRequest,
-)
-from agents.state import (
+from tests.agents.node import CONFIG, NODE, Node, committed, membership, start, stop
+from unicrond.agents.core import reports
+from unicrond.agents.core.state import (
     Append,
     Appended,
     Disconnect,
@@ -42,9 +26,24 @@ from agents.state import (
     WorkerConnected,
     WorkerDisconnected,
 )
-from events.schemas import SCHEMA
-from events.seats import members_of
-from events.vocabulary import (
+from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.marks import Mark
+from unicrond.agents.protocol.messages import (
+    Busy,
+    Completed,
+    ErrorReport,
+    ExitedAck,
+    GroupMembership,
+    Hello,
+    Inventory,
+    Kill,
+    Parked,
+    Quit,
+    Regrouped,
+    SaveFinished,
+    StopRequest,
+)
+from unicrond.events.vocabulary import (
     CheckpointSaved,
     Checksums,
     CommandApplied,
@@ -65,7 +64,8 @@ from events.vocabulary import (
     WorkerRegrouped,
     WorkerStarted,
 )
-from tests.agents.node import CONFIG, NODE, Node, committed, membership, start, stop
+from unicrond.events.vocabulary.placements import members_of
+from unicrond.events.wire.schemas import SCHEMA
 
 SIGKILLED = 9
 EXIT_0 = 0

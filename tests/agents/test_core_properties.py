@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agents.protocol.messages import Ready
-from agents.state import LeaveNow, WorkerDisconnected
-from events.seats import starts
-from events.vocabulary import (
+from tests.agents.node import NODE, STORE, Node, committed, decision, membership, part, start, stop
+from unicrond.agents.core.state import LeaveNow, WorkerDisconnected
+from unicrond.agents.protocol.messages import Ready
+from unicrond.events.vocabulary import (
     CommandApplied,
     CommandFailed,
     NodeLeft,
@@ -22,7 +22,7 @@ from events.vocabulary import (
     WorkerExited,
     WorkerStarted,
 )
-from tests.agents.node import NODE, STORE, Node, committed, decision, membership, part, start, stop
+from unicrond.events.vocabulary.placements import starts
 
 TASKS = ("a", "b")
 tasks = st.sampled_from(TASKS)

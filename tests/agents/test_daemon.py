@@ -20,21 +20,21 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agents.daemon import EXIT_FORGOTTEN
-from agents.protocol.marks import Marker
-from events import node_checks
-from events.envelope import Envelope, Recorded
-from events.logs_request import LogsReply, LogsRequest, decode_reply, encode, logs_subject
-from events.nats_commands import ensure_command_consumer
-from events.nats_connection import Connection
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, event_stream_config
-from events.node_checks import FactsCheck, LinksCheck, LinksReport, NodeFacts, Peer, decode_report
-from events.schemas import SCHEMA, told_version
-from events.seats import runs_of
-from events.subjects import EVENT_STREAM, agent_consumer
-from events.vocabulary import (
+from tests.agents.node import decision, part
+from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
+from tests.other_users import USER, needs_root, opened
+from unicrond.agents.protocol.marks import Marker
+from unicrond.agents.shell.daemon import EXIT_FORGOTTEN
+from unicrond.events.log.subjects import EVENT_STREAM, agent_consumer
+from unicrond.events.nats.commands import ensure_command_consumer
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, event_stream_config
+from unicrond.events.queries import node_checks
+from unicrond.events.queries.node_checks import FactsCheck, LinksCheck, LinksReport, NodeFacts, Peer, decode_report
+from unicrond.events.queries.worker_queries import LogsReply, LogsRequest, decode_reply, encode, logs_subject
+from unicrond.events.vocabulary import (
     Command,
     CommandApplied,
     CommandFailed,
@@ -60,9 +60,9 @@ from events.vocabulary import (
     WorkerRegrouped,
     WorkerStarted,
 )
-from tests.agents.node import decision, part
-from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
-from tests.other_users import USER, needs_root, opened
+from unicrond.events.vocabulary.placements import runs_of
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.schemas import SCHEMA, told_version
 
 E = TypeVar("E", bound=Observation)
 STORE = StoreAddress(host="127.0.0.1", port=1)
@@ -89,7 +89,7 @@ class AgentProcess:
         flags += [*(f"--fork-server={flag}" for flag in LIGHT)]
         with self.output.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "agents.cli", *flags, *self.more],
+                [*self.prefix, sys.executable, "-m", "unicrond.agents.shell.cli", *flags, *self.more],
                 stdout=log,
                 stderr=log,
                 env=environment(),

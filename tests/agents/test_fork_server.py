@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.memory import Memory
-from agents.protocol.messages import (
+from tests.agents.conftest import Agents, ForkServers
+from tests.agents.processes import AgentSide, ForkServerProcess, children, eventually, has_ended
+from unicrond.agents.protocol.memory import Memory
+from unicrond.agents.protocol.messages import (
     Exited,
     ExitedAck,
     Forked,
@@ -25,9 +27,7 @@ from agents.protocol.messages import (
     Spawn,
     SpawnFailed,
 )
-from events.vocabulary import StoreAddress, TaskSpec
-from tests.agents.conftest import Agents, ForkServers
-from tests.agents.processes import AgentSide, ForkServerProcess, children, eventually, has_ended
+from unicrond.events.vocabulary import StoreAddress, TaskSpec
 
 
 def spawn(run_dir: Path, worker: str, entry: str, *args: str, slot: int = 0, **spec: object) -> Spawn:
@@ -272,7 +272,7 @@ def test_the_real_thing_has_one_thread_and_forks_fast(fork_server: ForkServers, 
 
     from torch.distributed import TCPStore
 
-    flags = ("--preload=agents.trainer.preload", "--worker=tests.agents.entries:run")
+    flags = ("--preload=unicrond.agents.trainer.entry.preload", "--worker=tests.agents.entries:run")
     server = fork_server(flags=flags)
     assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) == 1, server.log()
     side = agent()

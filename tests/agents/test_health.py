@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agents.health import run
-from agents.state import Append, Checked, RunCheck
-from events.vocabulary import CheckNode, CommandApplied, CommandFailed, NodeChecked
 from tests.agents.node import NODE, Node
 from tests.agents.processes import ROOT, environment, has_ended
+from unicrond.agents.core.state import Append, Checked, RunCheck
+from unicrond.agents.health.health_check import run
+from unicrond.events.vocabulary import CheckNode, CommandApplied, CommandFailed, NodeChecked
 
 
 @pytest.fixture
@@ -93,7 +93,16 @@ async def test_a_check_that_is_cut_off_leaves_no_process(tmp_path: Path) -> None
 
 
 def self_test(*arguments: str) -> tuple[int, str]:
-    command = (sys.executable, "-m", "agents.self_test", "--slots", "2", "--accelerators", "fake", *arguments)
+    command = (
+        sys.executable,
+        "-m",
+        "unicrond.agents.health.self_test",
+        "--slots",
+        "2",
+        "--accelerators",
+        "fake",
+        *arguments,
+    )
     without_gpus = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, cwd=ROOT, env=without_gpus, capture_output=True, text=True, check=False, timeout=120)
     return ran.returncode, ran.stdout

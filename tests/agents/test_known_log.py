@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from agents.known_log import difference, is_taken
-from agents.places import PROBE_SOCKET
-from agents.probe import Condition, ask
-from agents.state import LogSeen, Remembered
-from events.envelope import Envelope
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams
-from events.schemas import SCHEMA, told_version
-from events.subjects import EVENT_STREAM
-from events.vocabulary import CoordinatorStarted, NodeJoined, StepCommitted, WorkerExited, WorkerStarted
 from tests.agents.node import Node, committed
 from tests.agents.processes import TIMEOUT_S, has_ended
 from tests.agents.test_core import member
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
+from unicrond.agents.core.known_event_log import difference, is_taken
+from unicrond.agents.core.state import LogSeen, Remembered
+from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.shell.probe import Condition, ask
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams
+from unicrond.events.vocabulary import CoordinatorStarted, NodeJoined, StepCommitted, WorkerExited, WorkerStarted
+from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.schemas import SCHEMA, told_version
 
 __all__ = ["agent", "coordinator"]  # fixtures
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from agents.cli import parse
-from agents.kubernetes.api import KubernetesError, NodeApi
-from agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, taint_patch
-from agents.kubernetes.place import in_cluster_url
-from agents.protocol.messages import Inventory
-from agents.state import ForkServerSaid, LogSeen, MachineSaw
-from events import vocabulary as v
-from events.envelope import Envelope
-from events.nats_server import EmbeddedServer
 from tests.agents.kubernetes_api import StandIn, account, stand_in
 from tests.agents.node import Node
 from tests.agents.processes import TIMEOUT_S
 from tests.agents.test_daemon import AgentProcess, Coordinator, coordinator
 from tests.unicrond.cluster import MiniCluster
+from unicrond.agents.core.state import ForkServerSaid, LogSeen, MachineSaw
+from unicrond.agents.kubernetes.api import KubernetesError, NodeApi
+from unicrond.agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, taint_patch
+from unicrond.agents.kubernetes.place import in_cluster_url
+from unicrond.agents.protocol.messages import Inventory
+from unicrond.agents.shell.cli import parse
+from unicrond.events import vocabulary as v
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.wire.envelope import Envelope
 
 __all__ = ["coordinator"]  # a fixture
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from agents.protocol.messages import Regrouped
-from events.vocabulary import StateSource, StepCommitted, WorkerRegrouped
 from tests.agents.node import CONFIG, Node, committed, decision, start
+from unicrond.agents.protocol.messages import Regrouped
+from unicrond.events.vocabulary import StateSource, StepCommitted, WorkerRegrouped
 
 SLOTS = 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from agents.log_pruning import Limits, prune
+from unicrond.agents.output.output_pruning import Limits, prune
 
 DAY_S = 86_400.0
 NOW_S = 1_000 * DAY_S

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.log_layout import worker_log
-from agents.log_service import answer
-from agents.protocol import marks
-from agents.protocol.marks import Mark, Marker
-from agents.stacks import NoStacks, stacks
-from events.logs_request import (
+from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.output.query_service import answer
+from unicrond.agents.output.stacks import NoStacks, stacks
+from unicrond.agents.protocol import marks
+from unicrond.agents.protocol.marks import Mark, Marker
+from unicrond.events.queries.worker_queries import (
     BadLogsMessage,
     LogsReply,
     LogsRequest,

@@ -7,15 +7,14 @@ import os
 import random
 from pathlib import Path
 
-from agents.protocol.discreet import mask_of, redact
-
-from agents.fork_server.masked_log import MaskedLog, masked_log, values_of
-from agents.log_layout import worker_log
-from agents.log_service import answer
-from agents.protocol.messages import ErrorReport
-from agents.rotated_log import RotatedLog
-from events.logs_request import MAX_LOG_BYTES, LogsRequest, decode_reply, encode
-from events.vocabulary import TaskSpec
+from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log, values_of
+from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.rotated_output import RotatedLog
+from unicrond.agents.output.query_service import answer
+from unicrond.agents.protocol.messages import ErrorReport
+from unicrond.agents.protocol.redaction import mask_of, redact
+from unicrond.events.queries.worker_queries import MAX_LOG_BYTES, LogsRequest, decode_reply, encode
+from unicrond.events.vocabulary import TaskSpec
 
 VALUES = ["hunter2-hunter2", "hunter2-x", "hunter2-x-and-more", "aaaaab", "key-line-one\nkey-line-two\n"]
 

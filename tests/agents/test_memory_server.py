@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from agents import memory_server
-from agents.protocol.memory import Digesting, digest_of
-from agents.protocol.memory_exchange import ask
 from tests.integration.memory_nodes import OtherNode
+from unicrond.agents.memory import server as memory_server
+from unicrond.agents.protocol.memory import Digesting, digest_of
+from unicrond.agents.protocol.memory_exchange import ask
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from agents.namesakes import EXIT_SUPERSEDED, DuplicateAgents
-from events.envelope import Envelope
-from events.nats_connection import Connection
-from events.nats_server import EmbeddedServer
-from events.vocabulary import NodeJoined, NodeLeft, StoreAddress, WorkerStarted
 from tests.agents.processes import has_ended
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
+from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.vocabulary import NodeJoined, NodeLeft, StoreAddress, WorkerStarted
+from unicrond.events.wire.envelope import Envelope
 
 __all__ = ["agent", "coordinator"]  # fixtures
 

@@ -11,24 +11,24 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from agents.kubernetes.standing import standing
-from agents.log_guard import LogGuard
-from agents.namesakes import DuplicateAgents, DuplicateWatch
-from agents.state import Remembered
-from events.envelope import Recorded
-from events.keys import load_or_create_key
-from events.log import LogUnavailable
-from events.logins import Role
-from events.logs_request import ANSWERS, answer_subject, logs_subject
-from events.nats_commands import NatsCommandFeed, ensure_command_consumer
-from events.nats_connection import Connection, Login, PublishDenied, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams
-from events.nats_terms import Terms
-from events.subjects import EVENT_STREAM, WARRANT_HEADER
-from events.vocabulary import CoordinatorStarted, NodeIsolated, NodeJoined, NodeReadmitted, StoreAddress
 from tests.contracts.logs import beat, command, decision, envelope_of, fact, started
+from unicrond.agents.core.state import Remembered
+from unicrond.agents.kubernetes.standing import standing
+from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
+from unicrond.agents.shell.event_log_guard import LogGuard
+from unicrond.events.log.event_log import LogUnavailable
+from unicrond.events.log.subjects import EVENT_STREAM, WARRANT_HEADER
+from unicrond.events.nats.commands import NatsCommandFeed, ensure_command_consumer
+from unicrond.events.nats.connection import Connection, Login, PublishDenied, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams
+from unicrond.events.nats.terms import Terms
+from unicrond.events.queries.worker_queries import ANSWERS, answer_subject, logs_subject
+from unicrond.events.trust.keys import load_or_create_key
+from unicrond.events.trust.logins import Role
+from unicrond.events.vocabulary import CoordinatorStarted, NodeIsolated, NodeJoined, NodeReadmitted, StoreAddress
+from unicrond.events.wire.envelope import Recorded
 
 _NODE = "gpu07"
 _LOGINS = (Role.OPERATOR, Role.COORDINATOR, Role.API, f"agent-{_NODE}")

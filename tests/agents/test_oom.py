@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agents.fork_server.oom import OomWitness
-from agents.protocol.messages import Exited
 from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, has_ended, kill
 from tests.agents.test_fork_server import born, spawn
+from unicrond.agents.fork_server.oom_witnesses import OomWitness
+from unicrond.agents.protocol.messages import Exited
 
 LIMIT_BYTES = 96 * 1024 * 1024
 

@@ -11,11 +11,22 @@ import textwrap
 import msgspec
 import pytest
 
-from agents import core
-from agents.node_faults import is_in_own_namespace
-from agents.protocol.messages import InjectIntoWorker, Kill
-from agents.state import Commanded, InjectIntoNode, NodeFaultInjected, Remembered, TellForkServer, TellWorker
-from events.vocabulary import (
+from tests.agents.node import NODE, Node, stop
+from tests.agents.processes import ROOT, children, environment, has_ended
+from tests.agents.test_core import running
+from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
+from unicrond.agents.core import machine as core
+from unicrond.agents.core.state import (
+    Commanded,
+    InjectIntoNode,
+    NodeFaultInjected,
+    Remembered,
+    TellForkServer,
+    TellWorker,
+)
+from unicrond.agents.health.node_faults import is_in_own_namespace
+from unicrond.agents.protocol.messages import InjectIntoWorker, Kill
+from unicrond.events.vocabulary import (
     AcceleratorReported,
     CommandApplied,
     CommandFailed,
@@ -24,10 +35,6 @@ from events.vocabulary import (
     NodeJoined,
     WorkerExited,
 )
-from tests.agents.node import NODE, Node, stop
-from tests.agents.processes import ROOT, children, environment, has_ended
-from tests.agents.test_core import running
-from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
 
 __all__ = ["agent", "coordinator"]  # fixtures
 
@@ -190,8 +197,8 @@ async def test_a_real_worker_is_stopped_and_killed_by_order(agent: AgentProcess,
 
 IN_A_NAMESPACE = """
     import asyncio, socket, subprocess
-    from agents.node_faults import NodeFaults, is_in_own_namespace
-    from events.vocabulary import Fault
+    from unicrond.agents.health.node_faults import NodeFaults, is_in_own_namespace
+    from unicrond.events.vocabulary import Fault
 
     def up():
         words = subprocess.run(["ip", "-o", "link", "show", "v0"], capture_output=True, text=True).stdout.split()

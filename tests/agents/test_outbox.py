@@ -11,17 +11,24 @@ import pytest
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
-from agents.outbox import Outbox
-from events.envelope import Recorded
-from events.fields import Since
-from events.log import LogError
-from events.memory_log import MemoryLog
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.schemas import FIRST
-from events.vocabulary import CommandApplied, CommandFailed, ErrorReported, NodeLeft, PeersRemembered, StepCommitted
 from tests.younger import NEXT, younger
+from unicrond.agents.shell.outbox import Outbox
+from unicrond.events.log.event_log import LogError
+from unicrond.events.log.memory_log import MemoryLog
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.vocabulary import (
+    CommandApplied,
+    CommandFailed,
+    ErrorReported,
+    NodeLeft,
+    PeersRemembered,
+    StepCommitted,
+)
+from unicrond.events.vocabulary.field_defaults import Since
+from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.schemas import FIRST
 
 
 def fact(number: int) -> NodeLeft:
@@ -106,7 +113,7 @@ async def test_one_observation_is_under_way_at_a_time() -> None:
 
 async def test_none_overtakes_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fold takes a number below one that it has seen for a repetition, and drops it."""
-    monkeypatch.setattr("agents.outbox._PAUSE_S", 0.001)
+    monkeypatch.setattr("unicrond.agents.shell.outbox._PAUSE_S", 0.001)
     log, box = MemoryLog(), outbox()
     append = log.append
     refused: list[int] = []
@@ -132,7 +139,7 @@ async def test_none_overtakes_one_that_was_refused(monkeypatch: pytest.MonkeyPat
 async def test_answers_that_get_lost_make_nobody_read_the_stream(
     nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("events.nats_log.REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("unicrond.events.nats.event_log.REQUEST_TIMEOUT_S", 0.05)
 
     async def find(*_: object) -> dict[str, int]:
         raise AssertionError("the stream is read to find out what was written")

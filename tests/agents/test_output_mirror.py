@@ -7,12 +7,12 @@ import threading
 import time
 from pathlib import Path
 
-from agents.log_layout import worker_log
-from agents.output_mirror import OutputMirror
-from agents.rotated_log import RotatedLog
-from events.nats_server import EmbeddedServer
 from tests.agents.processes import TIMEOUT_S
 from tests.agents.test_daemon import AgentProcess, Coordinator, coordinator
+from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.rotated_output import RotatedLog
+from unicrond.agents.output.output_mirror import OutputMirror
+from unicrond.events.nats.server import EmbeddedServer
 
 __all__ = ["coordinator"]  # a fixture
 

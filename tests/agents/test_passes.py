@@ -14,25 +14,25 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents import memory_server
-from agents.daemon import Options, credentials_of
-from agents.memory_server import RequestSlots
-from agents.passes import VALID_S, BadPass, Credentials, read_pass
-from agents.protocol import memory_exchange
-from agents.protocol.framing import Unframer, frame
-from agents.protocol.memory import Memory, StateHead, digest_of
-from agents.protocol.memory_exchange import ExchangeFailed, Fetching, ask, push
-from agents.protocol.messages import GroupMembership, Passes
-from events import roster
-from events.certificates import BadCertificate
-from events.keys import make_key, write_key
-from events.nats_connection import Login
-from events.shape import Shape
-from events.signing import Signer
-from events.vocabulary import MemoryService, StoreAddress
-from events.warrants import make_warrant
 from tests.events.certified import Certified, now
 from tests.integration.memory_nodes import OtherNode
+from unicrond.agents.memory import server as memory_server
+from unicrond.agents.memory.peer_tokens import VALID_S, BadPass, Credentials, read_pass
+from unicrond.agents.memory.server import RequestSlots
+from unicrond.agents.protocol import memory_exchange
+from unicrond.agents.protocol.framing import Unframer, frame
+from unicrond.agents.protocol.memory import Memory, StateHead, digest_of
+from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching, ask, push
+from unicrond.agents.protocol.messages import GroupMembership, Passes
+from unicrond.agents.shell.daemon import Options, credentials_of
+from unicrond.events.nats.connection import Login
+from unicrond.events.trust import membership_digest as roster
+from unicrond.events.trust.certificates import BadCertificate
+from unicrond.events.trust.keys import make_key, write_key
+from unicrond.events.trust.membership_certificates import make_warrant
+from unicrond.events.trust.signing import Signer
+from unicrond.events.vocabulary import MemoryService, StoreAddress
+from unicrond.events.vocabulary.shape import Shape
 
 STATE = b"state of the task" * 1000
 MEMBERS = ("n1", "n3", "n4")

@@ -1,4 +1,4 @@
-"""What `unicron-agent --check` finds (agents/preflight.py)."""
+"""What `unicron-agent --check` finds (agents/health/preflight.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agents import cli
-from agents.preflight import MachineFacts, NodeFlags, findings, is_remote, look
+from unicrond.agents.health.preflight import MachineFacts, NodeFlags, findings, is_remote, look
+from unicrond.agents.shell import cli
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ASKED = NodeFlags(8, "10.0.0.7", Path("/run/unicron"), Path("/var/log/unicron"), None, True)

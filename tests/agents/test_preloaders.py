@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agents.fork_server.birth import ChildSetup
-from agents.fork_server.cgroups import Cgroups
-from agents.fork_server.preloaders import Preloaders, PendingFork
-from agents.protocol.identity import Identity
-from agents.protocol.messages import Exited, Forked, Kill, ReleaseMemory, Spawn, SpawnFailed
 from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, children, eventually, has_ended
 from tests.agents.test_fork_server import log_of, spawn
 from tests.other_users import needs_root, opened
+from unicrond.agents.fork_server.cgroups import Cgroups
+from unicrond.agents.fork_server.child_setup import ChildSetup
+from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
+from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Exited, Forked, Kill, ReleaseMemory, Spawn, SpawnFailed
 
 FLAGS = (
     "--preload=tests.agents.preloading",

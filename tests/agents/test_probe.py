@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from agents import probe
-from agents.places import PROBE_SOCKET
-from events.nats_connection import Login
-from events.nats_server import EmbeddedServer
 from tests.agents.processes import eventually
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
 from tests.integration.head import UNICROND
+from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.shell import probe
+from unicrond.events.nats.connection import Login
+from unicrond.events.nats.server import EmbeddedServer
 
 __all__ = ("agent", "coordinator")
 AGENT = str(Path(UNICROND).with_name("unicron-agent"))
@@ -99,6 +99,6 @@ def test_it_needs_to_know_the_directory_and_loads_nothing_of_the_agent(run_dir: 
     done = subprocess.run([AGENT, "--probe", "live"], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     code = f"import sys; from agents import probe; probe.main(['--probe=live', '--run-dir={run_dir}']); "
-    code += "print([m for m in ('asyncio', 'msgspec', 'nats', 'agents.state') if m in sys.modules])"
+    code += "print([m for m in ('asyncio', 'msgspec', 'nats', 'unicrond.agents.core.state') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "[]\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agents.rotated_log import RotatedLog, tail
+from unicrond.agents.host.rotated_output import RotatedLog, tail
 
 
 def test_size_is_bounded_and_nothing_recent_is_lost(tmp_path: Path) -> None:

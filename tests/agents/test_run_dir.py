@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agents.places import default_run_dir
-from agents.run_dir import BOOT_LIMIT, BadRunDir, RunDir
-from agents.state import Remembered
-from events.vocabulary import Boot
 from tests.agents.node import Node, start
+from unicrond.agents.core.state import Remembered
+from unicrond.agents.host.run_dir_paths import default_run_dir
+from unicrond.agents.shell.run_dir import BOOT_LIMIT, BadRunDir, RunDir
+from unicrond.events.vocabulary import Boot
 
 
 def test_boot_numbers_only_grow_whatever_the_clock_does(run_dir: Path) -> None:

@@ -20,20 +20,29 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agents.cgroup_place import NoCgroup, own_cgroup, prepare
-from agents.fork_server.masked_log import values_of
-from agents.prctl import capabilities
-from agents.protocol import marks
-from agents.protocol.framing import Unframer
-from agents.protocol.identity import Identity
-from agents.protocol.messages import Connected, Exited, ExitedAck, FromWorker, Kill, MemoryReserved, Spawn, SpawnFailed
-from agents.protocol.sum_order import Sum
-from events.vocabulary import TaskSpec
 from tests.agents.attacks import ATTEMPTS
 from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, ForkServerProcess, eventually, has_ended
 from tests.agents.test_fork_server import born, log_of, spawn
 from tests.other_users import USER, needs_root, opened
+from unicrond.agents.fork_server.masked_output import values_of
+from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
+from unicrond.agents.host.prctl import capabilities
+from unicrond.agents.protocol import marks
+from unicrond.agents.protocol.framing import Unframer
+from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import (
+    Connected,
+    Exited,
+    ExitedAck,
+    FromWorker,
+    Kill,
+    MemoryReserved,
+    Spawn,
+    SpawnFailed,
+)
+from unicrond.agents.protocol.sum_order import Sum
+from unicrond.events.vocabulary import TaskSpec
 
 pytestmark = needs_root
 

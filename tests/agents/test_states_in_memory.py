@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from agents.handling.kept_states import TELL_APART_S
-from agents.protocol.messages import Captured, ReleaseMemory, StateLoaded
-from agents.state import ArmTimer, CopyState, HeldState, StateHeld, TellForkServer
-from events.seats import runs_of
-from events.vocabulary import (
+from tests.agents.node import NODE, Node, membership, start
+from unicrond.agents.core.state import ArmTimer, CopyState, HeldState, StateHeld, TellForkServer
+from unicrond.agents.core.stored_states import TELL_APART_S
+from unicrond.agents.protocol.messages import Captured, ReleaseMemory, StateLoaded
+from unicrond.events.vocabulary import (
     DropState,
     Member,
     MemoryService,
@@ -18,7 +18,7 @@ from events.vocabulary import (
     StateKept,
     StateTaken,
 )
-from tests.agents.node import NODE, Node, membership, start
+from unicrond.events.vocabulary.placements import runs_of
 
 
 def service(node: str) -> MemoryService:

@@ -7,10 +7,12 @@ import signal
 import pytest
 from msgspec.structs import replace
 
-from agents.protocol.marks import Mark
-from agents.protocol.messages import Degraded, Exited, Kill, Quit, StragglerCleared, StragglerReport, Suspected
-from agents.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
-from events.vocabulary import (
+from tests.agents.node import Node, committed, stop
+from tests.agents.test_core import member
+from unicrond.agents.core.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
+from unicrond.agents.protocol.marks import Mark
+from unicrond.agents.protocol.messages import Degraded, Exited, Kill, Quit, StragglerCleared, StragglerReport, Suspected
+from unicrond.events.vocabulary import (
     CorruptionSuspected,
     DegradationObserved,
     ErrorReported,
@@ -20,8 +22,6 @@ from events.vocabulary import (
     StragglerRecovered,
     WorkerExited,
 )
-from tests.agents.node import Node, committed, stop
-from tests.agents.test_core import member
 
 MARK = Mark("backward", 1, 8, 2, 15, 15, 1_000_000, 300_000, 1_100_000)
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Collection
 import pytest
 from msgspec.structs import replace
 
-from agents.outbox import Outbox
-from agents.protocol.framing import frame
-from agents.protocol.messages import MAX_FRAME_BYTES, GroupMembership
-from agents.shell import Shell
-from agents.state import CopyState, HeldState, LogSeen, Remembered, StateHeld, TellWorker
-from events.envelope import Envelope, Recorded
-from events.roster import place_of
-from events.vocabulary import (
+from tests.agents.node import CONFIG, NODE, STORE, Node, decision, part, start, stop
+from unicrond.agents.core.state import CopyState, HeldState, LogSeen, Remembered, StateHeld, TellWorker
+from unicrond.agents.protocol.framing import frame
+from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, GroupMembership
+from unicrond.agents.shell.outbox import Outbox
+from unicrond.agents.shell.shell import Shell
+from unicrond.events.trust.membership_digest import place_of
+from unicrond.events.vocabulary import (
     WORKERS_MAX,
     AnyEvent,
     Member,
@@ -26,7 +26,7 @@ from events.vocabulary import (
     TaskSpec,
     WorkerStarted,
 )
-from tests.agents.node import CONFIG, NODE, STORE, Node, decision, part, start, stop
+from unicrond.events.wire.envelope import Envelope, Recorded
 
 
 @pytest.fixture

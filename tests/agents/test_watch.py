@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from agents import watch
-from agents.protocol import marks
-from agents.protocol.marks import Mark, Marker
-from agents.watch import MarkFiles, ProgressWatch
-from events.vocabulary import WorkerId
+from unicrond.agents.protocol import marks
+from unicrond.agents.protocol.marks import Mark, Marker
+from unicrond.agents.shell import progress_watch as watch
+from unicrond.agents.shell.progress_watch import MarkFiles, ProgressWatch
+from unicrond.events.vocabulary import WorkerId
 
 WORKER = "big.1"
 LIMIT_US = 60_000

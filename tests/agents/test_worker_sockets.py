@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agents.protocol.framing import frame
-from agents.protocol.messages import Connected, Hello, Ready
-from agents.worker_sockets import WorkerSockets
+from unicrond.agents.protocol.framing import frame
+from unicrond.agents.protocol.messages import Connected, Hello, Ready
+from unicrond.agents.shell.worker_sockets import WorkerSockets
 
 
 class Heard:

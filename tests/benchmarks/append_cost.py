@@ -18,13 +18,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from events.codec import encode
-from events.envelope import Envelope
-from events.nats_connection import Connection, Session, connect
-from events.nats_server import EmbeddedServer
-from events.nats_streams import answer, create_streams
-from events.subjects import headers, subject
-from events.vocabulary import NodeLeft
+from unicrond.events.log.subjects import headers, subject
+from unicrond.events.nats.connection import Connection, Session, connect
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import answer, create_streams
+from unicrond.events.vocabulary import NodeLeft
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Envelope
 
 Append = Callable[[Session, list[Envelope]], Awaitable[None]]
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -18,13 +18,13 @@ from contextlib import aclosing
 from pathlib import Path
 from statistics import median
 
-from events.envelope import Envelope, Recorded
-from events.nats_connection import Connection, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, beat_stream_config, create_streams
-from events.subjects import BEAT_STREAM
-from events.vocabulary import CoordinatorStarted, Heartbeat, NodeLeft
+from unicrond.events.log.subjects import BEAT_STREAM
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, beat_stream_config, create_streams
+from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat, NodeLeft
+from unicrond.events.wire.envelope import Envelope, Recorded
 
 OWN = "coordinator"
 #: Publishers that share a process take turns this often.

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from agents.protocol.marks import Marker
-from agents.trainer import pretrain_gpt
-from agents.trainer.corpus import Corpus
-from agents.trainer.detection.observing import Detection, Sighting
-from agents.trainer.detection.own_time import ComputeTime
-from agents.trainer.hook import Hook
-from agents.trainer.process import context
-from agents.trainer.randomness import seed_all
+from unicrond.agents.protocol.marks import Marker
+from unicrond.agents.trainer.detection.observing import Detection, Sighting
+from unicrond.agents.trainer.detection.own_time import ComputeTime
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.loop.corpus import Corpus
+from unicrond.agents.trainer.loop.hook import Hook
+from unicrond.agents.trainer.process import context
+from unicrond.agents.trainer.process.randomness import seed_all
 
 
 class NoMarks(Marker):

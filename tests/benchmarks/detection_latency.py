@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 
 from tests.integration.live import TASK, Live, live_cluster, members
-from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.local.dev import free_port
 
 HERE = Path(__file__).parent

@@ -18,9 +18,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from agents.trainer import corpus
-from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 
 WORKERS = ("t.1", "t.2")
 WARM_UP = 40

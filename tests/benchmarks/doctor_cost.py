@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from events.envelope import Recorded
-from events.vocabulary import StepCommitted
 from unicrond.ctl.client import Client
+from unicrond.events.vocabulary import StepCommitted
+from unicrond.events.wire.envelope import Recorded
 from unicrond.local.dev import DevCluster, small_cluster
 
 CALM_S = 15.0
@@ -38,7 +38,7 @@ _TASK = {
 
 def fork_servers() -> list[psutil.Process]:
     """Of this cluster, before anything sums: the parents of what will."""
-    return [one for one in psutil.Process().children(recursive=True) if "agents.fork_server" in one.cmdline()]
+    return [one for one in psutil.Process().children(recursive=True) if "unicrond.agents.fork_server" in one.cmdline()]
 
 
 def ended_cpu_s(servers: list[psutil.Process]) -> float:

@@ -44,7 +44,7 @@ _FORK = multiprocessing.get_context("fork")
 @contextlib.contextmanager
 def rendezvous_store() -> Iterator[tuple[str, int, int]]:
     """A node's store: its address and its process."""
-    from agents.trainer.groups.rendezvous_store import serve
+    from unicrond.agents.trainer.groups.store_process import serve
 
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         host, port = listener.getsockname()
@@ -107,10 +107,10 @@ def worker(number: int, count: int, store: tuple[str, int], standby_max: int) ->
     """A worker's rendezvous without an agent, and the membership that names all `count`."""
     import torch
 
-    from agents.protocol.messages import GroupMembership, Launch
-    from agents.trainer.groups.rendezvous import Rendezvous
-    from agents.trainer.process.channel import AgentChannel
-    from events.vocabulary import Member, StoreAddress, TaskSpec
+    from unicrond.agents.protocol.messages import GroupMembership, Launch
+    from unicrond.agents.trainer.groups.shard_group import Rendezvous
+    from unicrond.agents.trainer.process.channel import AgentChannel
+    from unicrond.events.vocabulary import Member, StoreAddress, TaskSpec
 
     torch.set_num_threads(1)
     address = StoreAddress(host=store[0], port=store[1])
@@ -133,7 +133,7 @@ def worker(number: int, count: int, store: tuple[str, int], standby_max: int) ->
 def regroup_member(count: int, rounds: int, store: tuple[str, int], number: int, barrier: Any) -> list[Any]:
     import msgspec
 
-    from agents.trainer.lifecycle.verdict import Position, judge
+    from unicrond.agents.trainer.lifecycle.verdict import Position, judge
 
     rendezvous, membership = worker(number, count, store, 0)
     micro_batches = MICRO_BATCHES_PER_REPLICA * count
@@ -184,8 +184,8 @@ def _meet_now(server: Any, rank: int, size: int, prefix: str) -> None:
     import numpy as np
     import torch.distributed as dist
 
-    from agents.trainer.groups.gloo_words import GlooStore
-    from agents.trainer.groups.words import StoreExchange
+    from unicrond.agents.trainer.groups.gloo_store_messages import GlooStore
+    from unicrond.agents.trainer.groups.store_messages import StoreExchange
 
     words = StoreExchange(dist.PrefixStore(prefix, server), rank, size, lambda: False)
     words.publish("standby", "-")
@@ -299,8 +299,8 @@ def standby(count: int, rounds: int) -> dict[str, list[float]]:
 
 def verdict(size: int, rounds: int) -> dict[str, list[float]]:
     """From all members' rows to the verdict, and what has to travel where optimizer state is sharded: CPU time."""
-    from agents.trainer.lifecycle.shares import Shares, assign_parts
-    from agents.trainer.lifecycle.verdict import Position, judge
+    from unicrond.agents.trainer.lifecycle.shares import Shares, assign_parts
+    from unicrond.agents.trainer.lifecycle.verdict import Position, judge
 
     micro_batches = MICRO_BATCHES_PER_REPLICA * (size + 1)
     rows = [Position(True, 10, False, tuple(range(r, micro_batches, size + 1))).row(micro_batches, BUCKETS) for r in

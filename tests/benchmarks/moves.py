@@ -29,8 +29,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agents.protocol import marks
-from unicrond.core.state import ClusterState, Task
+from unicrond.agents.protocol import marks
+from unicrond.core.state.state import ClusterState, Task
 from unicrond.ctl.client import Client
 from unicrond.local.dev import DevCluster, small_cluster
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from events.shape import Shape
 from unicrond.core.planning.problem import Alternative, Curve, Prices, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
+from unicrond.events.vocabulary.shape import Shape
 from unicrond.intake.throughput_preset import worth
 from unicrond.throughput.layouts import job, pipeline_degrees, tensor_degrees
 from unicrond.throughput.model import table

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from tests.benchmarks.planning_clusters import cluster
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.situation import NodeLoss
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner

@@ -28,10 +28,10 @@ class Cluster:
     """A cluster at rest, as the log tells of it: every task has all its workers, in one group."""
 
     def __init__(self, nodes: int) -> None:
-        from events import vocabulary as v
-        from events.schemas import SCHEMA, told_version
-        from events.seats import runs_of
-        from unicrond.core.state import ClusterState
+        from unicrond.core.state.state import ClusterState
+        from unicrond.events import vocabulary as v
+        from unicrond.events.vocabulary.placements import runs_of
+        from unicrond.events.wire.schemas import SCHEMA, told_version
 
         self.v = v
         self.state: Any = ClusterState()
@@ -78,8 +78,8 @@ class Cluster:
         self.members = members
 
     def _plan(self, assignments: list[Any]) -> None:
-        from unicrond.core.policy import Policy
-        from unicrond.core.survey import Survey
+        from unicrond.core.rules.survey import Survey
+        from unicrond.core.state.policy import Policy
 
         self.policy = Policy(worker_mtbf_s=10**7)
         basis = Survey(self.state, self.policy).basis
@@ -130,7 +130,7 @@ class Cluster:
         self.state = fold(self.state, self.entry(event, producer))
 
     def entry(self, event: Any, producer: str = "", seq: int = 0) -> Any:
-        from events.envelope import Envelope, Recorded
+        from unicrond.events.wire.envelope import Envelope, Recorded
 
         v = self.v
         ours = isinstance(event, v.Decision | v.Command | v.CoordinatorStarted)
@@ -219,10 +219,10 @@ def fold_times(rounds: Rounds) -> dict[str, float]:
 
 def look_times(rounds: Rounds) -> dict[str, float]:
     """What one look at the state costs after an event that changes little."""
-    from unicrond.core.deadlines import deadlines
     from unicrond.core.decide import decide
-    from unicrond.core.invariants import check
-    from unicrond.core.survey import Survey
+    from unicrond.core.rules.deadlines import deadlines
+    from unicrond.core.rules.invariants import check
+    from unicrond.core.rules.survey import Survey
 
     cluster, policy, times = rounds.cluster, rounds.cluster.policy, rounds.rounds
     cluster.state = rounds.began
@@ -252,7 +252,7 @@ class Fault:
     """
 
     def __init__(self, cluster: Cluster, task: str) -> None:
-        from unicrond.core.survey import Survey
+        from unicrond.core.rules.survey import Survey
 
         self.cluster, self.task, self.v = cluster, task, cluster.v
         self.survey = Survey(cluster.state, cluster.policy)
@@ -295,9 +295,9 @@ class Fault:
         self.said.append((producer, event))
 
     def _read(self, event: Any, producer: str = "") -> None:
-        from events.codec import decode, encode
-        from events.envelope import Recorded
         from unicrond.core.fold import fold
+        from unicrond.events.wire.codec import decode, encode
+        from unicrond.events.wire.envelope import Recorded
 
         entry = self.cluster.entry(event, producer)
         body = encode(entry.envelope)
@@ -311,12 +311,12 @@ class Fault:
 
     def _decide(self) -> None:
         """As service/coordinator.py does, until nothing more is decided."""
-        from events.codec import encode
-        from unicrond.core.deadlines import deadlines
         from unicrond.core.decide import decide, needed_solves
-        from unicrond.core.invariants import check
         from unicrond.core.own_decisions import require_sound
-        from unicrond.core.survey import Survey
+        from unicrond.core.rules.deadlines import deadlines
+        from unicrond.core.rules.invariants import check
+        from unicrond.core.rules.survey import Survey
+        from unicrond.events.wire.codec import encode
 
         decided = True
         while decided:
@@ -387,7 +387,7 @@ class Fault:
 
 def _reports_at_once(rank: int, size: int) -> bool:
     try:
-        from agents.trainer.groups.reporting import report_after_s
+        from unicrond.agents.trainer.groups.reporting import report_after_s
     except ImportError:
         return True
     return report_after_s(rank, size) == 0.0
@@ -423,13 +423,13 @@ TAIL = 10_000
 def restart_costs(cluster: Cluster) -> dict[str, float]:
     """What a coordinator does between its start and being live, beside reading: the snapshot, the rest of the log, and
     the first look. However long the log is: nothing else of it is read."""
-    from events.codec import decode, encode
-    from events.envelope import Recorded
     from unicrond.core.decide import decide
     from unicrond.core.fold import fold
-    from unicrond.core.invariants import check
-    from unicrond.core.survey import Survey
-    from unicrond.service.snapshots import LogMark, decode_snapshot, encode_snapshot
+    from unicrond.core.rules.invariants import check
+    from unicrond.core.rules.survey import Survey
+    from unicrond.events.wire.codec import decode, encode
+    from unicrond.events.wire.envelope import Recorded
+    from unicrond.service.coordinator.snapshots import LogMark, decode_snapshot, encode_snapshot
 
     found: dict[str, float] = {}
 

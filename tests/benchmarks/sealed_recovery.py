@@ -19,14 +19,14 @@ from pathlib import Path
 
 import psutil
 
-from agents.passes import Credentials
-from agents.protocol.messages import Regrouped, StateLoaded
-from agents.trainer import corpus
-from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.events.certified import Certified, now
 from tests.integration import regroup_rig
 from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.agents.memory.peer_tokens import Credentials
+from unicrond.agents.protocol.messages import Regrouped, StateLoaded
+from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 
 WAYS = ("clear", "tls")
 #: Parameter and two moments of Adam, in float32.

@@ -21,10 +21,10 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from agents.trainer import corpus
-from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.benchmarks.trainer_overhead import INTEGRATION, Job, interval, warm
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 
 
 def start(rig: Rig, name: str, replicas: int, traces: Path) -> Job:

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-from agents.trainer import pretrain_gpt
-from agents.trainer.process import context
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.process import context
 
 FORWARD_BACKWARD = pretrain_gpt.forward_backward
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.live import Live, live_cluster
-from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.state.state import ClusterState, TaskStatus
 
 ENTRY = Path(__file__).with_name("straggling_gpt.py")
 PERCENT = (10, 20, 30)

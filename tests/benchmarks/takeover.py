@@ -26,14 +26,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from events.log import LogUnavailable
-from events.nats_connection import Login
-from events.nats_lease import NatsLease
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api
-from events.subjects import EVENT_STREAM
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from tests.integration.two_heads import HeadProcess, Publisher, is_claim, is_decision, publisher, story, two_heads
+from unicrond.events.log.event_log import LogUnavailable
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Login
+from unicrond.events.nats.lease import NatsLease
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api
 
 #: No deadline of a worker that nobody plays may pass meanwhile, and no node is to blame for what happens to its worker.
 POLICY = {"worker_start_s": 3600.0, "regroup_s": 3600.0, "strikes_max": 1000, "stuck_max": 1000}

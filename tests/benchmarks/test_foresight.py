@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
 from tests.benchmarks.planning_clusters import BATCHES, SIZES, SLOTS, curve
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
-from unicrond.core.plan_problems import healthy_problem_of, problem_of
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.solver import solve
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState
-from unicrond.core.survey import Survey
-from unicrond.service.foresight import Foresight
+from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.service.coordinator.plan_precompute import Foresight
 
 POLICY = Policy(worker_mtbf_s=10**7, transition_s=60.0)
 SIZES_MEASURED = [pytest.param((128, 32), id="1024-32"), pytest.param((1280, 100), id="10240-100")]

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from tests.benchmarks.planning_clusters import cluster, cluster_of_layouts
-from unicrond.core.planning import kernel, kernel_numba
+from unicrond.core.planning import kernel_choice as kernel
+from unicrond.core.planning import kernel_numba
 from unicrond.core.planning.situation import NodeLoss, Situation, TaskEnd
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.messages import Regrouped
-from agents.trainer import corpus
-from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.agents.protocol.messages import Regrouped
+from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 
 
 def one_loss(server: ForkServer, scratch: Path, data: Path, replicas: int, standby_max: int) -> list[float]:

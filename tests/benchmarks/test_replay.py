@@ -24,26 +24,26 @@ import msgspec
 import pytest
 from nats.aio.msg import Msg
 
-from events.codec import decode, encode
-from events.envelope import Envelope, Recorded
-from events.nats_connection import Connection, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_reader import read_stream
-from events.nats_server import EmbeddedServer
-from events.nats_streams import NANOS, api, create_streams
-from events.segments import read_entries
-from events.subjects import EVENT_STREAM
-from events.vocabulary import StepCommitted
-from replay.reading.nats_source import NatsSource
-from replay.reading.source import read
 from tests.replay.logs import write_log
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.fold import fold
-from unicrond.core.policy import Policy
 from unicrond.core.replayer import EMPTY, replay
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.nats_snapshots import NatsSnapshotStore
-from unicrond.service.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of
+from unicrond.core.state.policy import Policy
+from unicrond.events.log.segments import read_entries
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.reader import read_stream
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import NANOS, api, create_streams
+from unicrond.events.vocabulary import StepCommitted
+from unicrond.events.wire.codec import decode, encode
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.replay.reading.nats_source import NatsSource
+from unicrond.replay.reading.source import read
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
+from unicrond.service.coordinator.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of
 
 ENTRIES = 20_000
 NATS_ENTRIES = 300_000

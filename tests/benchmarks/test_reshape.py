@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.test_restart import TASK, events, report
-from unicrond.core.state import ClusterState, Task
+from unicrond.core.state.state import ClusterState, Task
 from unicrond.ctl.client import Client
 from unicrond.local.dev import DevCluster, small_cluster
 

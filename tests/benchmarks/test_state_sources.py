@@ -15,17 +15,17 @@ from typing import TypeVar
 import pytest
 import torch
 
-from agents.passes import Credentials
-from agents.protocol import memory_exchange
-from agents.protocol.memory import Memory, digest_of
-from agents.protocol.memory_exchange import Fetching
-from agents.protocol.messages import Passes
-from agents.trainer.states import checkpoint
-from agents.trainer.states.state_bytes import Flat, read
-from events.shape import Shape
-from events.vocabulary import MemoryService
 from tests.events.certified import Certified, now
 from tests.integration.test_state_sources import OtherNode
+from unicrond.agents.memory.peer_tokens import Credentials
+from unicrond.agents.protocol import memory_exchange
+from unicrond.agents.protocol.memory import Memory, digest_of
+from unicrond.agents.protocol.memory_exchange import Fetching
+from unicrond.agents.protocol.messages import Passes
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states.state_bytes import Flat, read
+from unicrond.events.vocabulary import MemoryService
+from unicrond.events.vocabulary.shape import Shape
 
 T = TypeVar("T")
 

@@ -29,9 +29,9 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from agents.trainer import corpus
-from events.vocabulary import LANES, CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import LANES, CheckpointSpec, ModelSpec, TaskSpec
 
 HERE = Path(__file__).parent
 INTEGRATION = HERE.parent / "integration"

@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from replay.views.moments import Moments
 from tests.browser.big_log import entries
 from tests.browser.chromium import Page, browsing
 from tests.browser.test_page import replayed
 from tests.replay.logs import troubled
 from tests.unicrond.serving import serving
+from unicrond.replay.views.moments import Moments
 
 #: How many entries stream while frames are watched.
 STREAMED = 5_000

@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from events.envelope import Recorded
-from events.seats import runs_of
 from tests.benchmarks.scale import TASKS, Cluster
 from tests.replay.logs import write_log
-from unicrond.core.work import LINEAR_FLOPS
+from unicrond.core.state.work import LINEAR_FLOPS
+from unicrond.events.vocabulary.placements import runs_of
+from unicrond.events.wire.envelope import Recorded
 
 _BEGIN_US = 1_790_000_000_000_000
 _STEP_US = 30_000

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from replay.views.moments import Moments
-from replay.views.page_server import PageServer
 from tests.browser.chromium import MISSING, Page, browsing, chromium
 from tests.replay.logs import troubled
 from tests.unicrond.serving import Served, healed_cluster, serving
@@ -18,6 +16,8 @@ from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
 from tests.unicrond.test_gpu_types import cluster_of as types_of
 from unicrond.intake.config import ApiConfig, Config
 from unicrond.intake.tokens import Scope, line_of, make_token
+from unicrond.replay.views.moments import Moments
+from unicrond.replay.views.page_server import PageServer
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=MISSING)
 #: A node is looked for by its name.

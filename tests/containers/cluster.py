@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from agents.trainer import corpus
 from tests.containers.image import Image
 from tests.containers.pods import MANIFESTS, Machines, Pod
 from tests.integration.live import TIMEOUT_S, Live, members
-from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.agents.trainer.loop import corpus
+from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.ctl.client import ApiError, Client
 from unicrond.display.event_lines import EventLine
 

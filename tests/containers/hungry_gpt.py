@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agents.trainer import pretrain_gpt
-from agents.trainer.process import context
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.process import context
 
 _REST_S = 0.2
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from agents.namesakes import EXIT_SUPERSEDED
 from tests.containers.cluster import NO_DAMAGE, NODES, Cluster, is_up, node_of
+from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 Record = Callable[..., None]

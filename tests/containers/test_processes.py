@@ -36,7 +36,7 @@ async def test_an_agent_dies_and_its_container_lives(cluster: Cluster, record: R
         boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
         watch = await cluster.watch()
         watch.act()
-        os.kill(process_of(pod, "agents.cli"), signal.SIGKILL)
+        os.kill(process_of(pod, "unicrond.agents.shell.cli"), signal.SIGKILL)
         await cluster.until("the next agent", is_up(machine, boot))
         joined.append(watch.told("NodeJoined"))
         said = watch.said("NodeJoined")
@@ -108,7 +108,9 @@ async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: C
     pod = cluster.agents[machine]
     limit = 768 * MIB
     # A quarter of the container's limit is for states, half of it for copies of others': not of the machine's memory.
-    assert f"--memory-max-bytes {limit // 8} " in next(c for c in pod.box.pids().values() if "agents.fork_server" in c)
+    assert f"--memory-max-bytes {limit // 8} " in next(
+        c for c in pod.box.pids().values() if "unicrond.agents.fork_server" in c
+    )
     warnings = [line for line in pod.box.said().splitlines() if " container: " in line]
     assert len(warnings) == 1 and "more than half of its limit of 768 MiB may lie in memory" in warnings[0]
     record("limits", limit=768, states=768 // 4, said=warnings[0].partition("container: ")[2])

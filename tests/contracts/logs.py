@@ -9,16 +9,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from events.envelope import Entry, Envelope, Recorded
-from events.file_log import FileLog
-from events.log import BeatLog, CommandFeed, EventLog
-from events.memory_log import MemoryBeatLog, MemoryCommandFeed, MemoryLog
-from events.nats_commands import NatsCommandFeed
-from events.nats_connection import connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
-from events.vocabulary import (
+from tests.integration.nats_cluster import nats_cluster
+from unicrond.events.log.event_log import BeatLog, CommandFeed, EventLog
+from unicrond.events.log.file_log import FileLog
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryCommandFeed, MemoryLog
+from unicrond.events.nats.commands import NatsCommandFeed
+from unicrond.events.nats.connection import connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.vocabulary import (
     AnyDecision,
     CoordinatorStarted,
     Heartbeat,
@@ -27,11 +27,11 @@ from events.vocabulary import (
     StopWorker,
     StoreAddress,
 )
-from replay.simulation.log_client import BeatEnd, Beats, CommandEnd, Endpoint
-from replay.simulation.log_server import LogServer
-from replay.simulation.network import Link
-from replay.simulation.virtual_time import HostClock
-from tests.integration.nats_cluster import nats_cluster
+from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats, CommandEnd, Endpoint
+from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.models.network import Link
+from unicrond.replay.simulation.models.virtual_time import HostClock
 
 
 class Bus(NamedTuple):

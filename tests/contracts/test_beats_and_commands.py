@@ -1,4 +1,4 @@
-"""What every BeatLog and every CommandFeed promises (events/log.py)."""
+"""What every BeatLog and every CommandFeed promises (events/log/event_log.py)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from events.envelope import Entry, Recorded
-from events.log import CommandFeed
-from events.vocabulary import PeersDecided, ThroughputCorrected
 from tests.contracts.logs import BUSES, Bus, beat, command, decision, envelope_of, fact, membership
+from unicrond.events.log.event_log import CommandFeed
+from unicrond.events.vocabulary import PeersDecided, ThroughputCorrected
+from unicrond.events.wire.envelope import Entry, Recorded
 
 
 @pytest.fixture(params=sorted(BUSES))

@@ -1,4 +1,4 @@
-"""What every EventLog promises (events/log.py), checked on every one there is."""
+"""What every EventLog promises (events/log/event_log.py), checked on every one there is."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from events.codec import BadEvent
-from events.envelope import Entry
-from events.log import MAX_BATCH, EventLog, Fence, Fenced
-from events.vocabulary import CoordinatorStarted, Heartbeat
 from tests.contracts.logs import LOGS, beat, command, envelope_of, fact, facts, history, started
 from tests.golden.regenerate import example
 from tests.strategies import EVENT_TYPES
+from unicrond.events.log.event_log import MAX_BATCH, EventLog, Fence, Fenced
+from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat
+from unicrond.events.wire.codec import BadEvent
+from unicrond.events.wire.envelope import Entry
 
 
 @pytest.fixture(params=sorted(LOGS))

@@ -1,4 +1,4 @@
-"""What every Lease promises (events/lease.py), checked on every one there is."""
+"""What every Lease promises (events/log/lease.py), checked on every one there is."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from events.lease import LEASE_S, Holder, Lease, LeaseEntry, MemoryLease
-from events.log import BeatLog, LogUnavailable
-from events.nats_connection import connect
-from events.nats_lease import STREAM, NatsLease
-from events.nats_log import NatsBeatLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams
-from replay.simulation.lease import LeaseEnd
-from replay.simulation.log_client import BeatEnd, Beats
-from replay.simulation.log_server import LogServer
-from replay.simulation.network import Link
-from replay.simulation.virtual_time import HostClock
 from tests.contracts.logs import beat
 from tests.integration.nats_cluster import nats_cluster
+from unicrond.events.log.event_log import BeatLog, LogUnavailable
+from unicrond.events.log.lease import LEASE_S, Holder, Lease, LeaseEntry, MemoryLease
+from unicrond.events.nats.connection import connect
+from unicrond.events.nats.event_log import NatsBeatLog
+from unicrond.events.nats.lease import STREAM, NatsLease
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams
+from unicrond.replay.simulation.cluster.lease import LeaseEnd
+from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats
+from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.models.network import Link
+from unicrond.replay.simulation.models.virtual_time import HostClock
 
 ONE, TWO = Holder(head="a" * 16, process="one:1", api="one:7470"), Holder(head="b" * 16, process="two:2")
 

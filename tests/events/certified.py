@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from events import roster
-from events.certificates import Authority, make_authority, node_certificate, server_certificate
-from events.keys import Key, make_key, write_key
-from events.nats_connection import Login
-from events.nats_server import EmbeddedServer, ServerTls
-from events.signing import Signer
-from events.warrants import make_warrant
+from unicrond.events.nats.connection import Login
+from unicrond.events.nats.server import EmbeddedServer, ServerTls
+from unicrond.events.trust import membership_digest as roster
+from unicrond.events.trust.certificates import Authority, make_authority, node_certificate, server_certificate
+from unicrond.events.trust.keys import Key, make_key, write_key
+from unicrond.events.trust.membership_certificates import make_warrant
+from unicrond.events.trust.signing import Signer
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from events import archive as module
-from events import vocabulary as v
-from events.archive import CannotTrim, archive, trim
-from events.archived_log import ArchivedLog
-from events.envelope import Entry, Envelope
-from events.log import EventLog, LogDamaged
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_streams import NANOS, TRIMMING, JetStreamError, api, create_streams, event_stream_config
-from events.segments import segment_name
-from events.subjects import EVENT_STREAM
+from unicrond.events import vocabulary as v
+from unicrond.events.archive import archive as module
+from unicrond.events.archive.archive import CannotTrim, archive, trim
+from unicrond.events.archive.archived_log import ArchivedLog
+from unicrond.events.log.event_log import EventLog, LogDamaged
+from unicrond.events.log.segments import segment_name
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.streams import NANOS, TRIMMING, JetStreamError, api, create_streams, event_stream_config
+from unicrond.events.wire.envelope import Entry, Envelope
 
 
 def said(number: int) -> Envelope:

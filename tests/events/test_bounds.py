@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from events import vocabulary as v
-from events.codec import BadEvent, decode, encode
-from events.envelope import Envelope
 from tests.golden.regenerate import example
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.codec import BadEvent, decode, encode
+from unicrond.events.wire.envelope import Envelope
 
 STRUCTS = [kind for _, kind in python.getmembers(v, python.isclass) if issubclass(kind, (v.Value, v.Event))]
 

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from events.codec import MAX_EVENT_BYTES, BadEvent, check, decode, encode
-from events.envelope import Envelope
-from events.schemas import SCHEMA
-from events.vocabulary import (
+from tests.strategies import EVENT_TYPES, envelopes
+from unicrond.events.vocabulary import (
     CoordinatorStarted,
     ErrorReported,
     NodeJoined,
@@ -28,7 +26,9 @@ from events.vocabulary import (
     WorkerExited,
     WorkerReady,
 )
-from tests.strategies import EVENT_TYPES, envelopes
+from unicrond.events.wire.codec import MAX_EVENT_BYTES, BadEvent, check, decode, encode
+from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.schemas import SCHEMA
 
 READY = Envelope(
     producer="n1", boot=1, number=7, observed_at_us=5, event=WorkerReady(node="n1", task="t", worker="t.1")

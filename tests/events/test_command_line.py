@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from events.command_line import Parser, UsageError, add_command, existing_file, number, run, whole
+from unicrond.events.cli.command_line import Parser, UsageError, add_command, existing_file, number, run, whole
 
 PARSERS = {
-    "unicrond": "unicrond.cli",
+    "unicrond": "unicrond.commands.cli",
     "unicronctl": "unicrond.ctl.parser",
-    "unicron-agent": "agents.cli",
-    "unicron-replay": "replay.cli",
+    "unicron-agent": "unicrond.agents.shell.cli",
+    "unicron-replay": "unicrond.replay.cli",
 }
 
 

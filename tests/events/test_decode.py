@@ -1,4 +1,4 @@
-"""`python -m events.decode`: one line whatever comes in, nothing on stderr, exit code 0, soon."""
+"""`python -m unicrond.events.nats.decode`: one line whatever comes in, nothing on stderr, exit code 0, soon."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.codec import MAX_EVENT_BYTES, encode
-from events.decode import line
-from events.envelope import Envelope
-from events.vocabulary import NodeLeft
 from tests.strategies import EVENT_TYPES, envelopes
+from unicrond.events.nats.decode import line
+from unicrond.events.vocabulary import NodeLeft
+from unicrond.events.wire.codec import MAX_EVENT_BYTES, encode
+from unicrond.events.wire.envelope import Envelope
 
 LEFT = Envelope(
     producer="n1", boot=3, number=4, observed_at_us=1_700_000_000_123_456, caused_by="c-1-2",
@@ -25,7 +25,11 @@ SENTENCE = "2023-11-14T22:13:20.123Z n1-3-4 NodeLeft: node n1 left: upgrade of t
 
 def run(body: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "events.decode", *arguments], input=body, capture_output=True, timeout=20, check=False
+        [sys.executable, "-m", "unicrond.events.nats.decode", *arguments],
+        input=body,
+        capture_output=True,
+        timeout=20,
+        check=False,
     )
 
 
@@ -58,7 +62,10 @@ def test_json_shows_every_field() -> None:
 
 def test_it_does_not_mind_a_closed_stdout() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "events.decode"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "unicrond.events.nats.decode"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     with process:
         assert process.stdin and process.stdout and process.stderr
@@ -80,5 +87,5 @@ def test_one_line_for_any_bytes(body: bytes, as_json: bool) -> None:
 
 def test_it_imports_nothing_heavy() -> None:
     """One process per message: 40 ms measured, of which 16 ms are Python's."""
-    heavy = "import sys, events.decode; print([m for m in ('asyncio', 'nats', 'torch', 'numpy') if m in sys.modules])"
+    heavy = "import sys, unicrond.events.nats.decode; print([m for m in ('asyncio', 'nats', 'torch', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, check=True).stdout == b"[]\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from events.envelope import Quarantined, Recorded
-from events.file_log import FileLog, SegmentWriter
-from events.log import Fence, Fenced, LogDamaged, LogError, LogUnavailable
-from events.segments import TornTail, read_entries, read_segment, segment_paths
 from tests.contracts.logs import command, fact, facts, history, started
+from unicrond.events.log.event_log import Fence, Fenced, LogDamaged, LogError, LogUnavailable
+from unicrond.events.log.file_log import FileLog, SegmentWriter
+from unicrond.events.log.segments import TornTail, read_entries, read_segment, segment_paths
+from unicrond.events.wire.envelope import Quarantined, Recorded
 
 
 async def written(directory: Path, **options: int) -> list[Path]:

@@ -14,17 +14,17 @@ import pytest_asyncio
 from msgspec import msgpack
 from nats.aio.client import Client
 
-from events.codec import encode
-from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.keys import load_or_create_key
-from events.nats_commands import ensure_command_consumer, has_filter
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog
-from events.nats_reader import read_stream
-from events.nats_server import EmbeddedServer
-from events.nats_streams import JetStreamError, PublishDenied, api, create_streams
-from events.subjects import BEAT_STREAM, EVENT_STREAM, entry, headers, subject
-from events.vocabulary import (
+from unicrond.core.fold import fold
+from unicrond.core.state.state import ClusterState
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, entry, headers, subject
+from unicrond.events.nats.commands import ensure_command_consumer, has_filter
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.reader import read_stream
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import JetStreamError, PublishDenied, api, create_streams
+from unicrond.events.trust.keys import load_or_create_key
+from unicrond.events.vocabulary import (
     AnyEvent,
     CoordinatorStarted,
     Heartbeat,
@@ -35,9 +35,9 @@ from events.vocabulary import (
     StopWorker,
     StoreAddress,
 )
-from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState
-from unicrond.service.alarms import Alarms
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.service.coordinator.alarms import Alarms
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import nkeys
 import pytest
 
-from events.keys import BadKey, read_key
-from events.log import LogUnavailable
-from events.logins import nsc_commands
-from events.nats_commands import NatsCommandFeed, ensure_command_consumer
-from events.nats_connection import Connection, Login, LoginRefused, PublishDenied, connect
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams
-from events.subjects import EVENT_STREAM
 from tests.contracts.logs import command, fact, started
+from unicrond.events.log.event_log import LogUnavailable
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.commands import NatsCommandFeed, ensure_command_consumer
+from unicrond.events.nats.connection import Connection, Login, LoginRefused, PublishDenied, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams
+from unicrond.events.trust.keys import BadKey, read_key
+from unicrond.events.trust.logins import nsc_commands
 
 CREDENTIALS = """-----BEGIN NATS USER JWT-----
 {jwt}

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from events.log_lines import JsonLines, PlainLines, escape, is_news
+from unicrond.events.host.daemon_log import JsonLines, PlainLines, escape, is_news
 
 HOSTILE = "ended\n2026-01-01 00:00:00 INFO unicrond: all is well\r\x1b[2J\x9b31m\u2028\udc80"
 
@@ -60,7 +60,7 @@ def test_plain_text_is_left_as_it_is() -> None:
     assert escape("Größe 3 µs, größer als 2; 'b'") == "Größe 3 µs, größer als 2; 'b'"
 
 
-@pytest.mark.parametrize("program", ["unicrond.cli", "agents.cli"])
+@pytest.mark.parametrize("program", ["unicrond.commands.cli", "unicrond.agents.shell.cli"])
 def test_the_daemons_write_such_lines(program: str) -> None:
     code = (
         "import asyncio, logging, sys; from importlib import import_module; import uvloop\n"
@@ -69,7 +69,9 @@ def test_the_daemons_write_such_lines(program: str) -> None:
         f"sys.exit(import_module({program!r}).main(sys.argv[1:]))"
     )
     arguments = (
-        ["run"] if program == "unicrond.cli" else ["--nats", "nats://127.0.0.1:9", "--node", "n1", "--slots", "1"]
+        ["run"]
+        if program == "unicrond.commands.cli"
+        else ["--nats", "nats://127.0.0.1:9", "--node", "n1", "--slots", "1"]
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr.count("\n") == 1 and r"a\nb" in done.stderr, done.stderr

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from events.logins import READER_CONSUMERS, BadLogin, Role, User, authorization, rights, role_of
-from events.subjects import EVENT_STREAM
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.trust.logins import READER_CONSUMERS, BadLogin, Role, User, authorization, rights, role_of
 
 
 def test_the_rights_name_no_subject_of_others() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.masking import PATTERN_MASK, PLACEHOLDER, Mask, needles, secrets_in, values_in
+from unicrond.events.host.masking import PATTERN_MASK, PLACEHOLDER, Mask, needles, secrets_in, values_in
 
 SECRETS = {
     "HF_TOKEN=hf_abcdefghijklmnopqrstu1": "HF_TOKEN=(hidden)",

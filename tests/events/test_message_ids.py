@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from events.codec import encode
-from events.envelope import Quarantined
-from events.nats_connection import connect
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
-from events.subjects import MessageIds, headers, subject
 from tests.contracts.logs import envelope_of, fact, facts, history
+from unicrond.events.log.subjects import MessageIds, headers, subject
+from unicrond.events.nats.connection import connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Quarantined
 
 
 def test_ids_differ_by_process_and_message_and_repeat_themselves() -> None:

@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from events import nats_cli
-from events.keys import load_or_create_key
-from events.nats_commands import ensure_command_consumer
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog
-from events.nats_reader import READS, read_stream
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, consumers_of, create_streams, event_stream_config, forget_restored_readers
-from events.subjects import BEAT_STREAM, EVENT_STREAM
 from tests.unicrond.serving import healed_cluster
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest
 from unicrond.ctl.main import main
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM
+from unicrond.events.nats import cli_context as nats_cli
+from unicrond.events.nats.commands import ensure_command_consumer
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.reader import READS, read_stream
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, consumers_of, create_streams, event_stream_config, forget_restored_readers
+from unicrond.events.trust.keys import load_or_create_key
 
 ROOT = Path(__file__).parents[2]
 LOGINS = ("operator", "coordinator", "agent-n1")

@@ -17,17 +17,17 @@ import trustme
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
-from events import nats_log
-from events.envelope import Entry, Quarantined
-from events.log import Fence, Fenced, LogError, LogUnavailable
-from events.nats_commands import NatsCommandFeed, command_consumer_config, ensure_command_consumer
-from events.nats_connection import Backoff, Connection, Login, LoginRefused, connect
-from events.nats_inquiry import wait_for_answer, wait_for_event
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import JetStreamError, api, beat_stream_config, create_streams, event_stream_config
-from events.subjects import BEAT_STREAM, EVENT_STREAM, agent_consumer
 from tests.contracts.logs import beat, command, envelope_of, fact, facts, history, started
+from unicrond.events.log.event_log import Fence, Fenced, LogError, LogUnavailable
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, agent_consumer
+from unicrond.events.nats import event_log as nats_log
+from unicrond.events.nats.commands import NatsCommandFeed, command_consumer_config, ensure_command_consumer
+from unicrond.events.nats.connection import Backoff, Connection, Login, LoginRefused, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.request_reply import wait_for_answer, wait_for_event
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import JetStreamError, api, beat_stream_config, create_streams, event_stream_config
+from unicrond.events.wire.envelope import Entry, Quarantined
 
 
 async def test_appends_and_reads_survive_sigkills(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
@@ -211,8 +211,8 @@ async def test_a_reader_that_slept_reads_on(
     nats_connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What came meanwhile is in its socket: the consumer is not thrown away."""
-    monkeypatch.setattr("events.nats_reader.SILENCE_S", 1.5)
-    monkeypatch.setattr("events.nats_commands.SILENCE_S", 1.5)
+    monkeypatch.setattr("unicrond.events.nats.reader.SILENCE_S", 1.5)
+    monkeypatch.setattr("unicrond.events.nats.commands.SILENCE_S", 1.5)
     log = NatsEventLog(nats_connection)
     await log.append([fact(1), command(2)])
     read: asyncio.Queue[int] = asyncio.Queue()
@@ -247,8 +247,8 @@ async def test_a_reader_that_slept_reads_on(
 async def test_a_wait_of_a_process_that_sleeps_all_the_time_lasts_longer_and_ends(
     wait: Callable[[], Awaitable[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("events.nats_inquiry.ANSWER_PART_S", 0.02)
-    monkeypatch.setattr("events.nats_inquiry.MESSAGE_PART_S", 0.02)
+    monkeypatch.setattr("unicrond.events.nats.request_reply.ANSWER_PART_S", 0.02)
+    monkeypatch.setattr("unicrond.events.nats.request_reply.MESSAGE_PART_S", 0.02)
 
     async def nap() -> None:
         while True:
@@ -271,7 +271,7 @@ async def test_an_answer_that_came_while_we_slept_counts(nats_connection: Connec
 async def test_a_late_answer_to_a_message_that_was_repeated_counts(
     nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("events.nats_log.REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("unicrond.events.nats.event_log.REQUEST_TIMEOUT_S", 0.05)
     session = await nats_connection.session()
     on_answer, held, sent = session._on_answer, [], []
     publish = session.client.publish
@@ -311,7 +311,7 @@ def test_waits_between_attempts_grow_and_differ() -> None:
         slept.append(delay_s)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("events.nats_connection.asyncio.sleep", sleep)
+        patched.setattr("unicrond.events.nats.connection.asyncio.sleep", sleep)
         for drawn in (0.0, 0.5):
             with contextlib.suppress(StopIteration):
                 lose(drawn).send(None)
@@ -321,7 +321,7 @@ def test_waits_between_attempts_grow_and_differ() -> None:
 
 def test_a_quiet_time_is_no_failure(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("events.nats_connection.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("unicrond.events.nats.connection.time.monotonic", lambda: now_s)
     backoff = Backoff("commands for n1")
     backoff.reset()
     now_s = 100.0  # nothing to do until here

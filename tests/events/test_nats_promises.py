@@ -6,13 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from events.keys import load_or_create_key
-from events.logins import Role, rights
-from events.nats_connection import Login, connect
-from events.nats_lease import NatsLease
-from events.nats_promises import find_weaknesses, rights_weaknesses, server_weaknesses, stream_weaknesses, syncs
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
+from unicrond.events.nats.connection import Login, connect
+from unicrond.events.nats.durability import (
+    find_weaknesses,
+    rights_weaknesses,
+    server_weaknesses,
+    stream_weaknesses,
+    syncs,
+)
+from unicrond.events.nats.lease import NatsLease
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.trust.keys import load_or_create_key
+from unicrond.events.trust.logins import Role, rights
 
 
 def info(count: int, **cluster: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import uvloop
 
-from events import nats_server as module
-from events.keys import load_or_create_key
-from events.nats_connection import Login, LoginRefused, connect
-from events.nats_server import EmbeddedServer, ServerError, find_program
+from unicrond.events.nats import server as module
+from unicrond.events.nats.connection import Login, LoginRefused, connect
+from unicrond.events.nats.server import EmbeddedServer, ServerError, find_program
+from unicrond.events.trust.keys import load_or_create_key
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_one_that_takes_long_is_waited_for_and_told_of(
 
 async def test_it_outlives_its_starter(server: EmbeddedServer) -> None:
     script = (
-        "import asyncio, sys; from pathlib import Path; from events.nats_server import EmbeddedServer;"
+        "import asyncio, sys; from pathlib import Path; from unicrond.events.nats.server import EmbeddedServer;"
         "asyncio.run(EmbeddedServer(Path(sys.argv[1])).start())"
     )
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", script, str(server.directory)], check=True)

@@ -8,16 +8,16 @@ from typing import Any
 
 import msgpack
 
-from events.codec import encode
-from events.envelope import Envelope
-from events.nats_commands import NatsCommandFeed, UnreadCommand, unread_command
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_terms import Terms
-from events.subjects import TERM_SUBJECT
-from events.vocabulary import CoordinatorStarted
 from tests.contracts.logs import command, started
+from unicrond.events.log.subjects import TERM_SUBJECT
+from unicrond.events.nats.commands import NatsCommandFeed, UnreadCommand, unread_command
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.terms import Terms
+from unicrond.events.vocabulary import CoordinatorStarted
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Envelope
 
 
 def younger(envelope: Envelope, **more: Any) -> bytes:

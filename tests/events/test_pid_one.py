@@ -14,7 +14,7 @@ import pytest
 KEEP = """
 import os, sys
 from functools import partial
-from events.pid_one import InitProcess
+from unicrond.events.host.init_process import InitProcess
 command = [sys.executable, "-c", sys.argv[1], *sys.argv[3:]]
 start = partial(os.posix_spawn, sys.executable, command, os.environ)
 sys.exit(InitProcess(start, restarts=int(sys.argv[2]), last=(0, 4, 143)).run())
@@ -87,7 +87,7 @@ def test_what_the_child_leaves_behind_is_reaped(tmp_path: Path) -> None:
 
 def test_a_first_process_steps_aside() -> None:
     """Elsewhere than as process 1 nothing happens."""
-    code = "import os, sys; from events.pid_one import step_aside; step_aside(); print(os.getpid()); sys.exit(5)"
+    code = "import os, sys; from unicrond.events.host.init_process import step_aside; step_aside(); print(os.getpid()); sys.exit(5)"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 5
     unshare = ["unshare", "-rpf"]

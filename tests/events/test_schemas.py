@@ -15,15 +15,16 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from events import schemas, vocabulary
-from events.codec import decode, encode
-from events.envelope import Envelope
-from events.fields import Since
-from events.schemas import FIRST, SCHEMA, lowered, schema_of, since, spoken_schema, told_version
-from events.vocabulary import AnyEvent
 from tests.golden.schemas import Described, described, frozen
 from tests.strategies import EVENT_TYPES, envelopes
 from tests.younger import NEXT, younger
+from unicrond.events import vocabulary
+from unicrond.events.vocabulary import AnyEvent
+from unicrond.events.vocabulary.field_defaults import Since
+from unicrond.events.wire import schemas
+from unicrond.events.wire.codec import decode, encode
+from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.schemas import FIRST, SCHEMA, lowered, schema_of, since, spoken_schema, told_version
 
 NOW = described()
 

@@ -9,23 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from events.codec import MAX_EVENT_BYTES, BadEvent, decode, encode
-from events.envelope import Envelope
-from events.seats import (
-    RUN_MAX,
-    PartialMembership,
-    add_part,
-    broadcast_seats,
-    compact,
-    cut,
-    expand,
-    joiners_of,
-    members_of,
-    runs_of,
-    starts,
-    starts_of,
-)
-from events.vocabulary import (
+from unicrond.events.vocabulary import (
     WORKERS_MAX,
     AnyEvent,
     Member,
@@ -42,6 +26,22 @@ from events.vocabulary import (
     TaskSpec,
     workers_in,
 )
+from unicrond.events.vocabulary.placements import (
+    RUN_MAX,
+    PartialMembership,
+    add_part,
+    broadcast_seats,
+    compact,
+    cut,
+    expand,
+    joiners_of,
+    members_of,
+    runs_of,
+    starts,
+    starts_of,
+)
+from unicrond.events.wire.codec import MAX_EVENT_BYTES, BadEvent, decode, encode
+from unicrond.events.wire.envelope import Envelope
 
 STORE = StoreAddress(host="10.1.2.3", port=43210)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from events import store_lease
-from events.nats_server import EmbeddedServer
-from events.store_lease import LeaseKeeper, StoreLease, Times, now_s
 from tests.agents.processes import children, eventually, has_ended
+from unicrond.events.nats import store_directory_lock as store_lease
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.store_directory_lock import LeaseKeeper, StoreLease, Times, now_s
 
 #: A busy disk may need a second for what the keeper syncs.
 QUICK = Times(renew_s=0.1, stop_after_s=4.0, take_after_s=5.0)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.codec import encode
-from events.envelope import Envelope, Quarantined, Recorded
-from events.subjects import BEAT_SUBJECTS, EVENT_SUBJECTS, MAX_SUMMARY_CHARS, TERM_SUBJECT, entry, headers, subject
-from events.vocabulary import (
+from tests.strategies import EVENT_TYPES, envelopes
+from unicrond.events.log.subjects import (
+    BEAT_SUBJECTS,
+    EVENT_SUBJECTS,
+    MAX_SUMMARY_CHARS,
+    TERM_SUBJECT,
+    entry,
+    headers,
+    subject,
+)
+from unicrond.events.vocabulary import (
     AnyEvent,
     CoordinatorStarted,
     Heartbeat,
@@ -18,7 +25,8 @@ from events.vocabulary import (
     TaskCancelled,
     TaskFailed,
 )
-from tests.strategies import EVENT_TYPES, envelopes
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
 
 
 def matches(pattern: str, name: str) -> bool:

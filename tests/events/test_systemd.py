@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from events.systemd import Systemd
+from unicrond.events.host.systemd import Systemd
 
 ROOT = Path(__file__).parents[2]
 UNITS = ("unicrond.service", "unicron-agent.service")
@@ -41,7 +41,7 @@ async def test_ready_is_said_when_it_is_so_and_life_as_often_as_asked(
     environ = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "40000", "WATCHDOG_PID": str(os.getpid()), "PATH": "/bin"}
     systemd = Systemd(environ)
     assert environ == {"PATH": "/bin"}, "no child speaks for the service"
-    monkeypatch.setattr("events.systemd.STATUS_EVERY_S", 0.01)
+    monkeypatch.setattr("unicrond.events.host.systemd.STATUS_EVERY_S", 0.01)
     ready, status = asyncio.Event(), "folding"
     told = asyncio.create_task(systemd.accompany(ready.wait(), lambda: status))
     starts, alive = ["WATCHDOG=1", "EXTEND_TIMEOUT_USEC=80000"], ["WATCHDOG=1"]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from events.certificates import BadCertificate, first_certificate, is_signed_by, names_of, read_authority
-from events.interfaces import interface_addresses, interface_of
-from events.keys import read_key
-from events.nats_connection import Login, LoginRefused, connect
-from events.nats_server import EmbeddedServer, ServerError, ServerTls, tls_of
 from tests.events.certified import Certified, now, served, trusting
+from unicrond.events.host.network_addresses import interface_addresses, interface_of
+from unicrond.events.nats.connection import Login, LoginRefused, connect
+from unicrond.events.nats.server import EmbeddedServer, ServerError, ServerTls, tls_of
+from unicrond.events.trust.certificates import BadCertificate, first_certificate, is_signed_by, names_of, read_authority
+from unicrond.events.trust.keys import read_key
 
 QUICK_S = 0.5
 

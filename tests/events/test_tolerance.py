@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.codec import BadEvent, body_of, decode, encode, read
-from events.decode import line
-from events.envelope import Envelope, Quarantined, Recorded
-from events.file_log import SegmentWriter
-from events.schemas import SCHEMA
-from events.segments import read_entries
-from events.subjects import entry, subject
-from events.vocabulary import (
+from tests.strategies import envelopes
+from unicrond.events.log.file_log import SegmentWriter
+from unicrond.events.log.segments import read_entries
+from unicrond.events.log.subjects import entry, subject
+from unicrond.events.nats.decode import line
+from unicrond.events.vocabulary import (
     AnyObservation,
     CoordinatorStarted,
     DropState,
@@ -29,7 +27,9 @@ from events.vocabulary import (
     TaskSubmitted,
     WorkerExited,
 )
-from tests.strategies import envelopes
+from unicrond.events.wire.codec import BadEvent, body_of, decode, encode, read
+from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.schemas import SCHEMA
 
 OBSERVATIONS = typing.get_args(AnyObservation)
 

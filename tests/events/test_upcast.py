@@ -7,15 +7,15 @@ import json
 import msgspec
 import pytest
 
-from events import upcast as module
-from events.codec import BadEvent, decode, encode
-from events.envelope import Envelope, Quarantined, Recorded
-from events.segments import read_entries
-from events.upcast import Message, upcast
-from events.vocabulary import NodeJoined, StoreAddress, WorkerExited
 from tests.replay.golden import facts
 from tests.replay.schema_0 import LOG_0, lower_1_to_0, raise_0_to_1
 from unicrond.core.replayer import replay
+from unicrond.events.log.segments import read_entries
+from unicrond.events.vocabulary import NodeJoined, StoreAddress, WorkerExited
+from unicrond.events.wire import upcast as module
+from unicrond.events.wire.codec import BadEvent, decode, encode
+from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.upcast import Message, upcast
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Environment variables in place of flags (events/variables.py)."""
+"""Environment variables in place of flags (events/cli/environment_flags.py)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from events import variables
-from events.command_line import Parser, SettableParser, add, add_command, option, repeated, switch, whole
-from events.variables import BadVariable
+from unicrond.events.cli import environment_flags as variables
+from unicrond.events.cli.command_line import Parser, SettableParser, add, add_command, option, repeated, switch, whole
+from unicrond.events.cli.environment_flags import BadVariable
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from events.codec import API_PRODUCER, encode
-from events.envelope import Envelope
-from events.schemas import lowered
-from events.vocabulary import Command, CoordinatorStarted, Decision, Event, Request
 from tests.strategies import EVENT_TYPES
+from unicrond.events.vocabulary import Command, CoordinatorStarted, Decision, Event, Request
+from unicrond.events.wire.codec import API_PRODUCER, encode
+from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.schemas import lowered
 
 GOLDEN_PATH = Path(__file__).with_name("events.json")
 #: Values that a field needs beyond its type.
@@ -72,7 +72,9 @@ def _value(info: inspect.Type, name: str) -> Any:
         return FIXED[name]
     match info:
         case inspect.StructType():
-            written = [field for field in info.fields if field.default is msgspec.NODEFAULT]  # see events/fields.py
+            written = [
+                field for field in info.fields if field.default is msgspec.NODEFAULT
+            ]  # see events/vocabulary/field_defaults.py
             return info.cls(**{field.name: _value(field.type, field.name) for field in written})
         case inspect.BoolType():
             return True

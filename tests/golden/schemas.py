@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from events.envelope import Envelope
-from events.vocabulary import AnyEvent
+from unicrond.events.vocabulary import AnyEvent
+from unicrond.events.wire.envelope import Envelope
 
 Described = dict[str, Any]
 

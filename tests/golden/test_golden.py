@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from events.codec import decode, encode
 from tests.golden.regenerate import example, golden
 from tests.strategies import EVENT_TYPES
+from unicrond.events.wire.codec import decode, encode
 
 GOLDEN = golden()
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.messages import Regrouped
 from tests.gpu.conftest import ENV
 from tests.gpu.devices import COUNT, missing
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, WITHIN, Cell
 from tests.integration.regroup_rig import ForkServer
 from tests.integration.test_kill_matrix import Reference, chains, check, failure_free_digests, possible
+from unicrond.agents.protocol.messages import Regrouped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800), pytest.mark.skipif(bool(missing(2)), reason=missing(2))]
 

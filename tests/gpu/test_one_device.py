@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from agents.protocol.gpus import visible_gpus
-from agents.trainer import randomness
-from agents.trainer.states.gpu_copies import STAGE_BYTES
-from agents.trainer.states.state import TrainingState
-from agents.trainer.states.state_bytes import Flat, read
-from events.vocabulary import StoreAddress
 from tests.gpu.conftest import ENV
 from tests.gpu.devices import missing
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, Cell
 from tests.integration.regroup_rig import ForkServer
 from tests.integration.test_kill_matrix import chains, check, failure_free_digests, possible
 from tests.trainer.test_group import both, channels, store
+from unicrond.agents.protocol.gpus import visible_gpus
+from unicrond.agents.trainer.process import randomness
+from unicrond.agents.trainer.states.gpu_copies import STAGE_BYTES
+from unicrond.agents.trainer.states.state import TrainingState
+from unicrond.agents.trainer.states.state_bytes import Flat, read
+from unicrond.events.vocabulary import StoreAddress
 
 __all__ = ["channels", "store"]  # fixtures
 

@@ -26,7 +26,7 @@ import psutil
 import uvloop
 
 from tests.integration.samples import expected_digest, samples_in_corpus
-from unicrond.core.state import ClusterState, Worker, WorkerStatus
+from unicrond.core.state.state import ClusterState, Worker, WorkerStatus
 from unicrond.local.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, DemoStory, NotHealed, replay, whole
 from unicrond.local.dev import DevCluster, small_cluster
 

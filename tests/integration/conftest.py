@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer import corpus
 from tests.integration.regroup_rig import ForkServer
+from unicrond.agents.trainer.loop import corpus
 
 
 @pytest.fixture(scope="session")

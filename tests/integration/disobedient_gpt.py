@@ -90,7 +90,7 @@ LINKS = {"reset": reset, "silence": silence}
 
 
 def main() -> None:
-    from agents.trainer.process import context
+    from unicrond.agents.trainer.process import context
 
     launch = context.current().launch
     orders = Orders(Path(sys.argv[1]), launch.worker, launch.node)
@@ -100,9 +100,9 @@ def main() -> None:
     import torch
     import traced_gpt
 
-    from agents.trainer import pretrain_gpt
-    from agents.trainer.handlers import HANDLERS
-    from agents.trainer.lifecycle.effects import Assemble
+    from unicrond.agents.trainer.lifecycle.effects import Assemble
+    from unicrond.agents.trainer.loop import pretrain_gpt
+    from unicrond.agents.trainer.loop.handlers import HANDLERS
 
     plain = pretrain_gpt.forward_backward
     waiting: list[str] = []

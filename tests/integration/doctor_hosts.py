@@ -16,8 +16,8 @@ from typing import Any
 
 import uvloop
 
-from agents.trainer import corpus
 from tests.integration.hosts import Hosts, Namespaces, ip, members
+from unicrond.agents.trainer.loop import corpus
 
 #: The machine of the test may be busy with others.
 LIMIT_S = 120

@@ -24,18 +24,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from agents.trainer import corpus
-from events.keys import make_key
-from events.logins import Role, agent_login
-from events.nats_connection import Login, connect
-from events.nats_server import find_program
-from events.nats_streams import api
-from events.subjects import EVENT_STREAM
 from tests.integration.hosts import NODES, Namespaces
 from tests.integration.live import members
 from tests.integration.samples import expected_digest, samples_in_corpus
-from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.agents.trainer.loop import corpus
+from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.ctl.client import ApiError, Client
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Login, connect
+from unicrond.events.nats.server import find_program
+from unicrond.events.nats.streams import api
+from unicrond.events.trust.keys import make_key
+from unicrond.events.trust.logins import Role, agent_login
 from unicrond.local.dev import HANG_FLOOR_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"

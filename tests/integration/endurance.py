@@ -27,10 +27,10 @@ from typing import Any, ClassVar
 import msgspec
 import psutil
 
-from events.vocabulary import LANES
 from tests.integration.chaos import Chaos, main
-from unicrond.core.state import ClusterState, TaskStatus
-from unicrond.inject import inject
+from unicrond.core.state.state import ClusterState, TaskStatus
+from unicrond.ctl.inject import inject
+from unicrond.events.vocabulary import LANES
 from unicrond.local.demo import TASKS
 from unicrond.local.dev import DevCluster
 
@@ -203,7 +203,7 @@ class Endurance(Chaos):
 
 def iterations_saved(directory: Path, task: str) -> list[int]:
     """Iterations of the checkpoints there, newest first."""
-    from agents.trainer.states import checkpoint
+    from unicrond.agents.trainer.states import checkpoint
 
     return list(checkpoint.newest_iterations(directory, task))
 
@@ -213,7 +213,7 @@ def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
 
     But what was timed, and where random generators stand: seeded anew for each micro-batch, they tell which came last.
     """
-    from agents.trainer.states import checkpoint
+    from unicrond.agents.trainer.states import checkpoint
 
     tree, _ = checkpoint.load(directory, task, iteration, 0)
     return dict(

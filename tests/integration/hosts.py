@@ -29,14 +29,14 @@ import aiohttp
 import uvloop
 import yaml
 
-from agents.trainer import corpus
-from events.keys import load_or_create_key
-from events.logins import agent_login
 from tests.integration.disobedient_gpt import order
 from tests.integration.tcp_proxy import Proxy, proxy_to
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import from_json
-from unicrond.inject import inject
+from unicrond.agents.trainer.loop import corpus
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import from_json
+from unicrond.ctl.inject import inject
+from unicrond.events.trust.keys import load_or_create_key
+from unicrond.events.trust.logins import agent_login
 from unicrond.local.dev import HANG_FLOOR_S, SupervisedProcess, free_port
 
 NODES = ("n1", "n2", "n3")

@@ -25,9 +25,9 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from agents.protocol.messages import Ready, Regrouped
-from events.vocabulary import TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.agents.protocol.messages import Ready, Regrouped
+from unicrond.events.vocabulary import TaskSpec
 
 SCRIPT = Path(__file__).with_name("traced_gpt.py")
 ACTIONS = ("kill", "stop", "raise")

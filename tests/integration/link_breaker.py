@@ -17,7 +17,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from agents.protocol import marks
+from unicrond.agents.protocol import marks
 
 _LATE_S = 0.15
 _LOOK_S = 0.002

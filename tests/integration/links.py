@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from agents.trainer import corpus
 from tests.integration.hosts import Hosts, Namespaces, members
-from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.agents.trainer.loop import corpus
+from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.local.dev import SupervisedProcess
 
 #: From here on links break, and so many iterations are made once nobody breaks them any more.

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl.client import ApiError, Client
 from unicrond.local.dev import DevCluster, small_cluster
 

@@ -6,13 +6,13 @@ import asyncio
 import threading
 from collections.abc import Mapping
 
-from agents.memory_regions import MemoryRegions, NoRegion
-from agents.memory_server import MemoryServer
-from agents.passes import Credentials
-from agents.protocol.memory import Memory
-from agents.protocol.memory_exchange import TLS
-from agents.state import HeldState
-from events.vocabulary import MemoryService
+from unicrond.agents.core.state import HeldState
+from unicrond.agents.memory.peer_tokens import Credentials
+from unicrond.agents.memory.regions import MemoryRegions, NoRegion
+from unicrond.agents.memory.server import MemoryServer
+from unicrond.agents.protocol.memory import Memory
+from unicrond.agents.protocol.memory_exchange import TLS
+from unicrond.events.vocabulary import MemoryService
 
 TOKEN = "a token"
 

@@ -13,9 +13,9 @@ from typing import Any
 import nkeys
 import trustme
 
-from events import nats_streams
-from events.nats_connection import Connection, Login
-from events.nats_server import find_program
+from unicrond.events.nats import streams as nats_streams
+from unicrond.events.nats.connection import Connection, Login
+from unicrond.events.nats.server import find_program
 from unicrond.local.dev import free_port
 
 SIZE = 3

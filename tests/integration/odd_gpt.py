@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from agents.trainer import pretrain_gpt
-from agents.trainer.hook import Step
-from agents.trainer.process import context
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.loop.hook import Step
+from unicrond.agents.trainer.process import context
 
 FORWARD_BACKWARD = pretrain_gpt.forward_backward
 LOSS = pretrain_gpt._loss

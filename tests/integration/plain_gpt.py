@@ -28,12 +28,12 @@ from megatron.core.distributed import (
 )
 from msgspec.structs import replace
 
-from agents.protocol.sampling import Sampling, work_seed
-from agents.trainer import cpu_shim, pretrain_gpt
-from agents.trainer.corpus import Corpus
-from agents.trainer.process import context
-from agents.trainer.randomness import seed_all
 from tests.integration.traced_gpt import build, digest, varied
+from unicrond.agents.protocol.sampling import Sampling, work_seed
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.loop.corpus import Corpus
+from unicrond.agents.trainer.process import context, cpu_shim
+from unicrond.agents.trainer.process.randomness import seed_all
 
 
 @dataclass

@@ -35,10 +35,10 @@ from typing import TypeVar
 
 import msgspec
 
-from agents.protocol import marks
-from agents.protocol.framing import Unframer, frame
-from agents.protocol.memory import Memory
-from agents.protocol.messages import (
+from unicrond.agents.protocol import marks
+from unicrond.agents.protocol.framing import Unframer, frame
+from unicrond.agents.protocol.memory import Memory
+from unicrond.agents.protocol.messages import (
     Committed,
     Completed,
     Connected,
@@ -59,7 +59,7 @@ from agents.protocol.messages import (
     ToForkServer,
     ToWorker,
 )
-from events.vocabulary import Member, MemoryService, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import Member, MemoryService, StoreAddress, TaskSpec
 
 S = TypeVar("S", bound=msgspec.Struct)
 FromServer = Forked | Exited | Inventory
@@ -74,11 +74,11 @@ def serve(fd: int) -> None:
     """Fork what is asked for, tell what ended, until the connection ends."""
     import torch.distributed as dist
 
-    import agents.trainer.preload  # noqa: F401
-    from agents.fork_server.lines import Lines
-    from agents.protocol import line
-    from agents.protocol.gpus import visible_gpus
-    from agents.trainer import worker
+    import unicrond.agents.trainer.entry.preload  # noqa: F401
+    from unicrond.agents.fork_server.worker_lines import Lines
+    from unicrond.agents.protocol import worker_line as line
+    from unicrond.agents.protocol.gpus import visible_gpus
+    from unicrond.agents.trainer.entry import worker
 
     gpus = visible_gpus()
 

@@ -14,11 +14,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from agents.trainer import corpus, pretrain_gpt
-from agents.trainer.corpus import Corpus
-from agents.trainer.hook import Hook
-from agents.trainer.process import context
-from agents.trainer.randomness import seed_all
+from unicrond.agents.trainer.loop import corpus, pretrain_gpt
+from unicrond.agents.trainer.loop.corpus import Corpus
+from unicrond.agents.trainer.loop.hook import Hook
+from unicrond.agents.trainer.process import context
+from unicrond.agents.trainer.process.randomness import seed_all
 
 
 def main() -> None:

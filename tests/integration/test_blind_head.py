@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from events.nats_connection import Connection, connect
-from events.nats_streams import api, event_stream_config
-from events.subjects import EVENT_STREAM
 from tests.agents.test_daemon import AgentProcess
 from tests.integration.test_daemon import config, daemon, get
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.streams import api, event_stream_config
 
 UNICRONCTL = str(Path(sys.executable).parent / "unicronctl")
 

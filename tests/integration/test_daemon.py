@@ -13,11 +13,11 @@ import nats
 import psutil
 import pytest
 
-from events.codec import encode
-from events.envelope import Envelope
-from events.subjects import subject
-from events.vocabulary import CoordinatorStarted
 from tests.integration.head import UNICROND, config, ctl, daemon, get
+from unicrond.events.log.subjects import subject
+from unicrond.events.vocabulary import CoordinatorStarted
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Envelope
 
 
 def nats_pid(directory: Path) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.live import TASK, live_cluster, nodes_of
-from unicrond.inject import inject
+from unicrond.ctl.inject import inject
 
 #: A time is near three minutes before it: what a start and a meeting may take.
 POLICY = {"worker_start_s": 120.0, "regroup_s": 60.0, "isolation_s": 1.0}

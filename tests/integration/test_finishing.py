@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import begin, complete
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 
 PROGRAM = Path(__file__).with_name("shared_gpt.py")
 

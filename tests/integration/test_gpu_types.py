@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.test_layouts_cluster import decides_again, task_of, told_again, until
 from tests.integration.test_reshape_cluster import trains
-from unicrond.core.state import Task
+from unicrond.core.state.state import Task
 from unicrond.ctl.client import Client
 from unicrond.local.dev import DevCluster
 

@@ -7,9 +7,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from events.nats_server import EmbeddedServer
 from tests.integration.head import UNICROND, ctl
 from tests.integration.two_heads import HeadProcess, is_decision, publisher, story, two_heads
+from unicrond.events.nats.server import EmbeddedServer
 
 NODES = 4
 

@@ -12,9 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from events import extras
 from tests.integration import installation
 from tests.integration.installation import PACKAGES, ROOT, must, run, source_files
+from unicrond.events.host import optional_dependencies as extras
 
 COMMANDS = ("unicrond", "unicronctl", "unicron-agent", "unicron-replay")
 LOG = ROOT / "tests" / "golden" / "log_v1.bin"
@@ -76,7 +76,7 @@ def test_the_demo_heals_and_says_so(whole: Path, tmp_path: Path) -> None:
 
 
 def test_without_extras_logs_are_read(base: Path, tmp_path: Path) -> None:
-    expected = must(sys.executable, "-m", "replay.cli", "digest", "--file", LOG, cwd=ROOT)
+    expected = must(sys.executable, "-m", "unicrond.replay.cli", "digest", "--file", LOG, cwd=ROOT)
     assert must(base / "unicron-replay", "digest", "--file", LOG, cwd=tmp_path) == expected
     for command in ("state", "events", "timeline", "story n1", "diff 1 20", "export copy.log"):
         must(base / "unicron-replay", *command.split(), "--file", LOG, cwd=tmp_path)

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from nats.aio.client import Client
 
-from events.envelope import Envelope
-from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Connection, Login, LoginRefused, connect
-from events.nats_log import NatsEventLog
-from events.subjects import EVENT_STREAM
-from events.vocabulary import NodeJoined, StoreAddress
-from replay.reading.nats_source import embedded_login
 from tests.integration.head import UNICROND, config, ctl, daemon, get
-from unicrond.core.state import NodeStatus, TaskStatus
+from unicrond.core.state.state import NodeStatus, TaskStatus
 from unicrond.ctl.client import Client as ApiClient
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.commands import NatsCommandFeed
+from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.vocabulary import NodeJoined, StoreAddress
+from unicrond.events.wire.envelope import Envelope
 from unicrond.intake.config import load
 from unicrond.local.dev import DevCluster, small_cluster
+from unicrond.replay.reading.nats_source import embedded_login
 
 JOB = {
     "name": "a",

@@ -17,7 +17,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from events.vocabulary import CheckpointSpec, OptimizerSpec, TaskSpec
 from tests.integration.kill_chain import ACTIONS, POINTS, SHARED_POINTS, STEPS_AFTER, VICTIMS, WITHIN, Cell, Run
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import (
@@ -32,6 +31,7 @@ from tests.integration.test_regroup import (
     parameters,
     stopped,
 )
+from unicrond.events.vocabulary import CheckpointSpec, OptimizerSpec, TaskSpec
 
 OPTIMIZER = OptimizerSpec(lr=1e-3, warmup_iterations=2, decay_iterations=1000)
 LAYOUTS = {"dp": (1, 1), "tp": (2, 1), "pp": (1, 2)}

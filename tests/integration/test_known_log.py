@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from events.envelope import Recorded
-from events.nats_connection import Connection, connect
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams
-from events.subjects import EVENT_STREAM
-from events.vocabulary import CoordinatorStarted
 from tests.integration.head import UNICROND, config
 from tests.integration.test_probes import answers, becomes, probe
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams
+from unicrond.events.vocabulary import CoordinatorStarted
+from unicrond.events.wire.envelope import Recorded
 from unicrond.local.dev import free_port
-from unicrond.service.known_log import KnownLog
+from unicrond.service.event_log.known_event_log import KnownLog
 
 
 @pytest.fixture

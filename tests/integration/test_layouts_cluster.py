@@ -18,7 +18,7 @@ import pytest
 
 from tests.integration.test_reshape_cluster import TASK, told, trains
 from tests.replay.command import unicron_replay
-from unicrond.core.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.ctl.client import ApiError, Client
 from unicrond.local.dev import DevCluster, small_cluster
 

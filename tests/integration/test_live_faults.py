@@ -1,4 +1,4 @@
-"""Every row of the error table (unicrond/core/severity.py), struck into a live task of real parts.
+"""Every row of the error table (unicrond/core/faults/severity.py), struck into a live task of real parts.
 
 Each row says the kind that the incident must have and how it is struck; its severity says what must be left of the
 task. One task of three workers on four nodes lives through all of it, draining included. In the plain
@@ -19,19 +19,19 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from agents.trainer import corpus
-from events.nats_connection import Login
-from events.vocabulary import LANES
-from replay.reading.nats_source import open_nats
-from replay.reading.source import read
-from replay.views.story import Index, Story, Subject
 from tests.integration.disobedient_gpt import order
 from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats, told_members
-from unicrond.core.isolation import IsolationPhase, phase
-from unicrond.core.severity import RESPONSE, SEVERITY
-from unicrond.core.state import ClusterState, Severity, TaskStatus
+from unicrond.agents.trainer.loop import corpus
+from unicrond.core.faults.severity import RESPONSE, SEVERITY
+from unicrond.core.nodes.isolation import IsolationPhase, phase
+from unicrond.core.state.state import ClusterState, Severity, TaskStatus
 from unicrond.ctl.client import ApiRefused
-from unicrond.inject import inject
+from unicrond.ctl.inject import inject
+from unicrond.events.nats.connection import Login
+from unicrond.events.vocabulary import LANES
+from unicrond.replay.reading.nats_source import open_nats
+from unicrond.replay.reading.source import read
+from unicrond.replay.views.story import Index, Story, Subject
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
 SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3

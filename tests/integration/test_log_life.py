@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from events.log import LogError
 from tests.integration.head import UNICROND, config, daemon, get
 from tests.integration.live import TASK, live_cluster
 from tests.replay.command import unicron_replay
+from unicrond.events.log.event_log import LogError
 from unicrond.intake.config import load
-from unicrond.service.backup import back_up, restore
+from unicrond.service.event_log.backup import back_up, restore
 
 
 def unicrond(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.local.dev import DevCluster, small_cluster
 
 TASK = {

@@ -17,14 +17,14 @@ import aiohttp
 import pytest
 import yaml
 
-from events import nats_streams
-from events.nats_connection import connect
-from events.nats_log import NatsEventLog
-from events.subjects import BEAT_STREAM, EVENT_STREAM
 from tests.contracts.logs import started
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
-from unicrond.core.state import ClusterState, NodeStatus
-from unicrond.core.state_bytes import from_json
+from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.core.state.state_bytes import from_json
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM
+from unicrond.events.nats import streams as nats_streams
+from unicrond.events.nats.connection import connect
+from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.local.dev import HANG_FLOOR_S, SupervisedProcess, free_port
 
 SCRIPTS = Path(sys.executable).parent

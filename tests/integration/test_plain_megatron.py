@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from events.vocabulary import CheckpointSpec, OptimizerSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import SMALL, begin, complete
+from unicrond.events.vocabulary import CheckpointSpec, OptimizerSpec, TaskSpec
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.live import TASK, Live, live_cluster, nodes_of
-from unicrond.core.state import NodeStatus
+from unicrond.core.state.state import NodeStatus
 
 NODES = 3
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from events.nats_server import EmbeddedServer
 from tests.integration.head import UNICROND, config, daemon
+from unicrond.events.nats.server import EmbeddedServer
 from unicrond.local.dev import free_port
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from agents.trainer import corpus
 from tests.integration.live import Live, live_cluster, members, seats
-from unicrond.core.state import ClusterState, Severity, TaskStatus
-from unicrond.inject import inject
+from unicrond.agents.trainer.loop import corpus
+from unicrond.core.state.state import ClusterState, Severity, TaskStatus
+from unicrond.ctl.inject import inject
 
 ENTRY = Path(__file__).with_name("wilful_gpt.py")
 in_one_loop = pytest.mark.asyncio(loop_scope="module")

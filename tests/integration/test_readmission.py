@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.live import TASK, live_cluster, members, nodes_of
-from unicrond.core.isolation import IsolationPhase, phase
-from unicrond.inject import inject
+from unicrond.core.nodes.isolation import IsolationPhase, phase
+from unicrond.ctl.inject import inject
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from events.vocabulary import LANES, CheckpointSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.events.vocabulary import LANES, CheckpointSpec, TaskSpec
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 

@@ -16,12 +16,20 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from agents.protocol.messages import Committed, ErrorReport, Hello, Parked, Regrouped, SaveFinished, StateLoaded
-from agents.protocol.sampling import Sampling, samples_digest
-from agents.trainer import corpus
-from agents.trainer.states import checkpoint
-from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.integration.regroup_rig import ADDRESS, ForkServer, Rig, storm
+from unicrond.agents.protocol.messages import (
+    Committed,
+    ErrorReport,
+    Hello,
+    Parked,
+    Regrouped,
+    SaveFinished,
+    StateLoaded,
+)
+from unicrond.agents.protocol.sampling import Sampling, samples_digest
+from unicrond.agents.trainer.loop import corpus
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 
 Reference: TypeAlias = dict[str, torch.Tensor]
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -328,9 +336,9 @@ def test_a_joiner_that_computes_on_something_else_is_told_of(rig: Start, spec: T
             run.until(lambda: "t.3" in run.exits)
             run.tell(3, ["t.1", "t.2"], urgent=True)
         complete(run)
-        assert any(told in message.message for message in run.of(ErrorReport, "t.3") if isinstance(message, ErrorReport)) == (
-            wish == "require"
-        )
+        assert any(
+            told in message.message for message in run.of(ErrorReport, "t.3") if isinstance(message, ErrorReport)
+        ) == (wish == "require")
         assert told in (run.directory / "t.1.log").read_text()
         assert last_commit(run).micro_batches_by_rank == ((6, 6) if wish == "require" else (4, 4, 4))
 

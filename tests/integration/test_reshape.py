@@ -13,15 +13,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agents.protocol.memory import Memory
-from agents.protocol.messages import Parked, SaveFinished, StateLoaded
-from agents.trainer.states import checkpoint
-from agents.trainer.states.resharding import layout_in
-from events.shape import Shape
-from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import check_samples, complete, regrouped, stopped, task
+from unicrond.agents.protocol.memory import Memory
+from unicrond.agents.protocol.messages import Parked, SaveFinished, StateLoaded
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states.resharding import layout_in
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 #: tp, pp, replicas.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.replay.command import unicron_replay
-from unicrond.core.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.ctl.client import ApiError, Client
 from unicrond.ctl.main import main as unicronctl
 from unicrond.local.dev import DevCluster, small_cluster

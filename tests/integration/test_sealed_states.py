@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agents.protocol.memory_exchange import TLS
-from events.envelope import Recorded
-from events.keys import make_key, write_key
-from events.logins import agent_login
-from events.nats_connection import Login
-from events.vocabulary import NodeJoined
-from replay.reading.nats_source import embedded_login, open_nats
 from tests.integration.test_memory_cluster import TASK, copied, events, healed, until
 from tests.integration.test_regroup import listening
-from unicrond.cli import main
+from unicrond.agents.protocol.memory_exchange import TLS
+from unicrond.commands.cli import main
+from unicrond.commands.tls import pem_for_node
+from unicrond.events.nats.connection import Login
+from unicrond.events.trust.keys import make_key, write_key
+from unicrond.events.trust.logins import agent_login
+from unicrond.events.vocabulary import NodeJoined
+from unicrond.events.wire.envelope import Recorded
 from unicrond.intake.config import load
 from unicrond.local.dev import DevCluster
-from unicrond.tls_command import pem_for_node
+from unicrond.replay.reading.nats_source import embedded_login, open_nats
 
 
 class SealedCluster(DevCluster):

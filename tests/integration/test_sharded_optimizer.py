@@ -16,8 +16,6 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents.protocol.messages import Parked, SaveFinished, StateLoaded
-from events.vocabulary import CheckpointSpec, TaskSpec
 from tests.integration import test_plain_megatron
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_plain_megatron import ours, plain
@@ -33,6 +31,8 @@ from tests.integration.test_regroup import (
     stopped,
     task,
 )
+from unicrond.agents.protocol.messages import Parked, SaveFinished, StateLoaded
+from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 FOUR = ("t.1", "t.2", "t.3", "t.4")

@@ -12,17 +12,17 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents.passes import Credentials
-from agents.protocol import memory_exchange
-from agents.protocol.memory import Memory
-from agents.protocol.memory_exchange import Fetching, ExchangeFailed
-from agents.protocol.messages import Captured, Parked, Passes, SaveError, SaveFinished, StateLoaded
-from events.shape import Shape
-from events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
 from tests.events.certified import Certified, now
 from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import complete, failure_free, last_commit, lose, regrouped, stopped, task
+from unicrond.agents.memory.peer_tokens import Credentials
+from unicrond.agents.protocol import memory_exchange
+from unicrond.agents.protocol.memory import Memory
+from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching
+from unicrond.agents.protocol.messages import Captured, Parked, Passes, SaveError, SaveFinished, StateLoaded
+from unicrond.events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol import marks
-from agents.protocol.messages import Degraded, ErrorReport, StragglerReport, Suspected
-from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
+from unicrond.agents.protocol import marks
+from unicrond.agents.protocol.messages import Degraded, ErrorReport, StragglerReport, Suspected
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 
 ODD = str(Path(__file__).with_name("odd_gpt.py"))
 THREE = ("t.1", "t.2", "t.3")

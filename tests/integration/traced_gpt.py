@@ -18,12 +18,12 @@ from typing import Any, TextIO
 import torch
 from msgspec.structs import replace
 
-from agents.trainer import pretrain_gpt
-from agents.trainer.corpus import Corpus
-from agents.trainer.hook import Hook, Step
-from agents.trainer.process import context
-from agents.trainer.randomness import seed_all
-from events.vocabulary import TaskSpec
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.loop.corpus import Corpus
+from unicrond.agents.trainer.loop.hook import Hook, Step
+from unicrond.agents.trainer.process import context
+from unicrond.agents.trainer.process.randomness import seed_all
+from unicrond.events.vocabulary import TaskSpec
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_streams import create_streams
 from tests.unicrond import cluster as mini
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.wire.envelope import Envelope, Recorded
 from unicrond.local.dev import free_port
 
 TIMEOUT_S = 120.0

@@ -20,9 +20,9 @@ from typing import Literal
 
 import yaml
 
-from events.schemas import SCHEMA, spoken_schema
 from tests.integration.live import TASK, Live, members
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
+from unicrond.events.wire.schemas import SCHEMA, spoken_schema
 from unicrond.local.dev import DevCluster
 
 ROOT = Path(__file__).parents[2]
@@ -37,15 +37,15 @@ NEXT = SCHEMA + 1
 #: Where a module's annotations name the schema that brought a field.
 _SINCE = (
     r"(?m)^from __future__ import annotations$",
-    "\\g<0>\nfrom typing import Annotated\nfrom events.fields import Since",
+    "\\g<0>\nfrom typing import Annotated\nfrom unicrond.events.vocabulary.field_defaults import Since",
 )
 
 #: File -> (pattern, replacement): what makes `next` of today's source. Each pattern is there exactly once.
 PATCHES: dict[str, list[tuple[str, str]]] = {
-    "events/schemas.py": [
+    "events/wire/schemas.py": [
         (rf"(?m)^SCHEMA = {SCHEMA}$", f"SCHEMA = {NEXT}"),
     ],
-    "events/upcast.py": [(r"(?m)^(STEPS: .* = \{)", rf"\g<1>{SCHEMA}: lambda message: message")],
+    "events/wire/upcast.py": [(r"(?m)^(STEPS: .* = \{)", rf"\g<1>{SCHEMA}: lambda message: message")],
     "events/vocabulary/nodes.py": [
         _SINCE,
         (r"(?s)(class NodeJoined\(.*?memory: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
@@ -62,7 +62,10 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     "events/vocabulary/memberships.py": [
         _SINCE,
         (r"(?s)(class MembershipDecided\(.*?stop: [^\n]*\n)", rf"\1    hint: Annotated[Count, Since({NEXT})] = 0\n"),
-        (r"(?m)^from events.vocabulary.field_types import", "from events.vocabulary.field_types import Count\n\\g<0>"),
+        (
+            r"(?m)^from unicrond.events.vocabulary.field_types import",
+            "from unicrond.events.vocabulary.field_types import Count\n\\g<0>",
+        ),
     ],
     "events/vocabulary/commands.py": [
         (
@@ -73,13 +76,13 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "events/vocabulary/__init__.py": [
-        (r"(?m)^AnyObservation: TypeAlias", "from events.vocabulary.commands import GreetNode\n\n\\g<0>"),
+        (r"(?m)^AnyObservation: TypeAlias", "from unicrond.events.vocabulary.commands import GreetNode\n\n\\g<0>"),
         (r"(?m)^AnyCommand: TypeAlias = (\(?)", r"AnyCommand: TypeAlias = \1GreetNode | "),
     ],
     "unicrond/core/fold.py": [
         (r"(?m)^( *)v\.DropState:", r"\1v.GreetNode: nodes.greeted,\n\1v.DropState:"),
     ],
-    "unicrond/core/state.py": [
+    "unicrond/core/state/state.py": [
         (r"(?m)^    memory: MemoryService \| None = [^\n]*\n", r"\g<0>    greeted: bool = False\n")
     ],
     "unicrond/core/folding/nodes.py": [
@@ -108,11 +111,11 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
             "    _inject(batch)",
         ),
     ],
-    "agents/handling/orders.py": [
+    "agents/core/commands.py": [
         (r"(?m)^( *)case DropState\(", r"\1case v.GreetNode():\n\1    turn.answer(order)\n\1case DropState("),
         (r"(?m)^from agents import ordered_faults$", r"\g<0>\nfrom events import vocabulary as v"),
     ],
-    "agents/handling/turn.py": [
+    "agents/core/transaction.py": [
         (
             r"(?m)^( *)self\.actions\.append\(Append\(event=event",
             r"\1if hasattr(event, 'rack'):\n"

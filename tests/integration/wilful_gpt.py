@@ -24,11 +24,11 @@ import sys
 import time
 from pathlib import Path
 
-from agents.trainer import corpus, pretrain_gpt
-from agents.trainer.corpus import Corpus
-from agents.trainer.process import context
-from agents.trainer.randomness import seed_all
 from unicrond import Hook
+from unicrond.agents.trainer.loop import corpus, pretrain_gpt
+from unicrond.agents.trainer.loop.corpus import Corpus
+from unicrond.agents.trainer.process import context
+from unicrond.agents.trainer.process.randomness import seed_all
 
 
 def main() -> None:

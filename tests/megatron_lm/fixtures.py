@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from events.megatron_lm import CommandLine
-from events.megatron_lm import read_training_flags as flags_understood
-from events.vocabulary import CheckpointSpec, TaskSpec
+from unicrond.events.megatron.command_line import CommandLine
+from unicrond.events.megatron.command_line import read_training_flags as flags_understood
+from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 from unicrond.intake.task_file import understood
 
 TRAINING, SEAMS = "megatron-lm-core_v0.16.1-training.tar.xz", "megatron-lm-seams-0.15-0.19.tar.xz"

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from agents.protocol.messages import Committed, Completed
-from agents.trainer.states import checkpoint
-from events.vocabulary import TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import CPU, checkout
+from unicrond.agents.protocol.messages import Committed, Completed
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.events.vocabulary import TaskSpec
 
 Parameters = Mapping[str, torch.Tensor]
 _ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ def main() -> None:
     sys.path.insert(0, str(script.parent))
     import torch
 
-    from agents.trainer.megatron import cpu
+    from unicrond.agents.trainer.megatron import cpu
 
     torch.set_num_threads(1)
     cpu.apply()

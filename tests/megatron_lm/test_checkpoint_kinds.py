@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.messages import StateLoaded
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Outcome, broken, ended, furthest, names, stock, told
+from unicrond.agents.protocol.messages import StateLoaded
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 TEN = MODEL.replace("--train-iters 5", "--train-iters 10")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.messages import Busy, StateLoaded
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken
+from unicrond.agents.protocol.messages import Busy, StateLoaded
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 #: With Adam: of SGD stock writes states that it cannot load itself.

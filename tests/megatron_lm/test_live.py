@@ -11,7 +11,7 @@ from tests.integration.live import Live, live_cluster, members, nodes_of
 from tests.integration.regroup_rig import ForkServer
 from tests.megatron_lm.fixtures import MODEL, checkout, task
 from tests.megatron_lm.runs import told, unbroken
-from unicrond.core.state import ClusterState, Incident, TaskStatus
+from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.megatron_lm]
 NAME = "lm"

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from agents.protocol.messages import StateLoaded
-from agents.trainer.states import checkpoint
-from agents.trainer.states.resharding import layout_in
-from events.shape import Shape
-from events.vocabulary import CheckpointSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_reshape import BOUNDARY, apart, go_on, hand_over
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import names, told, unbroken
 from tests.megatron_lm.test_layouts import MOE
+from unicrond.agents.protocol.messages import StateLoaded
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states.resharding import layout_in
+from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.megatron_lm]
 EIGHT = MODEL.replace("--train-iters 5", "--train-iters 8")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.megatron import seams
-from agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS, Lookups, missing
-from events.megatron_lm import TESTED
 from tests.megatron_lm.fixtures import SEAMS as ARCHIVE
 from tests.megatron_lm.fixtures import TRAINING, unpacked
+from unicrond.agents.trainer.megatron import seams
+from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS, Lookups, missing
+from unicrond.events.megatron.command_line import TESTED
 
 
 def lookups_in(checkout: Path) -> Lookups:

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from events.shape import Shape
 from unicrond.core.planning.problem import Alternative, Curve, Prices, Problem, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
+from unicrond.events.vocabulary.shape import Shape
 
 
 def random_task(rng: Random, name: str, most: int, *, faulty: bool = False) -> TaskProblem:

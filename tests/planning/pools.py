@@ -13,10 +13,10 @@ from itertools import product
 from random import Random
 from statistics import mean
 
-from events.shape import Shape
 from unicrond.core.planning.pools import best_of_pools, confined
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.solver import Solution, solve
+from unicrond.events.vocabulary.shape import Shape
 
 GPUS = ("a100-80g", "h100-80g", "h200-141g")
 #: A worker's FLOP/s in each, about: of two generations the newer is some two to three times as fast.

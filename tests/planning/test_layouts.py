@@ -10,7 +10,6 @@ from random import Random
 
 import pytest
 
-from events.shape import Shape
 from tests.planning.clusters import (
     random_problem_of_layouts,
     random_seats,
@@ -19,12 +18,14 @@ from tests.planning.clusters import (
     with_turns,
 )
 from tests.planning.oracle import brute_force_in, finds_room, shortfall
-from unicrond.core.planning import kernel, seating
-from unicrond.core.planning.exact import solve_exactly
+from unicrond.core.planning import feasibility as seating
+from unicrond.core.planning import kernel_choice as kernel
+from unicrond.core.planning.feasibility import groups_of, has_room, packs
 from unicrond.core.planning.problem import Alternative, Curve, Prices, Problem, TaskProblem
-from unicrond.core.planning.seating import groups_of, has_room, packs
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
+from unicrond.core.planning.unlimited_integers import solve_exactly
+from unicrond.events.vocabulary.shape import Shape
 
 
 @pytest.fixture(params=["numpy", "numba"])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events.shape import Shape
 from unicrond.core.planning.placement import Placement, Replica, place
+from unicrond.events.vocabulary.shape import Shape
 
 
 def workers_on(replicas: Mapping[str, tuple[Replica, ...]]) -> Counter[str]:

@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
-from events.shape import Shape
 from tests.planning.clusters import random_problem
 from tests.planning.pools import NOTHING, every_deal, gap, random_pools
+from unicrond.core.planning.feasibility import groups_of, packs
 from unicrond.core.planning.placement import place_apart
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Problem, TaskProblem
-from unicrond.core.planning.seating import groups_of, packs
 from unicrond.core.planning.solver import Solution, solve
+from unicrond.events.vocabulary.shape import Shape
 
 
 def is_possible(problem: Problem, found: Solution) -> None:

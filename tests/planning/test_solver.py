@@ -11,10 +11,10 @@ import pytest
 
 from tests.planning.clusters import random_problem, with_turns
 from tests.planning.oracle import brute_force, plain_dp, shortfall, unmet
-from unicrond.core.planning import kernel
-from unicrond.core.planning.exact import PRECISION, solve_exactly, solve_precisely
+from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
 from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.unlimited_integers import PRECISION, solve_exactly, solve_precisely
 
 TEN_EACH = tuple(range(0, 100, 10))
 

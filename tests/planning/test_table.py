@@ -11,7 +11,7 @@ import pytest
 
 from tests.planning.clusters import random_situation
 from tests.planning.oracle import brute_force
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
 from unicrond.core.planning.situation import (
     NextEvent,

@@ -15,7 +15,7 @@ def unicron_replay(
 ) -> subprocess.CompletedProcess[str]:
     """Run `unicron-replay` to its end (at most four minutes)."""
     return subprocess.run(
-        [sys.executable, "-m", "replay.cli", *map(str, arguments)],
+        [sys.executable, "-m", "unicrond.replay.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,

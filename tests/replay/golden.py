@@ -11,12 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from events.point import AtSeq
-from events.segments import read_entries
 from tests.replay.logs import eventful, write_log
 from unicrond.core.replayer import replay
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest
+from unicrond.events.log.point import AtSeq
+from unicrond.events.log.segments import read_entries
 
 #: schema -> the log that its last version wrote; of today's schema, that a version of it wrote.
 LOGS = {schema: Path(__file__).parents[1] / "golden" / f"log_v{schema}.bin" for schema in (1,)}

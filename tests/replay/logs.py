@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from events import vocabulary as v
-from events.envelope import Entry, Quarantined, Recorded
-from events.log import EventLog
-from replay.reading.export import Export
 from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
+from unicrond.events import vocabulary as v
+from unicrond.events.log.event_log import EventLog
+from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.replay.reading.export import Export
 
 
 def troubled(seed: int, faults: int = 12) -> MiniCluster:

@@ -18,14 +18,14 @@ from typing import Any
 
 import msgspec
 
-from events import upcast
-from events.codec import encode
-from events.envelope import Recorded
-from events.segments import FORMAT, MAGIC, read_entries
-from events.upcast import Message
 from tests.replay.golden import facts
 from tests.replay.logs import troubled
 from unicrond.core.replayer import replay
+from unicrond.events.log.segments import FORMAT, MAGIC, read_entries
+from unicrond.events.wire import upcast
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.upcast import Message
 
 LOG_0 = Path(__file__).parents[1] / "golden" / "log_v0.bin"
 

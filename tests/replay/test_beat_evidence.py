@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as v
-from events.archive import archive
-from events.beat_evidence import NodeVerdicts, evidence, merge_beats, spans, window_us
-from events.codec import COORDINATOR
-from events.envelope import Entry, Envelope, Recorded
-from events.nats_connection import Connection
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api
-from events.subjects import BEAT_STREAM
-from replay.views.beat_check import GAP_US, SLACK_US
-from replay.views.verify import Divergence
 from tests.replay.command import unicron_replay
 from tests.replay.test_verify import HEARTBEAT_US, beat, changed, verify
 from tests.unicrond.cluster import SECOND_US, MiniCluster
-from unicrond.core.liveness import MOST_SILENT_FACTOR, RECONNECT_US, Liveness
-from unicrond.core.policy import Policy
-from unicrond.service.coordinator import Coordinator
+from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, RECONNECT_US, Liveness
+from unicrond.core.state.policy import Policy
+from unicrond.events import vocabulary as v
+from unicrond.events.archive.archive import archive
+from unicrond.events.log.heartbeat_evidence import NodeVerdicts, evidence, merge_beats, spans, window_us
+from unicrond.events.log.subjects import BEAT_STREAM
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api
+from unicrond.events.wire.codec import COORDINATOR
+from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.replay.views.beat_check import GAP_US, SLACK_US
+from unicrond.replay.views.verify import Divergence
+from unicrond.service.coordinator.coordinator import Coordinator
 
 NODES = ("n1", "n2", "n3", "n4", "n5")
 

@@ -17,19 +17,19 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from events.envelope import Entry
-from events.nats_connection import Login, connect
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
-from events.point import AtSeq
-from events.vocabulary import Fault, InjectionRequested
-from replay.reading.progress import with_bar
-from replay.reading.source import FileSource
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import eventful, fill, troubled, write_log
 from unicrond.core.replayer import replay
-from unicrond.core.state_bytes import digest, to_json
+from unicrond.core.state.state_bytes import digest, to_json
+from unicrond.events.log.point import AtSeq
+from unicrond.events.nats.connection import Login, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.vocabulary import Fault, InjectionRequested
+from unicrond.events.wire.envelope import Entry
+from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.source import FileSource
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(log: Path) -> None:
         reading, writing = os.pipe()
         os.close(reading)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "replay.cli", "events", "--file", str(log),
+            sys.executable, "-m", "unicrond.replay.cli", "events", "--file", str(log),
             stdout=writing, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
         )  # fmt: skip
         os.close(writing)
@@ -262,7 +262,7 @@ async def test_ctrl_c_ends_it_without_a_word() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "replay.cli", "digest", "--nats", f"nats://127.0.0.1:{port}",
+            sys.executable, "-m", "unicrond.replay.cli", "digest", "--nats", f"nats://127.0.0.1:{port}",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
         )  # fmt: skip
         await reached.wait()
@@ -293,7 +293,7 @@ async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
 
 
 def test_a_command_on_a_file_does_not_wait_for_the_nats_client_to_be_imported() -> None:
-    code = "import sys, replay.cli; sys.exit('nats' in sys.modules)"
+    code = "import sys, unicrond.replay.cli; sys.exit('nats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
@@ -308,7 +308,7 @@ def test_no_device_is_replaced_by_an_export(log: Path, tmp_path: Path) -> None:
 
 
 def test_a_reader_of_a_simulation_that_goes_early_is_no_error() -> None:
-    command = [sys.executable, "-m", "replay.cli", "simulate", "--parameters"]
+    command = [sys.executable, "-m", "unicrond.replay.cli", "simulate", "--parameters"]
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)

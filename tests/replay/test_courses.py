@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from events.envelope import Entry, Recorded
-from events.vocabulary import Checksums, StepCommitted
-from replay.views.courses import RunHistory, compare_runs, entries_between, history_of
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
+from unicrond.events.vocabulary import Checksums, StepCommitted
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.views.run_comparison import RunHistory, compare_runs, entries_between, history_of
 
 
 def with_steps_changed(entries: list[Entry], task: str, since: int, **fields: object) -> list[Entry]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from events.point import AtSeq
-from replay.views.difference import differences, lines
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, troubled, write_log
 from unicrond.core.replayer import EMPTY, replay
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state_bytes import digest
+from unicrond.events.log.point import AtSeq
+from unicrond.replay.views.difference import differences, lines
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,13 +8,13 @@ from typing import get_args
 
 import pytest
 
-from events.envelope import Quarantined, Recorded
-from events.schemas import FIRST, SCHEMA
-from events.segments import read_entries
-from events.vocabulary import AnyEvent, Heartbeat
 from tests.replay.golden import LOGS, SEED, expected, facts
 from tests.replay.logs import eventful
 from unicrond.core.replayer import replay
+from unicrond.events.log.segments import read_entries
+from unicrond.events.vocabulary import AnyEvent, Heartbeat
+from unicrond.events.wire.envelope import Quarantined, Recorded
+from unicrond.events.wire.schemas import FIRST, SCHEMA
 
 #: The bytes themselves. A change here says that logs out there may no longer be what the golden log is.
 LOG_BLAKE2B = {1: "d7c7dd27df0b9bec10adeaa24e89ddb5"}

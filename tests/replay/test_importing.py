@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from events.envelope import Entry, Quarantined, Recorded
-from events.log import LogError
-from events.nats_connection import Connection, connect
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
-from replay.reading.importing import NotEmpty, import_to_directory, import_to_nats
-from replay.reading.nats_source import open_nats
-from replay.reading.source import FileSource, entries_of
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, write_log
 from unicrond.core.replayer import replay
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state_bytes import digest
+from unicrond.events.log.event_log import LogError
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.replay.reading.importing import NotEmpty, import_to_directory, import_to_nats
+from unicrond.replay.reading.nats_source import open_nats
+from unicrond.replay.reading.source import FileSource, entries_of
 
 
 async def read_all(source: FileSource) -> list[Entry]:

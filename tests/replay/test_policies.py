@@ -14,21 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.evaluation.assumptions import DEFAULTS
-from replay.evaluation.meter import CostPhase
-from replay.evaluation.policies.bamboo import bamboo_speeds, iteration_with_shadows_s, memory_with_shadows_bytes
-from replay.evaluation.policies.bamboo import search_space as bamboo_search_space
-from replay.evaluation.policies.ft_hsdp import FtHsdp
-from replay.evaluation.policies.oobleck import instantiate, oobleck_speeds, reinstantiate
-from replay.evaluation.policies.recycle import PipelineForm, recycle_speeds
-from replay.evaluation.policies.varuna import search_space, varuna_speeds
-from replay.evaluation.simulator import POLICIES, build_policy, simulate
-from replay.evaluation.speeds import fixed_layout, fixed_speeds, restricted_job
-from replay.evaluation.templates import Templates
-from replay.evaluation.traces import Trace, TraceFault, trace
-from replay.evaluation.virtual_time import DAY_US, SECOND_US
-from replay.evaluation.workload import Cluster, TrainingTask, Workload, six, workload
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.assumptions import DEFAULTS
+from unicrond.replay.evaluation.model.meter import CostPhase
+from unicrond.replay.evaluation.model.speeds import fixed_layout, fixed_speeds, restricted_job
+from unicrond.replay.evaluation.model.templates import Templates
+from unicrond.replay.evaluation.model.traces import Trace, TraceFault, trace
+from unicrond.replay.evaluation.model.virtual_time import DAY_US, SECOND_US
+from unicrond.replay.evaluation.model.workload import Cluster, TrainingTask, Workload, six, workload
+from unicrond.replay.evaluation.model.world import EvaluationWorld
+from unicrond.replay.evaluation.policies.bamboo import (
+    bamboo_speeds,
+    iteration_with_shadows_s,
+    memory_with_shadows_bytes,
+)
+from unicrond.replay.evaluation.policies.bamboo import search_space as bamboo_search_space
+from unicrond.replay.evaluation.policies.ft_hsdp import FtHsdp
+from unicrond.replay.evaluation.policies.oobleck import instantiate, oobleck_speeds, reinstantiate
+from unicrond.replay.evaluation.policies.recycle import PipelineForm, recycle_speeds
+from unicrond.replay.evaluation.policies.varuna import search_space, varuna_speeds
+from unicrond.replay.evaluation.simulator.simulator import POLICIES, build_policy, simulate
 from unicrond.throughput.layouts import Layout, job, layers_per_stage
 from unicrond.throughput.model import Estimate, best, iteration_s, legal, memory_bytes, parts_s, usable_bytes
 from unicrond.throughput.presets import GPUS, MODELS

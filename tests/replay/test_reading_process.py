@@ -13,23 +13,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from events.codec import encode
-from events.envelope import Entry, Envelope, Quarantined
-from events.log import LogDamaged, LogUnavailable
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams, event_stream_config
-from events.point import AtSeq, Point
-from events.subjects import EVENT_STREAM, subject
-from events.vocabulary import ErrorReported
-from replay.reading import reading_process
-from replay.reading.nats_source import NatsSource, open_nats
-from replay.reading.source import Source, read
 from tests.contracts.logs import fact, facts
 from tests.integration.nats_cluster import nats_cluster
 from tests.replay.command import ROOT
 from tests.replay.logs import fill, troubled
+from unicrond.events.log.event_log import LogDamaged, LogUnavailable
+from unicrond.events.log.point import AtSeq, Point
+from unicrond.events.log.subjects import EVENT_STREAM, subject
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams, event_stream_config
+from unicrond.events.vocabulary import ErrorReported
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Entry, Envelope, Quarantined
+from unicrond.replay.reading import reading_process
+from unicrond.replay.reading.nats_source import NatsSource, open_nats
+from unicrond.replay.reading.source import Source, read
 
 HERE, APART = 10**9, 1
 BIG = 400
@@ -151,7 +151,7 @@ async def test_a_server_that_dies_meanwhile_is_the_same_error(
         async with aclosing(source.chunks()) as chunks:
             async for chunk in chunks:
                 if chunk.entries[-1].seq >= kill_at:
-                    monkeypatch.setattr("replay.reading.nats_source.STALL_S", 0.5)
+                    monkeypatch.setattr("unicrond.replay.reading.nats_source.STALL_S", 0.5)
                     await nats_server.kill()
     assert not readers()
 
@@ -212,8 +212,8 @@ ASKER = """
 import asyncio, signal, sys
 from contextlib import aclosing
 import psutil
-from events.nats_connection import connect
-from replay.reading.nats_source import NatsSource
+from unicrond.events.nats.connection import connect
+from unicrond.replay.reading.nats_source import NatsSource
 
 async def main():
     connection = await connect(sys.argv[1], name="asker")

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.envelope import Entry, Recorded
-from events.log import LogDamaged
-from events.point import AtSeq, AtTime, BeforeEnd, parse_point
-from events.times import format_time
 from tests.replay.logs import eventful, troubled
 from unicrond.core.fold import fold
 from unicrond.core.replayer import EMPTY, replay
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest
+from unicrond.events.log.event_log import LogDamaged
+from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd, parse_point
+from unicrond.events.vocabulary.times import format_time
+from unicrond.events.wire.envelope import Entry, Recorded
 
 seeds = st.integers(0, 7)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Entry, Recorded
-from replay.cli import main
 from tests.replay.logs import troubled, write_log
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.cli import main
 
 VALUE = 'va"lue-of-\\a-secret'
 LOOKING = "hf_abcdefghijklmnopqrstuvwxyz0123"

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from replay.evaluation.assumptions import DEFAULTS, assume
-from replay.evaluation.core_driver import CoreDriver
-from replay.evaluation.meter import CostPhase, Meter
-from replay.evaluation.simulator import POLICIES, SimulationOutcome, simulate
-from replay.evaluation.traces import Trace, TraceFault, trace
-from replay.evaluation.trainer_model import Activity
-from replay.evaluation.virtual_time import DAY_US, SECOND_US, VirtualClock, to_us
-from replay.evaluation.workload import Cluster, TrainingTask, Workload, six, workload
-from replay.evaluation.world import EvaluationWorld
-from unicrond.core.costs import costs_at
-from unicrond.core.invariants import check
+from unicrond.core.rules.invariants import check
+from unicrond.core.worth.costs import costs_at
+from unicrond.replay.evaluation.model.assumptions import DEFAULTS, assume
+from unicrond.replay.evaluation.model.meter import CostPhase, Meter
+from unicrond.replay.evaluation.model.traces import Trace, TraceFault, trace
+from unicrond.replay.evaluation.model.virtual_time import DAY_US, SECOND_US, VirtualClock, to_us
+from unicrond.replay.evaluation.model.workload import Cluster, TrainingTask, Workload, six, workload
+from unicrond.replay.evaluation.model.world import EvaluationWorld
+from unicrond.replay.evaluation.simulator.core_driver import CoreDriver
+from unicrond.replay.evaluation.simulator.simulator import POLICIES, SimulationOutcome, simulate
+from unicrond.replay.evaluation.simulator.trainer_model import Activity
 
 HOUR_S = 3600
 

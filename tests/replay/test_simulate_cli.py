@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from replay.arguments import TRACE_FILE_VARIABLE
-from replay.cli import main as replay_main
-from replay.evaluation.redo import DOCUMENT, STUDIES, replace_block
-from replay.evaluation.workload import Cluster, TrainingTask, WorkloadError, parse_cluster, parse_tasks, six, workload
+from unicrond.replay.cli import main as replay_main
+from unicrond.replay.evaluation.model.workload import (
+    Cluster,
+    TrainingTask,
+    WorkloadError,
+    parse_cluster,
+    parse_tasks,
+    six,
+    workload,
+)
+from unicrond.replay.evaluation.studies.redo import DOCUMENT, STUDIES, replace_block
+from unicrond.replay.options.arguments import TRACE_FILE_VARIABLE
 
 
 def main(arguments: list[str]) -> int:

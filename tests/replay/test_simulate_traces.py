@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from replay.evaluation.traces import Trace, TraceError, trace
-from replay.evaluation.virtual_time import DAY_US, HOUR_US
+from unicrond.replay.evaluation.model.traces import Trace, TraceError, trace
+from unicrond.replay.evaluation.model.virtual_time import DAY_US, HOUR_US
 
 
 def kinds(drawn: Trace) -> tuple[int, int]:

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from events.envelope import Entry, Recorded
-from events.file_log import FileLog
-from events.log import LogDamaged, LogError, LogUnavailable
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api
-from events.point import AtSeq, AtTime, Point
-from events.segments import batch_frame, end_frame, export_start, read_segment, segment_name, segment_start
-from events.subjects import EVENT_STREAM
-from replay.reading.export import Export
-from replay.reading.nats_source import open_nats
-from replay.reading.source import FileSource, Source, read
-from replay.reading.stopped_cluster import running_url
 from tests.replay.logs import eventful, fill, troubled, write_log
 from unicrond.core.replayer import replay
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state_bytes import digest
+from unicrond.events.log.event_log import LogDamaged, LogError, LogUnavailable
+from unicrond.events.log.file_log import FileLog
+from unicrond.events.log.point import AtSeq, AtTime, Point
+from unicrond.events.log.segments import batch_frame, end_frame, export_start, read_segment, segment_name, segment_start
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.reading.export import Export
+from unicrond.replay.reading.nats_source import open_nats
+from unicrond.replay.reading.source import FileSource, Source, read
+from unicrond.replay.reading.stopped_cluster import running_url
 
 
 async def entries_of(source: Source, *, after: Point | None = None, until: Point | None = None) -> list[Entry]:
@@ -222,7 +222,7 @@ async def test_a_server_that_dies_while_we_read_is_an_error_not_a_wait_for_ever(
 ) -> None:
     cluster = troubled(8)
     await fill(NatsEventLog(nats_connection), cluster.log[:30])
-    monkeypatch.setattr("replay.reading.nats_source.STALL_S", 0.5)
+    monkeypatch.setattr("unicrond.replay.reading.nats_source.STALL_S", 0.5)
     async with open_nats([nats_server.url]) as source:
         await nats_server.kill()
         with pytest.raises(LogUnavailable, match=r"no answer about the skipped entries in 0\.5 s"):

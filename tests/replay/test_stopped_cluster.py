@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from events.archive import archive, trim
-from events.log import LogError
-from events.nats_connection import connect
-from events.nats_log import NatsEventLog
-from events.nats_server import PROGRAM, EmbeddedServer
-from events.nats_streams import NANOS, api, create_streams, event_stream_config
-from events.subjects import EVENT_STREAM
-from replay.reading import stopped_cluster
-from replay.reading.stopped_cluster import serve_copy
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import fill, troubled
+from unicrond.events.archive.archive import archive, trim
+from unicrond.events.log.event_log import LogError
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import PROGRAM, EmbeddedServer
+from unicrond.events.nats.streams import NANOS, api, create_streams, event_stream_config
+from unicrond.replay.reading import stopped_cluster
+from unicrond.replay.reading.stopped_cluster import serve_copy
 
 
 def content(directory: Path) -> dict[str, tuple[str, int]]:
@@ -103,7 +103,7 @@ def test_nothing_stays_of_a_command_that_is_ended(stopped: Path, tmp_path: Path,
     place = tmp_path / "tmp"
     place.mkdir()
     held = (
-        "import asyncio, sys; from pathlib import Path; from replay.reading.stopped_cluster import serve_copy\n"
+        "import asyncio, sys; from pathlib import Path; from unicrond.replay.reading.stopped_cluster import serve_copy\n"
         "async def main():\n"
         "    async with serve_copy(Path(sys.argv[1])):\n"
         "        print('ready', flush=True)\n"

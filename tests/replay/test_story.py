@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Entry
-from replay.views.story import Index, NoSuchSubject, Story
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, troubled, write_log
 from tests.unicrond.cluster import MiniCluster
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry
+from unicrond.replay.views.story import Index, NoSuchSubject, Story
 
 
 def index_of(entries: Sequence[Entry]) -> Index:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Entry
-from replay.views.timeline import NODE_LOST, TRAINING, Timeline
-from replay.views.timeline_html import html_page, ticks_us
-from replay.views.timeline_text import text_page
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry
+from unicrond.replay.views.timeline import NODE_LOST, TRAINING, Timeline
+from unicrond.replay.views.timeline_html import html_page, ticks_us
+from unicrond.replay.views.timeline_text import text_page
 
 
 def timeline_of(entries: Sequence[Entry]) -> Timeline:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Entry, Envelope, Recorded
-from events.schemas import SCHEMA
-from replay.cli import main
-from replay.views.verify import Divergence, Findings, Verifier, bases
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from unicrond.core.planning.solver import Solution, solve
-from unicrond.core.policy import Policy
-from unicrond.service.code_identity import code_version
+from unicrond.core.state.policy import Policy
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.schemas import SCHEMA
+from unicrond.replay.cli import main
+from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
+from unicrond.service.coordinator.code_identity import code_version
 
 HEARTBEAT_US = SECOND_US
 
@@ -131,7 +131,7 @@ def test_another_planner_is_found_at_its_first_other_plan(monkeypatch: pytest.Mo
             return solution
         return dataclasses.replace(solution, workers=(max(0, solution.workers[0] - 1), *solution.workers[1:]))
 
-    monkeypatch.setattr("replay.views.verify.solve", greedy)
+    monkeypatch.setattr("unicrond.replay.views.verify.solve", greedy)
     with pytest.raises(Divergence) as caught:
         verify(log)
     assert caught.value.seq <= plans[wrong_at].seq
@@ -270,7 +270,7 @@ def test_the_command_fails_at_the_first_difference(
 ) -> None:
     log = write_log(tmp_path / "log.bin", list(troubled(2).log))
     nothing = lambda problem: dataclasses.replace(solve(problem), workers=(0,) * len(problem.tasks))  # noqa: E731
-    monkeypatch.setattr("replay.views.verify.solve", nothing)
+    monkeypatch.setattr("unicrond.replay.views.verify.solve", nothing)
     assert main(["verify", "--file", str(log)]) == 1
     page = capsys.readouterr().out
     assert "NOT VERIFIED: entry" in page and "decided again:" in page and "PlanAdopted" in page

@@ -8,16 +8,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from events import vocabulary as v
-from replay.views.whatif import InvalidChange, ReplayChanges, change, waf_of, what_if
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.invariants import check
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest
-from unicrond.core.task_parts import Pace
+from unicrond.core.rules.invariants import check
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest
+from unicrond.core.state.task_parts import Pace
+from unicrond.events import vocabulary as v
+from unicrond.replay.views.whatif import InvalidChange, ReplayChanges, change, waf_of, what_if
 
 
 def two_tasks() -> ClusterState:
@@ -119,8 +119,8 @@ def test_what_cannot_be_changed_is_named(changes: ReplayChanges, told: str) -> N
 @pytest.mark.parametrize("seed", range(6))
 def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
     log = troubled(seed).log
-    from events.point import AtSeq
     from unicrond.core.replayer import replay
+    from unicrond.events.log.point import AtSeq
 
     for seq in range(10, len(log), 23):
         without, forked = what_if(replay(log, AtSeq(seq)), Policy(), ReplayChanges(add_nodes=1))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from replay.simulation.fault_effects import EFFECTS
-from replay.simulation.faults import FAULT_KINDS
-from replay.simulation.fuzz import FuzzReport, _page
-from replay.simulation.invariants import RULES
-from replay.simulation.mutants import MUTANTS
-from replay.simulation.run import RunOutcome, history, simulate
 from tests.replay.command import unicron_replay
+from unicrond.replay.simulation.checks.invariants import RULES
+from unicrond.replay.simulation.faults.fault_effects import EFFECTS
+from unicrond.replay.simulation.faults.faults import FAULT_KINDS
+from unicrond.replay.simulation.fuzz import FuzzReport, _page
+from unicrond.replay.simulation.mutants.table import MUTANTS
+from unicrond.replay.simulation.run import RunOutcome, history, simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "design" / "simulation.md"

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from events.schemas import SCHEMA
-from replay.simulation import coordinators, world
-from replay.simulation.faults import SimulatedFault
-from replay.simulation.fuzz import fuzz
-from replay.simulation.mutants import MUTANTS, find_breach
-from replay.simulation.run import history, simulate
-from replay.simulation.shrink import shrink
 from unicrond.core import fold
+from unicrond.events.wire.schemas import SCHEMA
+from unicrond.replay.simulation import world
+from unicrond.replay.simulation.cluster import coordinators
+from unicrond.replay.simulation.faults.faults import SimulatedFault
+from unicrond.replay.simulation.fuzz import fuzz
+from unicrond.replay.simulation.mutants.table import MUTANTS, find_breach
+from unicrond.replay.simulation.run import history, simulate
+from unicrond.replay.simulation.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
 #: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.
@@ -105,7 +106,7 @@ def test_equal_seeds_are_equal_histories() -> None:
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_a_history_depends_on_no_hash_seed(hash_seed: str) -> None:
-    program = "from replay.simulation.run import simulate; print(simulate(33).digest)"
+    program = "from unicrond.replay.simulation.run import simulate; print(simulate(33).digest)"
     said = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

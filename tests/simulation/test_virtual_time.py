@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from replay.simulation.virtual_time import Deadlock, VirtualLoop
+from unicrond.replay.simulation.models.virtual_time import Deadlock, VirtualLoop
 
 
 def test_a_day_passes_at_once() -> None:

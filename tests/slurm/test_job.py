@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.lab import PATIENCE, Lab, lab, missing, until
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiError, Client
 from unicrond.local.dev import free_port
 

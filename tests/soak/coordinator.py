@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from unicrond.intake.config import load
-from unicrond.service.daemon import Fatal, serve
+from unicrond.service.head.daemon import Fatal, serve
 
 _EVERY_S = 0.01
 

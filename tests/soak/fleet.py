@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agents.protocol.messages import GroupMembership
-from events.nats_connection import Login
 from tests.soak.node import Clock, Node, Worker
+from unicrond.agents.protocol.messages import GroupMembership
+from unicrond.events.nats.connection import Login
 
 _REPORT_S = 0.2
 

@@ -9,10 +9,21 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
-from agents.agent_config import AgentConfig
-from agents.outbox import Outbox
-from agents.protocol.marks import Mark
-from agents.protocol.messages import (
+from unicrond.agents.core.agent_config import AgentConfig
+from unicrond.agents.core.state import (
+    Checked,
+    CopyState,
+    HeldState,
+    InjectIntoNode,
+    Input,
+    LogSeen,
+    NodeFaultInjected,
+    Remembered,
+    RunCheck,
+    WorkerSaid,
+)
+from unicrond.agents.protocol.marks import Mark
+from unicrond.agents.protocol.messages import (
     Captured,
     Committed,
     Exited,
@@ -29,27 +40,16 @@ from agents.protocol.messages import (
     ToForkServer,
     ToWorker,
 )
-from agents.shell import Shell
-from agents.state import (
-    Checked,
-    CopyState,
-    HeldState,
-    InjectIntoNode,
-    Input,
-    LogSeen,
-    NodeFaultInjected,
-    Remembered,
-    RunCheck,
-    WorkerSaid,
-)
-from events.envelope import Entry, Envelope
-from events.log import Fence
-from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_terms import Terms
-from events.schemas import SCHEMA, spoken_schema, told_version
-from events.vocabulary import CoordinatorStarted, MemoryService, TaskSpec
+from unicrond.agents.shell.outbox import Outbox
+from unicrond.agents.shell.shell import Shell
+from unicrond.events.log.event_log import Fence
+from unicrond.events.nats.commands import NatsCommandFeed
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.terms import Terms
+from unicrond.events.vocabulary import CoordinatorStarted, MemoryService, TaskSpec
+from unicrond.events.wire.envelope import Entry, Envelope
+from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 
 #: (task, generation, urgent, members, nodes of these): of a membership that workers here were told.
 Told = tuple[str, int, bool, int, int]
@@ -292,7 +292,7 @@ class Node(Shell):
             raise error
 
     async def _serve(self) -> None:
-        """As agents/daemon.py, without files and sockets."""
+        """As agents/shell/daemon.py, without files and sockets."""
         connection = await connect(self._urls, name=f"agent {self.name}", login=self._login)
         try:
             terms = Terms(connection, self._coordinator_started)

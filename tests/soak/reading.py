@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
-from events.envelope import Recorded
-from events.nats_log import NatsEventLog
-from events.subjects import entry
-from events.vocabulary import MembershipDecided, WorkerExited
+from unicrond.events.log.subjects import entry
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.vocabulary import MembershipDecided, WorkerExited
+from unicrond.events.wire.envelope import Recorded
 
 
 class Ways:

@@ -29,14 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog
-from events.nats_streams import api
-from events.subjects import BEAT_STREAM, EVENT_STREAM
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from tests.soak import reading, report
 from tests.soak.memberships import Memberships
 from unicrond.ctl.client import ApiError, Client
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM
+from unicrond.events.nats.connection import Connection, Login, connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.streams import api
 from unicrond.local.dev import free_port
 
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation
-from agents.trainer.gradients.lanes import Lanes
-from agents.trainer.gradients.reduction import Reduction
-from agents.trainer.groups.group import Operation
-from agents.trainer.ledger import ReplicaAccount, Total
-from replay.simulation.buckets import Buckets
+from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.reduction import Reduction
+from unicrond.agents.trainer.groups.group import Operation
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount, Total
+from unicrond.replay.simulation.trainer.buckets import Buckets
 
 
 def test_settled_gradients_are_the_mean() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.detection.baseline import ENOUGH, HANG, LAST_WRITE_US, RECENT, WARM_UP, WINDOW, Baseline
+from unicrond.agents.trainer.detection.baseline import ENOUGH, HANG, LAST_WRITE_US, RECENT, WARM_UP, WINDOW, Baseline
 
 START_US = 600_000_000
 FLOOR_US = 10_000

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from agents.trainer.states import checkpoint, state_bytes
-from agents.trainer.states.state import BadState, TrainingState, flatten, shapes, unflatten
-from events.shape import Shape
+from unicrond.agents.trainer.states import checkpoint, state_bytes
+from unicrond.agents.trainer.states.state import BadState, TrainingState, flatten, shapes, unflatten
+from unicrond.events.vocabulary.shape import Shape
 
 
 def same(one: Any, other: Any) -> bool:

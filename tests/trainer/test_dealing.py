@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.lifecycle.dealing import assign
+from unicrond.agents.trainer.lifecycle.assignment import assign
 
 
 @st.composite

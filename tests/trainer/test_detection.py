@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from agents.protocol.marks import Marker
-from agents.protocol.messages import GroupMembership, StragglerReport
-from agents.trainer.detection import determinism
-from agents.trainer.detection.baseline import LAST_WRITE_US
-from agents.trainer.detection.checksum import checksum, checksum_of_pieces
-from agents.trainer.detection.observing import Detection, Sighting
-from agents.trainer.ledger import ReplicaAccount, Total
-from agents.trainer.process.context import WorkerSettings
-from events.vocabulary import Member, StoreAddress, TaskSpec
 from tests.agents.node import committed
+from unicrond.agents.protocol.marks import Marker
+from unicrond.agents.protocol.messages import GroupMembership, StragglerReport
+from unicrond.agents.trainer.detection.baseline import LAST_WRITE_US
+from unicrond.agents.trainer.detection.checksum import checksum, checksum_of_pieces
+from unicrond.agents.trainer.detection.observing import Detection, Sighting
+from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount, Total
+from unicrond.agents.trainer.process import determinism
+from unicrond.agents.trainer.process.context import WorkerSettings
+from unicrond.events.vocabulary import Member, StoreAddress, TaskSpec
 
 START_US = 600_000_000
 
@@ -75,7 +75,7 @@ def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
     shard: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(10**9, 500_000)
-    monkeypatch.setattr("agents.trainer.detection.observing.now_us", lambda: next(clock))
+    monkeypatch.setattr("unicrond.agents.trainer.detection.observing.now_us", lambda: next(clock))
     (told,) = told_of(shard, rank=0)
     assert isinstance(told, StragglerReport)
     assert (told.straggler, told.straggler_node, told.rank) == (f"t.{3 + shard}", "n1", 2 + shard)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from agents.trainer.groups.ends import ConnectionEnds, address, mark
+from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds, address, mark
 
 SIZE = 100
 RANK = 40

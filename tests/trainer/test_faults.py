@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from agents.trainer import corpus
-from agents.trainer.process import faults
-from agents.trainer.process.faults import SYMPTOMS
-from unicrond.core.severity import SEVERITY
+from unicrond.agents.trainer.loop import corpus
+from unicrond.agents.trainer.process import faults
+from unicrond.agents.trainer.process.faults import SYMPTOMS
+from unicrond.core.faults.severity import SEVERITY
 
 
 class DistNetworkError(RuntimeError):

@@ -17,17 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agents import flights
-from agents.flights import Flights
-from agents.log_service import answer
-from agents.protocol.flight import Flight, TellFlight
-from agents.protocol.framing import Unframer, frame
-from agents.protocol.messages import FromWorker, Hello, Launch
-from agents.trainer.process.channel import AgentChannel
-from agents.trainer.process.flight import read_flight
-from events.collectives import COLLECTIVES_MAX, Collective
-from events.logs_request import LogsRequest, decode_flight, decode_reply, encode
-from events.vocabulary import StoreAddress, TaskSpec
+from unicrond.agents.output import flight_recorders as flights
+from unicrond.agents.output.flight_recorders import Flights
+from unicrond.agents.output.query_service import answer
+from unicrond.agents.protocol.flight import Flight, TellFlight
+from unicrond.agents.protocol.framing import Unframer, frame
+from unicrond.agents.protocol.messages import FromWorker, Hello, Launch
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.agents.trainer.process.flight import read_flight
+from unicrond.events.queries.collectives import COLLECTIVES_MAX, Collective
+from unicrond.events.queries.worker_queries import LogsRequest, decode_flight, decode_reply, encode
+from unicrond.events.vocabulary import StoreAddress, TaskSpec
 
 MODULE = "torch._C._distributed_c10d"
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from agents.trainer.groups import group as group_module
-from agents.trainer.groups.forming import FormedGroup
-from agents.trainer.groups.group import AbortHangs, Operation, ShardGroup
-from agents.trainer.process.channel import AgentChannel
-from agents.trainer.process.faults import error_report
-from agents.trainer.states.gpu_copies import copy_staged
 from tests.gpu import acceptance, devices
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, Cell, Chain
 from tests.trainer.test_group import channels
+from unicrond.agents.trainer.groups import group as group_module
+from unicrond.agents.trainer.groups.forming import FormedGroup
+from unicrond.agents.trainer.groups.group import AbortHangs, Operation, ShardGroup
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.agents.trainer.process.faults import error_report
+from unicrond.agents.trainer.states.gpu_copies import copy_staged
 
 __all__ = ["channels"]  # fixtures
 

@@ -15,19 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agents.protocol.messages import GroupMembership, Launch
-from agents.trainer.groups import forming
-from agents.trainer.groups import group as group_module
-from agents.trainer.groups.ends import parse_addresses
-from agents.trainer.groups.forming import Attempt, GroupPlacement
-from agents.trainer.groups.group import ShardGroup, form
-from agents.trainer.groups.standby import Standby
-from agents.trainer.groups.stores import StoreConnections
-from agents.trainer.handlers import HANDLERS
-from agents.trainer.lifecycle.effects import StartClock
-from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
-from agents.trainer.process.channel import AgentChannel
-from events.vocabulary import StoreAddress, TaskSpec
+from unicrond.agents.protocol.messages import GroupMembership, Launch
+from unicrond.agents.trainer.groups import forming
+from unicrond.agents.trainer.groups import group as group_module
+from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
+from unicrond.agents.trainer.groups.group import ShardGroup, form
+from unicrond.agents.trainer.groups.socket_peers import parse_addresses
+from unicrond.agents.trainer.groups.standby import Standby
+from unicrond.agents.trainer.groups.stores import StoreConnections
+from unicrond.agents.trainer.lifecycle.effects import StartClock
+from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.loop.handlers import HANDLERS
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.events.vocabulary import StoreAddress, TaskSpec
 
 CPU = torch.device("cpu")
 

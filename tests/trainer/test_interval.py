@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.states.interval import INTERVAL_MAX_S, iterations, optimal_s
+from unicrond.agents.trainer.states.interval import INTERVAL_MAX_S, iterations, optimal_s
 
 costs = st.floats(1e-4, 1e3)
 times = st.floats(1.0, 1e8)

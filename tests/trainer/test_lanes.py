@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agents.trainer.gradients.lanes import (
+from unicrond.agents.trainer.lifecycle.lanes import (
     Assignment,
     Lanes,
     Run,

@@ -14,13 +14,20 @@ from typing import Any
 
 import pytest
 
-from agents.protocol.messages import Committed, Completed, GroupMembership, Launch, Parked, Regrouped, StopRequest
-from agents.trainer import handlers, lifecycle
-from agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
-from agents.trainer.ledger import ReplicaAccount
-from agents.trainer.lifecycle import MemberState, run
-from agents.trainer.lifecycle import effects as e
-from agents.trainer.lifecycle.failures import (
+from unicrond.agents.protocol.messages import (
+    Committed,
+    Completed,
+    GroupMembership,
+    Launch,
+    Parked,
+    Regrouped,
+    StopRequest,
+)
+from unicrond.agents.trainer import lifecycle
+from unicrond.agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
+from unicrond.agents.trainer.lifecycle import MemberState, run
+from unicrond.agents.trainer.lifecycle import effects as e
+from unicrond.agents.trainer.lifecycle.failures import (
     GroupBroken,
     MembershipSuperseded,
     ProgramLeftLoop,
@@ -28,19 +35,21 @@ from agents.trainer.lifecycle.failures import (
     RendezvousTimedOut,
     StateLost,
 )
-from agents.trainer.lifecycle.results import NO_SAVE, Holdings, LoadedState
-from agents.trainer.lifecycle.table import FOLLOWS
-from agents.trainer.sharded.parts import StatePart
-from events.vocabulary import CheckpointSpec, Member, StoreAddress, TaskSpec
-from replay.simulation import driver
+from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
+from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
+from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, LoadedState
+from unicrond.agents.trainer.lifecycle.states import FOLLOWS
+from unicrond.agents.trainer.loop import handlers
+from unicrond.events.vocabulary import CheckpointSpec, Member, StoreAddress, TaskSpec
+from unicrond.replay.simulation.trainer import driver
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
 DIRECTORY = Path(lifecycle.__file__).parent
 #: What the lifecycle may import beside itself.
 ALLOWED = {
-    "__future__", "collections.abc", "dataclasses", "heapq", "re", "typing", "events", "events.vocabulary",
-    "agents.trainer", "agents.trainer.gradients.lanes", "agents.trainer.ledger", "agents.protocol.messages",
-    "agents.trainer.sharded.parts",
+    "__future__", "collections.abc", "dataclasses", "heapq", "re", "typing", "events", "unicrond.events.vocabulary",
+    "unicrond.agents.trainer", "unicrond.agents.trainer.lifecycle.lanes", "unicrond.agents.trainer.lifecycle.ledger", "unicrond.agents.protocol.messages",
+    "unicrond.agents.trainer.lifecycle.optimizer_shards",
 }  # fmt: skip
 
 
@@ -179,11 +188,13 @@ def test_it_imports_nothing_that_does_io() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                assert name in ALLOWED or name.startswith("agents.trainer.lifecycle"), f"{path.name} imports {name}"
+                assert name in ALLOWED or name.startswith("unicrond.agents.trainer.lifecycle"), (
+                    f"{path.name} imports {name}"
+                )
 
 
 def test_it_comes_without_torch() -> None:
-    program = "import sys, agents.trainer.lifecycle; print({'torch', 'socket', 'asyncio'} & set(sys.modules))"
+    program = "import sys, unicrond.agents.trainer.lifecycle; print({'torch', 'socket', 'asyncio'} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.strip() == "set()"
 

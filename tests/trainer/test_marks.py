@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol import marks
-from agents.protocol.marks import Marker, path_of, read
+from unicrond.agents.protocol import marks
+from unicrond.agents.protocol.marks import Marker, path_of, read
 
 
 def test_a_mark_says_where_the_worker_is(tmp_path: Path) -> None:

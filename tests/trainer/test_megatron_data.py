@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from agents.trainer.gradients.lanes import Lanes
-from agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
-from agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
-from agents.trainer.megatron.runs import _fitting, _Weighing
-from agents.trainer.megatron.writers import LeadWriter
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
+from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
+from unicrond.agents.trainer.megatron.runs import _fitting, _Weighing
+from unicrond.agents.trainer.megatron.writers import LeadWriter
 
 SAMPLES = 20
 

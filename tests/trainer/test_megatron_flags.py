@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from agents.trainer.megatron.flags import apply_task_layout
-from events.vocabulary import TaskSpec
+from unicrond.agents.trainer.megatron.flags import apply_task_layout
+from unicrond.events.vocabulary import TaskSpec
 
 
 def parsed(**flags: object) -> SimpleNamespace:

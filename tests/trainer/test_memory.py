@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.memory import Memory, StateHead, TooLarge, digest_of
-from events.shape import Shape
+from unicrond.agents.protocol.memory import Memory, StateHead, TooLarge, digest_of
+from unicrond.events.vocabulary.shape import Shape
 
 MAX_BYTES = 1 << 20
 

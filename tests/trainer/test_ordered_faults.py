@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from agents.protocol.injection import PHASES, POINTS, FaultInjector
-from events.vocabulary import Fault, FaultPhase
+from unicrond.agents.protocol.injection import PHASES, POINTS, FaultInjector
+from unicrond.events.vocabulary import Fault, FaultPhase
 
 
 def ordered(**fault: object) -> tuple[FaultInjector, deque[Fault]]:

@@ -14,20 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agents.protocol.messages import Launch
-from agents.trainer.gradients import reduction as reduction_module
-from agents.trainer.gradients.accumulation import Accumulation
-from agents.trainer.gradients.lanes import AHEAD, Assignment, Lanes, Run, initial_assignment
-from agents.trainer.gradients.passing import Passing
-from agents.trainer.gradients.reduction import Reduction
-from agents.trainer.groups import group as group_module
-from agents.trainer.groups.forming import FormedGroup, GroupPlacement, _connect_gloo
-from agents.trainer.groups.group import Operation, PendingRows, ShardGroup, form
-from agents.trainer.ledger import LaneLedger
-from agents.trainer.lifecycle.failures import GroupBroken
-from agents.trainer.process.channel import AgentChannel
-from events.vocabulary import StoreAddress, TaskSpec
 from tests.trainer.test_lanes import reference
+from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.trainer.gradients import reduction as reduction_module
+from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.passing import Passing
+from unicrond.agents.trainer.gradients.reduction import Reduction
+from unicrond.agents.trainer.groups import group as group_module
+from unicrond.agents.trainer.groups.forming import FormedGroup, GroupPlacement, _connect_gloo
+from unicrond.agents.trainer.groups.group import Operation, PendingRows, ShardGroup, form
+from unicrond.agents.trainer.lifecycle.failures import GroupBroken
+from unicrond.agents.trainer.lifecycle.lanes import AHEAD, Assignment, Lanes, Run, initial_assignment
+from unicrond.agents.trainer.lifecycle.ledger import LaneLedger
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.events.vocabulary import StoreAddress, TaskSpec
 
 MICRO_BATCHES = 12
 Meet: TypeAlias = Callable[..., list[ShardGroup]]

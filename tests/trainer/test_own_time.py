@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.detection.own_time import ComputeTime
+from unicrond.agents.trainer.detection.own_time import ComputeTime
 
 #: Work long enough that the looks at the clock do not show.
 WORK_S = 0.05

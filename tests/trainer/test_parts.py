@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.sharded.parts import ALIGN, NoHolder, Span, StatePart, assign_holders, covers, gather_moves, moves
+from unicrond.agents.trainer.lifecycle.optimizer_shards import (
+    ALIGN,
+    NoHolder,
+    Span,
+    StatePart,
+    assign_holders,
+    covers,
+    gather_moves,
+    moves,
+)
 
 counts = st.integers(1, 9)
 extents = st.lists(st.integers(0, 40).map(lambda units: units * ALIGN), min_size=1, max_size=3)

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agents.protocol.framing import frame
-from agents.protocol.messages import Busy, ErrorReport, InjectIntoWorker, Launch, Ready
-from agents.protocol.peers import agent_schema, message_for, plain, write_schema
-from agents.trainer.process.channel import AgentChannel
-from events.fields import Since
-from events.schemas import FIRST, SCHEMA
-from events.vocabulary import Fault, StoreAddress, TaskSpec
 from tests.younger import NEXT, younger
+from unicrond.agents.protocol.framing import frame
+from unicrond.agents.protocol.messages import Busy, ErrorReport, InjectIntoWorker, Launch, Ready
+from unicrond.agents.protocol.peers import agent_schema, message_for, plain, write_schema
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.events.vocabulary import Fault, StoreAddress, TaskSpec
+from unicrond.events.vocabulary.field_defaults import Since
+from unicrond.events.wire.schemas import FIRST, SCHEMA
 
 TROUBLE = ErrorReport(
     kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost=("t.2",)

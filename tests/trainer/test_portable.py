@@ -9,13 +9,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 
-from agents.trainer.states import checkpoint, portable
-from agents.trainer.states.checkpoint import WriteJob
-from agents.trainer.states.resharding import WHOLE as MARK
-from agents.trainer.states.resharding import reshard
-from agents.trainer.states.state import BadState
-from events.shape import Shape
 from tests.trainer.test_resharding import WHOLE, forms, grouped, same, shards, state
+from unicrond.agents.trainer.states import checkpoint, portable
+from unicrond.agents.trainer.states.checkpoint import WriteJob
+from unicrond.agents.trainer.states.resharding import WHOLE as MARK
+from unicrond.agents.trainer.states.resharding import reshard
+from unicrond.agents.trainer.states.state import BadState
+from unicrond.events.vocabulary.shape import Shape
 
 
 @given(forms, forms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agents.trainer.progress import LOG_EVERY_S, ProgressLog
+from unicrond.agents.trainer.loop.progress_lines import LOG_EVERY_S, ProgressLog
 
 
 def test_the_first_iteration_is_told_and_then_one_in_ten_seconds_with_the_mean_time() -> None:

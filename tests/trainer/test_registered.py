@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agents.trainer.states.state import BadState, TrainingState, flatten, unflatten
+from unicrond.agents.trainer.states.state import BadState, TrainingState, flatten, unflatten
 
 
 class Average:

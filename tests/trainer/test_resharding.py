@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.states.layout import layout_of
-from agents.trainer.states.resharding import NoLayout, Piece, StateLayout, reshard
-from agents.trainer.states.state import BadState
+from unicrond.agents.trainer.states.layout import layout_of
+from unicrond.agents.trainer.states.resharding import NoLayout, Piece, StateLayout, reshard
+from unicrond.agents.trainer.states.state import BadState
 
 LAYERS, WIDTH, DEPTH = 4, 12, 3
 WHOLE = {

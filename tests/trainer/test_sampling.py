@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.protocol.sampling import Sampling, sample_hash, samples_digest, work_seed
+from unicrond.agents.protocol.sampling import Sampling, sample_hash, samples_digest, work_seed
 
 
 @given(st.integers(0, 2**31), st.integers(1, 120), st.integers(1, 4), st.integers(1, 4))

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 
-from agents.trainer import cpu_shim
-from agents.trainer.sharded.optimizer import ShardedOptimizer
-from agents.trainer.sharded.parts import StatePart
-from agents.trainer.states.state import BadState
+from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
+from unicrond.agents.trainer.process import cpu_shim
+from unicrond.agents.trainer.sharded.optimizer import ShardedOptimizer
+from unicrond.agents.trainer.states.state import BadState
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.protocol import injection
-from agents.protocol.framing import BadFrame, Unframer, frame
-from agents.protocol.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
-from agents.protocol.sampling import Sampling
-from agents.trainer import corpus
-from agents.trainer.ledger import IterationLedger, ReplicaAccount, Total
+from unicrond.agents.protocol import injection
+from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
+from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
+from unicrond.agents.protocol.sampling import Sampling
+from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
+from unicrond.agents.trainer.loop import corpus
 
 
 def test_ordered_faults_are_parsed() -> None:
@@ -103,7 +103,7 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
 
 def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
     look = (
-        "import agents.trainer.preload, os, torch, torch.distributed as dist;"
+        "import unicrond.agents.trainer.entry.preload, os, torch, torch.distributed as dist;"
         "print(len(os.listdir('/proc/self/task')), dist.is_initialized(), torch.cuda.is_initialized())"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}

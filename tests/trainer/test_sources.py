@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.protocol.memory import Memory
-from agents.trainer.lifecycle.candidates import OFFERS_MAX, Candidate, Kind, newest, ordered, row_of, split
-from agents.trainer.states import sources
-from agents.trainer.states.sources import Sources
-from events.shape import Shape
-from events.vocabulary import TaskSpec
 from tests.integration.memory_nodes import OtherNode
+from unicrond.agents.protocol.memory import Memory
+from unicrond.agents.trainer.lifecycle.candidates import OFFERS_MAX, Candidate, Kind, newest, ordered, row_of, split
+from unicrond.agents.trainer.states import sources
+from unicrond.agents.trainer.states.sources import Sources
+from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 
 told = st.fixed_dictionaries(
     {kind: st.lists(st.integers(1, 50), max_size=count, unique=True) for kind, count in OFFERS_MAX.items()}

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.detection.checksum import checksum, minority_ranks
-from agents.trainer.detection.spikes import ENOUGH, QUIET, Spike, Spikes
+from unicrond.agents.trainer.detection.checksum import checksum, minority_ranks
+from unicrond.agents.trainer.detection.spikes import ENOUGH, QUIET, Spike, Spikes
 
 
 def seasoned(ranks: int = 3, usual: float = 2.0, noise: float = 0.05) -> Spikes:

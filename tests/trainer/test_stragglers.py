@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.trainer.detection.stragglers import LONGEST, SAMPLE_US, WARM_UP, StragglerFinding, Stragglers
+from unicrond.agents.trainer.detection.stragglers import LONGEST, SAMPLE_US, WARM_UP, StragglerFinding, Stragglers
 
 ITERATION_US = 250_000
 MICRO_BATCH_US = 30_000

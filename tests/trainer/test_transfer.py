@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.states import transfer
-from agents.trainer.states.transfer import CHUNK_BYTES
+from unicrond.agents.trainer.states import transfer
+from unicrond.agents.trainer.states.transfer import CHUNK_BYTES
 
 sizes_of_tensors = st.lists(st.integers(0, 2 * CHUNK_BYTES) | st.integers(0, 1000), max_size=40)
 

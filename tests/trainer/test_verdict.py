@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.gradients.lanes import Lanes
-from agents.trainer.lifecycle.dealing import assign
-from agents.trainer.lifecycle.verdict import GroupVerdict, Position, PositionsContradict, judge, span_row, spans_of
+from unicrond.agents.trainer.lifecycle.assignment import assign
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.verdict import (
+    GroupVerdict,
+    Position,
+    PositionsContradict,
+    judge,
+    span_row,
+    spans_of,
+)
 
 positions = st.builds(
     Position,

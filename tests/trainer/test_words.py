@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
-from agents.trainer.groups.words import StoreExchange
+from unicrond.agents.trainer.groups.store_messages import StoreExchange
 
 SIZE = 50
 

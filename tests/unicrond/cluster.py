@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.schemas import SCHEMA, schema_of, told_version
-from events.seats import joiners_of, members_of, starts
-from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.deciding import memberships
 from unicrond.core.fold import fold
-from unicrond.core.invariants import check
 from unicrond.core.planning.solver import solve
-from unicrond.core.policy import Policy, Settings
-from unicrond.core.state import ClusterState, NodeStatus, TaskStatus
-from unicrond.core.survey import Survey
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.invariants import check
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy, Settings
+from unicrond.core.state.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import joiners_of, members_of, starts
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.schemas import SCHEMA, schema_of, told_version
 
 SECOND_US = 1_000_000
 

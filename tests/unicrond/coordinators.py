@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from events.memory_log import MemoryBeatLog, MemoryLog
-from events.vocabulary import ErrorKind, SeverityLevel
-from unicrond.core.policy import Policy
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.snapshots import Snapshots
+from unicrond.core.state.policy import Policy
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.vocabulary import ErrorKind, SeverityLevel
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.snapshots import Snapshots
 
 
 @asynccontextmanager

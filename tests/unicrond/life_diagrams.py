@@ -1,4 +1,5 @@
-"""docs/design/lives.md, drawn from the tables of unicrond/core/worker_life.py and unicrond/core/incident_life.py.
+"""docs/design/lives.md, drawn from the tables of unicrond/core/state/worker_lifecycle.py and
+unicrond/core/state/incident_lifecycle.py.
 
 python -m tests.unicrond.life_diagrams        writes it anew
 """
@@ -8,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from unicrond.core import incident_life, worker_life
-from unicrond.core.state import WorkerStatus
+from unicrond.core.state import incident_lifecycle as incident_life
+from unicrond.core.state import worker_lifecycle as worker_life
+from unicrond.core.state.state import WorkerStatus
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "lives.md"
 
@@ -51,7 +53,7 @@ def document() -> str:
             "# Lives",
             "",
             "The states of workers and incidents as the coordinator folds them from the log. Drawn from the tables in",
-            "`unicrond/core/worker_life.py` and `unicrond/core/incident_life.py` by",
+            "`unicrond/core/state/worker_lifecycle.py` and `unicrond/core/state/incident_lifecycle.py` by",
             "`python -m tests.unicrond.life_diagrams`; a test keeps this page true.",
             "",
             "## A worker",

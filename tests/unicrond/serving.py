@@ -10,19 +10,19 @@ from typing import Any
 
 from aiohttp import web
 
-from events.collectives import Collective
-from events.envelope import Entry, Recorded
-from events.logs_request import LogsReply, WorkerMark
-from events.memory_log import MemoryBeatLog, MemoryLog
-from events.schemas import SCHEMA
-from events.vocabulary import AnyEvent, CoordinatorStarted
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.queries.collectives import Collective
+from unicrond.events.queries.worker_queries import LogsReply, WorkerMark
+from unicrond.events.vocabulary import AnyEvent, CoordinatorStarted
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.schemas import SCHEMA
 from unicrond.intake.config import Config
-from unicrond.service.access import Access
-from unicrond.service.api import Api
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.log_reading import LogsUnavailable
+from unicrond.service.api.access import Access
+from unicrond.service.api.api import Api
+from unicrond.service.api.worker_output import LogsUnavailable
+from unicrond.service.coordinator.coordinator import Coordinator
 
 
 class Files:

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from events.nats_connection import connect
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
 from tests.unicrond.test_log_keeper import Bus, fill_up, stored_ids
-from unicrond.service.log_keeper import LogKeeper
+from unicrond.events.nats.connection import connect
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.service.coordinator.event_log_health import LogKeeper
 
 VOLUME_MB = 40
 

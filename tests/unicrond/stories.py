@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from events.envelope import Entry
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
+from unicrond.events.wire.envelope import Entry
 
 
 def trained(seed: int, nodes: int = 4, slots: int = 1) -> MiniCluster:

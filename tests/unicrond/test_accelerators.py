@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import members, two_tasks
 from tests.unicrond.test_escalation import said
-from unicrond.core.state import Severity
+from unicrond.core.state.state import Severity
+from unicrond.events import vocabulary as v
 
 SEEDS = range(10)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from events import vocabulary as v
 from tests.unicrond.serving import Served, serving
-from unicrond.cli import main
-from unicrond.ctl.asking import token_in
+from unicrond.commands.cli import main
+from unicrond.ctl.client_options import token_in
+from unicrond.events import vocabulary as v
 from unicrond.intake.config import ApiConfig, Config, ConfigError, check
 from unicrond.intake.tokens import BadTokens, Scope, line_of, make_token, read_tokens
-from unicrond.service.access import FAILURES_MAX, SAY_EVERY_S, WINDOW_S, Access, AccessDenied, scope_of
+from unicrond.service.api.access import FAILURES_MAX, SAY_EVERY_S, WINDOW_S, Access, AccessDenied, scope_of
 
 READS, SUBMITS, OPERATES, SCRAPES = (make_token() for _ in range(4))
 

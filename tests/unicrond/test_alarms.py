@@ -13,14 +13,14 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Entry, Quarantined
-from events.schemas import SCHEMA
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.fold import fold
-from unicrond.core.state_bytes import digest
-from unicrond.service.alarms import STANDS_US, Alarms, unsaved_lines, written_by
+from unicrond.core.state.state_bytes import digest
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.schemas import SCHEMA
+from unicrond.service.coordinator.alarms import STANDS_US, Alarms, unsaved_lines, written_by
 
 NOW_US = 1_700_000_000_000_000
 

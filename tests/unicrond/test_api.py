@@ -13,12 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Recorded
-from events.keys import make_key
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
-from unicrond.core.state_bytes import digest, from_json
+from unicrond.core.state.state_bytes import digest, from_json
+from unicrond.events import vocabulary as v
+from unicrond.events.trust.keys import make_key
+from unicrond.events.wire.envelope import Recorded
 from unicrond.intake.config import Config, NatsConfig
 
 

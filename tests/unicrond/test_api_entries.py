@@ -8,11 +8,11 @@ import math
 import msgspec
 import pytest
 
-from events.envelope import Envelope, Quarantined, Recorded
-from events.vocabulary import StepCommitted, TaskSpec, TaskSubmitted
 from tests.replay.logs import eventful
 from unicrond.display.event_lines import BadEventStream, EventLine, entry_json, entry_of
-from unicrond.service.discretion import Discretion
+from unicrond.events.vocabulary import StepCommitted, TaskSpec, TaskSubmitted
+from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.service.api.redaction import Discretion
 
 
 def through(entry: object) -> EventLine:

@@ -10,24 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from events.archive import archive, trim
-from events.archived_log import ArchivedLog
-from events.log import LogDamaged
-from events.nats_connection import Connection, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import NANOS, api, create_streams, event_stream_config
-from events.subjects import EVENT_STREAM
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import fill, troubled
-from unicrond.core.policy import Policy
-from unicrond.core.state_bytes import digest
-from unicrond.service.coordinator import Coordinator
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state_bytes import digest
+from unicrond.events.archive.archive import archive, trim
+from unicrond.events.archive.archived_log import ArchivedLog
+from unicrond.events.log.event_log import LogDamaged
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import NANOS, api, create_streams, event_stream_config
+from unicrond.service.coordinator.coordinator import Coordinator
 
 
 def unicrond(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "unicrond.cli", *map(str, arguments)],
+        [sys.executable, "-m", "unicrond.commands.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 import pytest
 
-from events.envelope import Entry, Recorded
-from events.point import AtSeq, AtTime, BeforeEnd
-from events.selection import Selection
-from events.vocabulary import NodeLost, TaskCancelled, TaskSubmitted
-from replay.reading.export import Export
 from tests.replay.logs import troubled
 from tests.unicrond.serving import Served, healed_cluster, serving
+from unicrond.core.faults.severity import kind_of
 from unicrond.core.replayer import replay
-from unicrond.core.severity import kind_of
-from unicrond.core.state_bytes import to_json
-from unicrond.ctl import past
+from unicrond.core.state.state_bytes import to_json
+from unicrond.ctl import past_state as past
 from unicrond.ctl.client import Client
 from unicrond.ctl.main import main
-from unicrond.display.derived import derived
+from unicrond.display.derived_figures import derived
+from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd
+from unicrond.events.vocabulary import NodeLost, TaskCancelled, TaskSubmitted
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.selection import Selection
+from unicrond.replay.reading.export import Export
 
 TOKEN = "hf_" + "a1B2" * 8
 
@@ -240,7 +240,7 @@ async def test_the_part_of_the_log_that_is_wanted(ctl: Ctl, served: Served, monk
 async def test_story_and_verify_are_those_of_the_exported_log(
     ctl: Ctl, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from replay.cli import main as replayed
+    from unicrond.replay.cli import main as replayed
 
     with Export(tmp_path / "log") as export:
         export.write(await entries_in(served))
@@ -261,7 +261,7 @@ async def test_story_and_verify_are_those_of_the_exported_log(
 
 
 def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from replay.cli import main as replayed
+    from unicrond.replay.cli import main as replayed
 
     log = troubled(3, faults=4).log
     with Export(tmp_path / "log") as export:
@@ -276,7 +276,7 @@ def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture
 async def test_a_report_opens_in_replay_and_holds_no_secret(
     ctl: Ctl, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from replay.cli import main as replayed
+    from unicrond.replay.cli import main as replayed
 
     task = tmp_path / "secret.yaml"
     task.write_text(f"name: secret\niterations: 10\nenv:\n  HF_TOKEN: {TOKEN}\n")
@@ -289,7 +289,14 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     assert out.stat().st_mode & 0o777 == 0o600
     with zipfile.ZipFile(out) as bundle:
         members = {name: bundle.read(name) for name in bundle.namelist()}
-    assert {"events.log", "state.json", "health.json", "metrics.txt", "versions.json", "README.txt"} <= set(members)
+    assert {
+        "unicrond.events.log.event_log",
+        "state.json",
+        "health.json",
+        "metrics.txt",
+        "versions.json",
+        "README.txt",
+    } <= set(members)
     assert not [name for name, content in members.items() if TOKEN.encode() in content]
     capsys.readouterr()
     assert await asyncio.to_thread(replayed, ["state", "--file", str(out), "--json"]) == 0

@@ -10,13 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.losses import tell
-from unicrond.core.blame import PLAIN, BlameVerdict, judge, links, reports, verdict, weights
-from unicrond.core.folding.strikes import readmit
-from unicrond.core.state import Incident, Severity
-from unicrond.core.task_parts import Troubles
+from unicrond.core.faults.blame import PLAIN, BlameVerdict, judge, links, reports, verdict, weights
+from unicrond.core.folding.failure_counts import readmit
+from unicrond.core.state.state import Incident, Severity
+from unicrond.core.state.task_parts import Troubles
+from unicrond.events import vocabulary as v
 
 draws = st.integers(0, 2**32).map(random.Random)
 

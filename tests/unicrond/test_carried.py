@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from events.envelope import Recorded
-from events.vocabulary import WorkerRegrouped
 from tests.replay.logs import eventful
-from unicrond.core import ordered_map
-from unicrond.core.by_node import ByNode
 from unicrond.core.fold import fold
-from unicrond.core.invariants import InvariantError, check
-from unicrond.core.policy import Policy
-from unicrond.core.reconcile import all_in, staffing
-from unicrond.core.state import ClusterState, NodeStatus, Tally, Task, WorkerStatus
-from unicrond.core.survey import Survey, of_nodes
+from unicrond.core.rules.invariants import InvariantError, check
+from unicrond.core.rules.survey import Survey, of_nodes
+from unicrond.core.state import ordered_map
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState, NodeStatus, Tally, Task, WorkerStatus
+from unicrond.core.state.workers_by_node import ByNode
+from unicrond.core.tasks.reconcile import all_in, staffing
+from unicrond.events.vocabulary import WorkerRegrouped
+from unicrond.events.wire.envelope import Recorded
 
 COUNTS = Tally._COUNTS
 

@@ -1,11 +1,11 @@
-"""Full collections look at what is new (unicrond/service/collector.py)."""
+"""Full collections look at what is new (unicrond/service/coordinator/garbage_collection.py)."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 
-from unicrond.service.collector import short_pauses
+from unicrond.service.coordinator.garbage_collection import short_pauses
 
 
 class Thing:

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from agents import cli
-from agents.trainer.process.context import WorkerSettings
-from events.logins import HEADS_BUCKET
-from events.subjects import BEAT_STREAM, EVENT_STREAM
+from unicrond.agents.shell import cli
+from unicrond.agents.trainer.process.context import WorkerSettings
+from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM
+from unicrond.events.trust.logins import HEADS_BUCKET
 from unicrond.intake.config import Config
 from unicrond.intake.strict_yaml import parse
-from unicrond.service.nats_snapshots import BUCKET
+from unicrond.service.coordinator.nats_snapshots import BUCKET
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "operate" / "configuration.md").read_text()

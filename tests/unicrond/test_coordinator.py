@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.log import MAX_BATCH, Fenced
-from events.memory_log import MemoryBeatLog, MemoryLog
-from replay.views.verify import Verifier, bases
 from tests.unicrond.coordinators import running
 from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest
-from unicrond.core.survey import Survey
-from unicrond.service import coordinator
-from unicrond.service.coordinator import Coordinator
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest
+from unicrond.events import vocabulary as v
+from unicrond.events.log.event_log import MAX_BATCH, Fenced
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.replay.views.verify import Verifier, bases
+from unicrond.service.coordinator import coordinator
+from unicrond.service.coordinator.coordinator import Coordinator
 
 
 def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelope:
@@ -172,7 +172,7 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
 
 
 async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unicrond.core.liveness.RECONNECT_US", 0)  # or both would be late from the same moment on
+    monkeypatch.setattr("unicrond.core.nodes.liveness.RECONNECT_US", 0)  # or both would be late from the same moment on
     log, beats = MemoryLog(), MemoryBeatLog()
     names = [f"n{number}" for number in range(1, 6)]
     silent: set[str] = set()

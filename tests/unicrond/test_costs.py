@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from events.segments import read_entries
 from tests.replay.golden import LOGS
 from tests.unicrond.cluster import SECOND_US
 from tests.unicrond.stories import random_life, states_of, trained
-from unicrond.core.costs import costs_at, plus, settle
-from unicrond.core.ledger import ZERO, Ledger
-from unicrond.core.state import ClusterState, Incident, Task, TaskStatus
-from unicrond.core.waf import linear_flops, waf
+from unicrond.core.state.state import ClusterState, Incident, Task, TaskStatus
+from unicrond.core.state.work_ledger import ZERO, Ledger
+from unicrond.core.worth.costs import costs_at, plus, settle
+from unicrond.core.worth.waf import linear_flops, waf
+from unicrond.events.log.segments import read_entries
 
 
 def standing(task: Task) -> bool:

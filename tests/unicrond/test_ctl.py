@@ -17,9 +17,8 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from events.codec import encode
-from events.envelope import Envelope
-from events.vocabulary import (
+from tests.unicrond.serving import Served, healed_cluster, serving
+from unicrond.events.vocabulary import (
     LeaveCluster,
     MaintenanceCancelled,
     MaintenancePlanned,
@@ -31,7 +30,8 @@ from events.vocabulary import (
     TaskReshaped,
     TaskSubmitted,
 )
-from tests.unicrond.serving import Served, healed_cluster, serving
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Envelope
 
 ROOT = Path(__file__).parents[2]
 
@@ -384,7 +384,7 @@ def test_nothing_heavy_is_imported() -> None:
     assert not imported_by("import unicrond.ctl.main, unicrond.ctl.parser, unicrond.ctl.commands") & heavy
     body = encode(healed_cluster().log[1].envelope)
     quick = imported_by("from unicrond.ctl.main import main; main(['events', 'decode'])", body)
-    assert not quick & (heavy | {"argparse", "http", "yaml", "unicrond.core.state"})
+    assert not quick & (heavy | {"argparse", "http", "yaml", "unicrond.core.state.state"})
 
 
 async def test_events_decode_is_for_the_nats_cli() -> None:

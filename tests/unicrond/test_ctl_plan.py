@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from events.vocabulary import Evidence, NodeLost, PlanAdopted
 from tests.unicrond.serving import Served, serving
 from tests.unicrond.test_ctl import ctl, one_line
-from unicrond.core.policy import Policy
-from unicrond.core.what_if import foreseen
+from unicrond.core.state.policy import Policy
+from unicrond.events.vocabulary import Evidence, NodeLost, PlanAdopted
 from unicrond.intake.config import Config
+from unicrond.views.plan_preview import foreseen
 
 #: Another than one that nobody has set: to move a task costs more than it brings.
 RELUCTANT = Policy(churn_s=1e6)

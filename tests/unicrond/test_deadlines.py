@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.deadlines import deadlines
-from unicrond.core.policy import Policy
-from unicrond.core.survey import Survey
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
 
 
 @pytest.mark.parametrize(("of_the_task", "length_s"), [(None, 120), (600.0, 600), (5, 5)])

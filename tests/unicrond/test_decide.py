@@ -6,12 +6,12 @@ from functools import reduce
 
 import pytest
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.stories import random_life
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState, Severity, TaskStatus
-from unicrond.core.state_bytes import digest
+from unicrond.core.state.state import ClusterState, Severity, TaskStatus
+from unicrond.core.state.state_bytes import digest
+from unicrond.events import vocabulary as v
 
 
 def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:

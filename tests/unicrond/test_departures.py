@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from events import vocabulary as v
 from tests.replay.test_verify import verify
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members
 from tests.unicrond.test_decide import two_tasks
 from tests.unicrond.test_node_control import node_of, on_node
-from unicrond.core.departures import departure_text
-from unicrond.core.isolation import IsolationPhase, phase
-from unicrond.core.requests import request_problem
-from unicrond.core.state import NodeStatus
+from unicrond.core.nodes.drains import departure_text
+from unicrond.core.nodes.isolation import IsolationPhase, phase
+from unicrond.core.rules.requests import request_problem
+from unicrond.core.state.state import NodeStatus
+from unicrond.events import vocabulary as v
 
 SEEDS = range(8)
 _HOUR_S = 3600.0

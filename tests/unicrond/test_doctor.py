@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from events.vocabulary import MemoryService
 from tests.unicrond.serving import healed_cluster
-from unicrond.core.state import ClusterState, NodeLogin, NodeStatus
+from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
 from unicrond.display.doctor import findings
 from unicrond.display.event_lines import EventLine
+from unicrond.events.vocabulary import MemoryService
 
 HEALTH = {"status": "live", "trouble": "", "alarms": []}
 

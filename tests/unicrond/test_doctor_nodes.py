@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from events.finding import Finding
-from events.logs_request import LogsReply
-from events.node_checks import (
+from tests.unicrond.serving import healed_cluster
+from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.display.doctor_nodes import of_nodes
+from unicrond.events.queries.finding import Finding
+from unicrond.events.queries.node_checks import (
     FactsCheck,
     LinksCheck,
     LinksReport,
@@ -28,14 +30,12 @@ from events.node_checks import (
     decode_check,
     encode,
 )
-from events.vocabulary import CheckpointSpec
-from tests.unicrond.serving import healed_cluster
-from unicrond.core.state import ClusterState, NodeStatus
-from unicrond.display.doctor_nodes import of_nodes
+from unicrond.events.queries.worker_queries import LogsReply
+from unicrond.events.vocabulary import CheckpointSpec
 from unicrond.intake.tokens import Scope
-from unicrond.service.access import scope_of
-from unicrond.service.log_reading import LogReader, LogsUnavailable
-from unicrond.service.node_checks import ALL_PAIRS_MAX, ChecksBusy, ChecksRequest, NodeChecks, _turn, ring, to_try
+from unicrond.service.api.access import scope_of
+from unicrond.service.api.node_checks import ALL_PAIRS_MAX, ChecksBusy, ChecksRequest, NodeChecks, _turn, ring, to_try
+from unicrond.service.api.worker_output import LogReader, LogsUnavailable
 
 #: Whose storage is whose: nodes with the same letter share it.
 SHARED = {"n1": "a", "n2": "a", "n3": "a", "n4": "a"}

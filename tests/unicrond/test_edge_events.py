@@ -9,23 +9,23 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events.codec import encode
-from events.envelope import Entry, Envelope, Recorded
-from replay.simulation.edges import KINDS, Edges
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core import state_bytes
-from unicrond.core.costs import costs_at
-from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
-from unicrond.core.invariants import check
 from unicrond.core.own_decisions import batches, require_sound
 from unicrond.core.planning.solver import solve
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest, to_json
-from unicrond.core.survey import Survey
-from unicrond.service.metrics import exposition
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.invariants import check
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state import state_bytes
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest, to_json
+from unicrond.core.worth.costs import costs_at
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.replay.simulation.faults.boundary_events import KINDS, Edges
+from unicrond.service.api.metrics import exposition
 
 POLICY = Policy()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster, members, membership_of, trained
-from unicrond.core.state import TaskStatus
+from unicrond.core.state.state import TaskStatus
+from unicrond.events import vocabulary as v
 
 
 @pytest.fixture

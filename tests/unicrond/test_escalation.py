@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
 from tests.unicrond.cluster import MiniCluster, membership_of, trained
 from tests.unicrond.losses import tell
 from tests.unicrond.test_decide import members, two_tasks
 from unicrond.core.decide import decide
+from unicrond.core.faults.severity import SEVERITY, severity_of
 from unicrond.core.fold import fold
-from unicrond.core.policy import Policy
-from unicrond.core.severity import SEVERITY, severity_of
-from unicrond.core.state import ClusterState, Severity, TaskStatus, WorkerStatus
-from unicrond.core.survey import Survey
-from unicrond.core.task_parts import CALM_ITERATIONS
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.core.state.task_parts import CALM_ITERATIONS
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope, Recorded
 
 SEEDS = range(20)
 

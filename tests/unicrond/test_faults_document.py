@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
-from events.vocabulary import ErrorKind, FaultKind, FaultPhase
-from unicrond.core.policy import Policy
-from unicrond.core.severity import RESPONSE, SEVERITY
+from unicrond.core.faults.severity import RESPONSE, SEVERITY
+from unicrond.core.state.policy import Policy
+from unicrond.events.vocabulary import ErrorKind, FaultKind, FaultPhase
 from unicrond.intake.config import Config, ConfigError, load
 
 DOCS = Path(__file__).parents[2] / "docs"

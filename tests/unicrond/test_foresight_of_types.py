@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as v
 from tests.replay.test_verify import verify
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import serving
 from tests.unicrond.test_ctl import ctl
 from tests.unicrond.test_gpu_types import FAST, SLOW, cluster_of, faster, with_task
 from tests.unicrond.test_layouts import lose
-from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
-from unicrond.core.planning import ahead
+from unicrond.core.planning import multi_type_lookahead as ahead
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.situation import NodeArrival, NodeLoss, Situation, TaskEnd, WorkerLoss
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.planning.table import Planner
-from unicrond.core.survey import Survey
-from unicrond.core.what_if import foreseen, unforeseen
+from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.rules.survey import Survey
+from unicrond.events import vocabulary as v
 from unicrond.intake.config import Config
-from unicrond.service import foresight
-from unicrond.service.foresight import Foresight
+from unicrond.service.coordinator import plan_precompute as foresight
+from unicrond.service.coordinator.plan_precompute import Foresight
+from unicrond.views.plan_preview import foreseen, unforeseen
 
 
 def cluster() -> MiniCluster:

@@ -7,21 +7,21 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.memory_log import MemoryLog
-from events.schemas import SCHEMA, told_version
-from replay.views.verify import Verifier, bases
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.coordinators import running
 from unicrond.core.fold import fold
-from unicrond.core.forgetting import is_planned_for, refusal
-from unicrond.core.invariants import check
-from unicrond.core.plan_problems import present_replicas
-from unicrond.core.policy import Policy, Settings, settings_of
-from unicrond.core.state import ClusterState, NodeStatus
-from unicrond.core.state_bytes import digest, from_json, to_json
-from unicrond.core.survey import Survey
+from unicrond.core.nodes.node_removal import is_planned_for, refusal
+from unicrond.core.rules.invariants import check
+from unicrond.core.rules.plan_problems import present_replicas
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy, Settings, settings_of
+from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.core.state.state_bytes import digest, from_json, to_json
+from unicrond.events import vocabulary as v
+from unicrond.events.log.memory_log import MemoryLog
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.schemas import SCHEMA, told_version
+from unicrond.replay.views.verify import Verifier, bases
 
 NODE = "n0"
 DAY_US = 86_400_000_000

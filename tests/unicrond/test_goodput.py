@@ -12,26 +12,26 @@ from typing import Any
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Entry, Recorded
-from events.segments import read_entries
-from replay.cli import main as replay_main
 from tests.replay.golden import LOGS
 from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.stories import random_life, trained
-from unicrond.core.costs import costs_at, settle
 from unicrond.core.fold import fold
-from unicrond.core.goodput import GoodputTotals, account_event, kinds_of, settle_totals
-from unicrond.core.goodput_report import EMPTY_READING, reading, report
-from unicrond.core.lemons import COUNT_MAX, count_signals, scores
-from unicrond.core.state import ClusterState
-from unicrond.core.work import iteration_flop
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.work import iteration_flop
+from unicrond.core.worth.costs import costs_at, settle
 from unicrond.ctl.main import main as ctl_main
 from unicrond.display.goodput_tables import hints
-from unicrond.service.bookkeeper import READING_US, Bookkeeper
-from unicrond.service.snapshots import decode_snapshot, encode_snapshot, mark_of
+from unicrond.events import vocabulary as v
+from unicrond.events.log.segments import read_entries
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.replay.cli import main as replay_main
+from unicrond.service.coordinator.snapshots import decode_snapshot, encode_snapshot, mark_of
+from unicrond.views.goodput import GoodputTotals, account_event, kinds_of, settle_totals
+from unicrond.views.goodput_keeper import READING_US, Bookkeeper
+from unicrond.views.goodput_report import EMPTY_READING, reading, report
+from unicrond.views.lemons import COUNT_MAX, count_signals, scores
 
 GROUPS = ("detection", "transition", "sub-health")
 

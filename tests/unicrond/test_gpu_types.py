@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from replay.simulation.invariants import types_stay_apart
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_layouts import lose
-from unicrond.core.gpu_types import node_types, on_type, spec_on
-from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
-from unicrond.core.planning.ahead import fill
+from unicrond.core.nodes.gpu_types import node_types, on_type, spec_on
+from unicrond.core.planning.multi_type_lookahead import fill
 from unicrond.core.planning.situation import NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
-from unicrond.core.policy import Policy
-from unicrond.core.survey import Survey
-from unicrond.core.waf import throughput
-from unicrond.core.what_if import ClusterChanges, foreseen, what_if
+from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.worth.waf import throughput
 from unicrond.display.cluster_tables import nodes_table, plan_table
+from unicrond.events import vocabulary as v
+from unicrond.replay.simulation.checks.invariants import types_stay_apart
+from unicrond.views.plan_preview import ClusterChanges, foreseen, what_if
 
 SEEDS = range(8)
 SLOW, FAST = "a100-80g", "h100-80g"

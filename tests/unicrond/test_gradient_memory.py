@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.gradients.lanes import Lanes, initial_assignment, stores_needed
-from events.vocabulary import LANES, ModelSpec, TaskSpec
-from unicrond.core.gradient_memory import Gradients, gradients, most_sums, parameters
+from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment, stores_needed
+from unicrond.core.worth.gradient_memory import Gradients, gradients, most_sums, parameters
+from unicrond.events.vocabulary import LANES, ModelSpec, TaskSpec
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 20))

@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_lead_tells, trained
-from unicrond.core import hangs
-from unicrond.core.deadlines import deadlines
-from unicrond.core.hangs import judge, judge_all
-from unicrond.core.lateness import Lateness
-from unicrond.core.ordered_map import OrderedMap, put, without
-from unicrond.core.state import Membership, Severity, Task, TaskStatus, Worker, WorkerStatus
-from unicrond.core.survey import Survey
-from unicrond.core.task_parts import GroupHealth, TaskProgress
+from unicrond.core.faults import hangs
+from unicrond.core.faults.hangs import judge, judge_all
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.hang_tally import Lateness
+from unicrond.core.state.ordered_map import OrderedMap, put, without
+from unicrond.core.state.state import Membership, Severity, Task, TaskStatus, Worker, WorkerStatus
+from unicrond.core.state.task_parts import GroupHealth, TaskProgress
+from unicrond.events import vocabulary as v
 
 LIMIT_US = 1_000_000
 

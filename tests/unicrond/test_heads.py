@@ -8,17 +8,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, cast
 
-from events import vocabulary as v
-from events.envelope import Entry, Envelope, Recorded
-from events.lease import Holder, LeaseEntry, LeaseView, MemoryLease
-from events.log import EventLog, LogUnavailable
-from events.memory_log import MemoryBeatLog, MemoryLog
-from replay.simulation.virtual_time import HostClock, VirtualLoop
 from tests.unicrond.test_coordinator import entries_until, joined, observation
-from unicrond.core.policy import Policy
-from unicrond.service import heads, same_machine
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.heads import Head
+from unicrond.core.state.policy import Policy
+from unicrond.events import vocabulary as v
+from unicrond.events.log.event_log import EventLog, LogUnavailable
+from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView, MemoryLease
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
+from unicrond.service.coordinator import same_machine
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.head import head as heads
+from unicrond.service.head.head import Head
 
 
 def in_virtual_time(scenario: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

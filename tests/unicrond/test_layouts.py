@@ -5,27 +5,27 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.shape import Shape
-from events.vocabulary import LayoutSpec
 from tests.unicrond.cluster import MiniCluster, membership_of
 from unicrond.core.fold import fold
-from unicrond.core.ordering import OrderRefused
-from unicrond.core.plan_problems import problem_of, situation_of
 from unicrond.core.planning.situation import NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.table import Planner
-from unicrond.core.policy import Policy
-from unicrond.core.reshape_order import ReshapeOrder, reshape_request
-from unicrond.core.reshaping import layout_key, most_workers, reshaped
-from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.state_bytes import digest
-from unicrond.core.survey import Survey
-from unicrond.core.task_parts import Pace
-from unicrond.core.task_rules import spec_faults
-from unicrond.core.waf import flops_of, waf
-from unicrond.core.what_if import ClusterChanges, foreseen, what_if
+from unicrond.core.rules.fault_targets import OrderRefused
+from unicrond.core.rules.plan_problems import problem_of, situation_of
+from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state_bytes import digest
+from unicrond.core.state.task_parts import Pace
+from unicrond.core.tasks.reshaping import layout_key, most_workers, reshaped
+from unicrond.core.tasks.task_rules import spec_faults
+from unicrond.core.worth.waf import flops_of, waf
 from unicrond.display.cluster_tables import plan_table
-from unicrond.display.plan_words import why_layouts
+from unicrond.display.plan_explanation import why_layouts
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary import LayoutSpec
+from unicrond.events.vocabulary.shape import Shape
+from unicrond.views.plan_preview import ClusterChanges, foreseen, what_if
 
 SEEDS = range(12)
 #: tp 2 is much the faster; tp 1 goes anywhere.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_lead_tells, trained
-from unicrond.core.state import Membership, Severity, Task
-from unicrond.core.state_bytes import decode, digest, encode
+from unicrond.core.state.state import Membership, Severity, Task
+from unicrond.core.state.state_bytes import decode, digest, encode
+from unicrond.events import vocabulary as v
 
 
 def decided(made: MiniCluster) -> list[v.MembershipDecided]:

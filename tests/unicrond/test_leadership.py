@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from events.lease import Holder, LeaseEntry
-from unicrond.core.leadership import GAP_US, GRACE_US, SILENT_US, Candidacy
+from unicrond.core.nodes.leadership import GAP_US, GRACE_US, SILENT_US, Candidacy
+from unicrond.events.log.lease import Holder, LeaseEntry
 
 LOOK_US = 200_000
 OTHER = LeaseEntry(7, Holder(head="b", process="head2:2"))

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from events import vocabulary as v
-from unicrond.core.liveness import (
+from unicrond.core.nodes.liveness import (
     MOST_SILENT_FACTOR,
     OWN_NAME,
     PAUSES_MAX,
@@ -17,7 +16,8 @@ from unicrond.core.liveness import (
     Pauses,
     VerdictLimiter,
 )
-from unicrond.core.state import Node, NodeStatus
+from unicrond.core.state.state import Node, NodeStatus
+from unicrond.events import vocabulary as v
 
 BEAT_US = 1_000_000
 

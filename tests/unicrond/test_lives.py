@@ -6,16 +6,17 @@ from itertools import pairwise
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Recorded
-from replay.simulation import run
 from tests.replay.logs import eventful
 from tests.unicrond.life_diagrams import DOCUMENT, document
 from tests.unicrond.test_decide import random_life, two_tasks
-from unicrond.core import incident_life, worker_life
 from unicrond.core.fold import fold
-from unicrond.core.incident_life import TRIGGERS, IncidentPhase, IncidentTrigger, phase
-from unicrond.core.state import ClusterState, WorkerStatus
+from unicrond.core.state import incident_lifecycle as incident_life
+from unicrond.core.state import worker_lifecycle as worker_life
+from unicrond.core.state.incident_lifecycle import TRIGGERS, IncidentPhase, IncidentTrigger, phase
+from unicrond.core.state.state import ClusterState, WorkerStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Recorded
+from unicrond.replay.simulation import run
 
 
 def workers(state: ClusterState) -> dict[str, WorkerStatus]:

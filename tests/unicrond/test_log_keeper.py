@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.nats_connection import Connection, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
 from tests.unicrond.test_coordinator import joined, observation
-from unicrond.core.liveness import OutboxBacklog
-from unicrond.core.policy import Policy
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.log_keeper import SILENT_BUS, LogKeeper, kept_back_lines
+from unicrond.core.nodes.liveness import OutboxBacklog
+from unicrond.core.state.policy import Policy
+from unicrond.events import vocabulary as v
+from unicrond.events.nats.connection import Connection, connect
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import create_streams
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, kept_back_lines
 
 
 class SmallServer(EmbeddedServer):

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from events.archive import archive
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
 from tests.replay.logs import fill, troubled
+from unicrond.events.archive.archive import archive
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
 from unicrond.intake.config import Config, LogConfig, NatsConfig
-from unicrond.service.append_times import AppendTimes
-from unicrond.service.archive_command import ArchiveOutcome, ArchiveRequest
-from unicrond.service.log_figures import GIB, Figures, LogVolume, Stream, alarms
-from unicrond.service.log_life import LogLife, archive_apart
+from unicrond.service.event_log.append_times import AppendTimes
+from unicrond.service.event_log.archive_command import ArchiveOutcome, ArchiveRequest
+from unicrond.service.event_log.retention import LogLife, archive_apart
+from unicrond.service.event_log.statistics import GIB, Figures, LogVolume, Stream, alarms
 
 DAY_S = 86_400.0
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from events.logs_request import (
+from tests.unicrond.serving import healed_cluster
+from unicrond.core.state.state import ClusterState, TaskStatus
+from unicrond.events.queries.worker_queries import (
     Collective,
     LogsReply,
     WorkerMark,
@@ -14,11 +16,9 @@ from events.logs_request import (
     encode_flight,
     encode_marks,
 )
-from tests.unicrond.serving import healed_cluster
-from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.intake.tokens import Scope
-from unicrond.service.access import scope_of
-from unicrond.service.log_reading import LogReader, LogsUnavailable
+from unicrond.service.api.access import scope_of
+from unicrond.service.api.worker_output import LogReader, LogsUnavailable
 
 
 class Asking(LogReader):

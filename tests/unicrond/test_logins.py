@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.keys import BadKey, load_or_create_key, make_key, read_key, write_key
-from events.logins import BadLogin, Role, User
-from events.nats_commands import NatsCommandFeed, filters
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api
-from events.subjects import EVENT_STREAM, feed_subjects
 from tests.unicrond.cluster import MiniCluster
-from unicrond.cli import main
+from unicrond.commands.cli import main
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState, NodeLogin, TaskStatus
+from unicrond.core.state.state import ClusterState, NodeLogin, TaskStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.log.subjects import EVENT_STREAM, feed_subjects
+from unicrond.events.nats.commands import NatsCommandFeed, filters
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api
+from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, write_key
+from unicrond.events.trust.logins import BadLogin, Role, User
+from unicrond.events.wire.envelope import Envelope, Recorded
 from unicrond.intake.config import Config, ConfigError, NatsConfig, check, login_as
-from unicrond.service.consumers import Consumers, following
-from unicrond.service.node_logins import expired, migration_line, remember, remembered
+from unicrond.service.event_log.consumers import Consumers, following
+from unicrond.service.trust.node_logins import expired, migration_line, remember, remembered
 
 SPEC = v.TaskSpec(name="a")
 KEY, OTHER = (make_key("agent-n1").user.key for _ in range(2))

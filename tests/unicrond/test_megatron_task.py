@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from events.megatron_lm import BadFlags, CommandLine, read_training_flags
-from events.shape import Shape
-from events.vocabulary import TaskSpec
-from unicrond.core.gpu_types import spec_on
-from unicrond.core.task_rules import nearest, spec_faults
+from unicrond.core.nodes.gpu_types import spec_on
+from unicrond.core.tasks.task_rules import nearest, spec_faults
 from unicrond.ctl.main import main
+from unicrond.events.megatron.command_line import BadFlags, CommandLine, read_training_flags
+from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 from unicrond.intake.task_file import TaskFileError, load, loads
 
 FLAGS = (

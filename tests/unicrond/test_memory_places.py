@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core import memory_places
-from unicrond.core.state import TaskStatus
+from unicrond.core.state.state import TaskStatus
+from unicrond.core.tasks import memory_places
+from unicrond.events import vocabulary as v
 
 
 def service(node: str) -> v.MemoryService:

@@ -15,12 +15,12 @@ from prometheus_client.core import Metric
 
 from tests.unicrond.serving import healed_cluster
 from unicrond.core.fold import fold
-from unicrond.core.state import ClusterState
-from unicrond.service import log_figures
-from unicrond.service.append_times import AppendTimes
-from unicrond.service.bookkeeper import Bookkeeper
-from unicrond.service.log_figures import Figures, LogVolume
-from unicrond.service.metrics import exposition
+from unicrond.core.state.state import ClusterState
+from unicrond.service.api.metrics import exposition
+from unicrond.service.event_log import statistics as log_figures
+from unicrond.service.event_log.append_times import AppendTimes
+from unicrond.service.event_log.statistics import Figures, LogVolume
+from unicrond.views.goodput_keeper import Bookkeeper
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "unicron.rules.yaml"

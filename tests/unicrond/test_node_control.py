@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from events import vocabulary as v
-from events.seats import joiners_of
 from tests.unicrond.cluster import SECOND_US, MiniCluster, membership_of
 from tests.unicrond.test_decide import members, two_tasks
-from unicrond.core.policy import Policy
-from unicrond.core.survey import Survey
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import joiners_of
 
 SEEDS = range(20)
 

@@ -21,10 +21,10 @@ from collections.abc import Callable
 
 import pytest
 
-from events import vocabulary as v
 from tests.unicrond.test_liveness import node
-from unicrond.core.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, RECONNECT_US, Liveness
-from unicrond.core.state import Node, NodeStatus
+from unicrond.core.nodes.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, RECONNECT_US, Liveness
+from unicrond.core.state.state import Node, NodeStatus
+from unicrond.events import vocabulary as v
 
 BEAT_US = 1_000_000
 HOUR_US = 3_600_000_000

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from events import vocabulary as v
-from events.envelope import Entry, Recorded
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.stories import trained
 from unicrond.core.fold import fold
-from unicrond.core.notices import Notice, event_notices, standing, taken_over
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.intake.notify import Destination, Notify
-from unicrond.service.couriers import Notification, Undelivered, deliver
-from unicrond.service.notifier import Notifier
+from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
+from unicrond.service.export.notifier import Notifier
+from unicrond.views.notifications import Notice, event_notices, standing, taken_over
 
 SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story i7",))
 

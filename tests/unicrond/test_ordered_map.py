@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicrond.core import ordered_map
-from unicrond.core.ordered_map import OrderedMap, changed, in_order, newest, ordered, put, put_all, same_names, without
+from unicrond.core.state import ordered_map
+from unicrond.core.state.ordered_map import (
+    OrderedMap,
+    changed,
+    in_order,
+    newest,
+    ordered,
+    put,
+    put_all,
+    same_names,
+    without,
+)
 
 NAMES = st.integers(0, 400).map("t.{}".format)
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "without", "many"]), st.lists(NAMES, min_size=1, max_size=90)))

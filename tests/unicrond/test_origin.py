@@ -22,7 +22,12 @@ def test_our_own_packages_are_ours() -> None:
 def run(program: str, home: Path) -> subprocess.CompletedProcess[str]:
     """The command's first steps, with `home` before everything else on the path."""
     return subprocess.run(
-        [sys.executable, "-c", f"from unicrond.programs import {program}; raise SystemExit({program}())", "--version"],
+        [
+            sys.executable,
+            "-c",
+            f"from unicrond.commands.entry_points import {program}; raise SystemExit({program}())",
+            "--version",
+        ],
         cwd=home,
         capture_output=True,
         text=True,

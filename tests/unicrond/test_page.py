@@ -10,17 +10,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from events import vocabulary as v
-from replay.cli import main as replay_main
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
 from tests.unicrond.test_gpu_types import cluster_of as types_of
-from unicrond.core.work import iteration_flop
+from unicrond.core.state.work import iteration_flop
 from unicrond.ctl.main import main as ctl_main
+from unicrond.events import vocabulary as v
 from unicrond.intake.config import ApiConfig, Config
 from unicrond.intake.tokens import Scope, line_of, make_token
 from unicrond.page.files import STATIC
 from unicrond.page.view import ranks_of, view
+from unicrond.replay.cli import main as replay_main
 
 FILES = sorted(path.name for path in STATIC.iterdir())
 SOURCES = [STATIC / name for name in FILES if name.endswith((".js", ".html", ".css"))]
@@ -109,7 +109,7 @@ def test_texts_that_may_hold_a_secret_are_hidden() -> None:
 
 
 def test_a_rank_that_stands_still_says_where() -> None:
-    from events import vocabulary as v
+    from unicrond.events import vocabulary as v
 
     cluster = healed_cluster()
     member = cluster.state.tasks["big"].membership.members[1]

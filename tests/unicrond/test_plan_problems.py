@@ -8,21 +8,21 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, states_of, trained
 from unicrond.core.decide import decide
-from unicrond.core.estimates import REPORTS_MIN
-from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.planning.situation import NextEvent, NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState, NodeStatus, TaskStatus
-from unicrond.core.survey import Survey, worker_mtbf_us
-from unicrond.core.task_parts import WARM_UP, Pace
-from unicrond.core.waf import linear_flops, throughput
-from unicrond.core.work import LINEAR_FLOPS, iteration_flop
+from unicrond.core.rules.estimates import REPORTS_MIN
+from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.rules.survey import Survey, worker_mtbf_us
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.core.state.task_parts import WARM_UP, Pace
+from unicrond.core.state.work import LINEAR_FLOPS, iteration_flop
+from unicrond.core.worth.waf import linear_flops, throughput
+from unicrond.events import vocabulary as v
 
 
 def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None:

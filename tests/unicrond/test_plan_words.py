@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.unicrond.serving import healed_cluster
-from unicrond.core.state import ClusterState
-from unicrond.display.plan_words import why
+from unicrond.core.state.state import ClusterState
+from unicrond.display.plan_explanation import why
 
 
 def with_flops(state: ClusterState, **measured: dict[int, int]) -> ClusterState:

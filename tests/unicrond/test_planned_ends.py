@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster
-from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.events import vocabulary as v
 
 NODE = "n2"
 

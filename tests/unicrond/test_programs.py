@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("program", ["unicrond", "unicronctl", "unicron_agent", "unicron_replay"])
 def test_every_command_says_its_version(program: str) -> None:
-    code = f"from unicrond.programs import {program}; raise SystemExit({program}())"
+    code = f"from unicrond.commands.entry_points import {program}; raise SystemExit({program}())"
     done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"{VERSION}\n"), done.stderr
 
@@ -29,7 +29,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_a_state_directory_that_cannot_be_is_one_line(directory: str, tmp_path: Path) -> None:
     config = tmp_path / "unicron.yaml"
     config.write_text(f"state_dir: {directory}\n")
-    command = [sys.executable, "-m", "unicrond.cli", "run", "--config", str(config)]
+    command = [sys.executable, "-m", "unicrond.commands.cli", "run", "--config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("unicrond: state_dir: cannot use /") and "set another state_dir" in done.stderr

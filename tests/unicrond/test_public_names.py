@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import unicrond
-from agents.trainer.hook import Hook
+from unicrond.agents.trainer.loop.hook import Hook
 
 
 def test_the_hook_is_there_and_torch_comes_only_with_it() -> None:
@@ -17,7 +17,7 @@ def test_the_hook_is_there_and_torch_comes_only_with_it() -> None:
         " sys.modules; print(Hook.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.strip() == "agents.trainer.hook", done.stderr
+    assert done.stdout.strip() == "unicrond.agents.trainer.loop.hook", done.stderr
     assert unicrond.Hook is Hook
 
 

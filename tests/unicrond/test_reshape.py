@@ -6,15 +6,15 @@ import re
 
 import pytest
 
-from events import vocabulary as v
-from events.shape import Shape
-from events.vocabulary import LANES
 from tests.unicrond.cluster import MiniCluster, membership_of
-from unicrond.core.ordering import OrderRefused
-from unicrond.core.reshape_order import ReshapeOrder, reshape_request
-from unicrond.core.reshaping import is_in_place, reshaped
-from unicrond.core.state import TaskStatus
+from unicrond.core.rules.fault_targets import OrderRefused
+from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
+from unicrond.core.state.state import TaskStatus
+from unicrond.core.tasks.reshaping import is_in_place, reshaped
 from unicrond.display.cluster_tables import tasks_table
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary import LANES
+from unicrond.events.vocabulary.shape import Shape
 
 SEEDS = range(20)
 

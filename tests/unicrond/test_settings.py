@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from events import variables
-from unicrond import cli
+from unicrond.commands import cli
+from unicrond.events.cli import environment_flags as variables
 from unicrond.intake import settings
 from unicrond.intake.config import Config, ConfigError, load
 from unicrond.intake.strict_yaml import parse

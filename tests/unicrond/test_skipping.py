@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as v
-from events.memory_log import MemoryBeatLog, MemoryLog
-from events.point import AtSeq
-from replay.reading.export import Export
-from replay.reading.opening import fold_to
-from replay.reading.source import FileSource
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from tests.unicrond.test_snapshots import MemoryStore
-from unicrond.core.policy import Policy
-from unicrond.core.skipping import SkipRefused
-from unicrond.core.state import TaskStatus
-from unicrond.core.state_bytes import digest
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.snapshots import Snapshots
+from unicrond.core.rules.skip_rules import SkipRefused
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import TaskStatus
+from unicrond.core.state.state_bytes import digest
+from unicrond.events import vocabulary as v
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.log.point import AtSeq
+from unicrond.replay.reading.export import Export
+from unicrond.replay.reading.opening import fold_to
+from unicrond.replay.reading.source import FileSource
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.snapshots import Snapshots
 
 
 async def cancelled_by_mistake() -> tuple[MemoryLog, int]:

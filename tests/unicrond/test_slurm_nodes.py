@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from events.vocabulary import StoreAddress
-from unicrond.core.state import Node, NodeStatus
+from unicrond.core.state.state import Node, NodeStatus
 from unicrond.ctl.slurm_nodes import SlurmNode, SyncStep, read, steps
+from unicrond.events.vocabulary import StoreAddress
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
 UP = Node(

@@ -9,25 +9,32 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Entry, Envelope
-from events.log import LogUnavailable
-from events.memory_log import MemoryBeatLog, MemoryLog
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
 from tests.unicrond.coordinators import running
 from unicrond.core.fold import fold
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest
-from unicrond.service import code_identity
-from unicrond.service import snapshots as module
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.nats_snapshots import NAME, NatsSnapshotStore
-from unicrond.service.snapshots import BadSnapshot, LogMark, Snapshots, decode_snapshot, encode_snapshot, mark_of
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import digest
+from unicrond.events import vocabulary as v
+from unicrond.events.log.event_log import LogUnavailable
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.wire.envelope import Entry, Envelope
+from unicrond.service.coordinator import code_identity
+from unicrond.service.coordinator import snapshots as module
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.nats_snapshots import NAME, NatsSnapshotStore
+from unicrond.service.coordinator.snapshots import (
+    BadSnapshot,
+    LogMark,
+    Snapshots,
+    decode_snapshot,
+    encode_snapshot,
+    mark_of,
+)
 
 
 class MemoryStore:

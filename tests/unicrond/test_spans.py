@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agents.fork_server.telemetry import resource_attributes
-from agents.protocol.messages import Launch
-from events import vocabulary as v
-from events.envelope import Entry, Recorded
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, trained
+from unicrond.agents.fork_server.telemetry import resource_attributes
+from unicrond.agents.protocol.messages import Launch
 from unicrond.core.fold import fold
-from unicrond.core.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.intake.config import Config, ConfigError, check
-from unicrond.service.bookkeeper import Bookkeeper
+from unicrond.views.goodput_keeper import Bookkeeper
+from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
 
 
 def spans_of(log: Iterable[Entry]) -> list[Span]:
@@ -145,7 +145,7 @@ async def collector() -> AsyncIterator[tuple[str, asyncio.Queue[Any]]]:
 
 
 async def send(url: str, spans: list[Span]) -> None:
-    from unicrond.service.tracing import Tracing
+    from unicrond.service.export.tracing import Tracing
 
     tracing = Tracing(url)
     running = asyncio.create_task(tracing.run())

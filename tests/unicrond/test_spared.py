@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import members
 from tests.unicrond.test_escalation import said
-from unicrond.core.ordering import FaultOrder, injection_request
-from unicrond.core.state import TaskStatus
+from unicrond.core.rules.fault_targets import FaultOrder, injection_request
+from unicrond.core.state.state import TaskStatus
+from unicrond.events import vocabulary as v
 
 
 def cluster_of(nodes: int = 3, **spec: object) -> MiniCluster:

@@ -10,15 +10,15 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
 from tests.unicrond.test_gpu_types import cluster_of as types_of
-from unicrond.core.plan_problems import healthy_problem_of
 from unicrond.core.planning.problem import Problem
-from unicrond.core.spares import PLANS_MAX, Spares, TypeSpares, poisson, spares
-from unicrond.core.survey import Survey
+from unicrond.core.rules.plan_problems import healthy_problem_of
+from unicrond.core.rules.survey import Survey
 from unicrond.ctl.plan import plan_spares
+from unicrond.events import vocabulary as v
+from unicrond.views.spares import PLANS_MAX, Spares, TypeSpares, poisson, spares
 
 DAY_S = 86_400
 
@@ -166,7 +166,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append(1)
         return healthy_problem_of(survey)
 
-    monkeypatch.setattr("unicrond.core.spares.healthy_problem_of", counted)
+    monkeypatch.setattr("unicrond.views.spares.healthy_problem_of", counted)
     told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=6 * DAY_S)
     assert len(asked) <= PLANS_MAX
     assert all(one.away > 13 and len(one.rows) == 7 and 0.8 < one.time_share < 1 for one in told.types)

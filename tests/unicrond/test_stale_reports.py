@@ -7,12 +7,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import two_tasks
 from unicrond.core.decide import decide
-from unicrond.core.state import WorkerStatus
-from unicrond.core.survey import Survey
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import WorkerStatus
+from unicrond.events import vocabulary as v
 
 #: All that an agent or a clock may repeat. (A NodeJoined is no repetition: it says what is there now.)
 REPEATABLE = (

@@ -10,15 +10,15 @@ from msgspec.structs import fields
 
 from tests.replay.logs import eventful
 from unicrond.core.fold import fold
-from unicrond.core.state import DERIVED, ClusterState, Task
-from unicrond.core.state_bytes import TASK_FIELDS, TASK_KEYS, decode, encode, from_json, to_json
+from unicrond.core.state.state import DERIVED, ClusterState, Task
+from unicrond.core.state.state_bytes import TASK_FIELDS, TASK_KEYS, decode, encode, from_json, to_json
 
 
 def leaves(owner: type[msgspec.Struct]) -> list[str]:
     """The paths of all fields, through the parts of a task."""
     found = []
     for info in fields(owner):
-        part = isinstance(info.type, type) and info.type.__module__ == "unicrond.core.task_parts"
+        part = isinstance(info.type, type) and info.type.__module__ == "unicrond.core.state.task_parts"
         found += [f"{info.name}.{leaf.name}" for leaf in fields(info.type)] if part else [info.name]
     return found
 

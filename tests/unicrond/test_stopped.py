@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.memory_log import MemoryLog
-from events.vocabulary import AnyEvent
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from unicrond.core.own_decisions import IDLE_MAX, Breaker, DecidingStopped
-from unicrond.core.state import ClusterState
-from unicrond.core.survey import Survey
-from unicrond.service import coordinator as shell
-from unicrond.service.metrics import exposition
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.log.memory_log import MemoryLog
+from unicrond.events.vocabulary import AnyEvent
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.service.api.metrics import exposition
+from unicrond.service.coordinator import coordinator as shell
 
 
 def sentenced(events: Sequence[AnyEvent]) -> Callable[..., list[AnyEvent]]:

@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster, trained
 from unicrond.core.folding.stragglers import straggler_observed
-from unicrond.core.state import TaskStatus
-from unicrond.ctl.view import render
+from unicrond.core.state.state import TaskStatus
+from unicrond.ctl.live_view import render
 from unicrond.display.cluster_tables import stragglers_table, tasks_table
-from unicrond.service.metrics import exposition
+from unicrond.events import vocabulary as v
+from unicrond.service.api.metrics import exposition
 
 
 @pytest.fixture

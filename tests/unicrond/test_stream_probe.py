@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from events import vocabulary as v
-from events.nats_connection import Connection
-from events.nats_log import NatsEventLog
-from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams, event_stream_config
-from events.subjects import EVENT_STREAM
 from tests.unicrond.test_coordinator import observation
-from unicrond.service.stream_probe import StreamProbe
+from unicrond.events import vocabulary as v
+from unicrond.events.log.subjects import EVENT_STREAM
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.streams import api, create_streams, event_stream_config
+from unicrond.service.event_log.stream_probe import StreamProbe
 
 
 async def append(log: NatsEventLog, *numbers: int) -> None:

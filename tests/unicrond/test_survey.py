@@ -8,12 +8,12 @@ import pytest
 
 from tests.unicrond.stories import random_life, states_of
 from tests.unicrond.test_decide import two_tasks
-from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.planning.solver import solve
-from unicrond.core.reconcile import Staffing, seat
-from unicrond.core.state import ClusterState
-from unicrond.core.survey import Survey
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import ClusterState
+from unicrond.core.tasks.reconcile import Staffing, seat
 
 
 def as_asked(staffing: Staffing) -> object:

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tests.unicrond.serving import healed_cluster
-from unicrond.core.state import ClusterState, TaskStatus
-from unicrond.core.task_parts import Ending
+from unicrond.core.state.state import ClusterState, TaskStatus
+from unicrond.core.state.task_parts import Ending
 from unicrond.display.cluster_tables import incidents_table, nodes_table, tasks_table, workers_table
 from unicrond.display.tables import Table, for_terminal, show
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from events.codec import encode
-from events.envelope import Envelope
-from events.shape import Shape
-from events.task_env import SETTINGS
-from events.vocabulary import (
+from unicrond.core.tasks.reshaping import most_workers
+from unicrond.core.tasks.task_rules import SPEC_BYTES_MAX, spec_faults
+from unicrond.core.worth.waf import in_layout, modelled
+from unicrond.events.host.task_environment import SETTINGS
+from unicrond.events.vocabulary import (
     DETERMINISTIC,
     CheckpointSpec,
     ModelSpec,
@@ -24,9 +24,9 @@ from events.vocabulary import (
     StoreAddress,
     TaskSpec,
 )
-from unicrond.core.reshaping import most_workers
-from unicrond.core.task_rules import SPEC_BYTES_MAX, spec_faults
-from unicrond.core.waf import in_layout, modelled
+from unicrond.events.vocabulary.shape import Shape
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Envelope
 from unicrond.intake.strict_yaml import BadYaml, parse
 from unicrond.intake.task_file import TaskFileError, load, loads, problems
 from unicrond.throughput.layouts import job

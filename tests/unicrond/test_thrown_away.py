@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agents.handling.exits import computed
-from agents.protocol.marks import Mark
-from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.test_departures import of
 from tests.unicrond.test_goodput import told
+from unicrond.agents.core.exits import computed
+from unicrond.agents.protocol.marks import Mark
+from unicrond.events import vocabulary as v
 
 
 def two_stages(replicas: int) -> MiniCluster:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agents.trainer.process.context import WorkerSettings
-from unicrond.core.policy import Policy
+from unicrond.agents.trainer.process.context import WorkerSettings
+from unicrond.core.state.policy import Policy
 from unicrond.intake.timeouts import TRAINER_DEFAULTS, contradictions
 
 

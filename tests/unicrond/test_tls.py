@@ -13,25 +13,25 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agents.passes import Credentials
-from events.certificates import first_certificate, is_signed_by, names_of
-from events.command_line import UsageError
-from events.keys import load_or_create_key, read_key
-from events.logins import Role
-from events.nats_connection import Login
 from tests.events.certified import Certified, now
 from tests.unicrond.test_warrants import command, enveloped
-from unicrond.cli import main
-from unicrond.core.field_faults import faults
-from unicrond.ctl.asking import ca_in
+from unicrond.agents.memory.peer_tokens import Credentials
+from unicrond.commands.cli import main
+from unicrond.commands.logins import _certify
+from unicrond.commands.tls import authority_of, host_name, pem_for_node
+from unicrond.core.state.field_faults import faults
 from unicrond.ctl.client import Client, Unreachable
+from unicrond.ctl.client_options import ca_in
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.nats.connection import Login
+from unicrond.events.trust.certificates import first_certificate, is_signed_by, names_of
+from unicrond.events.trust.keys import load_or_create_key, read_key
+from unicrond.events.trust.logins import Role
 from unicrond.intake.config import Config, ConfigError, check_certificates, embedded_tls, load, login_as
 from unicrond.intake.tls import BadTls, Files, expected_name
 from unicrond.local.dev import free_port
-from unicrond.logins_command import _certify
-from unicrond.service.certificates import Certificates
-from unicrond.service.warrants import Warrants
-from unicrond.tls_command import authority_of, host_name, pem_for_node
+from unicrond.service.trust.certificates import Certificates
+from unicrond.service.trust.membership_certificates import Warrants
 
 WIDE = "nats: {host: 0.0.0.0}\n"
 

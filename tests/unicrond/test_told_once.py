@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.codec import encode
-from events.envelope import Envelope, Recorded
-from events.schemas import SCHEMA, told_version
-from replay.views.verify import Divergence, Verifier, bases
 from tests.unicrond.cluster import MiniCluster, members
 from unicrond.core.decide import decide
 from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
-from unicrond.core.policy import PART_BYTES, Policy, Settings, settings_of
-from unicrond.core.requests import request_problem
-from unicrond.core.state import (
+from unicrond.core.rules.requests import request_problem
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import PART_BYTES, Policy, Settings, settings_of
+from unicrond.core.state.state import (
     ClusterState,
     Membership,
     Node,
@@ -27,8 +23,12 @@ from unicrond.core.state import (
     Worker,
     WorkerStatus,
 )
-from unicrond.core.survey import Survey
-from unicrond.core.task_parts import GroupHealth, TaskProgress
+from unicrond.core.state.task_parts import GroupHealth, TaskProgress
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.codec import encode
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.schemas import SCHEMA, told_version
+from unicrond.replay.views.verify import Divergence, Verifier, bases
 
 STORE = v.StoreAddress(host="10.0.0.1", port=1)
 

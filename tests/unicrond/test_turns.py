@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from events import vocabulary as v
 from tests.replay.test_verify import verify
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members
-from unicrond.core.policy import Policy, Settings, settings_of
-from unicrond.core.turns import ranks
+from unicrond.core.state.policy import Policy, Settings, settings_of
+from unicrond.core.tasks.starvation import ranks
 from unicrond.display.cluster_tables import turns
+from unicrond.events import vocabulary as v
 
 _HOUR_S = 3600.0
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from events.lease import Holder, MemoryLease
-from events.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.serving import Files
-from unicrond.core.policy import Policy
+from unicrond.core.state.policy import Policy
 from unicrond.ctl.client import ApiRefused, Client, ConnectionFailed, NotLeader
+from unicrond.events.log.lease import Holder, MemoryLease
+from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.intake.config import Config
-from unicrond.service.access import Access
-from unicrond.service.api import Api
-from unicrond.service.coordinator import Coordinator
-from unicrond.service.heads import Head
-from unicrond.service.shown import ProcessStatus
+from unicrond.service.api.access import Access
+from unicrond.service.api.api import Api
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.head.head import Head
+from unicrond.service.head.head_status import ProcessStatus
 
 
 class Served:

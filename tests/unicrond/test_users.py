@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from events.vocabulary import TaskSpec
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.requests import user_problem
+from unicrond.core.rules.requests import user_problem
+from unicrond.events.vocabulary import TaskSpec
 
 
 def cluster() -> MiniCluster:

@@ -9,15 +9,15 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.fields import Since
-from events.schemas import FIRST, beyond_schema, schema_of, told_version
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import serving
 from tests.younger import NEXT, younger
 from unicrond.core.fold import fold
-from unicrond.core.state import UNREAD_MAX, ClusterState, WorkerStatus
+from unicrond.core.state.state import UNREAD_MAX, ClusterState, WorkerStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.field_defaults import Since
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.schemas import FIRST, beyond_schema, schema_of, told_version
 
 
 @pytest.fixture(autouse=True)

@@ -12,16 +12,16 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from events.envelope import Envelope
-from events.vocabulary import NodeLeft
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
-from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl.client import Client, follow
-from unicrond.ctl.view import incident_table, render, watch
+from unicrond.ctl.live_view import incident_table, render, watch
 from unicrond.display.cluster_tables import incidents_table, milliseconds, nodes_table, si
 from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.display.tables import Table, clean, plain
+from unicrond.events.vocabulary import NodeLeft
+from unicrond.events.wire.envelope import Envelope
 
 
 class Terminal(io.StringIO):

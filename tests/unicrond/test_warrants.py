@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from events import roster
-from events.certificates import first_certificate
-from events.envelope import Envelope
-from events.seats import runs_of
-from events.signing import BadSignature
-from events.subjects import WARRANT_HEADER
-from events.vocabulary import (
+from tests.events.certified import Certified, now
+from unicrond.events.log.subjects import WARRANT_HEADER
+from unicrond.events.trust import membership_digest as roster
+from unicrond.events.trust.certificates import first_certificate
+from unicrond.events.trust.membership_certificates import verify_warrant
+from unicrond.events.trust.signing import BadSignature
+from unicrond.events.vocabulary import (
     AnyEvent,
     DropState,
     Member,
@@ -22,9 +22,9 @@ from events.vocabulary import (
     SeatRun,
     StoreAddress,
 )
-from events.warrants import verify_warrant
-from tests.events.certified import Certified, now
-from unicrond.service.warrants import Warrants
+from unicrond.events.vocabulary.placements import runs_of
+from unicrond.events.wire.envelope import Envelope
+from unicrond.service.trust.membership_certificates import Warrants
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
 NODES = ("n1", "n2", "n3")

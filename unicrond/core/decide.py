@@ -34,25 +34,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from events import vocabulary as v
-from unicrond.core.deciding import (
-    closing,
-    copies,
-    departing,
-    forgetting,
-    ladder,
-    memberships,
-    plans,
-    readmission,
-    staff,
-)
+from unicrond.core.deciding import copies, ladder, memberships, plans, readmission
+from unicrond.core.deciding import drains as departing
+from unicrond.core.deciding import incident_closing as closing
+from unicrond.core.deciding import node_removal as forgetting
+from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import needed_solves
-from unicrond.core.estimates import corrections, failure_rate
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution
-from unicrond.core.state import TaskStatus
-from unicrond.core.survey import Survey
+from unicrond.core.rules.estimates import corrections, failure_rate
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import TaskStatus
+from unicrond.events import vocabulary as v
 
 __all__ = ["decide", "needed_solves"]
 

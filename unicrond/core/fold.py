@@ -21,17 +21,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Entry, Envelope, Recorded
-from events.schemas import spoken_schema
-from unicrond.core import admission, departures, isolation
-from unicrond.core.costs import accrue
 from unicrond.core.folding import (
     accelerators,
     commands,
     deadlines,
     injections,
-    kept_states,
     logins,
     nodes,
     plans,
@@ -42,9 +36,17 @@ from unicrond.core.folding import (
     training,
     workers,
 )
-from unicrond.core.invariants import newly_broken
-from unicrond.core.ordered_map import put
-from unicrond.core.state import ClusterState
+from unicrond.core.folding import stored_states as kept_states
+from unicrond.core.nodes import drains as departures
+from unicrond.core.nodes import isolation
+from unicrond.core.rules import admission
+from unicrond.core.rules.invariants import newly_broken
+from unicrond.core.state.ordered_map import put
+from unicrond.core.state.state import ClusterState
+from unicrond.core.worth.costs import accrue
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.schemas import spoken_schema
 
 
 def fold(state: ClusterState, entry: Entry) -> ClusterState:
@@ -152,7 +154,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,
     v.IncidentEscalated: responses.incident_escalated,
-    v.EntrySkipped: _ignore,  # read before the fold (events/skips.py)
+    v.EntrySkipped: _ignore,  # read before the fold (events/log/skips.py)
     v.DeadlinePassed: deadlines.deadline_passed,
     v.PlanAdopted: plans.plan_adopted,
     v.MembershipPart: plans.membership_part,

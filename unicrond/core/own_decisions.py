@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope, Recorded
-from events.log import MAX_BATCH
 from unicrond.core import fold as folding
-from unicrond.core.invariants import InvariantError, check
-from unicrond.core.state import ClusterState
+from unicrond.core.rules.invariants import InvariantError, check
+from unicrond.core.state.state import ClusterState
+from unicrond.events import vocabulary as v
+from unicrond.events.log.event_log import MAX_BATCH
+from unicrond.events.wire.envelope import Envelope, Recorded
 
 #: So many batches without effect, one after the other, stop the appending.
 IDLE_MAX = 20
@@ -54,10 +54,10 @@ def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
     """Yield the events in batches that can be written atomically, a decision together with the commands behind it.
 
     Parts of a membership have batches of their own, before that of the decision, which alone commits them: torn they
-    are inert (events/seats.py). Every other command works by itself, however many there are. One decision is torn with
-    effect: a membership that is sent by commands to more than MAX_BATCH nodes, none of which reads decisions. Should
-    the coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those
-    that replace them take the nearest state.
+    are inert (events/vocabulary/placements.py). Every other command works by itself, however many there are. One
+    decision is torn with effect: a membership that is sent by commands to more than MAX_BATCH nodes, none of which
+    reads decisions. Should the coordinator die in between, the group cannot form: its members miss their deadline as if
+    they hung, and those that replace them take the nearest state.
     """
     batch: list[v.AnyEvent] = []
     group: list[v.AnyEvent] = []

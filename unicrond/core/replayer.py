@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from events.envelope import Entry, Recorded
-from events.log import LogDamaged
-from events.point import Point
-from events.vocabulary import CoordinatorStarted
 from unicrond.core.fold import fold
-from unicrond.core.policy import Policy, settings_of
-from unicrond.core.state import ClusterState
+from unicrond.core.state.policy import Policy, settings_of
+from unicrond.core.state.state import ClusterState
+from unicrond.events.log.event_log import LogDamaged
+from unicrond.events.log.point import Point
+from unicrond.events.vocabulary import CoordinatorStarted
+from unicrond.events.wire.envelope import Entry, Recorded
 
 EMPTY = ClusterState()
 

@@ -22,12 +22,12 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from events.envelope import Entry
-from events.tls import BadCa, client_context, trouble
-from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import from_json
+from unicrond.core.state.state import ClusterState
+from unicrond.core.state.state_bytes import from_json
 from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser, entry_of
 from unicrond.display.tables import clean
+from unicrond.events.trust.tls import BadCa, client_context, trouble
+from unicrond.events.wire.envelope import Entry
 
 DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
@@ -176,7 +176,7 @@ class Client:
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
 
     def reshape(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
-        """Request another layout (unicrond.core.reshape_order.ReshapeOrder); return all of it, and {"seq"}."""
+        """Request another layout (unicrond.core.rules.reshape_requests.ReshapeOrder); return all of it, and {"seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/reshape", body=order)
 
     def cordon(self, node: str, *, drain: bool, reason: str, **conditions: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Client:
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/revoke", body={"reason": reason})
 
     def inject(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Order a fault (unicrond.core.ordering.FaultOrder); return {"node", "worker", "seq"}."""
+        """Order a fault (unicrond.core.rules.fault_targets.FaultOrder); return {"node", "worker", "seq"}."""
         return self._object("POST", "/v1/faults", body=order)
 
     def logs(self, task: str, **selection: int | str | None) -> dict[str, Any]:
@@ -248,13 +248,13 @@ class Client:
             connection.close()
 
     def skips(self) -> dict[int, str]:
-        """Return the entries that every reader skips, and why (events/skips.py)."""
+        """Return the entries that every reader skips, and why (events/log/skips.py)."""
         return {int(seq): str(reason) for seq, reason in self._object("GET", "/v1/skips").items()}
 
     def entries(self, after: int, until: int) -> Iterator[Entry]:
         """Yield entries `after` + 1 to `until`, as they are folded (`entry_of`). Raises Unreachable where one is
         missing."""
-        from events.skips import apply_skips  # brings 60 ms with it
+        from unicrond.events.log.skips import apply_skips  # brings 60 ms with it
 
         seq, skips = after, self.skips()
         for line in self.events(after, until=until) if until > after else ():

@@ -11,18 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from events import extras
-from events.command_line import UsageError
-from events.shape import Shape
-from unicrond.core.state import ClusterState, TaskStatus
-from unicrond.core.work import achieved_waf
+from unicrond.core.state.state import ClusterState, TaskStatus
+from unicrond.core.state.work import achieved_waf
 from unicrond.ctl import history
-from unicrond.ctl.asking import client_of, health_of, now_us, print_json, snapshot_of
 from unicrond.ctl.client import ApiRefused
+from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
-from unicrond.ctl.reading import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.slurm import slurm_sync
+from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
     incidents_table,
@@ -40,6 +37,9 @@ from unicrond.display.describe import Unknown, data_of, described
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import of_nodes
 from unicrond.display.tables import Table, clean, show, visible
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.host import optional_dependencies as extras
+from unicrond.events.vocabulary.shape import Shape
 
 if TYPE_CHECKING:
     import argparse
@@ -238,7 +238,7 @@ def submit(options: argparse.Namespace) -> None:
     """Check a task file here, then submit the task to the coordinator, which checks it again."""
     import msgspec
 
-    from events import megatron_lm
+    from unicrond.events.megatron import command_line as megatron_lm
     from unicrond.intake import megatron_task
     from unicrond.intake.task_file import TaskFileError, load, loads
 
@@ -268,7 +268,7 @@ def _warn(answer: Mapping[str, Any]) -> None:
 
 def init_megatron(options: argparse.Namespace) -> None:
     """Print a task file for a command line of Megatron-LM."""
-    from events.megatron_lm import BadFlags
+    from unicrond.events.megatron.command_line import BadFlags
     from unicrond.intake import megatron_init
     from unicrond.intake.task_file import TaskFileError, loads
 
@@ -290,7 +290,9 @@ def checkpoint(options: argparse.Namespace) -> int:
         raise UsageError("give --task with import, and with import alone")
     extras.require("unicronctl checkpoint", "node")
     words = [options.what, str(options.source), str(options.directory), f"--task={options.task}"]
-    return subprocess.run([sys.executable, "-m", "agents.trainer.states.portable", *words], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "unicrond.agents.trainer.states.portable", *words], check=False
+    ).returncode
 
 
 def cancel(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """`unicronctl story`, `verify`, `debug`, and the goodput of an interval: what `unicron-replay` shows of a log, for
 the log that the API gives.
 
-The views are replay's, and are found by name, as programs are (`programs.py`): this package knows no `replay`.
+The views are replay's, and are found by name, as programs are (`entry_points.py`): this package knows no `replay`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from events.command_line import UsageError
-from unicrond.ctl.asking import client_of
 from unicrond.ctl.client import ApiError
+from unicrond.ctl.client_options import client_of
+from unicrond.events.cli.command_line import UsageError
 
 #: Command -> "module:function" in replay.
 VIEWS = {
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Run one of replay's views on the log that the API gives; return the exit code. Raises UsageError, ApiError."""
     import asyncio  # `unicronctl` alone pays for it where it waits for something
 
-    from events.log import LogError
+    from unicrond.events.log.event_log import LogError
 
     module, _, name = VIEWS[options.command].partition(":")
     view = getattr(import_module(f"replay.{module}"), name)

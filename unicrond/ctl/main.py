@@ -18,18 +18,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:2] == ["events", "decode"]:
-        from events.decode import main as decode
+        from unicrond.events.nats.decode import main as decode
 
         return decode(arguments[2:])
-    from events.command_line import run
     from unicrond.ctl.client import ApiError
+    from unicrond.events.cli.command_line import run
 
     return run("unicronctl", lambda: _run(arguments), ApiError)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from events.command_line import mark_spans
     from unicrond.ctl.parser import parser
+    from unicrond.events.cli.command_line import mark_spans
 
     options = parser().parse_args(mark_spans(arguments))
     for stream in (sys.stdout, sys.stderr):

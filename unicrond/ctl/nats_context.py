@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from events.command_line import UsageError, login_of
-from unicrond.ctl.asking import print_json
+from unicrond.ctl.client_options import print_json
+from unicrond.events.cli.command_line import UsageError, login_of
 
 if TYPE_CHECKING:
-    from events.nats_login import Login
+    from unicrond.events.nats.login import Login
 
 _PRIVATE = 0o600
 
 
 def nats_context(options: argparse.Namespace) -> None:
     """Print the line to paste, or write the context file. Raises UsageError."""
-    from events import nats_cli
+    from unicrond.events.nats import cli_context as nats_cli
 
     login = login_of(options)
     if options.state_dir is not None:
@@ -45,9 +45,9 @@ def _of_head(state_dir: Path, login: Login) -> tuple[str, Login]:
     """Return address and login of the embedded server; the operator's key where the coordinator made one."""
     import asyncio
 
-    from events.logins import Role
-    from events.nats_login import Login
-    from events.nats_server import EmbeddedServer, tls_of
+    from unicrond.events.nats.login import Login
+    from unicrond.events.nats.server import EmbeddedServer, tls_of
+    from unicrond.events.trust.logins import Role
 
     server = EmbeddedServer.beside(state_dir / "nats")
     if not asyncio.run(server.adopt()):

@@ -10,15 +10,15 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from events.command_line import UsageError
-from events.times import to_the_second
-from unicrond.core.state import ClusterState, NodeStatus
-from unicrond.ctl.asking import client_of, print_json
-from unicrond.ctl.moment import as_body
-from unicrond.ctl.reading import states
+from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.ctl.client_options import client_of, print_json
+from unicrond.ctl.future_time import as_body
+from unicrond.ctl.streams import states
 from unicrond.ctl.waiting import POLL_S, TIME_IS_OVER
 from unicrond.display.cluster_tables import windows_table
 from unicrond.display.tables import show
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.vocabulary.times import to_the_second
 
 
 def cordon(options: argparse.Namespace) -> None:

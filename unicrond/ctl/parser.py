@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from events import command_line
-from events.command_line import (
+from unicrond import VERSION
+from unicrond.ctl.future_time import MOMENT_SYNTAX, moment, span_s
+from unicrond.ctl.parsing import AT, PROG, REASON, TASK, add_to, common
+from unicrond.ctl.task_parser import add_tasks_control
+from unicrond.events.cli import command_line
+from unicrond.events.cli.command_line import (
     EXIT_CODES,
     Commands,
     Flag,
@@ -21,11 +25,7 @@ from events.command_line import (
     switch,
     whole,
 )
-from events.vocabulary import ErrorKind, FaultKind, FaultPhase
-from unicrond import VERSION
-from unicrond.ctl.moment import MOMENT_SYNTAX, moment, span_s
-from unicrond.ctl.parsing import AT, PROG, REASON, TASK, add_to, common
-from unicrond.ctl.task_parser import add_tasks_control
+from unicrond.events.vocabulary import ErrorKind, FaultKind, FaultPhase
 
 #: More than any cluster this is for, and small enough to answer at once.
 GPUS_MAX = 131072

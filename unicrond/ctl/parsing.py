@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from events import command_line
-from events.command_line import Commands, Epilog, Flag, Parser, add, add_command, option, point
+from unicrond.events.cli import command_line
+from unicrond.events.cli.command_line import Commands, Epilog, Flag, Parser, add, add_command, option, point
 
 PROG = "unicronctl"
 

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from events.command_line import UsageError
-from events.shape import Shape
-from unicrond.core.gpu_types import of_assignment
-from unicrond.core.gradient_memory import gradients
-from unicrond.ctl.asking import client_of, print_json, snapshot_of
+from unicrond.core.nodes.gpu_types import of_assignment
+from unicrond.core.worth.gradient_memory import gradients
 from unicrond.ctl.client import ApiRefused, Client
+from unicrond.ctl.client_options import client_of, print_json, snapshot_of
 from unicrond.display.cluster_tables import (
     costs_table,
     departures,
@@ -27,13 +25,15 @@ from unicrond.display.cluster_tables import (
     si,
     turns,
 )
-from unicrond.display.plan_words import why, why_layouts
+from unicrond.display.plan_explanation import why, why_layouts
 from unicrond.display.tables import Table, show
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.vocabulary.shape import Shape
 
 if TYPE_CHECKING:
     import argparse
 
-    from unicrond.core.state import ClusterState
+    from unicrond.core.state.state import ClusterState
     from unicrond.ctl.plan_past import PastPlans
 
 #: Averages over less of the time than this say so.

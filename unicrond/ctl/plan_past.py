@@ -1,8 +1,8 @@
 """The plans of a moment of the past: what the coordinator would have answered then.
 
-The state is folded from the log (`past.py`), the questions are the coordinator's own (`unicrond.core.what_if`,
-`spares`), under the policy that its log gives it for that term. Planning needs numpy, which the base install has not:
-`plan.py` imports this module for `--at` alone.
+The state is folded from the log (`past_state.py`), the questions are the coordinator's own
+(`unicrond.views.plan_preview`, `spares`), under the policy that its log gives it for that term. Planning needs numpy,
+which the base install has not: `plan.py` imports this module for `--at` alone.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from unicrond.core.planning.ahead import fill
+from unicrond.core.planning.multi_type_lookahead import fill
 from unicrond.core.planning.problem import ProblemError
 from unicrond.core.planning.table import Planner
-from unicrond.core.policy import Policy
-from unicrond.core.spares import spares
-from unicrond.core.state import ClusterState
-from unicrond.core.survey import Survey
-from unicrond.core.what_if import WhatIfError, changes_of, table_json, table_of, what_if
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiRefused, Client
-from unicrond.ctl.past import PointArgument, moment_at
+from unicrond.ctl.past_state import PointArgument, moment_at
+from unicrond.views.plan_preview import WhatIfError, changes_of, table_json, table_of, what_if
+from unicrond.views.spares import spares
 
 
 class PastPlans:

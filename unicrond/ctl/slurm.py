@@ -7,10 +7,10 @@ import argparse
 import subprocess
 import sys
 
-from unicrond.ctl.asking import client_of
 from unicrond.ctl.client import ApiError, ApiRefused, Client
-from unicrond.ctl.reading import states
+from unicrond.ctl.client_options import client_of
 from unicrond.ctl.slurm_nodes import SlurmNode, SyncStep, read, steps
+from unicrond.ctl.streams import states
 
 #: Slurm's clients wait for minutes for a controller that is away.
 _LIMIT_S = 20.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from unicrond.core.state import Node, NodeStatus
+from unicrond.core.state.state import Node, NodeStatus
 
 FROM_SLURM = "slurm: "
 TO_SLURM = "unicron: "

@@ -12,12 +12,12 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from events.command_line import UsageError
-from events.shape import Shape
-from unicrond.core.planning.exact import solve_precisely
+from unicrond.core.planning.feasibility import seats_of
 from unicrond.core.planning.problem import TURNS_MAX, Alternative, Curve, Prices, Problem, ProblemError, TaskProblem
-from unicrond.core.planning.seating import seats_of
+from unicrond.core.planning.unlimited_integers import solve_precisely
 from unicrond.display.tables import Table, show
+from unicrond.events.cli.command_line import UsageError
+from unicrond.events.vocabulary.shape import Shape
 
 _Workers: TypeAlias = Annotated[int, Meta(ge=0, lt=10**15)]
 _Number: TypeAlias = int | float

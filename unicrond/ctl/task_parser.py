@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from events.command_line import Commands, number, option, switch, whole
 from unicrond.ctl.parsing import REASON, TASK, add_to
+from unicrond.events.cli.command_line import Commands, number, option, switch, whole
 
 _LAYOUT = {
     "tp": "tensor parallel size (default: unchanged)",

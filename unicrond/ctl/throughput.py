@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from events.command_line import UsageError
 from unicrond.display.plotting import canvas, require_matplotlib, save
 from unicrond.display.tables import Table, show
+from unicrond.events.cli.command_line import UsageError
 from unicrond.throughput.layouts import ThroughputQuery, job
 from unicrond.throughput.model import Estimate, Infeasible, best
 from unicrond.throughput.presets import GIB, GPUS, MODELS, STACKS

@@ -6,10 +6,10 @@ import argparse
 import sys
 import time
 
-from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.ctl.asking import client_of, print_json
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.ctl.client import ApiRefused
-from unicrond.ctl.reading import states
+from unicrond.ctl.client_options import client_of, print_json
+from unicrond.ctl.streams import states
 
 POLL_S = 0.5
 #: Exit codes: reached; one of the tasks has ended otherwise; the time is over.

@@ -6,18 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from events.times import to_the_second
-from events.vocabulary import TaskAssignment
-from unicrond.core.departures import departure_text
-from unicrond.core.gpu_types import node_types, of_assignment
-from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
-from unicrond.core.isolation import waits_for
-from unicrond.core.severity import RESPONSE
-from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
-from unicrond.core.task_parts import Straggler
-from unicrond.core.task_rules import BUILT_IN
-from unicrond.core.work import LINEAR_FLOPS, achieved_waf
+from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes.drains import departure_text
+from unicrond.core.nodes.gpu_types import node_types, of_assignment
+from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
+from unicrond.core.state.task_parts import Straggler
+from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf
+from unicrond.core.tasks.task_rules import BUILT_IN
+from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.display.tables import Table
+from unicrond.events.vocabulary import TaskAssignment
+from unicrond.events.vocabulary.times import to_the_second
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16
@@ -131,7 +131,7 @@ def windows_of(state: ClusterState, node: str) -> list[str]:
 
 
 def turns(state: ClusterState) -> list[str]:
-    """A line for each task that waits for workers under a bound, or has them in its turn (turns.py)."""
+    """A line for each task that waits for workers under a bound, or has them in its turn (starvation.py)."""
     lines = []
     for task in state.tasks.values():
         turn, need = task.turn, f"{task.spec.min_workers} worker{'s' * (task.spec.min_workers != 1)}"

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
-from unicrond.core.departures import departure_text
-from unicrond.core.isolation import waits_for
-from unicrond.core.severity import RESPONSE
-from unicrond.core.state import ClusterState, Incident, Node, Task
-from unicrond.core.state_bytes import to_json
-from unicrond.core.work import achieved_waf
+from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes.drains import departure_text
+from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.state.state import ClusterState, Incident, Node, Task
+from unicrond.core.state.state_bytes import to_json
+from unicrond.core.state.work import achieved_waf
 from unicrond.display.cluster_tables import (
     incidents_table,
     loss,

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from events.finding import Finding
-from unicrond.core.state import ClusterState, Node, NodeStatus
+from unicrond.core.state.state import ClusterState, Node, NodeStatus
 from unicrond.display.cluster_tables import node_status
 from unicrond.display.event_lines import EventLine
+from unicrond.events.queries.finding import Finding
 
 #: A node's clock may be so far from the log's (seconds). An event takes some time to the log, so late counts less.
 AHEAD_MAX_S = 0.5

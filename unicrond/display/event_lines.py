@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.vocabulary import AnyEvent
 from unicrond.display.tables import clean
+from unicrond.events.vocabulary import AnyEvent
+from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
 
 #: Types that a watching person wants to see.
 NOTEWORTHY = frozenset({"Quarantined", *(kind.__name__ for kind in get_args(AnyEvent) if kind.is_noteworthy)})

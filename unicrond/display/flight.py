@@ -1,6 +1,7 @@
 """What the workers' flight recorders and marks say, as tables: which rank is behind, and in what it waits. Pure.
 
-`collectives` are `events.logs_request.Collective`, `marks` `events.logs_request.WorkerMark`, as the API's JSON.
+`collectives` are `unicrond.events.queries.worker_queries.Collective`, `marks`
+`unicrond.events.queries.worker_queries.WorkerMark`, as the API's JSON.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from events.command_line import UsageError
+from unicrond.events.cli.command_line import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

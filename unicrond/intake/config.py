@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from events.logins import Role
-from events.nats_connection import Login
-from events.nats_server import ServerTls
-from events.nats_url import parse_urls
-from events.schemas import FIRST, SCHEMA
-from events.vocabulary import ErrorKind, SeverityLevel
-from unicrond.core.field_faults import Place, faults
-from unicrond.core.policy import Policy
-from unicrond.core.severity import IMPOSSIBLE
+from unicrond.core.faults.severity import IMPOSSIBLE
+from unicrond.core.state.field_faults import Place, faults
+from unicrond.core.state.policy import Policy
+from unicrond.events.nats.connection import Login
+from unicrond.events.nats.server import ServerTls
+from unicrond.events.nats.url import parse_urls
+from unicrond.events.trust.logins import Role
+from unicrond.events.vocabulary import ErrorKind, SeverityLevel
+from unicrond.events.wire.schemas import FIRST, SCHEMA
 from unicrond.intake import settings
 from unicrond.intake.notify import Notify
 from unicrond.intake.readmission import Readmission

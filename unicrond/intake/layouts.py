@@ -6,7 +6,7 @@ Rules
   a number, a list of numbers or a range like `1..8`, of which those count that divide the model. An entry that says
   nothing of vpp or ep has the nearest to the task's. `auto`: what the program can be restarted in.
 * `auto` is the rule for the built-in GPT and for Megatron-LM, where it is known that its flags can be restarted in
-  another layout (`events/megatron_layouts.py`); other programs are `fixed` unless they say otherwise.
+  another layout (`events/megatron/layouts.py`); other programs are `fixed` unless they say otherwise.
 * Without a model of its memory `auto` takes no layout in which a worker holds more of the model than in its own, unless
   that is little (SMALL_BYTES); and none of more workers to a replica: nothing says that it would be faster. Of
   Megatron-LM it takes only those in which it is little: flags alone do not tell what a worker holds.
@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from events import megatron_layouts, megatron_lm
-from events.shape import Shape
-from events.vocabulary import LayoutSpec, TaskSpec
-from unicrond.core.field_faults import FieldFault, Place
-from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
-from unicrond.core.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, cut_problem, divides, flag_rules, nearest
-from unicrond.core.waf import in_layout
+from unicrond.core.state.field_faults import FieldFault, Place
+from unicrond.core.tasks.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, cut_problem, divides, flag_rules, nearest
+from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
+from unicrond.core.worth.waf import in_layout
+from unicrond.events.megatron import command_line as megatron_lm
+from unicrond.events.megatron import layouts as megatron_layouts
+from unicrond.events.vocabulary import LayoutSpec, TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 
 FIELD = "layouts"
 #: Of a worker's state: as little finds room on any accelerator.

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from events.megatron_lm import ENTRY, CommandLine, read_training_flags
+from unicrond.events.megatron.command_line import ENTRY, CommandLine, read_training_flags
 
 #: Variables that change what is computed, or how: they go with the task. Others are the cluster's.
 _KEPT = re.compile(r"(CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS|(NCCL|NVTE|TORCH|PYTORCH|CUBLAS)_[A-Z0-9_]+)$")

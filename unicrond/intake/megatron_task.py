@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from events.megatron_lm import ENTRY, BadFlags, CommandLine, TrainingFlags, read_training_flags
-from unicrond.core.field_faults import FieldFault
+from unicrond.core.state.field_faults import FieldFault
+from unicrond.events.megatron.command_line import ENTRY, BadFlags, CommandLine, TrainingFlags, read_training_flags
 
 _FIELDS = ("tp", "pp", "vpp", "ep", "global_batch", "micro_batch", "iterations", "seed")
 _OFTEN_ONE = ("vpp", "ep")

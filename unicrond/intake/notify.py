@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from unicrond.core.notices import Rule
+from unicrond.views.notifications import Rule
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 Seconds = Annotated[float, Meta(ge=0.0, le=30 * 86400.0)]

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 
-from events import variables
-from unicrond.core.field_faults import Place, dotted
+from unicrond.core.state.field_faults import Place, dotted
+from unicrond.events.cli import environment_flags as variables
 from unicrond.intake.strict_yaml import BadYaml, parse
 
 PROGRAM = "unicrond"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from unicrond.core.field_faults import Place
+from unicrond.core.state.field_faults import Place
 
 DOCUMENT_BYTES_MAX = 256 * 1024
 

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
-from unicrond.core.field_faults import FieldFault, Place, faults
-from unicrond.core.task_rules import ENTRIES, PATHS, spec_faults
+from unicrond.core.state.field_faults import FieldFault, Place, faults
+from unicrond.core.tasks.task_rules import ENTRIES, PATHS, spec_faults
+from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
 from unicrond.intake.throughput_preset import Preset, fill, on_others, shortened, take

@@ -8,7 +8,7 @@ Rules
   must be worth the same FLOP by both, or measured times would be held against another model's.
 * Kept are the layouts that are the best for some number of workers on any of the types of GPU that it names.
 * Feasible is what has room for the gradients of the task's numerics as well, a loss being healed among them
-  (`unicrond/core/gradient_memory.py`).
+  (`unicrond/core/worth/gradient_memory.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from events.guess import guess
-from events.shape import Shape
-from events.vocabulary import LANES, GpuSpec, LayoutSpec, TaskSpec
-from unicrond.core.field_faults import FieldFault, faults
-from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients
-from unicrond.core.task_rules import ENTRIES, SPEC_BYTES_MAX
-from unicrond.core.work import iteration_flop
+from unicrond.core.state.field_faults import FieldFault, faults
+from unicrond.core.state.work import iteration_flop
+from unicrond.core.tasks.task_rules import ENTRIES, SPEC_BYTES_MAX
+from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients
+from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary import LANES, GpuSpec, LayoutSpec, TaskSpec
+from unicrond.events.vocabulary.shape import Shape
 from unicrond.intake.layouts import with_layouts
 
 FIELD = "throughput_model"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unicrond.core.liveness import GRACE_US
-from unicrond.core.policy import Policy
+from unicrond.core.nodes.liveness import GRACE_US
+from unicrond.core.state.policy import Policy
 
 #: What a worker takes where the task's `env` does not say otherwise (agents/trainer/process/context.py), seconds.
 TRAINER_DEFAULTS: dict[str, float] = {

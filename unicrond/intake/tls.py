@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from events.nats_server import ServerTls
+from unicrond.events.nats.server import ServerTls
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +60,7 @@ def server_tls(tls: Tls, files: Files, host: str) -> ServerTls:
 
 def expected_name(files: Files, host: str) -> str:
     """The name in the server's certificate by which a client on this machine knows it. Raises BadTls."""
-    from events.certificates import BadCertificate, first_certificate, names_of  # 60 ms
+    from unicrond.events.trust.certificates import BadCertificate, first_certificate, names_of  # 60 ms
 
     try:
         names = names_of(first_certificate(files.cert.read_bytes()))

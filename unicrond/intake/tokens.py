@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from events.vocabulary import NAME_PATTERN
+from unicrond.events.vocabulary import NAME_PATTERN
 
 PREFIX = "unicron_"
 _HASH = re.compile(r"[0-9a-f]{64}")

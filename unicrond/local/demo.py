@@ -20,13 +20,13 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.survey import Survey
-from unicrond.core.work import achieved_waf, delivered_flop
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.work import achieved_waf, delivered_flop
 from unicrond.ctl.client import ApiError, follow
-from unicrond.ctl.view import incident_table, watch
-from unicrond.display.plan_words import why
+from unicrond.ctl.live_view import incident_table, watch
+from unicrond.display.plan_explanation import why
 from unicrond.local.dev import DevCluster, small_cluster, start_small
 
 TASKS = {"big": 2.0, "small": 1.0}

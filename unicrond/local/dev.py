@@ -32,12 +32,13 @@ from typing import Any
 import psutil
 import yaml
 
-from events import nats_cli, variables
-from events.keys import load_or_create_key
-from events.logins import Role, agent_login
-from events.nats_login import Login
-from unicrond.core.state import ClusterState
+from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiError, Client, follow
+from unicrond.events.cli import environment_flags as variables
+from unicrond.events.nats import cli_context as nats_cli
+from unicrond.events.nats.login import Login
+from unicrond.events.trust.keys import load_or_create_key
+from unicrond.events.trust.logins import Role, agent_login
 
 log = logging.getLogger("unicrond.local.dev")
 
@@ -386,7 +387,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 async def _main(arguments: argparse.Namespace, directory: Path) -> int:
-    from unicrond.ctl.view import watch
+    from unicrond.ctl.live_view import watch
 
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unicrond.core.departures import departure_text
-from unicrond.core.gpu_types import node_types, of_assignment, of_members
-from unicrond.core.isolation import waits_for
-from unicrond.core.severity import RESPONSE
-from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
-from unicrond.core.work import LINEAR_FLOPS, achieved_waf, iteration_flop
+from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.nodes.drains import departure_text
+from unicrond.core.nodes.gpu_types import node_types, of_assignment, of_members
+from unicrond.core.nodes.isolation import waits_for
+from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
+from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, iteration_flop
 from unicrond.display.cluster_tables import node_status
-from unicrond.display.plan_words import why
+from unicrond.display.plan_explanation import why
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200

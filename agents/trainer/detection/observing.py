@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 import torch
 
-from agents.protocol.marks import Marker, now_us
-from agents.protocol.messages import (
+from unicrond.agents.protocol.marks import Marker, now_us
+from unicrond.agents.protocol.messages import (
     Busy,
     Committed,
     Degraded,
@@ -36,17 +36,17 @@ from agents.protocol.messages import (
     StragglerReport,
     Suspected,
 )
-from agents.protocol.sampling import DIGEST_MODULUS
-from agents.trainer.detection.baseline import RECENT, SLOW, Baseline
-from agents.trainer.detection.checksum import checksum, minority_ranks
-from agents.trainer.detection.own_time import ComputeTime
-from agents.trainer.detection.spikes import Spikes
-from agents.trainer.detection.stragglers import StragglerFinding, Stragglers
-from agents.trainer.groups.group import ShardGroup
-from agents.trainer.ledger import Total
-from agents.trainer.process.channel import AgentChannel
-from agents.trainer.process.context import Context, WorkerSettings
-from events.vocabulary import CorruptionSign
+from unicrond.agents.protocol.sampling import DIGEST_MODULUS
+from unicrond.agents.trainer.detection.baseline import RECENT, SLOW, Baseline
+from unicrond.agents.trainer.detection.checksum import checksum, minority_ranks
+from unicrond.agents.trainer.detection.own_time import ComputeTime
+from unicrond.agents.trainer.detection.spikes import Spikes
+from unicrond.agents.trainer.detection.stragglers import StragglerFinding, Stragglers
+from unicrond.agents.trainer.groups.group import ShardGroup
+from unicrond.agents.trainer.lifecycle.ledger import Total
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.agents.trainer.process.context import Context, WorkerSettings
+from unicrond.events.vocabulary import CorruptionSign
 
 #: An iteration that spent more than this part on a checkpoint is not a plain one: 1 / _SAVING.
 _SAVING = 20

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agents.protocol.marks import now_us
+from unicrond.agents.protocol.marks import now_us
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 

@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from agents.trainer.gradients.lanes import Lanes, Sums
+from unicrond.agents.trainer.lifecycle.lanes import Lanes, Sums
 
 BUCKET_BYTES = 32 * 1024 * 1024
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation, GradientStore
-from agents.trainer.gradients.lanes import Assignment, Lanes, Run
-from agents.trainer.groups.group import Operation, ShardGroup
-from agents.trainer.ledger import RunningSum
+from unicrond.agents.trainer.gradients.accumulation import Accumulation, GradientStore
+from unicrond.agents.trainer.groups.group import Operation, ShardGroup
+from unicrond.agents.trainer.lifecycle.lanes import Assignment, Lanes, Run
+from unicrond.agents.trainer.lifecycle.ledger import RunningSum
 
 
 @dataclass(slots=True)

@@ -30,9 +30,9 @@ from functools import partial
 
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation, GradientStore
-from agents.trainer.gradients.lanes import Block, Lanes, halves, tree
-from agents.trainer.groups.group import Operation, ShardGroup
+from unicrond.agents.trainer.gradients.accumulation import Accumulation, GradientStore
+from unicrond.agents.trainer.groups.group import Operation, ShardGroup
+from unicrond.agents.trainer.lifecycle.lanes import Block, Lanes, halves, tree
 
 #: Elements of gradients in one exchange (4 MiB), and at least in one chunk of it (64 KiB): of many members' smaller
 #: ones the messages would cost more than what is in them.

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agents.trainer.gradients.accumulation import Accumulation
-from agents.trainer.gradients.lanes import Run, initial_assignment, stores_needed
-from agents.trainer.gradients.passing import Passing
-from agents.trainer.gradients.reduction import Reduction
-from agents.trainer.groups.group import ShardGroup
-from agents.trainer.groups.rendezvous import Rendezvous
-from agents.trainer.ledger import LaneLedger
-from agents.trainer.lifecycle import MemberState
-from agents.trainer.process.context import Context
+from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.passing import Passing
+from unicrond.agents.trainer.gradients.reduction import Reduction
+from unicrond.agents.trainer.groups.group import ShardGroup
+from unicrond.agents.trainer.groups.shard_group import Rendezvous
+from unicrond.agents.trainer.lifecycle import MemberState
+from unicrond.agents.trainer.lifecycle.lanes import Run, initial_assignment, stores_needed
+from unicrond.agents.trainer.lifecycle.ledger import LaneLedger
+from unicrond.agents.trainer.process.context import Context
 
 
 @dataclass(slots=True)

@@ -4,11 +4,11 @@ Rules
 -----
 * Forming happens in a thread of its own. A newer membership supersedes the attempt: the main thread walks away, the
   thread closes whatever it still gets.
-* Each member says under the attempt's prefix in the membership's store (`words.py`) which port it listens on, and waits
-  for all others to have said theirs; only then does it connect.
+* Each member says under the attempt's prefix in the membership's store (`store_messages.py`) which port it listens on,
+  and waits for all others to have said theirs; only then does it connect.
 * Gloo would have each member read of every other, in the store, an address and a number for each member: n * n reads of
-  n numbers. Here each says its own once (`gloo_words.py`), and gloo asks no store but that. Where a member's hook is
-  older (its port has no sign), gloo has the store itself, as that hook expects.
+  n numbers. Here each says its own once (`gloo_store_messages.py`), and gloo asks no store but that. Where a member's
+  hook is older (its port has no sign), gloo has the store itself, as that hook expects.
 * Members of a task with fixed sums must make the same sums. A hook before lanes summed integers there: it says its port
   without `_LANES`, and no group forms with it.
 * Before that it says which standby group it could use instead (`standby.py`), if any. A member that has one waits for
@@ -40,12 +40,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from agents.trainer.groups.ends import address
-from agents.trainer.groups.gloo_words import GlooStore
-from agents.trainer.groups.stores import StoreConnections
-from agents.trainer.groups.words import StoreExchange
-from agents.trainer.process.channel import AgentChannel
-from events.vocabulary import StoreAddress
+from unicrond.agents.trainer.groups.gloo_store_messages import GlooStore
+from unicrond.agents.trainer.groups.socket_peers import address
+from unicrond.agents.trainer.groups.store_messages import StoreExchange
+from unicrond.agents.trainer.groups.stores import StoreConnections
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.events.vocabulary import StoreAddress
 
 _NO_STANDBY = "-"
 #: Before the port of a member that reads `gloo_words`. (Older hooks read the port without it.)

@@ -33,19 +33,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from agents.protocol.marks import Marker
-from agents.protocol.messages import MembershipWait
-from agents.trainer.groups.ends import ConnectionEnds
-from agents.trainer.groups.forming import (
-    Attempt,
-    FormedGroup,
-    GroupPlacement,
-    event_after,
-    nccl_error,
-)
-from agents.trainer.groups.stores import StoreConnections
-from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
-from agents.trainer.process.channel import AgentChannel
+from unicrond.agents.protocol.marks import Marker
+from unicrond.agents.protocol.messages import MembershipWait
+from unicrond.agents.trainer.groups.forming import Attempt, FormedGroup, GroupPlacement, event_after, nccl_error
+from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
+from unicrond.agents.trainer.groups.stores import StoreConnections
+from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.process.channel import AgentChannel
 
 _POLL_CUDA_S = 0.002
 #: A worker that waits for longer for a group to meet says so: it has answered, and does not hang.
@@ -94,8 +88,9 @@ class ShardGroup:
         return self._nccl is not None
 
     def exchange_ends(self) -> torch.Tensor | None:
-        """Start telling each member which end of the connection to it is this member's (`ends.py`): pass what comes to
-        `learn_ends`, when it has come. None with NCCL, or where a member's hook is older."""
+        """Start telling each member which end of the connection to it is this member's (`socket_peers.py`): pass what
+        comes to `learn_ends`, when it has come. None with NCCL, or where a member's hook is older.
+        """
         if not self.ends:
             return None
         own_marks = torch.tensor(self.ends.own_marks(), dtype=torch.int64)

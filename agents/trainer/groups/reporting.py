@@ -2,8 +2,8 @@
 
 Rules
 -----
-* Each member can say whose the other ends of its broken connections are (`ends.py`), and in a small group does so at
-  once: blame rests on all these reports (unicrond/core/blame.py).
+* Each member can say whose the other ends of its broken connections are (`socket_peers.py`), and in a small group does
+  so at once: blame rests on all these reports (unicrond/core/faults/blame.py).
 * Of a larger group a few words will do. A few members report at once, far from each other, so that they are on
   different nodes; the others only where no urgent membership comes of that.
 """

@@ -19,9 +19,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agents.trainer.groups.forming import Attempt, GroupPlacement
-from agents.trainer.groups.stores import StoreConnections
-from agents.trainer.process.channel import AgentChannel
+from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
+from unicrond.agents.trainer.groups.stores import StoreConnections
+from unicrond.agents.trainer.process.channel import AgentChannel
 
 _REPLICAS_MIN = 3
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from events.vocabulary import StoreAddress
+from unicrond.events.vocabulary import StoreAddress
 
 _MEET_TIMEOUT = timedelta(seconds=10)
 

@@ -27,7 +27,7 @@ Rules
 * The *leader* is the first member: it reports commits, writes checkpoints, and says when the task is complete. Every
   member keeps the newest commit, so that a new leader can report what the old one took with it.
 * After the last iteration no member leaves before the leader has saved: if it dies, another does it.
-* With sharded optimizer state (`dividing.py`) an iteration is committed when every replica's parameters have been
+* With sharded optimizer state (`optimizer_state.py`) an iteration is committed when every replica's parameters have been
   gathered, each from one that has stepped it; a group that breaks before that gathers again in the next. A new group
   begins with that, then gives state to members without any, then divides the parts anew. A member that leaves as
   planned leaves its parts with those that stay.
@@ -37,7 +37,7 @@ States, and what follows (`table.py`; each flow below says which it enters)
 | state | what happens | then |
 |---|---|---|
 | new | | regrouping |
-| regrouping | memberships are followed until a group has exchanged positions (`meeting.py`) | transferring; computing; stepping, gathering (with what it has: step first); ending (none left); parked, stranded |
+| regrouping | memberships are followed until a group has exchanged positions (`membership_choice.py`) | transferring; computing; stepping, gathering (with what it has: step first); ending (none left); parked, stranded |
 | transferring | parameters, state, parts for the members of the new group (`regrouping.py`, `finding.py`) | computing; ending; regrouping |
 | computing | the loop computes its micro-batches | reducing; regrouping; ending (the program left) |
 | reducing | sums and accounts over the members (`iteration.py`) | agreeing; regrouping |
@@ -45,7 +45,7 @@ States, and what follows (`table.py`; each flow below says which it enters)
 | stepping | the loop steps its optimizer | gathering (sharded); committing |
 | gathering | parameters that others have stepped (`boundary.py`) | committing; regrouping |
 | committing | reported, saved, and on to the next iteration | computing; transferring (left by the last verdict); regrouping; ending |
-| ending | the last state is saved, all leave together (`ending.py`) | over; regrouping |
+| ending | the last state is saved, all leave together (`completion.py`) | over; regrouping |
 | parked | not named by the membership; waits to be ended | |
 | stranded | no membership came in time; saves and ends | |
 | over | | |
@@ -54,13 +54,13 @@ Any state but parked, stranded and over goes to regrouping when the group breaks
 loop's own) and committing's first half, which needs no group.
 """  # noqa: E501  # a table
 
-from agents.trainer.lifecycle.books import MemberState
-from agents.trainer.lifecycle.boundary import commit, gather_parameters
-from agents.trainer.lifecycle.effects import Flow, Optimize, SetPhase
-from agents.trainer.lifecycle.ending import complete, leave_after_stop
-from agents.trainer.lifecycle.failures import ProgramLeftLoop
-from agents.trainer.lifecycle.iteration import iterate
-from agents.trainer.lifecycle.regrouping import regroup
+from unicrond.agents.trainer.lifecycle.boundary import commit, gather_parameters
+from unicrond.agents.trainer.lifecycle.completion import complete, leave_after_stop
+from unicrond.agents.trainer.lifecycle.effects import Flow, Optimize, SetPhase
+from unicrond.agents.trainer.lifecycle.failures import ProgramLeftLoop
+from unicrond.agents.trainer.lifecycle.iteration import iterate
+from unicrond.agents.trainer.lifecycle.member_state import MemberState
+from unicrond.agents.trainer.lifecycle.regrouping import regroup
 
 __all__ = ["MemberState", "run"]
 

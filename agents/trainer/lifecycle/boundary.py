@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from agents.protocol.messages import Committed, GroupMembership
-from agents.trainer.ledger import Total
-from agents.trainer.lifecycle.books import (
+from unicrond.agents.protocol.messages import Committed, GroupMembership
+from unicrond.agents.trainer.lifecycle.effects import FaultPoint, Flow, GetMembership, Observe, PrepareStandby
+from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.lifecycle.ledger import Total
+from unicrond.agents.trainer.lifecycle.member_state import (
     MemberState,
     PendingWork,
     begin_iteration,
@@ -12,11 +14,9 @@ from agents.trainer.lifecycle.books import (
     report_commit,
     start_clock,
 )
-from agents.trainer.lifecycle.dividing import gather, leave_parts
-from agents.trainer.lifecycle.effects import FaultPoint, Flow, GetMembership, Observe, PrepareStandby
-from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
-from agents.trainer.lifecycle.keeping import save
-from agents.trainer.lifecycle.regrouping import regroup, transfer
+from unicrond.agents.trainer.lifecycle.optimizer_state import gather, leave_parts
+from unicrond.agents.trainer.lifecycle.regrouping import regroup, transfer
+from unicrond.agents.trainer.lifecycle.saving import save
 
 
 def gather_parameters(member: MemberState) -> Flow[bool]:

@@ -18,16 +18,16 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from agents.protocol.messages import FromWorker, GroupMembership
-from agents.trainer.ledger import IterationLedger, ReplicaAccount, Total
-from agents.trainer.lifecycle.candidates import Candidate
-from agents.trainer.lifecycle.results import Holdings, LoadedState, SaveSchedule
-from agents.trainer.lifecycle.verdict import Position
-from agents.trainer.sharded.parts import SpanMove, StatePart
-from events import vocabulary as v
+from unicrond.agents.protocol.messages import FromWorker, GroupMembership
+from unicrond.agents.trainer.lifecycle.candidates import Candidate
+from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
+from unicrond.agents.trainer.lifecycle.optimizer_shards import SpanMove, StatePart
+from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, SaveSchedule
+from unicrond.agents.trainer.lifecycle.verdict import Position
+from unicrond.events import vocabulary as v
 
 if TYPE_CHECKING:
-    from agents.protocol.injection import Point
+    from unicrond.agents.protocol.injection import Point
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)

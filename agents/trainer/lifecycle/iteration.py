@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from agents.trainer.ledger import Total
-from agents.trainer.lifecycle.books import MemberState, leave_broken_group
-from agents.trainer.lifecycle.effects import (
+from unicrond.agents.trainer.lifecycle.effects import (
     Agree,
     AnyShard,
     AskSaveSchedule,
@@ -17,9 +15,11 @@ from agents.trainer.lifecycle.effects import (
     SetPhase,
     Settle,
 )
-from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
-from agents.trainer.lifecycle.regrouping import regroup
-from agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
+from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.lifecycle.ledger import Total
+from unicrond.agents.trainer.lifecycle.member_state import MemberState, leave_broken_group
+from unicrond.agents.trainer.lifecycle.regrouping import regroup
+from unicrond.agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
 
 #: In the agreement that ends an iteration: this replica's program has said stop (beside Due.word).
 _STOP_BIT = 4

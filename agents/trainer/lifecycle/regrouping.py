@@ -8,17 +8,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from agents.protocol.messages import GroupMembership, Parked, Regrouped
-from agents.trainer.lifecycle.books import (
-    MemberState,
-    PendingWork,
-    begin_iteration,
-    leave_broken_group,
-    report_commit,
-    start_clock,
-)
-from agents.trainer.lifecycle.dividing import divide, gather
-from agents.trainer.lifecycle.effects import (
+from unicrond.agents.protocol.messages import GroupMembership, Parked, Regrouped
+from unicrond.agents.trainer.lifecycle.effects import (
     AwaitQuit,
     BroadcastState,
     DropParts,
@@ -32,14 +23,28 @@ from agents.trainer.lifecycle.effects import (
     Send,
     SetPhase,
 )
-from agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, QuitRequested, RendezvousTimedOut
-from agents.trainer.lifecycle.finding import adopt_state, find_state, report_loaded
-from agents.trainer.lifecycle.keeping import save_and_wait
-from agents.trainer.lifecycle.meeting import NotAMember, join
-from agents.trainer.lifecycle.results import NO_SAVE
-from agents.trainer.lifecycle.shares import Shares, assign_parts, nodes_of
-from agents.trainer.lifecycle.verdict import GroupVerdict
-from events.vocabulary import StateSource
+from unicrond.agents.trainer.lifecycle.failures import (
+    GroupBroken,
+    MembershipSuperseded,
+    QuitRequested,
+    RendezvousTimedOut,
+)
+from unicrond.agents.trainer.lifecycle.member_state import (
+    MemberState,
+    PendingWork,
+    begin_iteration,
+    leave_broken_group,
+    report_commit,
+    start_clock,
+)
+from unicrond.agents.trainer.lifecycle.membership_choice import NotAMember, join
+from unicrond.agents.trainer.lifecycle.optimizer_state import divide, gather
+from unicrond.agents.trainer.lifecycle.results import NO_SAVE
+from unicrond.agents.trainer.lifecycle.saving import save_and_wait
+from unicrond.agents.trainer.lifecycle.shares import Shares, assign_parts, nodes_of
+from unicrond.agents.trainer.lifecycle.state_search import adopt_state, find_state, report_loaded
+from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict
+from unicrond.events.vocabulary import StateSource
 
 
 def regroup(member: MemberState, target: GroupMembership | None = None) -> Flow[bool]:
@@ -187,9 +192,10 @@ def _report_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: i
 
 
 def _wait_for_quit(member: MemberState, target: GroupMembership) -> Flow[NoReturn]:
-    """Report that this worker is no longer a member, and wait to be ended. Its last group stays open (`meeting.py`).
-    Where no member stays, the leader's replica is the last that can save the state: to memory, where others are about
-    to take it from there, else to storage."""
+    """Report that this worker is no longer a member, and wait to be ended. Its last group stays open
+    (`membership_choice.py`). Where no member stays, the leader's replica is the last that can save the state: to
+    memory, where others are about to take it from there, else to storage.
+    """
     member.enter("parked")
     present = () if member.membership is None else member.membership.members
     staying = {peer.worker for peer in present}.intersection(peer.worker for peer in target.members)

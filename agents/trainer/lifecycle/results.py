@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agents.trainer.sharded.parts import Span
-from events.vocabulary import StateSource
+from unicrond.agents.trainer.lifecycle.optimizer_shards import Span
+from unicrond.events.vocabulary import StateSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,21 @@
-"""Which member holds which part of the sharded optimizer state, as one member knows it. Pure; see `parts.py`."""
+"""Which member holds which part of the sharded optimizer state, as one member knows it. Pure; see
+`optimizer_shards.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agents.protocol.messages import GroupMembership
-from agents.trainer.sharded.parts import Span, SpanMove, StatePart, assign_holders, covers, gather_moves, moves
+from unicrond.agents.protocol.messages import GroupMembership
+from unicrond.agents.trainer.lifecycle.optimizer_shards import (
+    Span,
+    SpanMove,
+    StatePart,
+    assign_holders,
+    covers,
+    gather_moves,
+    moves,
+)
 
 
 class Shares:

@@ -53,7 +53,7 @@ Rules (buckets that are final)
 * Members behind others (above) have the buckets of an earlier iteration: then none of this one's is final, for it
   has not been reduced without them.
 
-Rules (sharded optimizer state, `parts.py`)
+Rules (sharded optimizer state, `optimizer_shards.py`)
 ----------------------------------------------
 * A member *has stepped* `i` when it has made that step with the parts that it holds, and waits for the parameters that
   others have stepped. Before it, everybody had complete sums of `i`: it counts as such a member, which need not step.
@@ -72,10 +72,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agents.trainer.gradients.lanes import Assignment, Lanes
-from agents.trainer.gradients.lanes import assign as assign_lanes
-from agents.trainer.lifecycle.dealing import assign
-from agents.trainer.sharded.parts import Span
+from unicrond.agents.trainer.lifecycle.assignment import assign
+from unicrond.agents.trainer.lifecycle.lanes import Assignment, Lanes
+from unicrond.agents.trainer.lifecycle.lanes import assign as assign_lanes
+from unicrond.agents.trainer.lifecycle.optimizer_shards import Span
 
 _WORD_BITS = 62
 _FIXED = 4

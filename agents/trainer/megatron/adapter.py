@@ -24,18 +24,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from agents.trainer.hook import Hook, Step
-from agents.trainer.megatron import cpu, flags
-from agents.trainer.megatron.buffers import BufferAccumulation
-from agents.trainer.megatron.checkpointed import CheckpointedOptimizer, StateIncomplete
-from agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
-from agents.trainer.megatron.index_lock import index_lock
-from agents.trainer.megatron.runs import ScheduleRuns
-from agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
-from agents.trainer.megatron.trackers import Trackers
-from agents.trainer.megatron.writers import LeadWriter
-from agents.trainer.process.context import Context
-from agents.trainer.states.saving import unsaved
+from unicrond.agents.trainer.loop.hook import Hook, Step
+from unicrond.agents.trainer.megatron import cpu, flags
+from unicrond.agents.trainer.megatron.buffers import BufferAccumulation
+from unicrond.agents.trainer.megatron.checkpointed import CheckpointedOptimizer, StateIncomplete
+from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
+from unicrond.agents.trainer.megatron.index_lock import index_lock
+from unicrond.agents.trainer.megatron.runs import ScheduleRuns
+from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
+from unicrond.agents.trainer.megatron.trackers import Trackers
+from unicrond.agents.trainer.megatron.writers import LeadWriter
+from unicrond.agents.trainer.process.context import Context
+from unicrond.agents.trainer.states.saving import unsaved
 
 
 class _IterationChanged(Exception):

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation, GradientStore, StoreLayout
-from agents.trainer.gradients.lanes import Lanes
+from unicrond.agents.trainer.gradients.accumulation import Accumulation, GradientStore, StoreLayout
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
 
 #: Numbers for the log: two for each name.
 SLOTS = 64

@@ -22,8 +22,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 
-from agents.trainer.sharded.optimizer import MASTER, Holding, ModelChunk, Rows, ShardedOptimizer
-from agents.trainer.sharded.parts import StatePart
+from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
+from unicrond.agents.trainer.sharded.optimizer import MASTER, Holding, ModelChunk, Rows, ShardedOptimizer
 
 
 class StateIncomplete(RuntimeError):

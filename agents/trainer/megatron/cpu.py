@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from agents.trainer import cpu_shim
+from unicrond.agents.trainer.process import cpu_shim
 
 #: Parsed arguments, and what they must be without a GPU.
 FLAGS: dict[str, object] = {

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from agents.trainer.megatron import cpu, seams
-from agents.trainer.megatron.adapter import Adapter
-from agents.trainer.process import context
-from events.vocabulary import TaskSpec
+from unicrond.agents.trainer.megatron import cpu, seams
+from unicrond.agents.trainer.megatron.adapter import Adapter
+from unicrond.agents.trainer.process import context
+from unicrond.events.vocabulary import TaskSpec
 
 
 class NoCheckout(SystemExit):

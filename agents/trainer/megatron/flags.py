@@ -1,7 +1,7 @@
 """Megatron's parsed arguments: what is refused, what is switched off because unicrond does it, and whether they are the
 task's.
 
-Every line names the flag. The table of what is refused: `events/megatron_lm.py`.
+Every line names the flag. The table of what is refused: `events/megatron/command_line.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from events.megatron_lm import CHECKED_FLAGS, REFUSED_FLAGS, TESTED, refusals
-from events.vocabulary import TaskSpec
+from unicrond.events.megatron.command_line import CHECKED_FLAGS, REFUSED_FLAGS, TESTED, refusals
+from unicrond.events.vocabulary import TaskSpec
 
 __all__ = ["TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "require", "take_over"]
 

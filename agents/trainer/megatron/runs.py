@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from agents.trainer.hook import Hook, Step
-from agents.trainer.ledger import to_fixed_point
-from agents.trainer.megatron.buffers import SLOTS, BufferAccumulation
-from agents.trainer.megatron.data import MicroBatchLoader
-from agents.trainer.megatron.trackers import Trackers
+from unicrond.agents.trainer.lifecycle.ledger import to_fixed_point
+from unicrond.agents.trainer.loop.hook import Hook, Step
+from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation
+from unicrond.agents.trainer.megatron.data import MicroBatchLoader
+from unicrond.agents.trainer.megatron.trackers import Trackers
 
 
 class TooManyNames(RuntimeError):

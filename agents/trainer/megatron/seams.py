@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from inspect import isfunction, unwrap
 from typing import Any
 
-from events.megatron_lm import TESTED
+from unicrond.events.megatron.command_line import TESTED
 
 
 class NoSeam(RuntimeError):

@@ -27,12 +27,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from agents.protocol.discreet import mask_of, redact
-from agents.protocol.exits import EXIT_NO_AGENT
-from agents.protocol.flight import TellFlight
-from agents.protocol.framing import BadFrame, Unframer, frame
-from agents.protocol.line import Line
-from agents.protocol.messages import (
+from unicrond.agents.protocol.exits import EXIT_NO_AGENT
+from unicrond.agents.protocol.flight import TellFlight
+from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
+from unicrond.agents.protocol.messages import (
     Busy,
     Committed,
     Completed,
@@ -49,11 +47,13 @@ from agents.protocol.messages import (
     StopRequest,
     ToWorker,
 )
-from agents.protocol.peers import message_for
-from agents.trainer.lifecycle.failures import QuitRequested
-from agents.trainer.process.flight import read_flight
-from events.schemas import SCHEMA
-from events.vocabulary import Fault
+from unicrond.agents.protocol.peers import message_for
+from unicrond.agents.protocol.redaction import mask_of, redact
+from unicrond.agents.protocol.worker_line import Line
+from unicrond.agents.trainer.lifecycle.failures import QuitRequested
+from unicrond.agents.trainer.process.flight import read_flight
+from unicrond.events.vocabulary import Fault
+from unicrond.events.wire.schemas import SCHEMA
 
 QUIT_GRACE_S = 2.0
 _PAUSE_MIN_S = 0.02

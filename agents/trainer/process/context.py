@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agents.protocol.injection import FaultInjector
-from agents.protocol.marks import Marker
-from agents.protocol.messages import Launch
-from agents.trainer.process.channel import AgentChannel
-from events.vocabulary import DETERMINISM, DETERMINISTIC, Phase
+from unicrond.agents.protocol.injection import FaultInjector
+from unicrond.agents.protocol.marks import Marker
+from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, Phase
 
 if TYPE_CHECKING:
-    from agents.trainer.process.replica import ReplicaWorld
+    from unicrond.agents.trainer.process.replica import ReplicaWorld
 
 
 @dataclass(frozen=True, slots=True)

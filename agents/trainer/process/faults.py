@@ -6,8 +6,8 @@ import re
 import traceback
 from dataclasses import dataclass
 
-from agents.protocol.messages import ErrorReport
-from events.vocabulary import ErrorKind, Phase
+from unicrond.agents.protocol.messages import ErrorReport
+from unicrond.events.vocabulary import ErrorKind, Phase
 
 _MESSAGE_CHARS = 1024
 _DETAIL_CHARS = 32768

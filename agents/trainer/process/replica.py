@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from agents.protocol.messages import Launch
-from events import megatron_lm
-from events.interfaces import interface_of
+from unicrond.agents.protocol.messages import Launch
+from unicrond.events.host.network_addresses import interface_of
+from unicrond.events.megatron import command_line as megatron_lm
 
 _MEET_TIMEOUT = timedelta(minutes=5)
 

@@ -5,9 +5,9 @@
 
 Rules
 -----
-* Each part that is held here (`parts.py`) is stepped by a `DistributedOptimizer` of Megatron's, which believes that it
-  is rank `index` of `count`: which stretches of which parameters those are, fp32 masters, Adam, clipping, and what
-  goes back into the parameters are its own. A chain of them is one optimizer to the training loop.
+* Each part that is held here (`optimizer_shards.py`) is stepped by a `DistributedOptimizer` of Megatron's, which
+  believes that it is rank `index` of `count`: which stretches of which parameters those are, fp32 masters, Adam,
+  clipping, and what goes back into the parameters are its own. A chain of them is one optimizer to the training loop.
 * What it would do with a process group is not its to do here, since such a group cannot be left and replaced in the
   middle of an iteration: gradients arrive summed and whole (`reduction.py`), and parameters travel after the step
   (`sharing.py`). Nor does it know when the number of replicas changes: then new ones are made.
@@ -43,8 +43,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from agents.trainer.sharded.parts import ALIGN, Span, StatePart
-from agents.trainer.states.state import BadState
+from unicrond.agents.trainer.lifecycle.optimizer_shards import ALIGN, Span, StatePart
+from unicrond.agents.trainer.states.state import BadState
 
 MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 #: A space's number and a field of Adam's state, or the fp32 master.

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from agents.trainer.groups.group import ShardGroup
-from agents.trainer.sharded.optimizer import Holding, Row, Rows, ShardedOptimizer
-from agents.trainer.sharded.parts import SpanMove, StatePart
+from unicrond.agents.trainer.groups.group import ShardGroup
+from unicrond.agents.trainer.lifecycle.optimizer_shards import SpanMove, StatePart
+from unicrond.agents.trainer.sharded.optimizer import Holding, Row, Rows, ShardedOptimizer
 
 
 class Sharing:

@@ -31,9 +31,9 @@ import msgspec
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-from agents.trainer.states.state import BadState, flatten, shapes, unflatten
-from agents.trainer.states.state_bytes import check, named_tensors
-from events.shape import Shape
+from unicrond.agents.trainer.states.state import BadState, flatten, shapes, unflatten
+from unicrond.agents.trainer.states.state_bytes import check, named_tensors
+from unicrond.events.vocabulary.shape import Shape
 
 FORMAT = 3
 _NAME = re.compile(r"^iteration-([0-9]{8,})$")

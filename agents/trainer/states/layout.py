@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from agents.trainer.states.resharding import Piece, StateLayout
+from unicrond.agents.trainer.states.resharding import Piece, StateLayout
 
 
 def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: int) -> StateLayout | None:

@@ -25,11 +25,11 @@ from typing import Any
 import msgspec
 import torch
 
-from agents.trainer.states import checkpoint
-from agents.trainer.states.checkpoint import WriteJob
-from agents.trainer.states.resharding import WHOLE, Piece, StateLayout, layout_in, reshard
-from agents.trainer.states.state import BadState
-from events.shape import Shape
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states.checkpoint import WriteJob
+from unicrond.agents.trainer.states.resharding import WHOLE, Piece, StateLayout, layout_in, reshard
+from unicrond.agents.trainer.states.state import BadState
+from unicrond.events.vocabulary.shape import Shape
 
 _KEEP_ALL = 10**9
 _STATE = re.compile(r"(.*?)state\.(\d+)$")

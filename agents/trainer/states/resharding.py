@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import torch
 
-from agents.trainer.states.state import BadState
+from unicrond.agents.trainer.states.state import BadState
 
 #: In a state whose tensors are whole and have their global names (`portable.py`).
 WHOLE = "whole"

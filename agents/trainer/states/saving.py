@@ -32,14 +32,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agents.protocol.memory import Draft, Memory, TooLarge
-from agents.protocol.messages import Captured, GroupMembership, SaveError, SaveFinished
-from agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
-from agents.trainer.process.context import Context
-from agents.trainer.states import checkpoint, interval
-from agents.trainer.states.state import BadState, TrainingState
-from agents.trainer.states.state_bytes import Flat, read
-from events.vocabulary import Saver
+from unicrond.agents.protocol.memory import Draft, Memory, TooLarge
+from unicrond.agents.protocol.messages import Captured, GroupMembership, SaveError, SaveFinished
+from unicrond.agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
+from unicrond.agents.trainer.process.context import Context
+from unicrond.agents.trainer.states import checkpoint, interval
+from unicrond.agents.trainer.states.state import BadState, TrainingState
+from unicrond.agents.trainer.states.state_bytes import Flat, read
+from unicrond.events.vocabulary import Saver
 
 #: For captures on their way to storage only: bounds nothing that the state itself does not.
 _PRIVATE_MAX_BYTES = 1 << 62

@@ -22,18 +22,18 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from agents.protocol import memory_exchange
-from agents.protocol.memory import Memory, StateHead, digest_of
-from agents.protocol.memory_exchange import ExchangeFailed, Fetching
-from agents.protocol.messages import GroupMembership
-from agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
-from agents.trainer.process.context import Context
-from agents.trainer.states import checkpoint
-from agents.trainer.states.resharding import WHOLE, NoLayout
-from agents.trainer.states.state import BadState
-from agents.trainer.states.state_bytes import read
-from events.shape import Shape
-from events.vocabulary import MemoryService
+from unicrond.agents.protocol import memory_exchange
+from unicrond.agents.protocol.memory import Memory, StateHead, digest_of
+from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching
+from unicrond.agents.protocol.messages import GroupMembership
+from unicrond.agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
+from unicrond.agents.trainer.process.context import Context
+from unicrond.agents.trainer.states import checkpoint
+from unicrond.agents.trainer.states.resharding import WHOLE, NoLayout
+from unicrond.agents.trainer.states.state import BadState
+from unicrond.agents.trainer.states.state_bytes import read
+from unicrond.events.vocabulary import MemoryService
+from unicrond.events.vocabulary.shape import Shape
 
 Tree: TypeAlias = dict[str, Any]
 

@@ -15,8 +15,16 @@ from typing import Any
 
 import torch
 
-from agents.trainer.states.gpu_copies import copy_from_gpu
-from agents.trainer.states.state import BadState, flatten, shapes, size_bytes, tensor_bytes, tensor_of, unflatten
+from unicrond.agents.trainer.states.gpu_copies import copy_from_gpu
+from unicrond.agents.trainer.states.state import (
+    BadState,
+    flatten,
+    shapes,
+    size_bytes,
+    tensor_bytes,
+    tensor_of,
+    unflatten,
+)
 
 _MAGIC = b"unicron2"
 _FIXED_BYTES = 16

@@ -14,8 +14,16 @@ from typing import Any
 
 import torch
 
-from agents.trainer.groups.group import ShardGroup
-from agents.trainer.states.state import BadState, flatten, shapes, size_bytes, tensor_bytes, tensor_of, unflatten
+from unicrond.agents.trainer.groups.group import ShardGroup
+from unicrond.agents.trainer.states.state import (
+    BadState,
+    flatten,
+    shapes,
+    size_bytes,
+    tensor_bytes,
+    tensor_of,
+    unflatten,
+)
 
 CHUNK_BYTES = 32 * 1024 * 1024
 _SKELETON_BYTES_MAX = 256 * 1024 * 1024

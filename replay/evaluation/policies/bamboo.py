@@ -21,10 +21,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from replay.evaluation.policies.job import Elastic, TrainingJob
-from replay.evaluation.speeds import Speeds, restricted_job, speeds_under
-from replay.evaluation.workload import Workload
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.speeds import Speeds, restricted_job, speeds_under
+from unicrond.replay.evaluation.model.workload import Workload
+from unicrond.replay.evaluation.model.world import EvaluationWorld
+from unicrond.replay.evaluation.policies.job import Elastic, TrainingJob
 from unicrond.throughput.layouts import Layout
 from unicrond.throughput.layouts import ThroughputQuery as Question
 from unicrond.throughput.model import Floats, Ints, memory_bytes, parts_s, state_bytes

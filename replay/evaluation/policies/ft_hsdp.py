@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.evaluation.meter import CostPhase
-from replay.evaluation.policies.job import JobByJob, TrainingJob
-from replay.evaluation.virtual_time import Timer, to_us
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.meter import CostPhase
+from unicrond.replay.evaluation.model.virtual_time import Timer, to_us
+from unicrond.replay.evaluation.model.world import EvaluationWorld
+from unicrond.replay.evaluation.policies.job import JobByJob, TrainingJob
 
 Replica = tuple[int, ...]
 

@@ -6,7 +6,7 @@ and what its plan gives away by moving less.
 
 from __future__ import annotations
 
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.world import EvaluationWorld
 
 
 class Ideal:

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from replay.evaluation.meter import CostPhase
-from replay.evaluation.speeds import Speeds
-from replay.evaluation.virtual_time import Timer, to_us
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.meter import CostPhase
+from unicrond.replay.evaluation.model.speeds import Speeds
+from unicrond.replay.evaluation.model.virtual_time import Timer, to_us
+from unicrond.replay.evaluation.model.world import EvaluationWorld
 
 
 class System(Protocol):

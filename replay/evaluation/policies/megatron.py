@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.evaluation.meter import CostPhase
-from replay.evaluation.policies.job import Elastic, JobByJob, TrainingJob
+from unicrond.replay.evaluation.model.meter import CostPhase
+from unicrond.replay.evaluation.policies.job import Elastic, JobByJob, TrainingJob
 
 
 class MegatronWait(JobByJob):

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from replay.evaluation.policies.job import Elastic, TrainingJob
-from replay.evaluation.speeds import Speeds, restricted_job
-from replay.evaluation.templates import Templates, best_templates
-from replay.evaluation.workload import Cluster, Speed, TrainingTask, Workload
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.speeds import Speeds, restricted_job
+from unicrond.replay.evaluation.model.templates import Templates, best_templates
+from unicrond.replay.evaluation.model.workload import Cluster, Speed, TrainingTask, Workload
+from unicrond.replay.evaluation.model.world import EvaluationWorld
+from unicrond.replay.evaluation.policies.job import Elastic, TrainingJob
 
 #: f + 1 pipelines survive f simultaneous faults.
 REPLICAS = 2

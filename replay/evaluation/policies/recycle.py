@@ -24,10 +24,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from replay.evaluation.policies.job import Elastic, TrainingJob
-from replay.evaluation.speeds import Speeds, fastest, restricted_job, speeds_under
-from replay.evaluation.workload import Cluster, TrainingTask, Workload
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.speeds import Speeds, fastest, restricted_job, speeds_under
+from unicrond.replay.evaluation.model.workload import Cluster, TrainingTask, Workload
+from unicrond.replay.evaluation.model.world import EvaluationWorld
+from unicrond.replay.evaluation.policies.job import Elastic, TrainingJob
 from unicrond.throughput.model import Estimate
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from replay.evaluation.policies.job import Elastic, TrainingJob
-from replay.evaluation.speeds import Speeds, restricted_job, speeds_under
-from replay.evaluation.workload import Workload
-from replay.evaluation.world import EvaluationWorld
+from unicrond.replay.evaluation.model.speeds import Speeds, restricted_job, speeds_under
+from unicrond.replay.evaluation.model.workload import Workload
+from unicrond.replay.evaluation.model.world import EvaluationWorld
+from unicrond.replay.evaluation.policies.job import Elastic, TrainingJob
 from unicrond.throughput.layouts import ThroughputQuery as Question
 
 

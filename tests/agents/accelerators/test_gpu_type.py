@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from agents.accelerators.gpu_type import gpu_type
-from events.vocabulary import Gpu
+from unicrond.agents.accelerators.gpu_type import gpu_type
+from unicrond.events.vocabulary import Gpu
 from unicrond.throughput.presets import GPUS
 
 

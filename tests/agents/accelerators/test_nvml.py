@@ -9,12 +9,12 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from agents.accelerators.driver import NoDriver
-from agents.accelerators.nvml import NvmlDriver
-from agents.accelerators.readings import GpuReading, XidEvent
-from agents.accelerators.watch import open_driver
-from agents.protocol.gpus import visible_gpus
 from tests.agents.accelerators.nvml_library import ALL_LINKS, Gpu, Library
+from unicrond.agents.accelerators.driver import NoDriver
+from unicrond.agents.accelerators.nvml import NvmlDriver
+from unicrond.agents.accelerators.readings import GpuReading, XidEvent
+from unicrond.agents.accelerators.watch import open_driver
+from unicrond.agents.protocol.gpus import visible_gpus
 
 OLD = Gpu(
     "Old",

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from agents.accelerators.fake import FakeDriver
-from agents.accelerators.readings import GpuReading, XidEvent
-from agents.accelerators.watch import AcceleratorWatch
+from unicrond.agents.accelerators.fake import FakeDriver
+from unicrond.agents.accelerators.readings import GpuReading, XidEvent
+from unicrond.agents.accelerators.watch import AcceleratorWatch
 
 Told = tuple[str, str, str | None, str]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agents.accelerators.diagnosis import History, diagnose
-from agents.accelerators.readings import XidEvent
-from agents.accelerators.xids import XIDS, Xid, is_known, xid
-from unicrond.core.severity import SEVERITY
+from unicrond.agents.accelerators.diagnosis import History, diagnose
+from unicrond.agents.accelerators.readings import XidEvent
+from unicrond.agents.accelerators.xids import XIDS, Xid, is_known, xid
+from unicrond.core.faults.severity import SEVERITY
 
 FAULTS = (Path(__file__).parents[3] / "docs" / "operate" / "faults.md").read_text()
 #: code -> severity of a single one, where the driver says nothing more: None, it is told and nothing follows.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 
 #: `unicrond-follow`: with sums that follow the deal (`numerics: follow`).
 System: TypeAlias = Literal["unicrond", "unicrond-follow", "torchrun", "torchft"]

@@ -27,13 +27,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from agents.trainer import corpus
 from tests.benchmarks.recovery import moves
 from tests.benchmarks.recovery.cell import CALM_STEPS, OURS, SAMPLES, STEADY_STEPS, SYSTEMS, Cell
 from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, lost_ms, recovery, steady_ms
 from tests.benchmarks.recovery.systems import START, default_peers
 from tests.benchmarks.recovery.waiting import steady, until
 from tests.benchmarks.recovery.witness import Line, Traces, now_us
+from unicrond.agents.trainer.loop import corpus
 from unicrond.local.dev import DevCluster
 
 RESULTS = Path("bench-recovery.jsonl")

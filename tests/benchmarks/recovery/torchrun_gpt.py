@@ -25,13 +25,14 @@ from megatron.core.distributed import (
     param_and_grad_buffer,
 )
 
-from agents.protocol.sampling import Sampling
-from agents.trainer import cpu_shim, pretrain_gpt
-from agents.trainer.corpus import Corpus
-from agents.trainer.randomness import seed_all
-from events.vocabulary import TaskSpec
 from tests.benchmarks.recovery.witness import Witness
 from tests.integration.plain_gpt import PlainStep
+from unicrond.agents.protocol.sampling import Sampling
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.loop.corpus import Corpus
+from unicrond.agents.trainer.process import cpu_shim
+from unicrond.agents.trainer.process.randomness import seed_all
+from unicrond.events.vocabulary import TaskSpec
 
 CHECKPOINT_EVERY = 10
 

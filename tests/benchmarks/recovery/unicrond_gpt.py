@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agents.trainer import pretrain_gpt
-from agents.trainer.corpus import Corpus
-from agents.trainer.handlers import HANDLERS, EffectHandlers
-from agents.trainer.hook import Hook
-from agents.trainer.lifecycle.effects import GroupReady, Idle
-from agents.trainer.process import context
-from agents.trainer.randomness import seed_all
 from tests.benchmarks.recovery.witness import Witness
+from unicrond.agents.trainer.lifecycle.effects import GroupReady, Idle
+from unicrond.agents.trainer.loop import pretrain_gpt
+from unicrond.agents.trainer.loop.corpus import Corpus
+from unicrond.agents.trainer.loop.handlers import HANDLERS, EffectHandlers
+from unicrond.agents.trainer.loop.hook import Hook
+from unicrond.agents.trainer.process import context
+from unicrond.agents.trainer.process.randomness import seed_all
 
 
 def watch_regroups(hook: Hook, witness: Witness) -> None:

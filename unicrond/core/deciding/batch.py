@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.schemas import lowered
-from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
-from unicrond.core.survey import Survey
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import NodeStatus, Task, Worker, WorkerStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.schemas import lowered
 
 
 class DecisionBatch:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from events import vocabulary as v
-from unicrond.core import memory_places
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.memberships import Audience
-from unicrond.core.state import Task, TaskStatus
+from unicrond.core.state.state import Task, TaskStatus
+from unicrond.core.tasks import memory_places
+from unicrond.events import vocabulary as v
 
 
 def tell_peers(batch: DecisionBatch, task: Task) -> None:

@@ -1,6 +1,6 @@
 """Escalation: the ladder from a reattempt to a failed task (its steps: `unicrond/core/decide.py`).
 
-Rules (whose fault a broken connection is: `unicrond/core/blame.py`)
+Rules (whose fault a broken connection is: `unicrond/core/faults/blame.py`)
 -----
 * A node on which members of the task train is not isolated for workers that end there: the members show that the
   node works. New workers there wait for the next step instead (`waits_for_step`).
@@ -16,14 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from events import vocabulary as v
-from unicrond.core import blame
-from unicrond.core.deciding import departing
+from unicrond.core.deciding import drains as departing
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.ordered_map import in_order
-from unicrond.core.policy import Policy
-from unicrond.core.severity import severity_of
-from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker, WorkerStatus
+from unicrond.core.faults import blame
+from unicrond.core.faults.severity import severity_of
+from unicrond.core.state.ordered_map import in_order
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import (
+    ClusterState,
+    Incident,
+    NodeStatus,
+    Severity,
+    Task,
+    TaskStatus,
+    Worker,
+    WorkerStatus,
+)
+from unicrond.events import vocabulary as v
 
 _SECOND_US = 1_000_000
 #: Of the two ends of a link the wrong one may have been isolated first, and then the other; a third isolation would

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.seats import cut, runs_of
-from unicrond.core import memory_places, reconcile
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.reshaping import change, is_in_place
-from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
-from unicrond.core.survey import Survey
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.core.tasks import memory_places, reconcile
+from unicrond.core.tasks.reshaping import change, is_in_place
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import cut, runs_of
 
 
 def repair_membership(batch: DecisionBatch, task: Task) -> bool:

@@ -7,17 +7,18 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.seats import compact
-from unicrond.core import departures, turns
-from unicrond.core.gpu_types import on_type
-from unicrond.core.plan_problems import healthy_problem_of, present_replicas, problem_of
+from unicrond.core.nodes import drains as departures
+from unicrond.core.nodes.gpu_types import on_type
 from unicrond.core.planning.placement import place_apart
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution
-from unicrond.core.state import ClusterState, Node, NodeStatus, Task
-from unicrond.core.survey import Survey
-from unicrond.core.waf import waf
+from unicrond.core.rules.plan_problems import healthy_problem_of, present_replicas, problem_of
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task
+from unicrond.core.tasks import starvation as turns
+from unicrond.core.worth.waf import waf
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import compact
 
 _SECOND_US = 1_000_000
 #: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is cut to it.

@@ -1,12 +1,12 @@
-"""Isolated nodes: which are checked now, and which are readmitted. The rules: unicrond/core/isolation.py."""
+"""Isolated nodes: which are checked now, and which are readmitted. The rules: unicrond/core/nodes/isolation.py."""
 
 from __future__ import annotations
 
-from events import vocabulary as v
-from unicrond.core import isolation
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.isolation import IsolationPhase
-from unicrond.core.state import Node, Severity, TaskStatus
+from unicrond.core.nodes import isolation
+from unicrond.core.nodes.isolation import IsolationPhase
+from unicrond.core.state.state import Node, Severity, TaskStatus
+from unicrond.events import vocabulary as v
 
 
 def readmit_nodes(batch: DecisionBatch) -> None:

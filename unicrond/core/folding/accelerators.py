@@ -6,7 +6,7 @@ Rules
   (`incidents.blame`).
 * Without a worker there, a fault that would restart a process has no effect; one that takes the node out of
   service does so before a worker is started there.
-* An error that predicts a failure is an incident of no worker: the node is emptied and checked (departures.py).
+* An error that predicts a failure is an incident of no worker: the node is emptied and checked (drains.py).
 * The repair that the hardware needs is remembered until the node is readmitted; isolation.py says what it requires.
 * A node that is isolated already is not isolated again by an unused accelerator.
 """
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core import isolation
-from unicrond.core.changes import find_worker, with_incident, with_node
+from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import incidents
 from unicrond.core.folding.incidents import Fact
-from unicrond.core.severity import severity_of
-from unicrond.core.state import ClusterState, NodeStatus, Severity, TaskStatus
+from unicrond.core.nodes import isolation
+from unicrond.core.state.changes import find_worker, with_incident, with_node
+from unicrond.core.state.state import ClusterState, NodeStatus, Severity, TaskStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 
 def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, envelope: Envelope) -> ClusterState:

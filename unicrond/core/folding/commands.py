@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from events.seats import starts, starts_of
-from unicrond.core import isolation
-from unicrond.core.changes import find_worker, with_moved, with_node, with_task, with_worker, without_workers
-from unicrond.core.folding import strikes
-from unicrond.core.state import UNREAD_MAX, ClusterState, NodeStatus, Task, Worker, WorkerStatus
-from unicrond.core.task_parts import Numbers
-from unicrond.core.worker_life import can_move, status_after
+from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.nodes import isolation
+from unicrond.core.state.changes import find_worker, with_moved, with_node, with_task, with_worker, without_workers
+from unicrond.core.state.state import UNREAD_MAX, ClusterState, NodeStatus, Task, Worker, WorkerStatus
+from unicrond.core.state.task_parts import Numbers
+from unicrond.core.state.worker_lifecycle import can_move, status_after
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import starts, starts_of
+from unicrond.events.wire.envelope import Envelope
 
 
 def count_command(state: ClusterState, node: str) -> ClusterState:

@@ -1,17 +1,20 @@
-"""Expired deadlines (see `unicrond/core/deadlines.py` for their ids)."""
+"""Expired deadlines (see `unicrond/core/rules/deadlines.py` for their ids)."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core import departures, isolation, turns
-from unicrond.core.changes import with_incident, with_task
-from unicrond.core.folding import incidents, nodes, strikes
+from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import incidents, nodes
 from unicrond.core.folding.incidents import Fact, is_symptom
-from unicrond.core.incident_life import IncidentTrigger, advance
-from unicrond.core.state import ClusterState, Task, Worker, WorkerStatus
+from unicrond.core.nodes import drains as departures
+from unicrond.core.nodes import isolation
+from unicrond.core.state.changes import with_incident, with_task
+from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
+from unicrond.core.state.state import ClusterState, Task, Worker, WorkerStatus
+from unicrond.core.tasks import starvation as turns
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 _HANDLERS = {
     **dict.fromkeys(("isolation", "check"), isolation.deadline_passed),

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from unicrond.core.changes import with_incident
-from unicrond.core.incident_life import IncidentTrigger, advance
-from unicrond.core.severity import severity_of
-from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus, Worker
+from unicrond.core.faults.severity import severity_of
+from unicrond.core.state.changes import with_incident
+from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
+from unicrond.core.state.state import ClusterState, Incident, Severity, Task, TaskStatus, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

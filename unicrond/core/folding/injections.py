@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core.changes import find_worker, with_node, with_task, with_worker
 from unicrond.core.folding import commands
-from unicrond.core.state import ClusterState, Injection, NodeStatus
+from unicrond.core.state.changes import find_worker, with_node, with_task, with_worker
+from unicrond.core.state.state import ClusterState, Injection, NodeStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 
 def injection_requested(state: ClusterState, event: v.InjectionRequested, _: Envelope) -> ClusterState:
@@ -34,7 +34,7 @@ _LOSES = ("kill", "drop_network")
 
 
 def _mark_injected(state: ClusterState, name: str, fault: v.Fault) -> ClusterState:
-    """Mark the target of the fault, so that strikes.py and nodes.py count nothing against it."""
+    """Mark the target of the fault, so that failure_counts.py and nodes.py count nothing against it."""
     node, pair = state.nodes.get(name), find_worker(state, fault.worker.rpartition(".")[0], fault.worker)
     if pair is not None and fault.kind in _ENDS:
         task, worker = pair

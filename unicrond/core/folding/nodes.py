@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from events.schemas import spoken_schema
-from unicrond.core import departures, forgetting, isolation
-from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
-from unicrond.core.folding import commands, incidents, injections, kept_states, logins, strikes
-from unicrond.core.incident_life import IncidentTrigger, advance
-from unicrond.core.ordered_map import put_all, without
-from unicrond.core.requests import agent_mismatch
-from unicrond.core.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
-from unicrond.core.worker_life import status_after
+from unicrond.core.folding import commands, incidents, injections, logins
+from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import stored_states as kept_states
+from unicrond.core.nodes import drains as departures
+from unicrond.core.nodes import isolation
+from unicrond.core.nodes import node_removal as forgetting
+from unicrond.core.rules.requests import agent_mismatch
+from unicrond.core.state.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
+from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
+from unicrond.core.state.ordered_map import put_all, without
+from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
+from unicrond.core.state.worker_lifecycle import status_after
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.schemas import spoken_schema
 
 
 def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:

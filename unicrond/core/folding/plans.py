@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from events.seats import PartialMembership, add_part, broadcast_seats, expand, joiners_of, members_of
-from unicrond.core import blame, gpu_types, turns
-from unicrond.core.changes import with_task
-from unicrond.core.folding import commands, incidents, strikes
+from unicrond.core.faults import blame
+from unicrond.core.folding import commands, incidents
+from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding.stragglers import keep_members
-from unicrond.core.reshaping import reshape_of_plan
-from unicrond.core.state import ClusterState, Membership, Plan, Task, TaskStatus
+from unicrond.core.nodes import gpu_types
+from unicrond.core.state.changes import with_task
+from unicrond.core.state.state import ClusterState, Membership, Plan, Task, TaskStatus
+from unicrond.core.tasks import starvation as turns
+from unicrond.core.tasks.reshaping import reshape_of_plan
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.placements import (
+    PartialMembership,
+    add_part,
+    broadcast_seats,
+    expand,
+    joiners_of,
+    members_of,
+)
+from unicrond.events.wire.envelope import Envelope
 
 
 def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> ClusterState:
@@ -57,7 +67,7 @@ def _request_layout(state: ClusterState, assignment: v.TaskAssignment, epoch: in
 
 
 def membership_part(state: ClusterState, event: v.MembershipPart, envelope: Envelope) -> ClusterState:
-    """Store a part of the task's next membership until the decision follows (events/seats.py)."""
+    """Store a part of the task's next membership until the decision follows (events/vocabulary/placements.py)."""
     task = state.tasks.get(event.task)
     return state if task is None else _with_telling(state, task, add_part(task.group.telling, event, envelope.term))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core import blame
-from unicrond.core.changes import find_worker, with_incident, with_task, with_worker
-from unicrond.core.folding import incidents, strikes
-from unicrond.core.incident_life import IncidentTrigger, advance
-from unicrond.core.severity import severity_of
-from unicrond.core.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
-from unicrond.core.worker_life import given_up
+from unicrond.core.faults import blame
+from unicrond.core.faults.severity import severity_of
+from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import incidents
+from unicrond.core.state.changes import find_worker, with_incident, with_task, with_worker
+from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
+from unicrond.core.state.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
+from unicrond.core.state.worker_lifecycle import given_up
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 
 def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:

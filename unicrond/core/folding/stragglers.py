@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core.changes import find_worker, with_task
-from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.task_parts import Straggler
+from unicrond.core.state.changes import find_worker, with_task
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.task_parts import Straggler
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core.changes import find_worker, with_task
-from unicrond.core.folding import incidents, strikes
+from unicrond.core.faults.hangs import is_stale, judge
+from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import incidents
 from unicrond.core.folding.incidents import Fact
-from unicrond.core.hangs import is_stale, judge
-from unicrond.core.ordered_map import put
-from unicrond.core.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.changes import find_worker, with_task
+from unicrond.core.state.ordered_map import put
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 
 def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:

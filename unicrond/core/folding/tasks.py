@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from events.vocabulary import TaskSpec
-from unicrond.core.changes import with_task
-from unicrond.core.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
-from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.task_parts import Numbers, Pace, Reshaping, TaskProgress
+from unicrond.core.state.changes import with_task
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.task_parts import Numbers, Pace, Reshaping, TaskProgress
+from unicrond.core.tasks.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.wire.envelope import Envelope
 
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core.changes import with_task
-from unicrond.core.folding import strikes
-from unicrond.core.state import ClusterState, Task
-from unicrond.core.task_parts import CALM_ITERATIONS, TIMINGS_MAX, WARM_UP, GroupHealth, Pace, TaskProgress, Troubles
+from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.state.changes import with_task
+from unicrond.core.state.state import ClusterState, Task
+from unicrond.core.state.task_parts import (
+    CALM_ITERATIONS,
+    TIMINGS_MAX,
+    WARM_UP,
+    GroupHealth,
+    Pace,
+    TaskProgress,
+    Troubles,
+)
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 
 def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> ClusterState:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.core.changes import (
+from unicrond.core.faults.severity import severity_of
+from unicrond.core.folding import failure_counts as strikes
+from unicrond.core.folding import incidents
+from unicrond.core.folding.incidents import Fact
+from unicrond.core.folding.responses import moving_average
+from unicrond.core.state.changes import (
     find_worker,
     stray,
     with_incident,
@@ -15,12 +18,19 @@ from unicrond.core.changes import (
     with_worker,
     without_workers,
 )
-from unicrond.core.folding import incidents, strikes
-from unicrond.core.folding.incidents import Fact
-from unicrond.core.folding.responses import moving_average
-from unicrond.core.severity import severity_of
-from unicrond.core.state import ClusterState, Incident, Membership, Severity, Task, TaskStatus, Worker, WorkerStatus
-from unicrond.core.worker_life import can_move
+from unicrond.core.state.state import (
+    ClusterState,
+    Incident,
+    Membership,
+    Severity,
+    Task,
+    TaskStatus,
+    Worker,
+    WorkerStatus,
+)
+from unicrond.core.state.worker_lifecycle import can_move
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
 
 
 def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> ClusterState:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from events.shape import Shape
+from unicrond.events.vocabulary.shape import Shape
 
 #: The node of each of a replica's shards, in shard order.
 Replica: TypeAlias = tuple[str, ...]

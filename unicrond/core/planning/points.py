@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ Rules
   D_restart, D_reshape and D_move are D_transition unless given. A healthy task that changes pays D_churn on top.
 * A floor is unmet where x' < floor. The number of unmet floors is minimised first, the objective second.
 * Before both, floors of tasks that have a turn are met, where possible: the highest turn first, whatever it costs
-  the lower ones (`TaskProblem.turn`; turns.py assigns them).
+  the lower ones (`TaskProblem.turn`; starvation.py assigns them).
 * Where nodes have GPUs of several types, each type is a *pool*, and a choice names its pool too: T differs there,
   and all replicas of a task are in one pool. A change of the pool costs D_reshape (`pools.py`).
 * The churn term is ours, not the paper's: the price of moving a task of which nothing is broken. It is 0
@@ -43,7 +43,7 @@ from math import inf, isfinite
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
-from events.shape import Shape
+from unicrond.events.vocabulary.shape import Shape
 
 if TYPE_CHECKING:  # to read a log needs curves and no numpy
     import numpy as np
@@ -298,7 +298,7 @@ class Problem:
     `d_transition_us`: expected duration of a transition. `churn_us`: see the module; 0 = off.
     The durations only need one common unit; microseconds is the coordinator's.
     `seats`: (slots, how many nodes have them), rising: all tensor-parallel groups of a plan must fit there; empty =
-    not checked (seating.py).
+    not checked (feasibility.py).
     `pools`: `workers` is their sum, and they have the `seats`; empty where there is one type of GPU.
     """
 

@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from unicrond.core.planning.feasibility import Seats
 from unicrond.core.planning.problem import Number, Pool, Problem, ProblemError, TaskProblem
-from unicrond.core.planning.seating import Seats
 
 
 class WorkerLoss(msgspec.Struct, frozen=True):

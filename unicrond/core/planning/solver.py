@@ -18,7 +18,8 @@ The rules
   else the smallest number that some optimal plan has; its present layout if that is as good for this number, else the
   one that achieves most, the first of equals. This defines exactly one plan, however it is computed.
 * *Pools.* Of several types of GPU each task gets one (`pools.py`), and each pool is planned by the rules above.
-* *Seats.* A plan whose tensor-parallel groups find no room is excluded, and the next best is searched (`seating.py`).
+* *Seats.* A plan whose tensor-parallel groups find no room is excluded, and the next best is searched
+  (`feasibility.py`).
 
     S_i(j) = max_k v_i(k) + S_{i+1}(j - k)       best of tasks i.. with at most j workers; S_{m+1} = 0
 
@@ -34,12 +35,12 @@ from functools import cached_property
 
 import numpy as np
 
-from events.shape import Shape
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
+from unicrond.core.planning.feasibility import best_with_room, has_room
 from unicrond.core.planning.points import Points, Scale, bounds, outline_of, scale, useful
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
-from unicrond.core.planning.seating import best_with_room, has_room
+from unicrond.events.vocabulary.shape import Shape
 
 #: Rows larger than this are refused rather than tried.
 MOST_BYTES = 4 * 2**30

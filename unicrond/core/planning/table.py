@@ -16,7 +16,8 @@ leave the rows before the first and behind the last changed task as they are: th
 Rules
 -----
 * An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
-* With several types of GPU there are no rows: plans are solved one by one, and looked up by their problem (`ahead.py`).
+* With several types of GPU there are no rows: plans are solved one by one, and looked up by their problem
+  (`multi_type_lookahead.py`).
 * A `PlanTable` holds plans, no rows. Except for the plans of several types it is immutable. The rows belong to the
   `Planner`, which is used from one thread at a time; a mere look-up needs no planner and no thread.
 """
@@ -30,7 +31,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
+from unicrond.core.planning.feasibility import has_room
 from unicrond.core.planning.points import (
     ABSENT,
     FAULTY,
@@ -45,7 +47,6 @@ from unicrond.core.planning.points import (
     useful,
 )
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.seating import has_room
 from unicrond.core.planning.situation import NextEvent, NodeLoss, Situation
 from unicrond.core.planning.solver import Solution, solve
 

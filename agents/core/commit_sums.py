@@ -1,0 +1,98 @@
+"""Commits of single iterations, summed into one StepCommitted: pure, one task and one worker at a time.
+
+A sum covers consecutive iterations of one generation as one worker reported them; a commit that does not continue
+it starts a new one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import msgspec
+
+from unicrond.agents.protocol.messages import Committed
+from unicrond.agents.protocol.sampling import DIGEST_MODULUS
+from unicrond.events.vocabulary import Checksums, Name, StepCommitted, WorkerId
+
+#: (generation, iteration) of a commit: grows with every commit of a task, also after a return to a checkpoint.
+Position: TypeAlias = tuple[int, int]
+
+
+class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
+    """The sum of iterations first..last of one generation; fields as in StepCommitted."""
+
+    worker: WorkerId
+    generation: int
+    first: int
+    last: int
+    samples: int
+    samples_digest: int
+    loss: float
+    duration_us: int
+    micro_batches_by_rank: tuple[int, ...]
+    redone: int
+    checksums: Checksums | None = None
+
+    def event(self, node: Name, task: Name) -> StepCommitted:
+        """Return the observation that stands for the whole sum."""
+        return StepCommitted(node=node, task=task, **msgspec.structs.asdict(self))
+
+
+def _checksums(commit: Committed) -> Checksums | None:
+    if not commit.checksum and not commit.sums:
+        return None
+    return Checksums(after=commit.checked, parameters=commit.checksum, sums=commit.sums)
+
+
+def position(commit: Committed) -> Position:
+    """Return the position of the commit among all commits of its task."""
+    return (commit.generation, commit.iteration)
+
+
+def urgent(commit: Committed) -> bool:
+    """Return whether the commit must be reported at once: its loss is not finite."""
+    return not math.isfinite(commit.loss)
+
+
+def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
+    """Return whether the commit is the next one of the same sum."""
+    return (
+        before.worker == worker
+        and before.generation == commit.generation
+        and before.last + 1 == commit.iteration
+        and len(before.micro_batches_by_rank) == len(commit.micro_batches_by_rank)
+    )
+
+
+def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> CommitSum:
+    """Return the sum with one more commit; `before` is None or is continued by it."""
+    if before is None:
+        return CommitSum(
+            worker=worker,
+            generation=commit.generation,
+            first=commit.iteration,
+            last=commit.iteration,
+            samples=commit.samples,
+            samples_digest=commit.samples_digest % DIGEST_MODULUS,
+            loss=commit.loss,
+            duration_us=commit.duration_us,
+            micro_batches_by_rank=commit.micro_batches_by_rank,
+            redone=commit.redone,
+            checksums=_checksums(commit),
+        )
+    return CommitSum(
+        worker=worker,
+        generation=before.generation,
+        first=before.first,
+        last=commit.iteration,
+        samples=before.samples + commit.samples,
+        samples_digest=(before.samples_digest + commit.samples_digest) % DIGEST_MODULUS,
+        loss=commit.loss,
+        duration_us=before.duration_us + commit.duration_us,
+        micro_batches_by_rank=tuple(
+            a + b for a, b in zip(before.micro_batches_by_rank, commit.micro_batches_by_rank, strict=True)
+        ),
+        redone=before.redone + commit.redone,
+        checksums=_checksums(commit) or before.checksums,
+    )

@@ -1,0 +1,46 @@
+"""Decides which log an agent accepts as its own. Pure.
+
+Rules
+-----
+* An agent remembers its log's birth, how long it was, its newest term, and the last time a person adopted a log by
+  name.
+* A log that was born at another time, that is shorter, or whose terms have gone back is another one: what it says of
+  this node is void, and this agent's observations have no place there. The agent takes nothing from it and writes
+  nothing to it; its workers train on (event_log_guard.py).
+* A NATS server that came back with an empty store has lost the known log. An agent makes none; it waits, as it does
+  before another log.
+* A person's order is in the log itself: `unicrond run --new-log` and `unicrond restore` put the time of the order into
+  CoordinatorStarted (`taken_us`), and so does every later coordinator. An order that is younger than the one that the
+  agent remembers is carried out, whatever log it remembers; a log that only looks new has no such order.
+* An agent that starts on a node without workers and without states has nothing to lose: it takes the log that is there.
+"""
+
+from __future__ import annotations
+
+from unicrond.agents.core.state import LogSeen, Remembered
+
+
+def difference(memory: Remembered, log: LogSeen | None, read_seq: int = 0) -> str:
+    """Return in one line how the log differs from the remembered one; "" where it does not, or where nothing is known.
+
+    `log`: None where NATS has none. `read_seq`: the last entry that this agent has read.
+    """
+    if not memory.log:
+        return ""
+    if log is None:
+        return f"the event log is gone: NATS has none, and this agent knows the one made at {memory.log}"
+    if not log.identity:
+        return ""
+    if log.identity != memory.log:
+        return f"the event log was made at {log.identity}, and this agent knows the one made at {memory.log}"
+    known_seq = max(memory.log_seq, read_seq)
+    if log.last_seq < known_seq:
+        return f"the event log ends at entry {log.last_seq}, and this agent knows entry {known_seq}"
+    if 0 < log.term < memory.fence[0]:
+        return f"the event log's newest term is {log.term}, and this agent has obeyed term {memory.fence[0]}"
+    return ""
+
+
+def is_taken(memory: Remembered, log: LogSeen) -> bool:
+    """Return whether a person has adopted this log by name since the agent last heard of such an order."""
+    return log.taken_us > memory.log_taken_us

@@ -1,0 +1,257 @@
+"""Reports of workers, and of the watches over them and over accelerators. Rules: machine.py."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, assert_never
+
+from msgspec.structs import replace
+
+from unicrond.agents.core import commits, joining, memberships
+from unicrond.agents.core import stored_states as kept_states
+from unicrond.agents.core.state import (
+    AcceleratorSaw,
+    ArmTimer,
+    Disconnect,
+    Stalled,
+    TellWorker,
+    WorkerLink,
+    WorkerRecord,
+)
+from unicrond.agents.core.transaction import MAX_TEXT, Transition
+from unicrond.agents.protocol.flight import Flight
+from unicrond.agents.protocol.messages import (
+    Busy,
+    Captured,
+    Committed,
+    Completed,
+    Degraded,
+    ErrorReport,
+    FromWorker,
+    Hello,
+    MembershipWait,
+    Parked,
+    Quit,
+    Ready,
+    Regrouped,
+    SaveError,
+    SaveFinished,
+    StateLoaded,
+    StopRequest,
+    StragglerCleared,
+    StragglerReport,
+    Suspected,
+)
+from unicrond.events.vocabulary import (
+    AcceleratorReported,
+    CheckpointSaved,
+    CorruptionSuspected,
+    DegradationObserved,
+    ErrorReported,
+    HangSuspected,
+    Observation,
+    SaveFailed,
+    StateTaken,
+    StopAsked,
+    StragglerObserved,
+    StragglerRecovered,
+    TaskCompleted,
+    WorkerBusy,
+    WorkerId,
+    WorkerParked,
+    WorkerReady,
+    WorkerRegrouped,
+    WorkerWaits,
+)
+
+#: Shorter work is not reported.
+BUSY_TOLD_AFTER_S = 1.0
+
+#: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
+SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
+#: Reports that become an observation as they are: the event has the message's fields, and names the worker.
+Reported: TypeAlias = (
+    Regrouped | Parked | ErrorReport | Degraded | StragglerReport | StragglerCleared | Suspected | StateLoaded
+    | SaveFinished | Completed | Busy | MembershipWait | StopRequest | SaveError
+)  # fmt: skip
+REPORTED: dict[type[Reported], type[Observation]] = {
+    Regrouped: WorkerRegrouped,
+    Parked: WorkerParked,
+    ErrorReport: ErrorReported,
+    Degraded: DegradationObserved,
+    StragglerReport: StragglerObserved,
+    StragglerCleared: StragglerRecovered,
+    Suspected: CorruptionSuspected,
+    StateLoaded: StateTaken,
+    SaveFinished: CheckpointSaved,
+    Completed: TaskCompleted,
+    Busy: WorkerBusy,
+    MembershipWait: WorkerWaits,
+    StopRequest: StopAsked,
+    SaveError: SaveFailed,
+}
+
+
+def connected(transition: Transition, hello: Hello) -> None:
+    """Note that a worker has connected; one that was not started here is disconnected."""
+    worker = hello.worker
+    record = transition.memory.workers.get(worker)
+    if record is None or record.task != hello.task or record.pid not in (0, hello.pid):
+        transition.actions.append(Disconnect(worker=worker, reason="this node started no such worker"))
+        return
+    transition.link(worker, WorkerLink(sent_generation=hello.generation))
+    if hello.generation > record.generation:
+        record = transition.change(record, generation=hello.generation, member=True)
+    if hello.ready and not record.foreign:
+        ready(transition, record, is_news=hello.generation == 0)
+    record = transition.memory.workers[worker]
+    memberships.tell_membership(transition, record)
+    if record.stop == "quit":
+        transition.actions.append(TellWorker(worker=worker, message=Quit(reason=record.stop_reason)))
+    if worker in transition.state.unheard:
+        transition.state = replace(transition.state, unheard=transition.state.unheard - {worker})
+        joining.join_if_complete(transition)
+
+
+def disconnected(transition: Transition, worker: WorkerId) -> None:
+    """Note that a worker's connection has ended; its process may live on."""
+    link = transition.state.links.get(worker)
+    if link:
+        transition.link(worker, replace(link, connected=False))
+
+
+def ready(transition: Transition, record: WorkerRecord, *, is_news: bool = True) -> None:
+    """Note that the worker has started up. `is_news`: the log does not know it yet."""
+    if record.ready:
+        return
+    transition.change(record, ready=True)
+    if is_news:
+        transition.append(WorkerReady(node=transition.config.node, task=record.task, worker=record.worker))
+
+
+def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -> None:  # noqa: C901  # one case for each kind of message
+    """Dispatch a worker's message to its subject; messages of unknown and foreign workers are ignored."""
+    record = transition.memory.workers.get(worker)
+    if record is None or record.foreign:
+        return
+    match message:
+        case Hello():
+            connected(transition, message)
+        case Ready():
+            ready(transition, record)
+        case Committed():
+            commits.committed(transition, record, message)
+        case Regrouped():
+            if message.generation <= record.regrouped:
+                return  # repeated to a new agent
+            commits.close_sum(transition, record.task)
+            generation = max(record.generation, message.generation)
+            transition.change(record, regrouped=message.generation, generation=generation)
+            transition.reached(worker, message.iteration)
+            if (report := memberships.to_report(transition, record, message)) is not None:
+                pass_on(transition, record, report)
+        case Parked():
+            commits.close_sum(transition, record.task)
+            transition.reached(worker, message.iteration)
+            pass_on(transition, record, message)
+        case ErrorReport():
+            commits.close_sum(transition, record.task)
+            transition.reached(worker, message.iteration)
+            if message.kind not in SYMPTOMS:
+                transition.change(record, cause_told=True)
+            pass_on(transition, record, message)
+        case Degraded() | StragglerReport() | StragglerCleared() | Suspected():
+            pass_on(transition, record, message)
+        case StateLoaded() | MembershipWait() | SaveError():
+            pass_on(transition, record, message)
+        case Busy():
+            busy(transition, record, message)
+        case StopRequest():
+            commits.close_sum(transition, record.task)
+            transition.change(record, stopping=True)
+            pass_on(transition, record, message)
+        case Captured():
+            kept_states.captured(transition, record.task, message)
+        case SaveFinished():
+            if message.iteration == record.saved:
+                return  # repeated to a new agent
+            transition.change(record, saved=message.iteration)
+            pass_on(transition, record, message)
+        case Completed():
+            if record.completed:
+                return
+            commits.close_sum(transition, record.task)
+            transition.change(record, completed=True)
+            pass_on(transition, record, message)
+        case Flight():
+            pass  # for a person: the shell has it
+        case _ as never:
+            assert_never(never)
+
+
+def pass_on(transition: Transition, record: WorkerRecord, message: Reported) -> None:
+    """Append a worker's report as an observation of that worker; its fields are the same."""
+    fields = {field: getattr(message, field) for field in message.__struct_fields__}
+    kind = REPORTED[type(message)]
+    transition.append(kind(node=transition.config.node, task=record.task, worker=record.worker, **fields))
+
+
+def busy(transition: Transition, record: WorkerRecord, message: Busy) -> None:
+    """Record the declared work. Short work is not reported, only work that has lasted for a while (machine.py, timer
+    "busy")."""
+    link = transition.state.links.get(record.worker, WorkerLink())
+    if link.busy_told and not message.what:
+        pass_on(transition, record, message)
+    elif message.what:
+        transition.actions.append(ArmTimer(name="busy", key=record.worker, after_s=BUSY_TOLD_AFTER_S))
+    transition.link(record.worker, replace(link, busy=message if message.what else None, busy_told=False))
+
+
+def tell_busy(transition: Transition, worker: WorkerId) -> None:
+    """Report that the worker is still busy."""
+    record, link = transition.memory.workers.get(worker), transition.state.links.get(worker, WorkerLink())
+    if record is not None and link.busy is not None and not link.busy_told:
+        transition.link(worker, replace(link, busy_told=True))
+        pass_on(transition, record, link.busy)
+
+
+def stalled(transition: Transition, stalled: Stalled) -> None:
+    """Append HangSuspected for a late worker, unless it is being stopped."""
+    record, mark = transition.memory.workers.get(stalled.worker), stalled.mark
+    if record is None or record.foreign or record.stop != "no":
+        return
+    commits.close_sum(transition, record.task)  # the commits show that it is not the last iteration which is late
+    busy_with = transition.state.links.get(stalled.worker, WorkerLink()).busy
+    transition.append(
+        HangSuspected(
+            node=transition.config.node,
+            task=record.task,
+            worker=stalled.worker,
+            generation=mark.generation,
+            iteration=mark.iteration,
+            phase=mark.phase,
+            micro_batch=mark.micro_batch,
+            entered=mark.entered,
+            waiting=mark.waiting,
+            stopped=stalled.is_stopped,
+            still_us=stalled.still_us,
+            limit_us=mark.limit_us,
+            busy=busy_with.what if busy_with and mark.phase == "busy" else "",
+            told=stalled.times,
+        )
+    )
+
+
+def accelerator_saw(transition: Transition, saw: AcceleratorSaw) -> None:
+    """Append a finding about an accelerator; a worker that has ended in between is left out."""
+    transition.append(
+        AcceleratorReported(
+            node=transition.config.node,
+            accelerator=saw.accelerator[:MAX_TEXT],
+            worker=saw.worker if saw.worker in transition.memory.workers else "",
+            kind=saw.kind,
+            xid=saw.xid,
+            message=saw.message[:MAX_TEXT],
+            needs=saw.needs,
+            foretells=saw.foretells,
+        )
+    )

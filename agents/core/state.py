@@ -1,0 +1,436 @@
+"""The state of the agent's core, its inputs and its actions. Rules: machine.py.
+
+`Remembered` is the part that the next agent of this node must know as well: the shell writes it down before it
+acts on it. The rest of `AgentState` is learned anew: from the fork server's inventory and the workers' Hellos.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from unicrond.agents.core.agent_config import AgentConfig
+from unicrond.agents.core.commit_sums import CommitSum, Position
+from unicrond.agents.protocol.marks import Mark
+from unicrond.agents.protocol.messages import (
+    Busy,
+    FromForkServer,
+    FromWorker,
+    GroupMembership,
+    Hello,
+    ToForkServer,
+    ToWorker,
+)
+from unicrond.events.vocabulary import (
+    AnyCommand,
+    Decision,
+    ErrorKind,
+    ExitCause,
+    Fault,
+    MachineHold,
+    MemoryService,
+    Name,
+    Observation,
+    RepairNeed,
+    StartWorker,
+    WorkerId,
+)
+from unicrond.events.vocabulary.placements import PartialMembership
+
+
+class _StateStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base: immutable; written with field names, without those at their defaults: an older agent may read it again."""
+
+
+StopStage: TypeAlias = Literal["no", "quit", "term", "kill"]
+
+
+class PendingCommand(_StateStruct, frozen=True, kw_only=True):
+    """A command that is still to be answered. `cause`: its event id in the log."""
+
+    command_id: str
+    cause: str
+
+
+class WorkerRecord(_StateStruct, frozen=True, kw_only=True):
+    """A process that lives, or that the fork server is to start (`pid` 0)."""
+
+    worker: WorkerId
+    task: Name
+    slot: int
+    pid: int = 0
+    #: The command that starts it, until that is answered.
+    starting: PendingStart | None = None
+    stop: StopStage = "no"
+    stop_reason: str = ""
+    stop_orders: tuple[PendingCommand, ...] = ()
+    ready: bool = False
+    #: It has received a membership that names it.
+    member: bool = False
+    #: The generation that it reported last.
+    generation: int = 0
+    #: The newest generation and iteration that were reported as WorkerRegrouped and CheckpointSaved.
+    regrouped: int = 0
+    saved: int = 0
+    completed: bool = False
+    #: Its program has asked to stop training, and may end with code 0 at any time.
+    stopping: bool = False
+    #: It has reported itself why it is going to end.
+    cause_told: bool = False
+    #: The log that started it no longer exists.
+    foreign: bool = False
+
+
+class PendingStart(_StateStruct, frozen=True, kw_only=True):
+    """A start that waits for a slot or for the fork server."""
+
+    command: StartWorker
+    order: PendingCommand
+
+
+class EndedWorker(_StateStruct, frozen=True, kw_only=True):
+    """A worker that has ended. `durable`: its WorkerExited is in the log."""
+
+    expected: bool
+    durable: bool
+
+
+class HeldState(_StateStruct, frozen=True, kw_only=True):
+    """A state that the node's memory holds: captured here, or a copy of what `origin` captured."""
+
+    task: Name
+    shard: int
+    iteration: int
+    generation: int
+    origin: Name
+    size_bytes: int
+    shards: int
+    duration_us: int = 0
+
+
+class Remembered(_StateStruct, frozen=True, kw_only=True):
+    """The memory that one agent hands to the next one of the same run directory."""
+
+    #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
+    since_boot: int = 0
+    #: The log that all this is about: its birth, its end at the last look, when a person adopted it (known_log.py).
+    log: str = ""
+    log_seq: int = 0
+    log_taken_us: int = 0
+    #: The highest (term, epoch) that a command came with.
+    fence: tuple[int, int] = (0, 0)
+    workers: dict[WorkerId, WorkerRecord] = {}
+    waiting: tuple[PendingStart, ...] = ()
+    memberships: dict[Name, GroupMembership] = {}
+    #: Parts of memberships to come (events/vocabulary/placements.py).
+    tellings: dict[Name, PartialMembership] = {}
+    #: Command id -> "" for applied, else the reason of failure; the newest MAX_ANSWERED.
+    answered: dict[str, str] = {}
+    #: The newest MAX_GONE workers that have ended; written as "gone".
+    ended_workers: dict[WorkerId, EndedWorker] = msgspec.field(default_factory=dict, name="gone")
+    #: Workers of a log that no longer exists, whose exits the fork server may still report.
+    foreign_gone: tuple[WorkerId, ...] = ()
+    #: Per task, the last commit that the log holds from this node.
+    reported: dict[Name, Position] = {}
+
+
+MAX_ANSWERED = 256
+MAX_GONE = 256
+#: For how many tasks memberships and reports are remembered.
+MAX_TASKS = 64
+
+
+class WorkerLink(_StateStruct, frozen=True, kw_only=True):
+    """The part of a worker's state that ends with this agent."""
+
+    connected: bool = True
+    #: The newest generation that was sent on this connection.
+    sent_generation: int = 0
+    iteration: int = 0
+    #: The work that its program has declared to be busy with, and whether that was reported to the log.
+    busy: Busy | None = None
+    busy_told: bool = False
+
+
+class AgentState(_StateStruct, frozen=True, kw_only=True):
+    """The whole state of `core.handle`."""
+
+    config: AgentConfig
+    memory: Remembered = Remembered()
+    #: adopting: the inventory is not known, or Hellos are still awaited; nothing was appended for the node yet.
+    #: draining: the coordinator moves its workers away, and after the last one's end the node leaves.
+    phase: Literal["adopting", "up", "draining", "leaving", "left"] = "adopting"
+    log_seen: bool = False
+    #: The port of the node's rendezvous store; 0: no fork server runs now.
+    store_port: int = 0
+    #: The port in the newest NodeJoined.
+    joined_port: int = 0
+    #: The fork server can run workers as other users.
+    separates: bool = False
+    links: dict[WorkerId, WorkerLink] = {}
+    #: Adopted workers that have not sent Hello yet.
+    unheard: frozenset[WorkerId] = frozenset()
+    #: Ended workers whose WorkerExited is in the outbox.
+    confirming: frozenset[WorkerId] = frozenset()
+    sums: dict[Name, CommitSum] = {}
+    #: Per task, the last commit that entered a sum.
+    summed: dict[Name, Position] = {}
+    #: Task -> the newest generation, where its leader confirms for all (MembershipDecided.lead_tells). The next agent
+    #: need not know: its additional reports do no harm.
+    lead_tells: dict[Name, int] = {}
+    #: Tasks whose commit timer runs.
+    paced: frozenset[Name] = frozenset()
+    #: "task/shard" of all that the node's memory is known to hold.
+    holds: frozenset[str] = frozenset()
+    #: By "task/shard": a state in the node's memory that is not reported yet, while the timer of the last report runs.
+    untold: dict[str, HeldState | None] = {}
+    leave_reason: str = ""
+    #: Why it ends by the coordinator's order: for good, or since the node was forgotten while it was away.
+    ends: Literal["", "for good", "forgotten"] = ""
+    #: How long the drain may take, ordered before or after the node had joined; None: there is none.
+    drain_s: float | None = None
+    #: What the machine's keeper demands of the node; None: it has demanded nothing yet.
+    machine: MachineSaw | None = None
+    #: Commands whose fault the shell is about to inject.
+    injecting: dict[str, PendingCommand] = {}
+    #: The command whose health check the shell runs.
+    checking: PendingCommand | None = None
+
+
+class Commanded(_StateStruct, frozen=True, kw_only=True):
+    """A command of the log. `cause`: its event id. `age_s`: since the log received it. `warrant`: beside it."""
+
+    command: AnyCommand
+    term: int
+    cause: str
+    age_s: float = 0.0
+    warrant: str = ""
+
+
+class LogDecision(_StateStruct, frozen=True, kw_only=True):
+    """A membership, a part of one, or peers, read in the log: of a task that this node follows
+    (events/log/event_log.py). `warrant`: beside it.
+    """
+
+    event: Decision
+    term: int
+    warrant: str = ""
+
+
+class WorkerConnected(_StateStruct, frozen=True, kw_only=True):
+    """A worker has a new connection, which replaces its older one."""
+
+    hello: Hello
+
+
+class WorkerSaid(_StateStruct, frozen=True, kw_only=True):
+    """A message from a connected worker."""
+
+    worker: WorkerId
+    message: FromWorker
+
+
+class WorkerDisconnected(_StateStruct, frozen=True, kw_only=True):
+    """The worker's newest connection is broken."""
+
+    worker: WorkerId
+
+
+class ForkServerSaid(_StateStruct, frozen=True, kw_only=True):
+    """A message of the fork server. With Exited, `log_tail`: the last bytes of the worker's log; `mark`: its last
+    mark."""
+
+    message: FromForkServer
+    log_tail: str = ""
+    mark: Mark | None = None
+
+
+class Stalled(_StateStruct, frozen=True, kw_only=True):
+    """The worker's iteration is late: `mark`, and for how long it has not changed. `is_stopped`: as the kernel says.
+    `times`: how often this iteration was reported."""
+
+    worker: WorkerId
+    mark: Mark
+    still_us: int
+    is_stopped: bool
+    times: int = 1
+
+
+class ForkServerDied(_StateStruct, frozen=True, kw_only=True):
+    """The fork server's process has ended, and its workers with it, by the kernel. `cause`: what ended it."""
+
+    cause: ExitCause = "signalled"
+
+
+TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy", "drain"]
+
+
+class TimerFired(_StateStruct, frozen=True, kw_only=True):
+    """A timer has fired. `key`: as in its ArmTimer: a worker, a task, or ""."""
+
+    name: TimerName
+    key: str
+
+
+class StateHeld(_StateStruct, frozen=True, kw_only=True):
+    """The node's memory holds a state that no worker here has reported: a copy has come, or it was there before us."""
+
+    held_state: HeldState
+
+
+class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
+    """A finding about an accelerator (accelerators/); `worker` runs on it, "" = none."""
+
+    accelerator: str
+    worker: str
+    kind: ErrorKind | None
+    xid: int
+    message: str
+    needs: RepairNeed = ""
+    foretells: bool = False
+
+
+class MachineSaw(_StateStruct, frozen=True, kw_only=True):
+    """The keeper of the machine now demands this of the node (agents/kubernetes/)."""
+
+    hold: MachineHold
+    reason: str
+
+
+class LogSeen(_StateStruct, frozen=True, kw_only=True):
+    """The log can be reached. `identity`: its stream's birth, "" where that is unknown. `last_seq`: its end. `term`:
+    its newest, 0: unknown. `taken_us`: when a person last adopted a log by name, according to this log."""
+
+    identity: str
+    last_seq: int = 0
+    term: int = 0
+    taken_us: int = 0
+
+
+class Appended(_StateStruct, frozen=True, kw_only=True):
+    """The log holds an observation that was appended with `confirm`."""
+
+    event: Observation
+
+
+class NodeFaultInjected(_StateStruct, frozen=True, kw_only=True):
+    """An InjectIntoNode was carried out, or `reason` says why it could not be."""
+
+    command_id: str
+    reason: str
+
+
+class Unreadable(_StateStruct, frozen=True, kw_only=True):
+    """A command came that this version cannot read; `reason`: why. `cause`: its event id."""
+
+    command_id: str
+    cause: str
+    reason: str
+
+
+class Checked(_StateStruct, frozen=True, kw_only=True):
+    """A RunCheck has ended. `detail`: its last output."""
+
+    command_id: str
+    has_passed: bool
+    duration_us: int
+    detail: str
+
+
+class Drain(_StateStruct, frozen=True, kw_only=True):
+    """The node is to leave as soon as the coordinator has moved its workers away, and within `limit_s` anyhow."""
+
+    reason: str
+    limit_s: float
+
+
+class LeaveNow(_StateStruct, frozen=True, kw_only=True):
+    """Stop everything: the node is to leave the cluster."""
+
+    reason: str
+
+
+class HandOver(_StateStruct, frozen=True, kw_only=True):
+    """This agent ends, its workers stay for the next one."""
+
+
+Input: TypeAlias = (
+    Commanded | LogDecision | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied
+    | Stalled | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked
+    | Unreadable | Drain | LeaveNow | HandOver
+)  # fmt: skip
+
+
+class Append(_StateStruct, frozen=True, kw_only=True):
+    """Put an observation into the outbox. `confirm`: feed back Appended once the log holds it."""
+
+    event: Observation
+    caused_by: str = ""
+    confirm: bool = False
+
+
+class TellWorker(_StateStruct, frozen=True, kw_only=True):
+    """Send a worker a message."""
+
+    worker: WorkerId
+    message: ToWorker
+
+
+class TellForkServer(_StateStruct, frozen=True, kw_only=True):
+    """Send the fork server a message."""
+
+    message: ToForkServer
+
+
+class ArmTimer(_StateStruct, frozen=True, kw_only=True):
+    """Feed TimerFired(name, key) after `after_s`; replaces a running timer of the same name and key."""
+
+    name: TimerName
+    key: str
+    after_s: float
+
+
+class InjectIntoNode(_StateStruct, frozen=True, kw_only=True):
+    """Inject an ordered fault into this node (node_faults.py), and feed NodeFaultInjected."""
+
+    fault: Fault
+    command_id: str
+
+
+class RunCheck(_StateStruct, frozen=True, kw_only=True):
+    """Check the node's health (health_check.py) by `argv`, empty: by the self-test, and feed Checked within `limit_s`."""
+
+    command_id: str
+    argv: tuple[str, ...]
+    limit_s: float
+    reason: str
+
+
+class Disconnect(_StateStruct, frozen=True, kw_only=True):
+    """Close the connection of a worker that this agent did not start. `reason` is for the log of the agent."""
+
+    worker: WorkerId
+    reason: str
+
+
+class CopyState(_StateStruct, frozen=True, kw_only=True):
+    """Copy the newest state of the shard to the first of `peers` that accepts it."""
+
+    task: Name
+    shard: int
+    peers: tuple[MemoryService, ...]
+
+
+class ForgetLog(_StateStruct, frozen=True, kw_only=True):
+    """Discard what was read of the log before, and the observations that it has not received."""
+
+
+class Finish(_StateStruct, frozen=True, kw_only=True):
+    """The node has left: send what the outbox holds, retire the fork server, end the agent."""
+
+
+Action: TypeAlias = (
+    Append | TellWorker | TellForkServer | ArmTimer | CopyState | InjectIntoNode | RunCheck | Disconnect | ForgetLog
+    | Finish
+)  # fmt: skip

@@ -1,0 +1,457 @@
+"""unicron-agent: the command line of the node agent."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import signal
+import sys
+from argparse import SUPPRESS, Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from unicrond.agents.accelerators.driver import Choice, NoDriver
+from unicrond.agents.fork_server.limits import exceeds_hard_limit
+from unicrond.agents.fork_server.limits import parse as limit
+from unicrond.agents.health import preflight
+from unicrond.agents.host import container
+from unicrond.agents.host.cgroup_root import NoCgroup
+from unicrond.agents.host.prctl import CAP_SYS_RESOURCE, capabilities
+from unicrond.agents.host.run_dir_paths import default_run_dir
+from unicrond.agents.host.task_users import BadUser, identities
+from unicrond.agents.kubernetes.node_object import CordonMeans
+from unicrond.agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
+from unicrond.agents.protocol.gpus import visible_gpus
+from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.shell import probe
+from unicrond.agents.shell.daemon import Options, installed_version, node_findings, run_agent
+from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
+from unicrond.agents.shell.run_dir import BadRunDir, RunDir
+from unicrond.events.cli import command_line
+from unicrond.events.cli import environment_flags as variables
+from unicrond.events.cli.command_line import (
+    EXIT_CODES,
+    Flag,
+    Parser,
+    SettableParser,
+    UsageError,
+    add,
+    add_login,
+    login_of,
+    number,
+    option,
+    repeated,
+    switch,
+    whole,
+)
+from unicrond.events.host import daemon_log as log_lines
+from unicrond.events.host import optional_dependencies as extras
+from unicrond.events.host.init_process import InitProcess
+from unicrond.events.nats.url import parse_urls
+from unicrond.events.trust.keys import read_key
+from unicrond.events.trust.logins import agent_login
+from unicrond.events.vocabulary import NAME_PATTERN, Gpu
+from unicrond.events.wire.codec import RESERVED_NAMES
+
+#: The most slots of one node.
+SLOTS_MAX = 1024
+
+#: --supervise: after this many restarts within this time it gives up, so that the container is made anew.
+_RESTARTS, _RESTARTS_WITHIN_S = 10, 600.0
+#: Exit codes after which it does not start the agent again: ended on request, bad usage, a newer agent runs.
+_NOT_AGAIN = (0, 2, EXIT_SUPERSEDED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+_EXAMPLE = f"""example:
+  unicron-agent --nats nats://head:4222 --key /etc/unicron.key \\
+      --node gpu07 --slots 8 --address 10.0.0.7
+  The same line with --check looks at the node before it joins.
+  unicron-agent --probe ready --node gpu07     exit code 0 once it has joined; for Kubernetes and scripts
+
+SIGTERM drains the node: its workers leave at the end of an iteration, then the node leaves the cluster, all within
+--grace-s. With --hand-over SIGTERM ends the agent alone: workers go on and are adopted by the next agent of the same
+run directory (under systemd, set KillMode=process). SIGINT ends the workers at once, and the node leaves.
+
+{EXIT_CODES}, 143 ended by SIGTERM, 4 a newer agent of this name works, 5 the node was forgotten"""
+
+
+def parser() -> Parser:
+    """Build the parser of `unicron-agent` with all its flags."""
+    agent_parser = SettableParser(
+        prog="unicron-agent",
+        description="The agent of one node: starts, watches and adopts the training processes of a unicron cluster.",
+        epilog=_EXAMPLE,
+        version=installed_version(),
+    )
+    add(
+        agent_parser,
+        option("--nats", "URL[,URL]", "NATS server or cluster", type=parse_urls, required=True),
+        option("--node", "NAME", "this node's name, unique in the cluster; dots become -", type=_node, required=True),
+        option(
+            "--slots",
+            "N|auto",
+            "workers at a time, one per GPU; auto: as many as visible GPUs, or without any as CPUs that may be used",
+            type=_slots,
+            required=True,
+        ),
+        option("--address", "IP", "where other nodes reach this one (%(default)s)", type=_address, default="127.0.0.1"),
+        option("--run-dir", "DIR", "sockets, logs, memory ($XDG_RUNTIME_DIR/unicron/NAME)", type=Path),
+        option(
+            "--heartbeat-s", "S", "time between heartbeats (%(default)s)", type=number(0.05, 60, "seconds"), default=1.0
+        ),
+        *_ends(),
+        option(
+            "--memory-gib",
+            "GIB",
+            "memory for training states, kept and copied between nodes; 0: none (a quarter of the host's, or of the "
+            "container's limit)",
+            type=_gib,
+        ),
+        *_logs(),
+        option(
+            "--accelerators",
+            None,
+            "source of the GPUs' health: nvml, fake (only ordered XIDs), none (auto: nvml where it works)",
+            choices=get_args(Choice),
+            default="auto",
+        ),
+        option("--gpu-type", "TYPE", "the type of the node's GPUs, as h100-80g (as NVML has it)", type=_gpu),
+        switch("--states-in-clear", "exchange training states between nodes in clear; the same on all nodes"),
+        *_separation(),
+        *_kubernetes(),
+        *_looking(),
+        # For tests and experiments: another --preload, --worker or --store for the fork server.
+        option("--fork-server", "FLAG=VALUE", SUPPRESS, action="append", default=[]),
+    )
+    add_login(agent_parser)
+    return agent_parser
+
+
+def _ends() -> tuple[Flag, ...]:
+    """Return the flags for what becomes of workers when the agent ends."""
+    return (
+        option(
+            "--lease-s",
+            "S",
+            "workers end themselves after this long without an agent (%(default)s)",
+            type=number(1, 3600, "seconds"),
+            default=60.0,
+        ),
+        option(
+            "--grace-s",
+            "S",
+            "SIGTERM: from the signal to the end, at most; less than the one who sends it waits (%(default)s)",
+            type=number(1, 86_400, "seconds"),
+            default=25.0,
+        ),
+        switch("--hand-over", "SIGTERM: leave the workers to the next agent here, for at most --lease-s"),
+    )
+
+
+def _logs() -> tuple[Flag, ...]:
+    """Return the flags for what becomes of workers' output."""
+    return (
+        option(
+            "--logs-dir",
+            "DIR",
+            "directory of workers' logs; on a disk, they survive a reboot (RUN_DIR/logs)",
+            type=Path,
+        ),
+        option(
+            "--worker-output",
+            "WHERE",
+            "stdout: workers' output on this agent's standard output too, each line behind the worker's name; the log "
+            "files stay (%(default)s)",
+            choices=("files", "stdout"),
+            default="files",
+        ),
+        option("--logs-days", "DAYS", "how long to keep logs of workers that have ended (14)", type=_days),
+        option(
+            "--logs-gib",
+            "GIB",
+            "limit of all workers' logs; the oldest of ended workers go (4, or a tenth of a smaller volume)",
+            type=_gib,
+        ),
+    )
+
+
+def _looking() -> tuple[Flag, ...]:
+    """Return the flags that look at something instead of starting an agent."""
+    return (
+        option(
+            "--probe",
+            "KIND",
+            "ask the running agent of --node or --run-dir, and end: live (it answers) or ready (joined, fork server "
+            "serves, NATS lets it in); exit code 0 or 1",
+            choices=probe.KINDS,
+        ),
+        switch(
+            "--supervise",
+            "in a container: be its first process, start the agent again where it dies (workers live on), reap, pass "
+            "signals on",
+        ),
+        switch("--new-log", "begin on whatever log is there; else an agent with workers waits for a person"),
+        switch("--check", "look at this node and at NATS, tell what is likely to go wrong, and join nothing"),
+    )
+
+
+def _kubernetes() -> tuple[Flag, ...]:
+    """Return the flags for the machine's Node object of Kubernetes."""
+    return (
+        option(
+            "--kubernetes-node",
+            "NAME",
+            "this machine's Node object: cordon, drain taints and NotReady become this cluster's cordon and drain, an "
+            "isolation becomes a taint and a condition (docs/operate/kubernetes.md)",
+        ),
+        option(
+            "--kubernetes-cordon",
+            "WHAT",
+            "what `kubectl cordon` and `kubectl drain` of the machine mean here: cordon or drain (%(default)s)",
+            choices=get_args(CordonMeans),
+            default="cordon",
+        ),
+        option("--kubernetes-url", "URL", "the API server (that of the pod's cluster)"),
+        option(
+            "--kubernetes-account",
+            "DIR",
+            "directory with the service account's token and ca.crt (%(default)s)",
+            type=Path,
+            default=ACCOUNT,
+        ),
+    )
+
+
+def _separation() -> tuple[Flag, ...]:
+    """Return the flags for the users that tasks run as, and for the limits of their workers."""
+    return (
+        option(
+            "--run-as",
+            "USER[,USER]",
+            "users that tasks may run as, the first where a task names none (this agent's own user)",
+            type=_names,
+            default=(),
+        ),
+        repeated("--limit", "NAME=VALUE", "of each worker under --run-as: nofile=65536, memory.max=64G", type=limit),
+        option("--cgroup", "DIR", "cgroup (v2) for the workers' own under --run-as (the agent's)", type=Path),
+        option(
+            "--pass-env",
+            "NAME[,NAME]",
+            "variables of the agent that tasks may see under --run-as, beside PATH, LC_*, CUDA_*, NCCL_* and the like",
+            type=_names,
+            default=(),
+        ),
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Return the options of a command line; print one line on stderr and exit with code 2 where it is not valid."""
+    agent_parser = parser()
+    arguments = agent_parser.parse_args(argv)
+    try:
+        variables.check(agent_parser.prog, variables.program_variables(agent_parser), os.environ)
+    except variables.BadVariable as error:
+        agent_parser.error(str(error))
+    run_dir = arguments.run_dir or default_run_dir(arguments.node)
+    try:
+        login = login_of(arguments)
+        if login.key and (name := read_key(login.key).login) != agent_login(arguments.node):
+            raise UsageError(f"--key: {login.key} is the key of {name}, not of node {arguments.node}")
+        RunDir(run_dir)
+        users = _users(arguments)
+        if arguments.kubernetes_node and not (arguments.kubernetes_url or in_cluster_url()):
+            raise UsageError(
+                "--kubernetes-node: KUBERNETES_SERVICE_HOST is not set, as it is in a pod; give --kubernetes-url"
+            )
+    except UsageError as error:
+        agent_parser.error(str(error))
+    except BadRunDir as error:
+        agent_parser.error(f"--{error}")
+    return Options(
+        nats=arguments.nats,
+        node=arguments.node,
+        slots=arguments.slots,
+        address=arguments.address,
+        run_dir=run_dir,
+        heartbeat_s=arguments.heartbeat_s,
+        lease_s=arguments.lease_s,
+        grace_s=arguments.grace_s,
+        hand_over=arguments.hand_over,
+        login=login,
+        memory_bytes=arguments.memory_gib,
+        logs_dir=arguments.logs_dir,
+        shows_output=arguments.worker_output == "stdout",
+        logs_max_age_s=arguments.logs_days,
+        logs_max_bytes=arguments.logs_gib,
+        accelerators=arguments.accelerators,
+        gpu_type=arguments.gpu_type or "",
+        states_in_clear=arguments.states_in_clear,
+        users=users,
+        limits=tuple(arguments.limit),
+        cgroup=arguments.cgroup,
+        pass_env=arguments.pass_env,
+        only_checks=arguments.check,
+        supervise=arguments.supervise,
+        new_log=arguments.new_log,
+        kubernetes=_node_object(arguments),
+        fork_server_arguments=tuple(arguments.fork_server),
+    )
+
+
+def _node_object(arguments: Namespace) -> NodeObject | None:
+    if not arguments.kubernetes_node:
+        return None
+    return NodeObject(
+        url=(arguments.kubernetes_url or in_cluster_url()).rstrip("/"),
+        name=arguments.kubernetes_node,
+        account=arguments.kubernetes_account,
+        cordon_means=arguments.kubernetes_cordon,
+    )
+
+
+def _check(options: Options) -> int:
+    """Run the preflight, print its findings and return the exit code."""
+    import asyncio
+
+    for noisy in ("events", "asyncio"):  # NATS's own messages are among the findings
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    findings = [
+        *node_findings(options),
+        *asyncio.run(preflight.nats_findings(options.nats, options.login, installed_version())),
+    ]
+    for finding in findings:
+        print(finding)
+    print(
+        f"{len(findings)} finding{'s' * (len(findings) != 1)}"
+        if findings
+        else f"Nothing found: {options.node} may join."
+    )
+    return 1 if findings else 0
+
+
+def _users(arguments: Namespace) -> tuple[Identity, ...]:
+    """Return the users of --run-as. Raise UsageError where the node cannot do what the flags ask for."""
+    dependent = [name for name in ("limit", "cgroup", "pass_env") if getattr(arguments, name)]
+    if dependent and not arguments.run_as:
+        raise UsageError(
+            f"--{dependent[0].replace('_', '-')}: is for tasks that run as users of their own; give --run-as"
+        )
+    for bound in arguments.limit:
+        if bound.resource >= 0 and exceeds_hard_limit(bound) and CAP_SYS_RESOURCE not in capabilities():
+            raise UsageError(f"--limit: {bound} is more than the agent itself has; raise that (Limit... in its unit)")
+    try:
+        return identities(arguments.run_as)
+    except BadUser as error:
+        raise UsageError(f"--run-as: {error}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent from the command line and return the exit code."""
+    return command_line.run("unicron-agent", lambda: _run(argv))
+
+
+def _supervise(argv: Sequence[str]) -> int:
+    """Keep an agent running in a process of its own; return the exit code of the last one."""
+    # -P: a directory named `agents` in the working directory is not this package
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "unicrond.agents.shell.cli",
+        *(word for word in argv if word != "--supervise"),
+    ]
+    variable = variables.prefix("unicron-agent") + "SUPERVISE"
+    environ = {name: value for name, value in os.environ.items() if name != variable}
+    start = partial(os.posix_spawn, sys.executable, command, environ)
+    return InitProcess(start, restarts=_RESTARTS, within_s=_RESTARTS_WITHIN_S, last=_NOT_AGAIN).run()
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    if probe.is_asked(sys.argv[1:] if argv is None else argv):
+        return probe.main(argv)
+    options = parse(argv)
+    extras.require("unicron-agent", "node")
+    if options.only_checks:
+        return _check(options)
+    if options.supervise:
+        return _supervise(sys.argv[1:] if argv is None else argv)
+    import uvloop
+
+    from unicrond.events.trust.certificates import BadCertificate
+
+    log_lines.set_up(logging.INFO, f"%(asctime)s %(levelname)s {options.node} %(message)s", sys.stderr)
+    try:
+        return uvloop.run(run_agent(options))
+    except BadRunDir as error:
+        raise UsageError(f"--{error}") from None
+    except BadCertificate as error:
+        raise UsageError(f"--key: {error}") from None
+    except NoDriver as error:
+        raise UsageError(f"--accelerators: {error}") from None
+    except NoCgroup as error:
+        raise UsageError(f"--cgroup: {error}") from None
+
+
+def _node(text: str) -> str:
+    """Return the name that the cluster knows the node by: machines' names have dots, which separate NATS's subjects."""
+    text = text.replace(".", "-")
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63")
+    if text in RESERVED_NAMES:
+        reserved = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
+        raise ValueError(f"{text!r} cannot be a node's name ({reserved} are taken); give the node another name")
+    return text
+
+
+def _slots(text: str) -> int:
+    if text == "auto":
+        return min(SLOTS_MAX, len(visible_gpus()) or container.cpus())
+    try:
+        return whole(1, SLOTS_MAX)(text)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is neither auto nor a whole number of 1 to {SLOTS_MAX}") from None
+
+
+def _gpu(text: str) -> str:
+    try:
+        return msgspec.convert(text, Gpu)
+    except msgspec.ValidationError:
+        raise ValueError(
+            f"{text[:40]!r} cannot name a type of GPU; use up to 63 of a-z, 0-9, -, _ and ., a letter or digit first"
+        ) from None
+
+
+def _address(text: str) -> str:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not an IP address; give the one that other nodes use") from None
+    if address.is_unspecified or address.is_multicast:
+        raise ValueError(f"nothing can connect to {text}; give the address that other nodes use")
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError(f"{text!r} has an empty name; give NAME or NAME,NAME")
+    return names
+
+
+def _days(text: str) -> float:
+    """Convert days to seconds."""
+    return number(0, 36_500, "days")(text) * 86_400.0
+
+
+def _gib(text: str) -> int:
+    """Convert GiB to bytes."""
+    return int(number(0, 65_536, "GiB")(text) * 2**30)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""A training process from its birth to its end; called in a child of the fork server, which has set the task's
+environment and working directory.
+
+Exit codes: 0 done or asked to end; 1 an exception, or the end of the program in mid-training, told to the agent
+beforehand; 69 no agent (`channel.py`); 75 no membership after a fault (`driver.py`); what the user's script exits with.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from unicrond.agents.protocol.injection import FaultInjector
+from unicrond.agents.protocol.marks import Marker
+from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.trainer.lifecycle.failures import QuitRequested
+from unicrond.agents.trainer.process import context
+from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.agents.trainer.process.context import Context, WorkerSettings
+from unicrond.agents.trainer.process.faults import LeftEarly, error_report
+from unicrond.events.megatron import command_line as megatron_lm
+from unicrond.events.vocabulary import TaskSpec
+
+_FLUSH_TIMEOUT_S = 2.0
+
+
+def run(launch: Launch) -> NoReturn:
+    """Run the worker that `launch` describes. Never returns: groups that hang must not hold up the end."""
+    channel: AgentChannel | None = None
+    code = 1
+    try:
+        settings = WorkerSettings.from_environment()
+        channel = AgentChannel(launch, settings.lease_s)
+        channel.start()
+        code = _train(launch, channel, settings)
+    except QuitRequested:
+        code = 0
+    except SystemExit as end:  # of ours
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException as error:
+        if channel is not None:
+            code = 0 if channel.quit_requested() else 1
+            if code:
+                _tell(channel, error)  # before anything that may block
+        traceback.print_exc()
+    finally:
+        if channel is not None:
+            channel.flush(_FLUSH_TIMEOUT_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train(launch: Launch, channel: AgentChannel, settings: WorkerSettings) -> int:
+    import torch
+
+    from unicrond.agents.trainer.process import cpu_shim
+    from unicrond.agents.trainer.process.replica import ReplicaWorld
+
+    spec = launch.spec
+    # Or torch's watchdog ends the process when a peer dies: what is to be done about that is decided elsewhere.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)  # CUDA_VISIBLE_DEVICES shows this worker's own
+    else:
+        cpu_shim.apply()
+    if spec.backend == "nccl" and not torch.cuda.is_available():
+        raise RuntimeError("backend: nccl needs a GPU, and torch sees none; use auto or gloo")
+    backend = "nccl" if torch.cuda.is_available() and spec.backend != "gloo" else "gloo"
+    injection = FaultInjector(launch.worker, os.environ.get("UNICRON_FAULT", ""), channel.ordered_faults)
+    mark = Marker(Path(launch.mark) if launch.mark else None)
+    process = Context(launch, channel, ReplicaWorld(launch, backend), settings, injection, mark=mark)
+    context.enter(process)
+    code = _run(spec)
+    if code == 0 and not channel.quit_requested():
+        if process.finish is None:
+            raise LeftEarly("the program ended without training: it must loop over hook.steps()")
+        process.finish()
+    return code
+
+
+def _run(spec: TaskSpec) -> int:
+    """Run the program to its end; return its exit code."""
+    try:
+        if spec.entry == "gpt":
+            from unicrond.agents.trainer.loop import pretrain_gpt
+
+            pretrain_gpt.main(spec)
+        elif spec.entry == megatron_lm.ENTRY:
+            from unicrond.agents.trainer.megatron import entry
+
+            entry.main(spec)
+        else:
+            _run_script(spec)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        context.current().has_ended = True  # what is left of its loop is not left early
+        raise
+    return 0
+
+
+def _run_script(spec: TaskSpec) -> None:
+    script = Path(spec.entry)
+    if not script.is_file():
+        raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path or set cwd")
+    sys.argv = [str(script), *spec.args]
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _tell(channel: AgentChannel, error: BaseException) -> None:
+    try:
+        process = context.current()
+    except RuntimeError:
+        channel.send(error_report(error, 0, 0, "start"))
+    else:
+        channel.send(error_report(error, process.generation, process.iteration, process.phase))

@@ -1,0 +1,214 @@
+"""What one member knows of itself between two effects: iteration, state, group, and what it owes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from unicrond.agents.protocol.messages import Committed, GroupMembership, Launch, StopRequest
+from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
+from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment
+from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
+from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSchedule
+from unicrond.agents.trainer.lifecycle.shares import Shares
+from unicrond.agents.trainer.lifecycle.states import FOLLOWS, State
+from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict, Position
+from unicrond.events.vocabulary import Member, Phase, StateSource, TaskSpec
+
+_REASON_CHARS = 512
+
+
+@dataclass(slots=True)
+class PendingWork:
+    """The work that the last verdict has left: a transfer, and, if `assigns_next`, the assignment of the next
+    iteration's micro-batches. `bits_tested`: a micro-batch has been computed for its bits alone
+    (`detection/determinism.py`)."""
+
+    verdict: GroupVerdict
+    transfer_pending: bool
+    assigns_next: bool = False
+    bits_tested: bool = False
+
+
+@dataclass(slots=True)
+class MemberState:
+    """One member's state. `clock`: monotonic seconds. `buckets`: of gradients. `extents`: elements of each space of the
+    sharded optimizer state; none: it is not sharded. `loaded_iteration`: the program came with the state after this
+    iteration, 0: with the seed's; None: no program of this task loads any.
+
+    `ledger`: of the iteration that is worked on, the last committed + 1. `total`: its sums, once they are complete.
+    `has_stepped`: the loop has stepped it. `has_trained`: parameters are no longer those of the seed. `target`: the
+    generation to follow at the next boundary. `has_whole_state`: this member has assembled the whole state after the
+    last commit. `saves`: after which iterations the program saves the sharded state itself, and at the end; None: it
+    never does.
+    """
+
+    launch: Launch
+    buckets: int
+    clock: Callable[[], float]
+    extents: Sequence[int] = ()
+    state: State = "new"
+    membership: GroupMembership | None = None
+    generation: int = 0
+    ledger: IterationLedger = field(default_factory=lambda: IterationLedger(iteration=0))
+    total: Total | None = None
+    agreed: bool = False
+    pending_work: PendingWork | None = None
+    target: int = 0
+    has_state: bool = False
+    origin: StateSource = "own"
+    loss: float = 0.0
+    pace_s: float = 0.0
+    shares: Shares | None = None
+    has_stepped: bool = False
+    has_trained: bool = False
+    has_whole_state: bool = False
+    save_schedule: SaveSchedule = NO_SAVE
+    last_commit: Committed | None = None
+    commit_reported: bool = False
+    stop_reason: str = ""
+    stop_agreed: bool = False
+    boundary_s: float = 0.0
+    loaded_iteration: int | None = None
+    saves: Callable[[int], bool] | None = None
+
+    def __post_init__(self) -> None:
+        self.shares = Shares(self.extents) if self.extents else None
+        self.boundary_s = self.clock()
+
+    def enter(self, state: State) -> None:
+        """Go to another state. Raises RuntimeError where the table has no such step: a defect of ours."""
+        if state not in FOLLOWS[self.state]:
+            raise RuntimeError(f"the lifecycle goes from {self.state} to {state}, a step that its table lacks")
+        self.state = state
+
+    # --- this member's place ---------------------------------------------------------------------
+
+    @property
+    def worker(self) -> str:
+        """Return the id of this worker."""
+        return self.launch.worker
+
+    @property
+    def peers(self) -> list[Member]:
+        """Return the group's members in rank order, itself among them: all of its shard."""
+        members = () if self.membership is None else self.membership.members
+        return [member for member in members if member.shard == self.launch.shard]
+
+    @property
+    def rank(self) -> int:
+        """Return its rank among the group's replicas."""
+        return [member.worker for member in self.peers].index(self.worker)
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this worker is the first member."""
+        return self.membership is not None and self.membership.members[0].worker == self.worker
+
+    @property
+    def in_leader_replica(self) -> bool:
+        """Return whether this worker is in the first member's replica."""
+        members = () if self.membership is None else self.membership.members
+        replicas = [member.replica for member in members if member.worker == self.worker]
+        return bool(replicas) and replicas[0] == members[0].replica
+
+    # --- where it stands -------------------------------------------------------------------------
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether iterations are left."""
+        return self.ledger.iteration <= self.launch.spec.iterations and not self.stop_agreed
+
+    @property
+    def last_iteration(self) -> int:
+        """Return the last committed iteration, 0 before the first."""
+        return max(0, self.ledger.iteration - 1)
+
+    def program_saves(self, iteration: int) -> bool:
+        """Return whether the program saves the sharded state itself after `iteration`."""
+        return self.saves is not None and self.saves(iteration)
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of one iteration, over all replicas."""
+        return self.launch.spec.micro_batches
+
+    def position(self, stock: Holdings) -> Position:
+        """Return what it tells the next group."""
+        return Position(
+            has_state=self.has_state,
+            iteration=self.ledger.iteration if self.has_state else 0,
+            sums_complete=self.total is not None,
+            assignment=tuple(self.ledger.assignment) if self.has_state else (),
+            in_sums=self.ledger.in_sums if self.has_state else (),
+            complete=stock.complete if self.has_state else (),
+            has_stepped=self.has_stepped,
+            spans=stock.spans if self.has_state else (),
+        )
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether no member of the present group had state when it met, and none has computed anything yet."""
+        return self.pending_work is not None and self.pending_work.verdict.fresh and not self.pending_work.bits_tested
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """Return the lanes of the sum; None: the sum follows the assignment."""
+        return lanes_of(self.launch.spec)
+
+    def assign(self, verdict: GroupVerdict | None, *, redone: bool = False) -> None:
+        """Assign what the verdict gives this member, or a fair share of an iteration of which no member has anything.
+        `redone`: what is new to it was another replica's."""
+        rank, size, ledger = self.rank, len(self.peers), self.ledger
+        if isinstance(ledger, LaneLedger):
+            lane_assignment = initial_assignment(size, ledger.lanes) if verdict is None else verdict.lane_assignment
+            assert lane_assignment is not None
+            ledger.assign_lanes(lane_assignment, rank, verdict.redone[rank] if verdict is not None and redone else 0)
+        else:
+            ledger.assign(range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], redone)
+
+    def stop(self, reason: str) -> StopRequest | None:
+        """Note that the program wants training to end; return the message about it, None where it has been sent."""
+        if self.stop_reason:
+            return None
+        self.stop_reason = reason[:_REASON_CHARS]
+        return StopRequest(iteration=self.last_iteration, reason=self.stop_reason)
+
+
+def lanes_of(spec: TaskSpec) -> Lanes | None:
+    """Return the lanes of the task's sums; None: they follow the assignment."""
+    return Lanes(spec.micro_batches, spec.lanes) if spec.lanes else None
+
+
+def begin_iteration(member: MemberState, iteration: int) -> Flow[None]:
+    """Begin another iteration, with no micro-batches assigned."""
+    yield from Clear(iteration)
+    lanes = member.lanes
+    member.ledger = IterationLedger(iteration) if lanes is None else LaneLedger(iteration, lanes=lanes)
+
+
+def resume_after(member: MemberState, iteration: int) -> Flow[None]:
+    """Continue from the state after `iteration`; micro-batches stay assigned."""
+    previous = member.ledger
+    yield from begin_iteration(member, iteration + 1)
+    member.ledger = previous.for_iteration(iteration + 1)
+    member.has_state = True
+
+
+def start_clock(member: MemberState) -> Flow[None]:
+    """Start the clock of the iteration."""
+    yield from StartClock(member.ledger.iteration)
+
+
+def report_commit(member: MemberState) -> Flow[None]:
+    """Report the newest commit, once, as the leader; a new leader reports the one that the old leader may have taken
+    with it."""
+    if member.last_commit is not None and not member.commit_reported and member.is_leader:
+        yield from Send(member.last_commit)
+        member.commit_reported = True
+
+
+def leave_broken_group(member: MemberState, failure: str, phase: Phase) -> Flow[None]:
+    """Leave the group, which is broken, before anything else, and report it."""
+    yield from LeaveGroup()
+    yield from ReportFailure(failure, member.ledger.iteration, phase)

@@ -1,0 +1,448 @@
+"""The hook: what a Megatron-core training loop calls, and all that unicrond needs of it.
+
+    hook = Hook.attach(model, optimizer, scheduler)
+    for step in hook.steps():
+        for micro_batch in step:                    # assigned to this replica; more of them after a peer's death
+            loss_sum, tokens = forward_backward(step, micro_batch)
+            step.add(loss_sum, tokens)
+        optimizer.step()                            # the gradients are the global batch's mean, on every replica
+        scheduler.step(...)
+
+Rules
+-----
+* The lifecycle (`lifecycle/`) says what happens in which order, and what follows a fault; the driver carries it out
+  (`driver.py`). This module has what a loop sees of it: iterations, micro-batches, `stop`, `section`; and what becomes
+  of a program that ends before its training does.
+* Buckets are reduced while the last backward still runs, where the loop allows it (`reduction.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from unicrond.agents.protocol.exits import LEFT_EARLY
+from unicrond.agents.protocol.messages import Ready
+from unicrond.agents.protocol.sampling import Sampling, work_seed
+from unicrond.agents.trainer.detection.checksum import checksum
+from unicrond.agents.trainer.detection.observing import Detection
+from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.finishing import gradient_finalizer
+from unicrond.agents.trainer.gradients.passing import Passing
+from unicrond.agents.trainer.gradients.reduction import Reduction
+from unicrond.agents.trainer.gradients.runs import LaneRuns
+from unicrond.agents.trainer.groups.shard_group import Rendezvous
+from unicrond.agents.trainer.lifecycle import MemberState
+from unicrond.agents.trainer.lifecycle.effects import Compute, Optimize
+from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.member_state import lanes_of
+from unicrond.agents.trainer.loop.driver import LifecycleDriver
+from unicrond.agents.trainer.loop.local import Local as Local
+from unicrond.agents.trainer.loop.local import LocalHook
+from unicrond.agents.trainer.process import context, determinism, randomness
+from unicrond.agents.trainer.process.context import Context
+from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
+from unicrond.agents.trainer.process.randomness import seed_all
+from unicrond.agents.trainer.sharded.optimizer import ShardedOptimizer
+from unicrond.agents.trainer.sharded.sharing import Sharing
+from unicrond.agents.trainer.states.layout import layout_of
+from unicrond.agents.trainer.states.saving import Saving
+from unicrond.agents.trainer.states.state import Stateful, TrainingState, flatten
+
+MAX_REASON = 512
+_FLUSH_S = 2.0
+#: An exception in the body of the loop has been reported by then.
+_LEFT_S = 1.0
+_BUSY_MAX_S = 7 * 86400.0
+
+
+class Step:
+    """One iteration. Iterate over it to get the micro-batches that this replica is to compute."""
+
+    def __init__(self, hook: Hook, iteration: int) -> None:
+        self._hook = hook
+        #: It changes where all others have gone on meanwhile, and this replica receives their state.
+        self.iteration = iteration
+        self.agreed = False
+        #: Mean loss per token over the global batch; known once the step is agreed.
+        self.loss = float("nan")
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield one micro-batch at a time; after a peer's death between two of them, more may come."""
+        for (micro_batch,) in self.lists(1):
+            yield micro_batch
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether training ends after this iteration; known once the step is agreed."""
+        member = self._hook._driver.member
+        return self.agreed and (member.stop_agreed or self.iteration >= member.launch.spec.iterations)
+
+    def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
+        """Yield lists of micro-batches: all that are left (pipeline schedules want them at once), or `at_most` each."""
+        yield from self._hook._micro_batches(self, at_most)
+
+    def upcoming(self, count: int) -> list[int]:
+        """Return the micro-batches that this replica computes after the next `count`, as assigned now."""
+        return self._hook._driver.member.ledger.remaining()[count:]
+
+    def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
+        """Add the sum of the token losses and the number of tokens of the micro-batches just computed (both 0 in
+        pipeline stages without the loss). Raises NanLoss where the sum is not finite."""
+        self._hook._add(float(loss_sum), int(tokens))
+
+    def samples(self, micro_batch: int) -> tuple[int, ...]:
+        """Return the indices of the micro-batch's samples in the data set."""
+        return self._hook._driver.sampling.samples(self.iteration, micro_batch)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Mark what reads data (`with step.loading():`): an exception or a hang there is reported as one of the
+        data."""
+        process = self._hook._context
+        phase, process.phase = process.phase, "data"
+        yield
+        process.phase = phase
+
+    def seed(self, micro_batch: int) -> None:
+        """Seed every random number drawn for the micro-batch; call it first in the forward step."""
+        seed_all(work_seed(self._hook._context.launch.spec.seed, self.iteration, micro_batch))
+
+
+@dataclass(slots=True)
+class Hook:
+    """A training process's side of unicrond. See the module's rules; make one with `attach`."""
+
+    _context: Context
+    _driver: LifecycleDriver
+    _overlap: bool
+    _has_ended: bool = False
+    _step: Step | None = None
+    _early: LeftEarly | None = None
+    #: The micro-batch under way is computed for its bits alone and does not count.
+    _testing_bits: bool = False
+
+    @staticmethod
+    def attach(
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        dataset_size: int | None = None,
+        overlap: bool = False,
+        loaded_iteration: int | None = None,
+        gradients: Callable[[Lanes | None, int], Accumulation] | None = None,
+    ) -> Hook:
+        """Take over gradient accumulation and cross-replica reduction of `model` (or model chunks).
+
+        `optimizer` and `scheduler` need state_dict and load_state_dict. `dataset_size`: samples in the data set,
+        over which `step.samples` permutes; None: an endless stream. `overlap`: reduce inside the last backward; only
+        for loops that give each parameter at most one gradient per micro-batch (one backward for each; an iteration
+        fails where that is not so). `loaded_iteration`: the iteration after which the state is the one that the program
+        has loaded itself, 0 for none, on every replica; training goes on from there, unless a later state is found.
+        `gradients`: makes the accumulation of the task's lanes, with so many bytes in a bucket, for a framework with
+        buffers of its own. Raises RuntimeError outside a worker, CannotFinish for a model that would train wrongly.
+        """
+        process = context.current()
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        spec = process.launch.spec
+        lanes = lanes_of(spec)
+        make = gradients or partial(_plain_accumulation, models)
+        accumulation = make(lanes, process.settings.bucket_bytes)
+        sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        layout = partial(_describe_layout, process, models, optimizer)
+        state = TrainingState(models, optimizer, scheduler, randomness, layout)
+        extents, saves = ((), None) if sharded is None else (sharded.extents, sharded.saves)
+        member = MemberState(process.launch, len(accumulation), time.monotonic, extents)
+        member.loaded_iteration, member.saves = loaded_iteration, saves
+        reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(process)
+        driver = LifecycleDriver(
+            member=member,
+            context=process,
+            state=state,
+            saving=Saving(process, state),
+            sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
+            accumulation=accumulation,
+            reduction=reduction,
+            rendezvous=rendezvous,
+            detection=Detection(
+                process,
+                (parameter for module in models for parameter in module.parameters()),
+                loss_scaled=_loss_scaled(optimizer),
+            ),
+            sharing=None if sharded is None else Sharing(sharded),
+        )
+        if lanes is not None:
+            passing = Passing(accumulation, lanes)
+            driver.runs = LaneRuns(member, process, accumulation, reduction, rendezvous, passing)
+        if gradients is None:
+            driver.finalize_gradients = gradient_finalizer(models)
+        hook = Hook(process, driver, overlap)
+        accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
+        hook._look_for_ordered_faults(models)
+        process.finish = hook._finish
+        process.channel.send(Ready())
+        return hook
+
+    @staticmethod
+    def attach_or_local(
+        local: Local,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any = None,
+        **options: Any,
+    ) -> Hook | LocalHook:
+        """Attach as `attach` does in a worker, with its options; in any other process return the same loop for `local`,
+        one replica without unicrond (`local.py`)."""
+        if context.is_worker():
+            return Hook.attach(model, optimizer, scheduler, **options)
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        return LocalHook.create(local, models, options.get("dataset_size"), options.get("loaded_iteration"))
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this process is the one of its task that reports, for what is to be done once (a run of W&B,
+        an evaluation). Another takes over when it is lost; False before the first step."""
+        return self._driver.member.is_leader
+
+    @property
+    def in_leader_replica(self) -> bool:
+        """Return whether this process is in the leader's replica, all shards of which write a checkpoint together.
+        Another replica takes over as for `is_leader`."""
+        return self._driver.member.in_leader_replica
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of replicas in the present group; 0 before the first step."""
+        return len(self._driver.member.peers)
+
+    @property
+    def sums(self) -> Accumulation:
+        """Return where gradients are accumulated, for a framework with buffers of its own (`gradients` of `attach`)."""
+        return self._driver.accumulation
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Have `stateful` (a data loader, a sampler, an average of the weights) travel with the training state: to
+        newcomers and into checkpoints. It must be the same on all replicas. Before the first step; raises ValueError
+        for a name that is taken, BadState where its state_dict() holds more than plain values and tensors."""
+        state = self._driver.state
+        if name in state.registered or self._driver.member.state != "new":
+            raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
+        flatten(stateful.state_dict())
+        state.registered[name] = stateful
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Print a line with these numbers and the iteration into the leader's log; other processes drop it."""
+        if self.is_leader:
+            text = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
+            print(f"iteration {self._context.iteration}: {text}", flush=True)
+
+    def on_finish(self, save: Callable[[], None]) -> None:
+        """Have all shards of the leader's replica call `save` after the last iteration, before the task is complete; if
+        that replica is lost meanwhile, another calls its own."""
+        self._driver.on_finish = save
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the iterations that are left, one after the other, from wherever the task stands."""
+        driver = self._driver
+        if self._driver.member.state != "new":
+            raise RuntimeError("hook.steps() has begun already: loop over it once, to its end")
+        driver.begin()
+        while isinstance(driver.seam, Compute):
+            self._step = step = Step(self, driver.seam.ledger.iteration)
+            try:
+                yield step
+            except GeneratorExit:
+                self._note_early_exit()
+                raise
+            if not step.agreed:
+                raise RuntimeError("the loop left a step before all its micro-batches were computed and agreed on")
+            driver.advance()
+        self._has_ended = True
+
+    def stop(self, reason: str) -> None:
+        """Have training end after the iteration on whose end all replicas next agree; the loop over `steps` ends then,
+        on all of them, and the task is complete, with its state saved. One replica may say it, or all. `reason`: for
+        people. Raises ValueError without one."""
+        if not reason:
+            raise ValueError("hook.stop(reason): give the reason in a few words; the task's status shows it")
+        message = self._driver.member.stop(reason)
+        if message is not None:
+            self._context.channel.send(message)
+
+    @contextlib.contextmanager
+    def section(self, name: str, *, timeout_s: float) -> Iterator[None]:
+        """Declare long work in the loop that is not training: `with hook.section("evaluation", timeout_s=600):`.
+
+        Within that time no worker counts as hanging; a worker that is busy for longer does, by that name. Enter it on
+        every replica, whichever does the work inside: the others then wait for as long. Raises ValueError.
+        """
+        if not name or not 0.0 < timeout_s <= _BUSY_MAX_S:
+            raise ValueError(
+                f"hook.section({name!r}, timeout_s={timeout_s}): give a name, and its most seconds (above 0,"
+                f" at most {_BUSY_MAX_S:g})"
+            )
+        with self._driver.detection.section(name[:MAX_REASON], timeout_s):
+            yield
+
+    # --- within an iteration ---------------------------------------------------------------------
+
+    def _micro_batches(self, step: Step, at_most: int | None) -> Iterator[list[int]]:
+        driver = self._driver
+        while isinstance(driver.seam, Compute):
+            step.iteration = driver.seam.ledger.iteration
+            try:
+                yield from self._hand_out(at_most)
+            except (GroupBroken, MembershipSuperseded) as failure:
+                driver.throw(failure)
+            else:
+                driver.advance()
+        step.agreed = isinstance(driver.seam, Optimize)
+        if isinstance(driver.seam, Optimize):
+            step.loss = driver.seam.loss
+
+    def _hand_out(self, at_most: int | None) -> Iterator[list[int]]:
+        """Yield the rest of this replica's micro-batches. Raises GroupBroken, MembershipSuperseded, QuitRequested."""
+        driver, runs = self._driver, self._driver.runs
+        compute_time, mark, ledger = driver.detection.compute_time, self._context.mark, driver.member.ledger
+        driver.rendezvous.look()
+        yield from self._compare_bits()
+        if runs is not None:
+            runs.begin()
+        while (run := ledger.run) is not None:
+            if runs is not None and not (at_most == 1 and runs.try_ahead(run)):
+                runs.enter(run)
+            todo = ledger.todo()[:at_most]
+            if todo:
+                compute_time.begin()
+                mark.begin_micro_batch(ledger.finished)
+                driver.fire("micro_batch")
+                if self._overlap and ledger.is_last(todo):
+                    driver.reduction.overlap(driver.group, len(todo))
+                yield todo
+                compute_time.end(len(todo))
+            if ledger.finish(len(todo)):
+                ledger.end_run()
+                if runs is not None:
+                    runs.end(run)
+            driver.rendezvous.look()
+
+    def _compare_bits(self) -> Iterator[list[int]]:
+        """Have the loop compute a micro-batch twice, for its bits alone, where a task begins (`determinism.py`)."""
+        driver = self._driver
+        member, policy = driver.member, self._context.settings.deterministic
+        if member.lanes is None or not member.is_new or policy == "off":
+            return
+        checksums = []
+        self._testing_bits = True
+        for _ in range(2):
+            with driver.accumulation.scratch_store() as gradients:
+                yield [determinism.MICRO_BATCH]
+                checksums.append(checksum([gradients]))
+        self._testing_bits = False
+        driver.check_bits(checksums)
+
+    def _add(self, loss_sum: float, tokens: int) -> None:
+        if self._testing_bits:
+            return
+        ledger = self._driver.member.ledger
+        loss_sum = self._context.injection.spoil_loss(loss_sum)
+        if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
+            raise NanLoss(f"the loss of a micro-batch of iteration {ledger.iteration} is {loss_sum}")
+        ledger.add(loss_sum, tokens)
+
+    def _look_for_ordered_faults(self, models: Sequence[torch.nn.Module]) -> None:
+        """Register hooks for points inside the computation, only where a fault is ordered there."""
+        expects, fire = self._context.injection.expects, self._driver.fire
+        parameters = [
+            (module, weight) for model in models for module in model.modules() for weight in module.parameters(False)
+        ]
+        module, parameter = parameters[len(parameters) // 2]
+        if expects("forward"):
+            module.register_forward_hook(lambda *_: fire("forward"))
+        if expects("backward"):
+            parameter.register_hook(lambda _: fire("backward"))
+        if expects("partly"):
+            self._driver.reduction.on_start = self._partly
+
+    def _partly(self) -> None:
+        if self._context.injection.expects("partly"):
+            with contextlib.suppress(
+                GroupBroken, MembershipSuperseded
+            ):  # it will show again where the rest is waited for
+                self._driver.group.finish()
+                self._driver.fire("partly")
+
+    # --- the end of the program ------------------------------------------------------------------
+
+    def _note_early_exit(self) -> None:
+        """Note that the program has left the loop. (Raise nothing here: no caller would see it.)"""
+        if self._has_ended or self._context.has_ended or not self._driver.alive:
+            return
+        if self._driver.member.stop_reason:
+            with contextlib.suppress(QuitRequested):
+                self._leave_after_stop()
+        else:
+            where = f"the program left the loop over hook.steps() in iteration {self._context.iteration}"
+            self._early = LeftEarly(f"{where}: {LEFT_EARLY}")
+            late = threading.Timer(_LEFT_S, self._report_early_exit)
+            late.daemon = True
+            late.start()
+
+    def _report_early_exit(self) -> None:
+        """Report the early exit after a moment. (An exception in the loop's body ends the loop before anybody can see
+        it; it is reported as what it is meanwhile.)"""
+        process, error = self._context, self._early
+        if process.has_ended or error is None:
+            return
+        print(f"{process.launch.worker}: {error}", file=sys.stderr, flush=True)
+        process.channel.send(error_report(error, process.generation, process.iteration, process.phase))
+        process.channel.flush(_FLUSH_S)
+        process.has_ended = True
+
+    def _finish(self) -> None:
+        """Check, at the end of the program with code 0, that it has trained to the end or stopped. Raises LeftEarly."""
+        if self._has_ended:
+            return
+        if self._context.has_ended:
+            raise SystemExit(1)  # it has been reported
+        if self._early is not None:
+            raise self._early
+        if not self._driver.member.stop_reason or self._step is None:
+            position = f"in iteration {self._context.iteration} of {self._context.launch.spec.iterations}"
+            raise LeftEarly(f"the program ended {position if self._step else 'before it trained'}: {LEFT_EARLY}")
+        self._leave_after_stop()
+
+    def _leave_after_stop(self) -> None:
+        """Have the lifecycle end here: the program has called `stop`, and does not come back to the loop."""
+        self._driver.throw(ProgramLeftLoop())
+        self._has_ended = True
+
+
+def _plain_accumulation(models: Sequence[torch.nn.Module], lanes: Lanes | None, bucket_bytes: int) -> Accumulation:
+    parameters = (parameter for module in models for parameter in module.parameters())
+    return Accumulation(parameters, lanes=lanes, bucket_bytes=bucket_bytes)
+
+
+def _describe_layout(process: Context, models: Sequence[torch.nn.Module], optimizer: Any) -> object:
+    spec = process.launch.spec
+    try:
+        return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
+    except Exception as error:  # a model's own account of itself: without it the state keeps its layout
+        print(f"{process.launch.worker}: no layout: {type(error).__name__}: {error}", flush=True)
+        return None
+
+
+def _loss_scaled(optimizer: Any) -> bool:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return any(getattr(inner, "grad_scaler", None) is not None for inner in chained)

@@ -1,0 +1,307 @@
+"""The command line that the four commands share: one parser, the types of its arguments, one way to end.
+
+Rules
+-----
+* Bad usage is one line on stderr that names the flag and the fix, and exit code 2.
+* `--help` of each command ends with examples; `--version` and `--print-completion` belong to a program's root.
+* A type of an argument raises ValueError, and its message is what people read.
+* Flags of the daemons come from the environment too (environment_flags.py).
+* An epilog may be a function: what needs another package, such as a list of policies, is loaded when it is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+
+from unicrond.events.cli import environment_flags as variables
+from unicrond.events.host.did_you_mean import guess
+
+if TYPE_CHECKING:
+    from unicrond.events.log.point import BeforeEnd, Point
+    from unicrond.events.nats.connection import Login
+
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted"
+#: The most that still fits what JSON and the log hold.
+MOST = 10**15 - 1
+#: How a shell completes the name of a file, in shtab's words.
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+
+_SPAN = re.compile(r"-[0-9.]+(ms|s|m|h|d)")
+#: Stands before a span that is not a flag; no point begins with it.
+_NO_FLAG = "@"
+
+Epilog: TypeAlias = str | Callable[[], str] | None
+
+
+class UsageError(Exception):
+    """An argument that cannot be used; one line that names it and the fix."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line, examples as they were written, and the flags that every program has."""
+
+    #: Flags may come from the environment (SettableParser).
+    variables = False
+
+    def __init__(self, *, version: str = "", **arguments: Any) -> None:
+        """Create a parser. `version`: only for the root of a program."""
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments)
+        if version:
+            self.man_short_description = self.description  # for argparse-manpage
+            self.add_argument("--version", action="version", version=version)
+            help_text = "print a script that completes this command, and stop"
+            self.add_argument(
+                "--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help_text
+            )
+
+    _epilog: Epilog = None
+
+    @property
+    def epilog(self) -> str | None:
+        """The examples."""
+        return self._epilog() if callable(self._epilog) else self._epilog
+
+    @epilog.setter
+    def epilog(self, text: Epilog) -> None:
+        self._epilog = text
+
+    def commands(self, dest: str = "command") -> Commands:
+        """Add subcommands to this parser; `add_command` fills them."""
+        return self.add_subparsers(dest=dest, required=True, metavar="COMMAND", parser_class=type(self))
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line for bad usage and exit with code 2; argparse calls this for everything that it does not
+        accept."""
+        fail(self.prog.partition(" ")[0], f"{_plainer(message)}; see {self.prog} --help")
+        raise SystemExit(2)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return self._registry_get("type", action.type, action.type)(arg_string)
+        except ValueError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
+
+
+class SettableParser(Parser):
+    """The parser of a program whose flags may come from the environment (environment_flags.py), and of its commands."""
+
+    variables = True
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Take variables from the environment, then parse. argparse calls this for the root, then for the command."""
+        if self.variables:
+            try:
+                variables.take(self, os.environ)
+            except variables.BadVariable as error:
+                self.error(str(error))
+        return super().parse_known_args(args, namespace)
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+Place: TypeAlias = "argparse._ActionsContainer"
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, value: Any, flag: str | None = None) -> None:
+        try:
+            import shtab
+        except ModuleNotFoundError:
+            parser.error(f"{flag}: needs shtab; pip install shtab")
+        print(shtab.complete(parser, shell=value))
+        parser.exit()
+
+
+class Flag(NamedTuple):
+    """The arguments of argparse's add_argument; made by `switch`, `option` and `repeated`."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def switch(*words: str) -> Flag:
+    """Make a flag without a value: its names, then its help text."""
+    return Flag(words[:-1], {"action": "store_true", "help": words[-1]})
+
+
+def option(name: str, metavar: str | None, help_text: str | None, **settings: Any) -> Flag:
+    """Make a flag with a value; a name without dashes makes a positional argument. `settings`: type, default, choices,
+    required."""
+    return Flag((name,), {"metavar": metavar, "help": help_text, **settings})
+
+
+def repeated(name: str, metavar: str, help_text: str, **settings: Any) -> Flag:
+    """Make a flag that may be given several times; its value is a list."""
+    return option(name, metavar, f"{help_text}; repeatable", action="append", default=[], **settings)
+
+
+def point(name: str, help_text: str) -> Flag:
+    """Make a flag whose value is a point of the log."""
+    return option(name, "SEQ|TIME", help_text, type=point_argument)
+
+
+def add(place: Place, *flags: Flag) -> None:
+    """Add the flags to a parser, or to a group of one; shells complete the names of files."""
+    for names, settings in flags:
+        action = place.add_argument(*names, **settings)
+        if settings.get("type") in (Path, existing_file):
+            action.complete = _FILES  # type: ignore[attr-defined]  # for shtab
+
+
+def add_command(commands: Commands, name: str, summary: str, epilog: Epilog, *flags: Flag, **settings: Any) -> Parser:
+    """Add a command. `summary`: what it does, a sentence without its capital letter and full stop."""
+    command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **settings)
+    command.epilog = epilog
+    add(command, *flags)
+    return command
+
+
+def add_login(parser: Parser) -> None:
+    """Add the flags of a login to NATS; `login_of` reads them."""
+    add(
+        parser.add_argument_group("user name for NATS"),
+        option("--key", "FILE", "a key made by `unicrond enroll` or `unicrond nats-config`", type=existing_file),
+        option("--user", "NAME", "with --password-file"),
+        option("--password-file", "FILE", "file with the password and nothing else", type=existing_file),
+        option("--creds", "FILE", "a NATS credentials file", type=existing_file),
+        option("--nkey-seed", "FILE", "an nkey seed file", type=existing_file),
+        option("--tls-ca", "FILE", "CA certificate of the server; switches TLS on", type=existing_file),
+        option("--tls-cert", "FILE", "this client's certificate, if the server wants one", type=existing_file),
+        option("--tls-key", "FILE", "its private key (default: in the same file)", type=existing_file),
+    )
+
+
+def login_of(options: argparse.Namespace) -> Login:
+    """Build the login that the flags describe. Raises UsageError."""
+    from unicrond.events.nats.connection import Login
+    from unicrond.events.trust.keys import BadKey, read_key
+
+    if options.key:
+        if options.creds or options.nkey_seed or options.user:
+            raise UsageError("--key: give no other login beside it")
+        try:
+            read_key(options.key)
+        except BadKey as error:
+            raise UsageError(f"--key: {error}") from None
+    if options.creds and options.nkey_seed:
+        raise UsageError("--nkey-seed: give either --creds or --nkey-seed, not both")
+    if bool(options.user) != bool(options.password_file):
+        raise UsageError("--user: give --user and --password-file together")
+    if options.tls_key and not options.tls_cert:
+        raise UsageError("--tls-key: give --tls-cert too")
+    password = options.password_file.read_text().strip() if options.password_file else None
+    return Login(
+        user=options.user,
+        password=password,
+        key=options.key,
+        creds=options.creds,
+        nkey_seed=options.nkey_seed,
+        tls_ca=options.tls_ca,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+    )
+
+
+def examples(*lines: str) -> str:
+    """Format examples as an epilog."""
+    return "\n  ".join(("examples:" if len(lines) > 1 else "example:", *lines))
+
+
+def run(program: str, work: Callable[[], int | None], *failures: type[Exception]) -> int:
+    """Run the work of a program; return its exit code. `failures` end it with exit code 1 and their one line."""
+    try:
+        code = work() or 0
+        sys.stdout.flush()
+    except UsageError as error:
+        return fail(program, error, 2)
+    except failures as error:
+        return fail(program, error)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as request:  # --help and bad usage
+        return int(request.code or 0)
+    return code
+
+
+def fail(program: str, error: object, code: int = 1) -> int:
+    """Print in one line what is wrong; return the exit code."""
+    print(f"{program}: {error}", file=sys.stderr)
+    return code
+
+
+# --- types of arguments --------------------------------------------------------------------------
+
+
+def mark_spans(arguments: Sequence[str]) -> list[str]:
+    """Mark spans such as `-10m` as `@-10m`: argparse would take them for flags."""
+    return [_NO_FLAG + argument if _SPAN.fullmatch(argument) else argument for argument in arguments]
+
+
+def point_argument(text: str) -> Point | BeforeEnd:
+    """Parse a point of the log (see point.POINT_SYNTAX)."""
+    from unicrond.events.log.point import parse_point
+
+    return parse_point(text.removeprefix(_NO_FLAG))
+
+
+def event_type(text: str) -> str:
+    """Parse the name of an event type. Raises ValueError."""
+    from unicrond.events.wire.selection import TYPE_NAMES
+
+    if text not in TYPE_NAMES:
+        raise ValueError(f"no event type {text!r}; {guess(text, TYPE_NAMES)}")
+    return text
+
+
+def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
+    """Return a type for whole numbers within bounds, both included."""
+    bounds = f"{least} or more" if most == MOST else f"{least} to {most}"
+
+    def read(text: str) -> int:
+        """Parse the number. Raises ValueError."""
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
+            raise ValueError(f"{text[:40]!r} is not a whole number of {bounds}")
+        return int(text)
+
+    return read
+
+
+def number(least: float, most: float, unit: str) -> Callable[[str], float]:
+    """Return a type for numbers within bounds, both included; `unit` is for the message alone."""
+
+    def read(text: str) -> float:
+        """Parse the number. Raises ValueError."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            raise ValueError(f"{text!r} is not within {least:g} to {most:g} {unit}")
+        return value
+
+    return read
+
+
+def existing_file(text: str) -> Path:
+    """Parse the path of a file that exists. Raises ValueError."""
+    if not Path(text).is_file():
+        raise ValueError(f"{text!r} is not a file; create it or fix the path")
+    return Path(text)
+
+
+def _plainer(message: str) -> str:
+    """Format argparse's message more plainly, with a suggestion where a name was misspelt."""
+    choice = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+    if choice is None:
+        return message.removeprefix("argument ")
+    problem = "no command" if choice[1] == "COMMAND" else f"{choice[1]}: unknown"
+    choices = re.findall(r"[\w-]+", choice[3])
+    return f"{problem} {choice[2]!r}; {guess(choice[2], choices)}"

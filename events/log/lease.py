@@ -1,0 +1,162 @@
+"""The heads' lease: a key that names the head that leads, and expires unless its holder renews it.
+
+Rules
+-----
+* The lease avoids contention between heads. Safety does not depend on it but on the fence of a term (event_log.py): a
+  head that decides without the lease does no harm.
+* One lease, compared and set: `acquire_or_renew` succeeds where its revision is still the one that was read (0: free).
+  Of several processes that try at once one gets it.
+* The log's own server expires it LEASE_S after the last renewal, by its own clock: no clocks are compared.
+* The key is kept in memory, not on disk: a server that restarts forgets it, and so does a cluster that restarts whole.
+  `unicrond/core/nodes/leadership.py` decides what a free lease means after that.
+* A head that leaves of its own will writes that into the lease, so that a standby need not wait for its expiry.
+* Standby heads announce themselves beside it, so that the leader, and people, know of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+#: How long the lease lasts after a renewal, whole seconds.
+LEASE_S = 2
+RENEW_S = 0.5
+#: How long a head that announced itself is known.
+ANNOUNCED_S = 6
+
+
+class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A head's process.
+
+    `head`: a name that no other process ever has; `process`: HOST:PID, for people; `api`: where its API listens,
+    HOST:PORT. `machine`, `pid`, `began`: these tell another process of the same machine whether this one still runs
+    (unicrond/service/coordinator/same_machine.py). `has_left`: it has ended of its own will.
+    """
+
+    head: str
+    process: str = ""
+    api: str = ""
+    machine: str = ""
+    pid: int = 0
+    began: int = 0
+    has_left: bool = False
+
+
+class LeaseEntry(NamedTuple):
+    """The lease as it is stored. `holder` None: something that no head wrote is stored there, and does not count."""
+
+    revision: int
+    holder: Holder | None
+
+
+class LeaseView(NamedTuple):
+    """The server's answer about the lease. `entry` None: it is free.
+    `is_anew`: over another connection than the last."""
+
+    entry: LeaseEntry | None
+    is_anew: bool = False
+
+
+class Lease(Protocol):
+    """One process's access to the lease. All methods but `listen` raise LogUnavailable where no answer comes in
+    time."""
+
+    async def look(self) -> LeaseView:
+        """Return the present holder."""
+        ...
+
+    async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
+        """Hold the lease for LEASE_S from now, if its revision is still `after` (0: it is free); return None if it is
+        not."""
+        ...
+
+    async def announce(self, holder: Holder) -> None:
+        """Announce that this head runs; the others know it for ANNOUNCED_S."""
+        ...
+
+    async def heads(self) -> list[Holder]:
+        """Return the heads that have announced themselves."""
+        ...
+
+    async def listen(self, on_news: Callable[[], object], on_beat: Callable[[int], object]) -> None:
+        """Call `on_news()` from now on when a head has written the lease, `on_beat(term)` with each beat of a
+        coordinator.
+
+        These are hints: what is sent during an outage is not repeated.
+        """
+        ...
+
+
+class MemoryLease:
+    """The lease in memory, and a Lease for each process that asks: for tests and for simulation.
+
+    `now_s`: the clock of the server that keeps it.
+    """
+
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        self._now_s = now_s or asyncio.get_running_loop().time
+        self._revision = 0
+        self._entry: LeaseEntry | None = None
+        self._ends_s = 0.0
+        self._announced: dict[str, tuple[Holder, float]] = {}
+        self.on_news: list[Callable[[], object]] = []
+        self._on_beat: list[Callable[[int], object]] = []
+
+    def forget(self) -> None:
+        """Remove everything, as a server that restarts does."""
+        self._entry, self._revision = None, 0
+        self._announced.clear()
+
+    def beat(self, term: int) -> None:
+        """Notify the listeners that a coordinator of this term has sent a beat."""
+        for tell in self._on_beat:
+            tell(term)
+
+    async def look(self) -> LeaseView:
+        """Return the present holder (Lease.look)."""
+        return LeaseView(self.present)
+
+    @property
+    def present(self) -> LeaseEntry | None:
+        """The lease as it is now; None: it is free."""
+        return self._entry if self._now_s() < self._ends_s else None
+
+    async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
+        """Acquire or renew the lease (Lease.acquire_or_renew)."""
+        return self.acquire_or_renew_now(holder, after)
+
+    def acquire_or_renew_now(self, holder: Holder, after: int) -> LeaseEntry | None:
+        """Acquire or renew the lease, for callers that cannot await."""
+        present = self.present
+        if (present.revision if present else 0) != after:
+            return None
+        self._revision += 1
+        self._entry, self._ends_s = LeaseEntry(self._revision, holder), self._now_s() + LEASE_S
+        for tell in self.on_news:
+            tell()
+        return self._entry
+
+    async def announce(self, holder: Holder) -> None:
+        """Announce a head (Lease.announce)."""
+        self.announce_now(holder)
+
+    def announce_now(self, holder: Holder) -> None:
+        """Announce a head, for callers that cannot await."""
+        self._announced[holder.head] = holder, self._now_s() + ANNOUNCED_S
+
+    async def heads(self) -> list[Holder]:
+        """Return the announced heads (Lease.heads)."""
+        return self.present_heads
+
+    @property
+    def present_heads(self) -> list[Holder]:
+        """The heads that have announced themselves."""
+        return [holder for holder, ends_s in self._announced.values() if self._now_s() < ends_s]
+
+    async def listen(self, on_news: Callable[[], object], on_beat: Callable[[int], object]) -> None:
+        """Register the callbacks (Lease.listen)."""
+        self.on_news.append(on_news)
+        self._on_beat.append(on_beat)

@@ -1,0 +1,7 @@
+"""The event log, heartbeats, commands and the heads' lease on NATS JetStream, and the embedded nats-server.
+
+Use `connection.Connection` (it outlives outages), `event_log.NatsEventLog`, `commands`, `lease`,
+`server.EmbeddedServer`. `durability` checks a foreign server's settings, `streams` names the API requests, `decode`
+prints one message for NATS's own client. Who may log in lives in `trust/logins.py`; the protocol of a log lives in
+`log`.
+"""

@@ -1,0 +1,119 @@
+"""A client's login to NATS, and explanations of the server's refusals, with the fix for each."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unicrond.events.trust.keys import BadKey, Key, read_key
+from unicrond.events.trust.logins import Role, consumer_names, inbox_prefix, role_of
+from unicrond.events.trust.tls import client_context, trouble
+
+#: Messages of a server that refuses a client.
+_REFUSED = re.compile(r"authorization (violation|failed)|authentication (expired|revoked|timeout)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """How to log in; all empty for an open server on loopback.
+
+    `key` is the path of a key of ours (keys.py): the login has the rights of its role, and no others (logins.py).
+    `creds` and `nkey_seed`, for logins of others, are paths of files. `tls_ca` is the path of a CA certificate and
+    turns TLS on, as a key does that carries one. `tls_cert`, `tls_key`: the client's own certificate, where servers
+    want one; a key may carry that too. `tls_name`: the name that the server's certificate must have; None: its host.
+    """
+
+    user: str | None = None
+    password: str | None = None
+    key: Path | None = None
+    creds: Path | None = None
+    nkey_seed: Path | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_name: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return keyword arguments for nats.connect. Raises BadKey, BadCa."""
+        key = read_key(self.key) if self.key else None
+        arguments: dict[str, Any] = {
+            "nkeys_seed_str": key.seed if key and not key.has_jwt else None,
+            "inbox_prefix": inbox_prefix(key.login) if key else None,
+            "user": self.user,
+            "password": self.password,
+            "user_credentials": str(self.key if key and key.has_jwt else self.creds or "") or None,
+            "nkeys_seed": str(self.nkey_seed) if self.nkey_seed else None,
+            "tls": self._context(key),
+            "tls_hostname": self.tls_name,
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
+
+    def _context(self, key: Key | None) -> ssl.SSLContext | None:
+        ca = key.nats_ca if key and self.tls_ca is None else ""
+        if not (self.tls_ca or ca or self.tls_cert):
+            return None
+        certificate, certificate_key = self.tls_cert, self.tls_key
+        if certificate is None and key is not None and key.nats_ca and key.has_certificate:
+            certificate = self.key
+        return client_context(self.tls_ca, ca_pem=ca, certificate=certificate, key=certificate_key)
+
+    @property
+    def consumer_names(self) -> tuple[str, ...]:
+        """The names that its consumers may have; empty: any. Raises BadKey."""
+        return consumer_names(read_key(self.key).login) if self.key else ()
+
+
+def refusal(text: str, login: Login) -> str:
+    """Explain a server's message that refuses this login, with the fix; return "" where the message says something
+    else."""
+    match = _REFUSED.search(text)
+    if match is None:
+        return ""
+    cause = {"expired": "have expired", "revoked": "are revoked"}.get((match[2] or "").lower(), "are not valid there")
+    if login.key is not None:
+        return _of_a_key(login.key, cause)
+    if login.creds is not None:
+        return f"NATS refuses the credentials in {login.creds}: they {cause}; get new ones from its operator"
+    if login.nkey_seed is not None:
+        return f"NATS refuses the nkey in {login.nkey_seed}: the server does not list it"
+    if login.user:
+        return f"NATS refuses user {login.user}: the name or the password is wrong"
+    return "NATS wants a login and got none; give a key (docs/operate/logins.md)"
+
+
+def tls_trouble(error: Exception, login: Login) -> str:
+    """Explain a failure of TLS, with the fix; return "" where the error is not of TLS."""
+    if not isinstance(error, ssl.SSLError):
+        return ""
+    where = login.tls_ca
+    with contextlib.suppress(BadKey):
+        where = where or (login.key if login.key and read_key(login.key).nats_ca else None)
+    if where is None:
+        return trouble(
+            error, "NATS", trusts="", remedy="give --tls-ca, or a key of `unicrond enroll`, which carries it"
+        )
+    remedy = "copy the head's again (STATE_DIR/tls/ca.pem), or enroll the node again"
+    return trouble(error, "NATS", trusts=f"the CA in {where}", remedy=remedy)
+
+
+def _of_a_key(path: Path, cause: str) -> str:
+    """Explain why the server refuses this key, with the fix."""
+    try:
+        key = read_key(path)
+    except BadKey as error:
+        return str(error)
+    role, node = role_of(key.login)
+    if key.has_jwt:
+        cause = "have expired" if key.ends_s and key.ends_s <= time.time() else cause
+        return f"NATS refuses the credentials of {key.login} ({path}): they {cause}; get new ones from its operator"
+    if role is Role.AGENT:
+        return (
+            f"NATS refuses the key of node {node} ({path}): it was revoked, replaced, or not used in time; "
+            f"on the head: unicrond enroll {node}"
+        )
+    return f"NATS refuses the key of {key.login} ({path}): the server does not list it, or lists another"

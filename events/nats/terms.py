@@ -1,0 +1,102 @@
+"""The newest coordinator's term according to the log: an agent writes what that coordinator reads.
+
+The subject of the terms is subscribed to as plain NATS messages, and read once in every session: the server need not
+keep a consumer for each agent. Between a claim and its arrival here an agent may write a younger form once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from nats.aio.msg import Msg
+
+from unicrond.events.log.subjects import EVENT_STREAM, TERM_SUBJECT, entry
+from unicrond.events.nats.connection import Backoff, Connection, NoReply, PublishDenied
+from unicrond.events.nats.event_log import NatsEventLog
+from unicrond.events.nats.streams import JetStreamError
+from unicrond.events.vocabulary import CoordinatorStarted
+from unicrond.events.wire.codec import BadEvent, decode
+from unicrond.events.wire.envelope import Entry, Recorded
+
+logger = logging.getLogger(__name__)
+
+
+class Terms:
+    """Watches for new terms: calls `on_term` with each CoordinatorStarted whose term is above all before it, and
+    `on_claim` with each one that is received."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        on_term: Callable[[CoordinatorStarted], None],
+        on_claim: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._connection = connection
+        self._on_term = on_term
+        self._on_claim = on_claim
+        self._term = 0
+
+    def forget(self) -> None:
+        """Forget the newest term: another log has replaced the previous one, and its terms begin anew."""
+        self._term = 0
+
+    async def ask(self) -> None:
+        """Read the newest term in the log, if it can be read. Waits for the server, not for a coordinator."""
+        backoff = Backoff("asking for the coordinator's term")
+        while True:
+            try:
+                newest = await self.newest()
+                break
+            except NoReply as error:
+                await backoff.wait_after(error)
+            except JetStreamError as error:
+                if not error.is_transient:
+                    logger.warning(
+                        "cannot read the coordinator's term (%s): writing what every version can read", error
+                    )
+                    return
+                await backoff.wait_after(error)
+        if newest is not None:
+            self._take(newest)
+
+    async def newest(self) -> CoordinatorStarted | None:
+        """Return the newest claim in the log; None where there is none that can be read. Raises NoReply,
+        JetStreamError."""
+        newest_entry = await self._newest()
+        is_claim = isinstance(newest_entry, Recorded) and isinstance(newest_entry.envelope.event, CoordinatorStarted)
+        return newest_entry.envelope.event if is_claim else None  # type: ignore[union-attr, return-value]  # as it was just looked at
+
+    async def _newest(self) -> Entry | None:
+        try:
+            return await NatsEventLog(self._connection).newest_term()
+        except PublishDenied:  # a login that may ask for this subject alone, of any replica
+            subject = f"$JS.API.DIRECT.GET.{EVENT_STREAM}.{TERM_SUBJECT}"
+            reply = await self._connection.request(subject, b"")
+            headers = reply.headers or {}
+            if not reply.data:
+                return None
+            return entry(int(headers.get("Nats-Sequence", 0)), 0, TERM_SUBJECT, reply.data)
+
+    async def follow(self) -> None:
+        """Watch for ever: claims from now on, and those made while there was no session."""
+        await self._connection.subscribe(TERM_SUBJECT, self._hear)
+        while True:
+            session = await self._connection.session()
+            await self.ask()
+            await session.disconnected.wait()
+
+    async def _hear(self, message: Msg) -> None:
+        try:
+            event = decode(message.data).event
+        except BadEvent as error:
+            logger.warning("a message on %s is not a valid event: %s", TERM_SUBJECT, error.reason)
+            return
+        if isinstance(event, CoordinatorStarted):
+            self._on_claim()
+            self._take(event)
+
+    def _take(self, event: CoordinatorStarted) -> None:
+        if event.term > self._term:
+            self._term = event.term
+            self._on_term(event)

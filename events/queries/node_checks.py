@@ -1,0 +1,142 @@
+"""The checks that `unicronctl doctor` asks of agents: their nodes, the links between them, and their tasks' storage.
+
+A check is a request on the subjects of worker_queries.py; its field `check` distinguishes it from one for a log; the
+answer is a LogsReply whose data is the check's own. An agent that is too old for it answers with an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from unicrond.events.queries.finding import Finding
+from unicrond.events.queries.pair_sums import Library, Pair, Seconds, Token
+from unicrond.events.queries.worker_queries import BadLogsMessage
+from unicrond.events.vocabulary import Count, Name, Text
+
+#: Of one node, at most.
+_PEERS_MAX = 256
+_PAIRS_MAX = 4
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="check"):
+    """Base of all checks."""
+
+
+class FactsCheck(Check, frozen=True, kw_only=True, tag="facts"):
+    """Collect what the node's preflight finds, and what has to be alike on all nodes. Answer: NodeFacts."""
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node, and where it listens: what for -> (host, port)."""
+
+    node: Name
+    ports: dict[Text, tuple[Text, Port]]
+
+
+class LinksCheck(Check, frozen=True, kw_only=True, tag="links"):
+    """Connect to the peers, and sum with some of them. Answer: LinksReport."""
+
+    token: Token
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=_PEERS_MAX)]
+    pairs: Annotated[tuple[Pair, ...], Meta(max_length=_PAIRS_MAX)]
+    library: Library
+    limit_s: Seconds
+
+
+class StorageCheck(Check, frozen=True, kw_only=True, tag="storage"):
+    """Write, look for, or remove a mark in a directory. Answer: StorageReport."""
+
+    directory: Text
+    token: Token
+    part: Literal["write", "look", "remove"]
+
+
+AnyCheck: TypeAlias = FactsCheck | LinksCheck | StorageCheck
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`mtu` 0: not known. `torch`, `driver`: their versions, "" where there are none. `now_us`: by the node's clock."""
+
+    findings: tuple[Finding, ...]
+    mtu: Count
+    torch: Text
+    driver: Text
+    now_us: Count
+
+
+class UnreachablePort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A port of a peer that this node cannot connect to. `what`: the service that listens there. `why`: the error."""
+
+    peer: Name
+    what: Text
+    at: Text
+    why: Text
+
+
+class PairSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outcome of a sum with a peer. `trouble` "": it was right."""
+
+    peer: Name
+    trouble: Text
+    took_us: Count = 0
+
+
+class LinksReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to LinksCheck. `no_sums`: why none was tried, "" where they were."""
+
+    unreached: tuple[UnreachablePort, ...]
+    sums: tuple[PairSum, ...]
+    no_sums: Text = ""
+
+
+class StorageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to StorageCheck.
+
+    `result`: the mark is there (`seen`), is not (`missing`), or could not be written: for want of rights (`refused`),
+    or for another reason (`failed`). `directory`: where; the nearest that exists. `writable`: by this agent's user.
+    `runs_as_others`: tasks run as users of their own here, so this agent's rights prove nothing.
+    """
+
+    result: Literal["seen", "missing", "refused", "failed"]
+    directory: Text
+    why: Text = ""
+    writable: bool = True
+    runs_as_others: bool = False
+
+
+T = TypeVar("T", NodeFacts, LinksReport, StorageReport)
+
+
+class _Kind(msgspec.Struct):
+    check: str = ""
+
+
+def decode_check(body: bytes) -> AnyCheck | None:
+    """Decode a check; return None for another request. Raises BadLogsMessage."""
+    try:
+        if not msgspec.msgpack.decode(body, type=_Kind).check:
+            return None
+    except msgspec.MsgspecError:
+        return None  # worker_queries.py says what is wrong
+    try:
+        check: AnyCheck = msgspec.msgpack.decode(body, type=AnyCheck, strict=True)
+        return check
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadLogsMessage(" ".join(str(error).split())) from None
+
+
+def encode(message: AnyCheck | NodeFacts | LinksReport | StorageReport) -> bytes:
+    """Encode a check, or the LogsReply.data of its answer."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_report(data: bytes, kind: type[T]) -> T:
+    """Decode the report in LogsReply.data. Raises BadLogsMessage."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, strict=True)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadLogsMessage(" ".join(str(error).split())) from None

@@ -1,0 +1,114 @@
+"""Faults as data: a history of faults is drawn from a seed, and any part of it can be played.
+
+Rules
+-----
+* A fault is a row of plain values, so that a history can be printed, and shrunk by leaving rows out.
+* Faults begin in the faulty phase; those that last end with it at the latest (`World.heal`).
+* Some name a boundary instead of a moment: from then on the victim ends at its next append or act.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from unicrond.events.wire.schemas import FIRST, SCHEMA
+
+FAULTY_FROM_S = 4.0
+FAULTY_UNTIL_S = 40.0
+
+
+class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`at_s` from the beginning, lasting `for_s`; `nodes`: the victims; `how`: by kind; `pick` chooses a worker."""
+
+    kind: str
+    at_s: float
+    for_s: float = 0.0
+    nodes: tuple[str, ...] = ()
+    how: str = ""
+    pick: int = 0
+
+    def __str__(self) -> str:
+        where = f" {','.join(self.nodes)}" if self.nodes else ""
+        lasting = f" for {self.for_s:.2f} s" if self.for_s else ""
+        return f"{self.at_s:6.2f} s  {self.kind}{f' {self.how}' if self.how else ''}{where}{lasting}"
+
+
+#: The moments at which a worker may die, by the training loop's names (agents/protocol/injection.py); `regrouped`: when
+#: it reports that it has joined a group.
+_MOMENTS = (
+    "computed", "reduced", "agreeing", "stepped", "gathering", "committed", "giving", "dividing", "regrouped",
+)  # fmt: skip
+#: Kind -> (relative frequency; longest duration; values of `how`; the most nodes that are hit at once).
+FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
+    "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged", "part", "part"), 0),
+    "second_coordinator": (6, 0.0, ("", "two"), 0),
+    "cut_coordinator": (5, 8.0, (), 0),
+    "crash_log": (6, 5.0, (), 0),
+    "slow_disk": (4, 8.0, ("0.3", "2.0"), 0),
+    "forgetful_log": (2, 15.0, (), 0),
+    "garbage": (1, 0.0, (), 0),
+    "edge_events": (3, 0.0, ("1", "5", "20"), 0),
+    "forged_claim": (1, 0.0, ("next", "far"), 0),
+    "crash_agent": (6, 0.0, ("", "before", "sent", "acknowledged", "memory", "action0", "action1"), 1),
+    "restart_agent": (2, 0.0, (), 1),
+    "end_agent": (4, 4.0, ("", "pod", "impatient", "impatient_pod"), 3),
+    "change_version": (3, 0.0, (str(FIRST), str(SCHEMA)), 2),
+    "agent_away": (1, 20.0, (), 1),
+    "second_agent": (3, 15.0, ("", "leaves", "cut"), 1),
+    "crash_fork_server": (3, 0.0, (), 1),
+    "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
+    "kill_worker": (10, 0.0, ("", "", *_MOMENTS), 1),
+    "end_early": (2, 0.0, (), 1),
+    "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
+    "hang_after_join": (3, 15.0, (), 1),
+    "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
+    "report_error": (2, 0.0, ("store_error", "nccl_error", "collective_timeout", "nvlink_error"), 1),
+    "ill_accelerator": (5, 15.0, ("ecc_error", "nvlink_error", "cuda_error", "gpu_broken", "", "foretold"), 1),
+    "order_fault": (
+        4,
+        3.0,
+        ("kill", "stop", "hang", "exception", "nan", "exit", "slow", "kill_node", "drop_network"),
+        1,
+    ),
+    "cordon": (4, 15.0, ("", "drain", "by"), 2),
+    "maintain": (4, 10.0, ("", "", "cancelled"), 2),
+    "reset_group": (4, 0.0, (), 1),
+    "sick_links": (3, 12.0, (), 1),
+    "break_links": (3, 15.0, (), 2),
+    "break_worker_line": (2, 0.0, (), 1),
+    "break_fork_line": (2, 0.0, (), 1),
+    "cut_log": (6, 15.0, (), 3),
+    "cut_peers": (3, 12.0, (), 1),
+    "isolate": (3, 12.0, (), 2),
+    "bad_weather": (5, 15.0, ("loss", "repeats", "delay", "all"), 5),
+    "step_clock": (3, 10.0, ("3600", "-3600", "20", "-20"), 1),
+    "step_log_clock": (2, 10.0, ("3600", "-3600", "20", "-20"), 0),
+    "redeliver": (3, 0.0, (), 1),
+    "disk_full": (2, 10.0, (), 1),
+    "leave": (2, 10.0, (), 1),
+    "cancel": (1, 0.0, (), 0),
+    "reshape": (2, 0.0, ("1 1", "2 1", "1 2"), 0),
+}
+
+
+def draw(rng: random.Random, nodes: list[str]) -> list[SimulatedFault]:
+    """Draw a history for the faulty phase, in order of time."""
+    kinds = list(FAULT_KINDS)
+    weights = [FAULT_KINDS[kind][0] for kind in kinds]
+    faults = []
+    for kind in rng.choices(kinds, weights, k=rng.randint(2, 12)):
+        _, longest_s, hows, most = FAULT_KINDS[kind]
+        count = min(len(nodes), 1 if rng.random() < 0.7 else most) if most else 0
+        faults.append(
+            SimulatedFault(
+                kind=kind,
+                at_s=round(rng.uniform(FAULTY_FROM_S, FAULTY_UNTIL_S - 2.0), 3),
+                for_s=round(rng.uniform(0.1, longest_s), 3) if longest_s else 0.0,
+                nodes=tuple(sorted(rng.sample(nodes, count))),
+                how=rng.choice(hows) if hows else "",
+                pick=rng.randint(0, 5),
+            )
+        )
+    return sorted(faults, key=lambda fault: fault.at_s)

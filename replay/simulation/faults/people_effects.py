@@ -1,0 +1,61 @@
+"""The faults that people cause: they order faults, cordon, plan maintenance, cancel and reshape. Rules: `faults.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from unicrond.events import vocabulary as v
+from unicrond.replay.simulation.faults.faults import SimulatedFault
+from unicrond.replay.simulation.faults.victims import hosts_of, until, victims_of
+
+if TYPE_CHECKING:
+    from unicrond.replay.simulation.world import World
+
+
+def order_fault(world: World, fault: SimulatedFault) -> None:
+    """Order a fault by unicronctl inject: now, at the next such phase, or in a later iteration."""
+    for process in victims_of(world, fault):
+        kind, worker = ("kill", "") if fault.how == "kill_node" else (fault.how, process.worker)
+        committed = world.checker.committed.get(process.launch.task, 0)
+        order = v.Fault(
+            kind=kind,  # type: ignore[arg-type]  # `how` is a fault's kind
+            worker="" if kind == "drop_network" else worker,
+            phase=("", "", "backward", "reduce", "step", "regroup")[fault.pick] if worker else "",
+            at_iteration=committed + 2 if worker and fault.pick % 2 else 0,
+            seconds=fault.for_s if kind in ("drop_network", "slow") else 0.0,
+        )
+        world.ask(v.InjectionRequested(node=process.host.name, fault=order))
+
+
+def cordon(world: World, fault: SimulatedFault) -> None:
+    """Cordon the nodes, with or without a drain, and uncordon them after the fault's time."""
+    for host in hosts_of(world, fault):
+        world.cordoned.add(host.name)
+        by_us = world.log_clock.wall_us() + int(fault.for_s / 2 * 1e6) if fault.how == "by" else 0
+        drain = fault.how != ""
+        world.ask(v.NodeCordoned(node=host.name, drain=drain, reason="simulated", empty_by_us=by_us))
+        event = v.NodeUncordoned(node=host.name, reason="simulated")
+        until(world, fault, lambda event=event: world.ask(event))  # type: ignore[misc]
+
+
+def maintain(world: World, fault: SimulatedFault) -> None:
+    """Plan a window that begins after half of the fault's time, and ends with it, or is cancelled before."""
+    begins_us = world.log_clock.wall_us() + int(fault.for_s / 2 * 1e6)
+    until_us = begins_us + int(fault.for_s / 2 * 1e6) + 1
+    nodes = tuple(host.name for host in hosts_of(world, fault))
+    world.ask(v.MaintenancePlanned(nodes=nodes, from_us=begins_us, until_us=until_us, reason="simulated"))
+    if fault.how == "cancelled":
+        world.loop.call_later(fault.for_s / 3, world.cancel_maintenance)
+
+
+def cancel(world: World, fault: SimulatedFault) -> None:
+    """Cancel a task."""
+    world.ask(v.TaskCancelled(task=f"t{fault.pick % 3}", reason="simulated"))
+
+
+def reshape(world: World, fault: SimulatedFault) -> None:
+    """Request another tp and pp, one replica or two: no fault, but a disturbance."""
+    tp, pp = map(int, fault.how.split())
+    most = (1 + fault.pick // 3 % 2) * tp * pp
+    task = f"t{fault.pick % 3}"
+    world.ask(v.ReshapeRequested(task=task, tp=tp, pp=pp, min_workers=tp * pp, max_workers=most, reason="simulated"))

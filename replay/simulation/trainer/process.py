@@ -1,0 +1,192 @@
+"""A worker's process and its connection to the agent, as agents/trainer/process/channel.py behaves.
+
+Rules
+-----
+* The worker's messages are queued and delivered in order; a lost connection is made again, with Hello first and the
+  newest Regrouped, Committed, Saved and Completed repeated.
+* Quit gives the main thread some time; then the process ends all the same, with code 0. Without an agent for the
+  lease it ends itself.
+* A hung process hears and says nothing, and only SIGKILL ends it; the kernel may show it as `sigstopped`. A stuck one
+  hears and answers, but its main thread does not move.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from typing import TYPE_CHECKING
+
+from unicrond.agents.protocol.exits import EXIT_NO_AGENT
+from unicrond.agents.protocol.messages import (
+    Committed,
+    Completed,
+    FromWorker,
+    GroupMembership,
+    Hello,
+    InjectIntoWorker,
+    Launch,
+    Quit,
+    Ready,
+    Regrouped,
+    SaveFinished,
+    ToWorker,
+)
+from unicrond.agents.trainer.process.channel import QUIT_GRACE_S
+from unicrond.events.vocabulary import Fault
+from unicrond.replay.simulation.models.network import Pipe
+
+if TYPE_CHECKING:
+    from unicrond.replay.simulation.cluster.host import Host
+    from unicrond.replay.simulation.trainer.replica import SimulatedReplica
+
+_REPEATABLE = (Regrouped, Committed, SaveFinished, Completed)
+
+
+class Process:
+    """One incarnation of a worker. `ended`: its wait status, None while it lives."""
+
+    def __init__(self, host: Host, launch: Launch, pid: int, slot: int) -> None:
+        self.host = host
+        self.launch = launch
+        self.worker = launch.worker
+        self.pid = pid
+        self.slot = slot
+        self.ended: int | None = None
+        self.hung = self.sigstopped = self.stuck = False
+        #: It will never resume by itself.
+        self.for_ever = False
+        #: Ordered faults that are not yet injected.
+        self.ordered: list[Fault] = []
+        self.replica: SimulatedReplica | None = None
+        self.memberships: dict[int, GroupMembership] = {}
+        self.quit_requested = False
+        self._generation = 0
+        self._ready = False
+        self._queue: deque[FromWorker] = deque()
+        self._repeatable: dict[type, FromWorker] = {}
+        self._to_agent: Pipe[FromWorker] | None = None
+        self._alone_since_s = host.loop.time()
+        host.loop.call_later(host.rng.uniform(0.05, 0.8), self._built)
+        self._look_for_agent()
+
+    @property
+    def alive(self) -> bool:
+        """Check that the process exists."""
+        return self.ended is None
+
+    @property
+    def has_built(self) -> bool:
+        """Check that it has been ready to train."""
+        return self._ready
+
+    # --- the main thread's side ------------------------------------------------------------------
+
+    def send(self, message: FromWorker) -> None:
+        """Queue a message to the agent."""
+        if isinstance(message, Ready):
+            self._ready = True
+        elif isinstance(message, Regrouped):
+            self._generation = message.generation
+        self._queue.append(message)
+        self._flush()
+
+    def newest(self, above: int, urgent_only: bool = False) -> int:
+        """Return the newest generation above `above` that this worker received; 0 if there is none."""
+        return max((g for g, m in self.memberships.items() if g > above and (m.urgent or not urgent_only)), default=0)
+
+    def end(self, status: int) -> None:
+        """End the process with this wait status."""
+        if self.ended is not None:
+            return
+        self.ended = status
+        self.disconnect()
+        if self.replica is not None:
+            self.replica.shard_ended(self)
+        self.host.process_ended(self)
+
+    def signal(self, number: int) -> None:
+        """Handle a signal of the fork server."""
+        if number == signal.SIGKILL or not self.hung:
+            self.end(number)
+
+    def stand_still(self) -> None:
+        """Stop the main thread for ever."""
+        self.stuck = self.for_ever = True
+
+    def resume(self) -> None:
+        """Resume after a hang, unless that is for ever."""
+        if self.alive and (self.hung or self.stuck) and not self.for_ever:
+            if self.hung:
+                self._look_for_agent()
+            self.hung = self.sigstopped = self.stuck = False
+            if self.replica is not None:
+                self.replica.wake()
+
+    def _built(self) -> None:
+        if self.alive:
+            if self.hung:
+                self.host.loop.call_later(0.5, self._built)
+            else:
+                self.host.training.enter(self)
+
+    # --- the connection to the agent -------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        """Close the connection; the process looks for the next agent."""
+        if self._to_agent is not None:
+            self._to_agent.close()
+            self._to_agent = None
+            self._alone_since_s = self.host.loop.time()
+            self._look_for_agent()
+
+    def _look_for_agent(self) -> None:
+        self.host.loop.call_later(self.host.rng.uniform(0.02, 0.5), self._connect)
+
+    def _connect(self) -> None:
+        if not self.alive or self.hung or self._to_agent is not None:
+            return
+        pipe = self.host.connect_worker(self)
+        if pipe is None:
+            if self.host.loop.time() - self._alone_since_s > self.host.lease_s:
+                self.end(EXIT_NO_AGENT << 8)
+            else:
+                self._look_for_agent()
+            return
+        self._to_agent = pipe
+        task, generation = self.launch.task, self._generation
+        pipe.send(Hello(worker=self.worker, task=task, pid=self.pid, generation=generation, ready=self._ready))
+        if self._ready and not generation and not any(isinstance(message, Ready) for message in self._queue):
+            pipe.send(Ready())
+        for kind in _REPEATABLE:
+            if kind in self._repeatable:
+                pipe.send(self._repeatable[kind])
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._queue and self._to_agent is not None and not self.hung:
+            message = self._queue.popleft()
+            if isinstance(message, _REPEATABLE):
+                self._repeatable[type(message)] = message
+            self._to_agent.send(message)
+
+    def receive(self, message: ToWorker) -> None:
+        """Handle a message of the agent."""
+        if not self.alive or self.hung:
+            return
+        if isinstance(message, Quit):
+            if not self.quit_requested:
+                self.quit_requested = True
+                self.host.loop.call_later(QUIT_GRACE_S, self._quit_in_the_end)
+        elif isinstance(message, InjectIntoWorker):
+            self.ordered.append(message.fault)
+        elif isinstance(message, GroupMembership) and message.generation not in self.memberships:
+            self.host.checker.membership_received(self.launch.task, self.worker, message)
+            self.memberships[message.generation] = message
+        if self.replica is not None:
+            self.replica.wake()
+        elif self.quit_requested:
+            self.end(0)
+
+    def _quit_in_the_end(self) -> None:
+        if self.alive and not self.hung:
+            self.end(0)

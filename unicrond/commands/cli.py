@@ -1,0 +1,373 @@
+"""`unicrond`: run the coordinator, or a whole small cluster on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unicrond import VERSION
+from unicrond.events.cli import command_line
+from unicrond.events.cli import environment_flags as variables
+from unicrond.events.cli.command_line import (
+    EXIT_CODES,
+    Commands,
+    Flag,
+    Parser,
+    SettableParser,
+    add_command,
+    examples,
+    existing_file,
+    number,
+    option,
+    repeated,
+    switch,
+    whole,
+)
+from unicrond.events.host import daemon_log as log_lines
+from unicrond.events.host import init_process as pid_one
+from unicrond.events.host import optional_dependencies as extras
+from unicrond.events.vocabulary import NAME_PATTERN
+
+if TYPE_CHECKING:
+    from unicrond.intake.config import Config
+
+EXAMPLES = f"""examples:
+  unicrond run --config unicron.yaml          the coordinator on the head node
+  unicrond check-config /etc/unicron.yaml     is it sound, and where does each setting come from?
+  unicrond run --nats nats://10.0.0.5:4222    with an existing NATS server or cluster
+  unicrond enroll gpu07                       the key with which a node's agent logs in
+  unicrond tls-init                           a CA and the head's certificate
+  unicrond archive --keep 30d                 the log's older part to files; see docs/operate/retention.md
+  unicrond backup /backup/unicron-1           log, keys and configuration of the head
+  unicrond dev                                nats-server, coordinator and 4 agents on this machine
+  unicrond demo                               the same, with two tasks, three faults and the story of their healing
+
+{EXIT_CODES}
+"""
+
+
+def parser() -> Parser:
+    """Build the parser with all commands and flags of `unicrond`."""
+    root = SettableParser(
+        prog="unicrond",
+        description="The coordinator of a self-healing training cluster.",
+        epilog=EXAMPLES,
+        version=VERSION,
+    )
+    commands = root.commands()
+
+    nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
+    injection = switch("--allow-injection", "allow ordered faults (unicronctl inject)")
+    _add_run(commands, nats, injection)
+    _add_check_config(commands)
+    _add_backup_commands(commands)
+    _add_login_commands(commands)
+    _add_tls_command(commands)
+    iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
+    for name, text, port, more in (
+        ("dev", "a small cluster on this machine; everything it starts ends with it", 7470, ()),
+        ("demo", "train, break and heal on this machine; exit code 0 if all healed; nothing stays", 0, (iterations,)),
+    ):
+        add_command(
+            commands,
+            name,
+            text,
+            examples(f"unicrond {name} --nodes 4 --dir /tmp/unicron-{name}"),
+            option("--nodes", "N", "agents to start (default 4)", type=whole(1, 64), default=4),
+            option("--slots", "N", "workers per node (default 1)", type=whole(1, 64), default=1),
+            option("--dir", "DIR", "state, logs, checkpoints (default: a new one)", type=Path),
+            switch("--keep", "keep the new directory"),
+            injection,
+            option("--api-port", "PORT", "of the HTTP API; 0: any", type=whole(0, 65535), default=port),
+            *more,
+        ).variables = False  # a cluster of its own, beside the one that the variables are for
+    return root
+
+
+def _add_check_config(commands: Commands) -> None:
+    add_command(
+        commands,
+        "check-config",
+        "is the configuration sound, with the variables that are set here, and where does each setting come from?",
+        examples("unicrond check-config /etc/unicron.yaml", "unicrond check-config /etc/unicron.yaml --all --json"),
+        option("config", "FILE", "the coordinator's configuration (none: variables alone)", type=Path, nargs="?"),
+        switch("--all", "also settings that have their default"),
+        switch("--json", "JSON instead of a table"),
+    )
+
+
+def _add_backup_commands(commands: Commands) -> None:
+    """Add the commands that write the log, and all else that a head needs, as files."""
+    configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
+    nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
+    json = switch("--json", "JSON instead of text")
+    add_command(
+        commands,
+        "archive",
+        "copy the event log to <state_dir>/archive, from where the last archive ends; with --keep, then remove older "
+        "entries from NATS, while the coordinator runs",
+        examples("unicrond archive --config /etc/unicron.yaml --keep 30d"),
+        configured,
+        nats,
+        option("--keep", "SPAN", "a span like 12h or 30d: younger entries stay in NATS", type=_span),
+        json,
+    )
+    for name, text, directory in (
+        ("backup", "copy the log, the keys and the configuration of a running head", "the directory to write"),
+        ("restore", "make a head from a backup, where there is no log yet; then start unicrond run", "the backup"),
+    ):
+        add_command(
+            commands,
+            name,
+            f"{text} (docs/operate/retention.md)",
+            examples(f"unicrond {name} /backup/unicron-1 --config /etc/unicron.yaml"),
+            option("directory", "DIR", directory, type=Path),
+            configured,
+            nats,
+            json,
+        )
+
+
+def _add_run(commands: Commands, nats: Flag, injection: Flag) -> None:
+    add_command(
+        commands,
+        "run",
+        "run the coordinator in the foreground; SIGTERM leaves the embedded nats-server running for the next one",
+        examples("unicrond run --config /etc/unicron.yaml", "unicrond run --config /etc/unicron.yaml --standby"),
+        option("--config", "FILE", "YAML (docs/operate/configuration.md); default: defaults", type=Path),
+        nats,
+        injection,
+        switch(
+            "--standby",
+            "stand by while another head of the same log leads, and take over when it ends (docs/operate/heads.md); "
+            "needs nats.url or --nats",
+        ),
+        switch(
+            "--new-log",
+            "take the log as it is, or make a new one, though this head knows another or a longer one "
+            "(docs/operate/recovery.md)",
+        ),
+        repeated(
+            "--skip",
+            "SEQ",
+            "skip this entry of the log, from now on and for every reader (docs/operate/recovery.md)",
+            type=whole(1),
+        ),
+        switch("--verbose", "log committed steps too"),
+    )
+
+
+def _add_login_commands(commands: Commands) -> None:
+    """Add the commands for keys of logins, and for who may log in."""
+    configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
+    node = option("node", "NODE", "the node's name, as in unicron-agent --node")
+    add_command(
+        commands,
+        "enroll",
+        "make the key with which a node's agent logs in to NATS (docs/operate/logins.md)",
+        examples("unicrond enroll gpu07 --config /etc/unicron.yaml"),
+        node,
+        configured,
+        option("--out", "FILE", "where to write the key (NODE.key)", type=Path),
+        option("--unused-h", "HOURS", "an unused key ends; 0: never (24)", type=number(0, 8784, "h"), default=24.0),
+    )
+    add_command(
+        commands,
+        "revoke",
+        "end a node's login to NATS at once",
+        examples("unicrond revoke gpu07 --config /etc/unicron.yaml"),
+        node,
+        configured,
+        option("--reason", "TEXT", "why, for the log", default="requested by an operator"),
+    )
+    add_command(
+        commands,
+        "nats-config",
+        "print who may log in to NATS servers of your own, and make the keys that are missing",
+        examples("unicrond nats-config --nodes nodes.txt --keys /etc/unicron/keys"),
+        option("--nodes", "FILE", "the names of the nodes, a line each", type=existing_file, required=True),
+        option("--keys", "DIR", "where the keys are, and are made (keys)", type=Path, default=Path("keys")),
+        switch("--nsc", "for operator mode: commands of nsc that make the users"),
+    )
+    add_command(
+        commands,
+        "token",
+        "make a token of the HTTP API (docs/operate/logins.md)",
+        examples("unicrond token ci --scopes read,submit --config /etc/unicron.yaml"),
+        option("name", "NAME", "whose it is; it stands in each request's event", type=_name),
+        option("--scopes", "A,B,...", "of read, submit, operate, metrics", type=_scopes, required=True),
+        configured,
+        option("--out", "FILE", "where to write the token (NAME.token)", type=Path),
+    )
+
+
+def _add_tls_command(commands: Commands) -> None:
+    add_command(
+        commands,
+        "tls-init",
+        "make a CA and the head's certificate in <state_dir>/tls (docs/operate/security.md)",
+        examples("unicrond tls-init --config /etc/unicron.yaml", "unicrond tls-init --renew --name head.example.org"),
+        option("--config", "FILE", "the coordinator's configuration", type=Path),
+        option(
+            "--days",
+            "DAYS",
+            "how long the certificate is valid (397)",
+            type=number(0.0001, 3650, "days"),
+            default=397.0,
+        ),
+        repeated("--name", "HOST", "a further name or address of the head, beside those that it has", type=_host),
+        switch("--renew", "a new certificate of the same CA, with the names of the old one"),
+    )
+
+
+def _host(text: str) -> str:
+    from unicrond.commands.tls import host_name
+
+    return host_name(text)
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
+    return text
+
+
+def _scopes(text: str) -> frozenset[str]:
+    from unicrond.intake.tokens import scopes_of
+
+    return scopes_of(text)
+
+
+def _span(text: str) -> float:
+    """Parse a span like 12h or 30d into seconds."""
+    unit_s = {"h": 3600.0, "d": 86400.0}.get(text[-1:])
+    if unit_s is None or len(text) > 7:
+        raise ValueError(f"{text!r} is not a span; give one like 12h or 30d")
+    return whole(1)(text[:-1]) * unit_s
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    return command_line.run("unicrond", lambda: _run(parser().parse_args(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "run":
+        pid_one.step_aside()
+    if arguments.command in ("run", "dev", "demo"):
+        extras.require(f"unicrond {arguments.command}", "head" if arguments.command == "run" else "all")
+    level = logging.DEBUG if getattr(arguments, "verbose", False) else logging.INFO
+    log_lines.set_up(level, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("asyncio", "nats", "aiohttp"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if arguments.command == "nats-config":
+        from unicrond.commands.logins import nats_config
+
+        return nats_config(arguments)
+    if arguments.command in (
+        "run",
+        "archive",
+        "backup",
+        "restore",
+        "enroll",
+        "revoke",
+        "token",
+        "tls-init",
+        "check-config",
+    ):
+        return _on_a_log(arguments)
+    from unicrond.local import demo, dev
+
+    return dev.main(arguments) if arguments.command == "dev" else demo.main(arguments)
+
+
+def _on_a_log(arguments: argparse.Namespace) -> int:
+    """Run a command that takes a configuration."""
+    from msgspec.structs import replace
+
+    from unicrond.intake import settings
+    from unicrond.intake.config import Config, ConfigError, load
+    from unicrond.intake.tls import BadTls
+
+    try:
+        variable_names = variables.program_variables(parser()) | {
+            settings.variable(place) for place, _ in settings.settings(Config)
+        }
+        variables.check("unicrond", variable_names, os.environ)
+        config = load(arguments.config, os.environ)
+        if getattr(arguments, "nats", None):
+            config = replace(config, nats=replace(config.nats, url=arguments.nats))
+        if arguments.command == "tls-init":
+            from unicrond.commands.tls import tls_init
+
+            return tls_init(arguments, config)
+        if arguments.command == "check-config":
+            from unicrond.commands.config import check_config
+
+            return check_config(arguments, config)
+        if arguments.command in ("enroll", "revoke", "token"):
+            from unicrond.commands import logins as logins_command
+
+            command: Callable[[argparse.Namespace, Config], int] = getattr(logins_command, arguments.command)
+            return command(arguments, config)
+        if arguments.command in ("archive", "backup", "restore"):
+            return _copy(arguments, config)
+        return _serve(arguments, config)
+    except (ConfigError, BadTls, variables.BadVariable) as error:
+        return command_line.fail("unicrond", error, 2)
+
+
+def _copy(arguments: argparse.Namespace, config: Config) -> int:
+    """Run archive, backup or restore."""
+    import asyncio
+    import json
+
+    from unicrond.events.log.event_log import LogError
+    from unicrond.service.event_log import archive_command, backup
+
+    try:
+        if arguments.command == "archive":
+            report: archive_command.ArchiveReport | backup.Backup = asyncio.run(
+                archive_command.run(config, arguments.keep)
+            )
+        elif arguments.command == "backup":
+            report = backup.back_up(config, arguments.config, arguments.directory)
+        else:
+            report = backup.restore(config, arguments.directory)
+    except (LogError, OSError) as error:
+        return command_line.fail(f"unicrond {arguments.command}", error)
+    print(json.dumps(report._asdict()) if arguments.json else report)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, config: Config) -> int:
+    import uvloop
+    from msgspec.structs import replace
+
+    from unicrond.intake.config import check, check_certificates
+    from unicrond.service.head.daemon import Fatal, serve
+
+    if arguments.allow_injection:
+        config = replace(config, injection=True)
+    where = str(arguments.config or "without --config")
+    check(config, where)
+    check_certificates(config, where)
+    if arguments.standby and not config.nats.url:
+        raise command_line.UsageError(
+            "--standby: a head can only stand by on the log of another one; set nats.url to where that is"
+        )
+    try:
+        uvloop.run(serve(config, arguments.skip, stands_by=arguments.standby, new_log=arguments.new_log))
+    except Fatal as error:
+        return command_line.fail("unicrond", error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

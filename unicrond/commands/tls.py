@@ -1,0 +1,152 @@
+"""`unicrond tls-init`: a CA and the head's certificate, made or renewed."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from unicrond.events.cli import command_line
+from unicrond.events.host.network_addresses import interface_addresses
+from unicrond.events.trust.certificates import (
+    Authority,
+    BadCertificate,
+    first_certificate,
+    make_authority,
+    names_of,
+    node_certificate,
+    read_authority,
+    server_certificate,
+)
+from unicrond.intake.config import Config, is_loopback
+from unicrond.intake.tls import Files, Tls, ca_key_of, files_of
+
+#: A CA lives as long as a cluster: to replace it is to touch every node.
+CA_DAYS = 3650
+DAYS = 397
+_HOST = re.compile(
+    r"(?=.{1,253}\Z)([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)*\Z"
+)
+
+
+class NoAuthority(ValueError):
+    """There is no CA here that could sign; one line with the fix."""
+
+
+def tls_init(arguments: argparse.Namespace, config: Config) -> int:
+    """Make or renew the certificates; return the exit code."""
+    state_dir = Path(config.state_dir)
+    files, now = files_of(Tls(), state_dir), datetime.now(UTC)
+    try:
+        if arguments.renew:
+            authority = authority_of(config)
+            before = names_of(first_certificate(files.cert.read_bytes())) if files.cert.exists() else ()
+        else:
+            authority, before = _new_authority(files, state_dir, now), ()
+        names = tuple(dict.fromkeys([*arguments.name, *configured_names(config), *before, *names_here()]))
+        _replace(files.cert, server_certificate(authority, names, now, arguments.days), 0o600)
+    except FileExistsError as error:
+        message = f"{error.filename} is there already; --renew makes a new certificate of the same CA"
+        return command_line.fail("unicrond tls-init", message, 2)
+    except (NoAuthority, BadCertificate) as error:
+        return command_line.fail("unicrond tls-init", error, 2)
+    except OSError as error:
+        return command_line.fail("unicrond tls-init", f"cannot use {error.filename}: {error.strerror}")
+    ends = first_certificate(files.cert.read_bytes()).not_valid_after_utc.date()
+    print(f"{files.cert} is valid until {ends} for {', '.join(names)}")
+    if arguments.renew:
+        print("A coordinator that runs here takes it within a second. Clients need nothing new.")
+        return 0
+    print(f"{files.ca} is the CA. `unicrond enroll` puts it into a node's key.")
+    if config.api_tls:
+        print("Give it to people for unicronctl:")
+        print(f"  UNICRON_TLS_CA=ca.pem unicronctl --url https://{names[0]}:{config.api.port} status")
+    print(f"{ca_key_of(state_dir)} can sign more certificates: nobody but the head's user may read it.")
+    return 0
+
+
+def authority_of(config: Config) -> Authority:
+    """Return the CA of `tls-init`. Raises NoAuthority, OSError."""
+    state_dir = Path(config.state_dir)
+    ca, key = files_of(Tls(), state_dir).ca, ca_key_of(state_dir)
+    if not (ca.exists() and key.exists()):
+        missing = key if ca.exists() else ca
+        raise NoAuthority(f"{missing} is not there; run `unicrond tls-init` first")
+    try:
+        return read_authority(ca.read_bytes(), key.read_bytes())
+    except BadCertificate as error:
+        raise NoAuthority(f"{ca}: {error}; restore both from a backup, or remove them and begin anew") from None
+
+
+def pem_for_node(config: Config, node: str) -> str:
+    """Return what a node's key carries: a certificate of its own, if the CA is ours, and the CA; "" in clear. Raises
+    NoAuthority, OSError."""
+    if not (config.nats_tls or config.certifies_nodes):
+        return ""
+    ca = config.certificates.ca.read_text()
+    if not config.certifies_nodes:
+        return ca
+    now = datetime.now(UTC)
+    return node_certificate(authority_of(config), node, now, CA_DAYS).decode() + ca
+
+
+def configured_names(config: Config) -> Iterator[str]:
+    """Yield where the configuration says that the head listens, if that is one address."""
+    for host in (config.nats.host, config.api.host):
+        if host not in ("0.0.0.0", "::") and not is_loopback(host):
+            yield host
+
+
+def names_here() -> Iterator[str]:
+    """Yield this machine's names and addresses, those that others use first."""
+    name = socket.gethostname()
+    for host in (name, socket.getfqdn()):
+        if _HOST.match(host) and not host.startswith("localhost"):
+            yield host
+    for _, host in interface_addresses():
+        address = ipaddress.ip_address(host)
+        if not (address.is_loopback or (address.version == 6 and address.is_link_local)):
+            yield host
+    yield from ("localhost", "127.0.0.1", "::1")
+
+
+def host_name(text: str) -> str:
+    """Parse a host's name or address, for the command line."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(text))
+    if not _HOST.match(text.removeprefix("*.")):
+        raise ValueError(f"{text!r} is neither a host's name nor an IP address")
+    return text
+
+
+def _new_authority(files: Files, state_dir: Path, now: datetime) -> Authority:
+    """Make a CA and write its files. Raises FileExistsError, OSError."""
+    directory = files.ca.parent
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority = make_authority(now, CA_DAYS)
+    _write(ca_key_of(state_dir), authority.key_pem, 0o600)
+    _write(files.ca, authority.certificate_pem, 0o600)
+    return authority
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Create a file and write it. Raises FileExistsError, OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
+    """Replace a file, whole or not at all."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    _write(new, data, mode)
+    new.replace(path)

@@ -1,0 +1,327 @@
+"""Which nodes live: beats in, verdicts out. Pure; time is the shell's monotonic clock, handed in.
+
+Rules
+-----
+* A node that has been silent for two heartbeats and half a second is lost.
+* Silence says something only while own beats come back: the coordinator sends numbered ones through the same stream,
+  four times as often. While they do not, no node is judged; once they do, or if one is missing in between (an outage
+  too short for silence to show it), every node has a fresh grace period, and time to connect again before it. So has
+  every node when a coordinator takes over.
+* Silence says something only while we listen: a pause of this process (a slow disk, a stopped machine)
+  is not counted in anybody's silence, for what was said meanwhile may not have been read yet.
+* Own beats that are late are not always the bus's fault. While beats come that are older than the missing ones, or
+  anything else comes, it is this process that is behind (`bus_works`, which is shown to people).
+* When most of three or more nodes fall silent together, the network is the likelier culprit: they are
+  given three times as long.
+* A lost node whose beats are heard again has returned.
+* A node that is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
+  within one window are one decision: a plan waits for them (`gathers`). Survivors do not wait for the plan.
+* A verdict is reported once, and again only if the fold has not taken it a second later (`VerdictLimiter`).
+* A judgement looks at those who were heard longest ago, and at no others: nodes stand in the order in which they were
+  heard. Mappings of nodes that are handed in never change; another one is looked through once.
+
+Verdicts are appended to the log as NodeLost and NodeReturned with the last beat as evidence; the log's
+fold, not this module, is what the cluster believes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from unicrond.core.state.state import Node, NodeStatus
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary import Evidence
+from unicrond.events.wire.codec import COORDINATOR
+
+#: The name under which the coordinator's own beats go round; no node may have it.
+OWN_NAME = COORDINATOR
+GRACE_US = 500_000
+#: How long a client takes to connect again: its back-off (at most 1 s), and the connecting.
+RECONNECT_US = 2_000_000
+#: Own beats per heartbeat.
+OWN_BEATS = 4
+#: Judgements are made this often per heartbeat; a gap of more than two of these is a pause.
+JUDGEMENTS = 8
+MOST_SILENT_FACTOR = 3
+#: After so long a verdict that had no effect is reported again.
+SAY_AGAIN_US = 1_000_000
+#: Own beats that have not come for so many heartbeats are missing, although other messages come.
+OWN_MISSING_BEATS = 10
+#: At so many pauses the older half is forgotten.
+PAUSES_MAX = 4096
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """The last beat of a node. `heard_us` is monotonic, `at_us` the log's receive time."""
+
+    seq: int
+    at_us: int
+    heard_us: int
+    beat: v.Heartbeat | None
+
+
+class OutboxBacklog(NamedTuple):
+    """Observations that an agent cannot append, by its last beat; `oldest_us`: the age of the oldest."""
+
+    entries: int
+    oldest_us: int
+
+
+class VerdictLimiter:
+    """Remembers when each verdict was reported: mutable, and time is handed in."""
+
+    def __init__(self) -> None:
+        self._at_us: dict[str, int] = {}
+
+    def news(self, verdicts: Sequence[v.AnyEvent], now_us: int) -> list[v.AnyEvent]:
+        """Return the verdicts that were not reported within the last SAY_AGAIN_US, and remember them."""
+        new_verdicts = []
+        for verdict in verdicts:
+            name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
+            if now_us - self._at_us.get(name, -SAY_AGAIN_US) >= SAY_AGAIN_US:
+                self._at_us[name] = now_us
+                new_verdicts.append(verdict)
+        return new_verdicts
+
+
+class Pauses:
+    """When this process did not listen: stretches of time, one after another. Private mutable state of a Liveness."""
+
+    def __init__(self) -> None:
+        self._ended_us: list[int] = []
+        #: Of each, its length, and that of all before it.
+        self._length_us: list[int] = []
+        self._before_us: list[int] = []
+        self._all_us = 0
+
+    def add(self, ended_us: int, length_us: int) -> None:
+        """Add a pause that has just ended; it began after the end of the one before."""
+        if len(self._ended_us) == PAUSES_MAX:
+            for column in (self._ended_us, self._length_us, self._before_us):
+                del column[: PAUSES_MAX // 2]
+        self._ended_us.append(ended_us)
+        self._length_us.append(length_us)
+        self._before_us.append(self._all_us)
+        self._all_us += length_us
+
+    def since(self, since_us: int) -> int:
+        """Return how much of the time since then the pauses take, microseconds."""
+        first = bisect_right(self._ended_us, since_us)
+        if first == len(self._ended_us):
+            return 0
+        before_it_us = max(0, self._length_us[first] - (self._ended_us[first] - since_us))
+        return self._all_us - self._before_us[first] - before_it_us
+
+
+class Liveness:
+    """Private mutable state of one coordinator; nothing of it is replayed, its verdicts are."""
+
+    def __init__(self, heartbeat_us: int, now_us: int) -> None:
+        self.heartbeat_us = heartbeat_us
+        self.beats: dict[str, Beat] = {}
+        #: Whether the bus returns our beats, as far as we read it.
+        self.bus_works = True
+        #: Nothing comes over the bus at all.
+        self.is_silent = False
+        #: Whether own beats come back in time, so that others' silence says something.
+        self._judges = True
+        self._own_heard_us = now_us
+        self._own_last = (0, 0)
+        self._own_at_us = 0
+        self._sent_us = now_us
+        self._send_gap_us = 0
+        self._beat_heard_us = now_us
+        self._newest_at_us = 0
+        self._delivered_us = now_us
+        self._grace_from_us = now_us
+        self._reconnected_us = now_us
+        self._judged_us = now_us
+        self._pauses = Pauses()
+        #: When each was heard or has joined, the one of longest ago first; those that are not up fall out.
+        self._signs_us: OrderedDict[str, int] = OrderedDict()
+        self._last_sign_us = 0
+        self._keeping: set[str] = set()
+        self._nodes: Mapping[str, Node] = {}
+        self._up: dict[str, int] = {}
+        self._lost_nodes: list[str] = []
+
+    @property
+    def limit_us(self) -> int:
+        """The time for which a node may be silent."""
+        return 2 * self.heartbeat_us + GRACE_US
+
+    def on_beat(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
+        """Take a beat that came through the heartbeat stream."""
+        self._beat_heard_us, self._newest_at_us = now_us, at_us
+        if beat.node != OWN_NAME:
+            previous = self.beats.get(beat.node)
+            # An older agent of the name says nothing of the newer one, whom alone the log listens to; until that one
+            # has been silent for longer than any node is given.
+            newest = previous is None or previous.beat is None or beat.agent_boot >= previous.beat.agent_boot
+            if newest or (previous is not None and now_us - previous.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
+                self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
+                self._sign(beat.node, now_us)
+                (self._keeping.add if beat.kept_back else self._keeping.discard)(beat.node)
+            return
+        term, number = self._own_last
+        is_one_missing = beat.agent_boot == term and beat.beat > number + 1
+        if is_one_missing or not self._judges:
+            self._judges = True
+            self.grace(now_us)
+        self.bus_works, self.is_silent = True, False
+        self._own_heard_us, self._own_at_us = now_us, at_us
+        self._own_last = (beat.agent_boot, beat.beat)
+        self._send_gap_us = 0
+
+    def read_seq(self, node: str) -> int:
+        """Return the last entry of its commands that the node's agent has handled, by its last beat; 0: not known."""
+        last = self.beats.get(node)
+        return last.beat.read_seq if last is not None and last.beat is not None else 0
+
+    def on_join(self, node: str, now_us: int) -> None:
+        """Note that the coordinator has seen a NodeJoined."""
+        self._sign(node, now_us)
+
+    def on_own_beat(self, now_us: int) -> None:
+        """Note that an own beat goes out."""
+        self._send_gap_us = max(self._send_gap_us, now_us - self._sent_us)
+        self._sent_us = now_us
+
+    def on_message(self, now_us: int) -> None:
+        """Note that something else than a beat came from the bus."""
+        self._delivered_us = now_us
+
+    def backlogs(self, now_us: int) -> dict[str, OutboxBacklog]:
+        """Return, per node that is heard, the observations that its agent cannot append; most nodes have none."""
+        keeping = ((name, self.beats[name]) for name in sorted(self._keeping))
+        return {
+            name: OutboxBacklog(last.beat.kept_back, last.beat.kept_back_us)
+            for name, last in keeping
+            if last.beat is not None and now_us - last.heard_us <= self.limit_us
+        }
+
+    def grace(self, now_us: int) -> None:
+        """Forget the silence before now (the bus was away, or this process was); nodes may have to connect again."""
+        self._grace_from_us = now_us
+        self._reconnected_us = now_us + RECONNECT_US
+        self._own_heard_us = now_us
+
+    def verdicts(self, nodes: Mapping[str, Node], now_us: int) -> list[v.AnyEvent]:
+        """Return the NodeLost and NodeReturned that the beats call for. `nodes` never changes: other nodes are another
+        object."""
+        if now_us - self._judged_us > 2 * self.heartbeat_us // JUDGEMENTS:
+            self._pauses.add(now_us, now_us - self._judged_us)
+        self._judged_us = now_us
+        if self.attended_us(self._own_heard_us, now_us) > self.heartbeat_us:
+            self._judges = False
+            self._find_fault(now_us)
+        if not self._judges:
+            return []
+        self._see(nodes)
+        limit_us = self.limit_us
+        silence = self._silence(limit_us, now_us)
+        if len(self._up) >= 3 and 2 * len(silence) > len(self._up):
+            limit_us *= MOST_SILENT_FACTOR
+        verdicts: list[v.AnyEvent] = [
+            v.NodeLost(
+                node=name,
+                evidence=self._evidence(name),
+                reason=f"no heartbeat for {silent_us / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)",
+            )
+            for name, silent_us in silence.items()
+            if silent_us > limit_us
+        ]
+        verdicts += [
+            v.NodeReturned(node=name, evidence=self._evidence(name))
+            for name in self._lost_nodes
+            if self._beats_again(nodes[name], now_us)
+        ]
+        return verdicts
+
+    def suspects(self, nodes: Mapping[str, Node], now_us: int) -> list[str]:
+        """Return the nodes that are late, by more than half a heartbeat: a moment later it is clear whether they are
+        lost."""
+        if not self._judges:
+            return []
+        self._see(nodes)
+        return list(self._silence(self.heartbeat_us * 3 // 2, now_us))
+
+    def gathers(self, lost_us: int | None, nodes: Mapping[str, Node], now_us: int) -> bool:
+        """Return whether a plan waits, since more nodes may be lost together with the one that was lost at `lost_us`.
+
+        It waits while others are late, and at most for as long as a node may be silent.
+        """
+        if lost_us is None or now_us - lost_us > self.limit_us:
+            return False
+        return bool(self.suspects(nodes, now_us))
+
+    def attended_us(self, since_us: int, now_us: int) -> int:
+        """Return the time since then, without the pauses of this process."""
+        return now_us - since_us - self._pauses.since(since_us)
+
+    def _find_fault(self, now_us: int) -> None:
+        """Find out whether it is the bus's fault that own beats are late."""
+        beats_come = self.attended_us(self._beat_heard_us, now_us) <= self.heartbeat_us
+        others_come = self.attended_us(self._delivered_us, now_us) <= self.heartbeat_us
+        self.is_silent = not beats_come and not others_come
+        if beats_come:
+            # Of one stream: where a newer beat is read than ours could be, ours is not there.
+            unsent_us = max(self._send_gap_us, now_us - self._sent_us)
+            self.bus_works = self._newest_at_us - self._own_at_us <= self.heartbeat_us + unsent_us
+        elif others_come:
+            missing_us = self.attended_us(self._own_heard_us, now_us)
+            self.bus_works = missing_us <= OWN_MISSING_BEATS * self.heartbeat_us
+        else:
+            self.bus_works = False
+
+    def _sign(self, node: str, now_us: int) -> None:
+        """Note a sign of life; the newest stand at the end."""
+        self._last_sign_us = max(self._last_sign_us, now_us)
+        self._signs_us[node] = self._last_sign_us
+        self._signs_us.move_to_end(node)
+
+    def _see(self, nodes: Mapping[str, Node]) -> None:
+        """Take note of nodes that were handed in for the first time."""
+        if nodes is self._nodes:
+            return
+        self._nodes = nodes
+        self._up = {node.name: place for place, node in enumerate(nodes.values()) if node.status is NodeStatus.UP}
+        self._lost_nodes = [node.name for node in nodes.values() if node.status is NodeStatus.LOST]
+        unheard = [name for name in self._up if name not in self._signs_us]
+        if unheard:
+            heard_us = {name: self.beats[name].heard_us if name in self.beats else 0 for name in unheard}
+            in_order = sorted([*heard_us.items(), *self._signs_us.items()], key=lambda pair: pair[1])
+            self._signs_us = OrderedDict(in_order)
+
+    def _silence(self, longer_us: int, now_us: int) -> dict[str, int]:
+        """Return how long those nodes have been silent that are up and were silent for longer than that; in the order
+        of nodes."""
+        silences: dict[str, int] = {}
+        stale: list[str] = []
+        for name, sign_us in self._signs_us.items():
+            silent_us = self.attended_us(max(self._reconnected_us, sign_us), now_us)
+            if silent_us <= longer_us:
+                break
+            if name in self._up:
+                silences[name] = silent_us
+            else:
+                stale.append(name)
+        for name in stale:
+            del self._signs_us[name]
+        return dict(sorted(silences.items(), key=lambda pair: self._up[pair[0]]))
+
+    def _beats_again(self, node: Node, now_us: int) -> bool:
+        beat = self.beats.get(node.name)
+        if beat is None or beat.beat is None or beat.heard_us <= self._grace_from_us:
+            return False
+        # A beat of the agent that we lost, not of one that has yet to say NodeJoined.
+        return now_us - beat.heard_us < self.heartbeat_us and beat.beat.agent_boot == node.agent_boot
+
+    def _evidence(self, name: str) -> Evidence:
+        beat = self.beats.get(name)
+        return Evidence(beat_seq=beat.seq if beat else 0, beat_at_us=beat.at_us if beat else 0)

@@ -1,0 +1,86 @@
+"""The one door: which valid events of the log must not be folded all the same. Pure.
+
+Rules
+-----
+* An entry is refused that no honest producer writes (a boot or a term from the future, a report about another node's
+  worker, an iteration that the task does not have), a request that breaks the rules of requests (`requests.py`), and
+  an entry that would break an invariant of the state or make its fold raise.
+* A refused entry is quarantined: counted, kept with its reason (`ClusterState.refused`), and otherwise the state stays
+  as it was. Every reader of the log comes to the same verdict, a replay included.
+* `last_numbers` moves on, so that a repetition is one; but not for a boot or a term from the future: its producer could
+  never say anything again.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from unicrond.core.rules.requests import request_problem
+from unicrond.core.state.state import REFUSED_MAX, ClusterState, Refusal
+from unicrond.events import vocabulary as v
+from unicrond.events.wire.envelope import Envelope
+
+#: A node's boot is its wall clock at most, or one more than the one before; no clock is wrong by more than that.
+AHEAD_MAX_US = 366 * 86_400_000_000
+
+
+def from_the_future(state: ClusterState, envelope: Envelope) -> str:
+    """Return why the identity of `envelope` cannot be its producer's, so that it must not count as seen; "" where it
+    can."""
+    event, boot = envelope.event, envelope.boot
+    if not event.is_decided and not event.is_request:
+        ahead = boot > state.now_us + AHEAD_MAX_US
+        return f"$.boot: {boot} is more than a year ahead of the log's time {state.now_us}" if ahead else ""
+    if isinstance(event, v.CoordinatorStarted):
+        if event.term > state.term + 1:
+            return f"$.event.term: {event.term} does not follow term {state.term}"
+        return f"$.boot: {boot} is not the term {event.term}" if event.term > state.term and boot != event.term else ""
+    if event.is_decided:
+        rules = envelope.term == state.term
+        return f"$.boot: {boot} is not the term {envelope.term}" if rules and boot != envelope.term else ""
+    ahead = boot > max(1, state.term)
+    return f"$.boot: the API of term {state.term} has no boot {boot}" if ahead else ""
+
+
+def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
+    """Return whether the entry was folded already: per producer, (boot, number) only grows."""
+    last = state.last_numbers.get(envelope.producer, (-1, 0))
+    if (envelope.boot, envelope.number) > last:
+        return False
+    # The boots of the coordinator and the API are terms: one above the present belongs to no process, and disturbs
+    # none.
+    future = last[0] > max(state.term, envelope.boot) and envelope.event.is_decided
+    return not (future and envelope.term >= state.term)
+
+
+def problem(state: ClusterState, event: v.AnyEvent) -> str:
+    """Return what is wrong with a valid observation, as `state` has it; "" where nothing is."""
+    if event.is_request and isinstance(event, v.Request):
+        return request_problem(state, event)
+    task = state.tasks.get(getattr(event, "task", ""))
+    if task is None:
+        return ""
+    worker = task.workers.get(getattr(event, "worker", ""))
+    if worker is not None and worker.node != event.node:  # type: ignore[union-attr]  # every observation but requests
+        return f"$.event.node: {worker.worker} runs on {worker.node}"
+    if isinstance(event, v.StepCommitted):
+        if event.first > event.last:
+            return f"$.event.first: {event.first} is after the last, {event.last}"
+        reached = event.last
+    else:
+        reached = getattr(event, "iteration", 0)
+    if reached > task.spec.iterations + 1:  # one more: a member that has done the last waits for the next
+        return f"$.event: iteration {reached} of {task.name}, which has {task.spec.iterations}"
+    return ""
+
+
+def refuse(state: ClusterState, envelope: Envelope, reason: str) -> ClusterState:
+    """Return `state` with the entry that it stands at quarantined."""
+    refusal = Refusal(seq=state.seq, event_id=envelope.event_id, reason=reason[:1024])
+    refused = (*state.refused, refusal)[-REFUSED_MAX:]
+    return replace(state, quarantined=state.quarantined + 1, refused=refused)
+
+
+def raised(error: Exception) -> str:
+    """Return the reason of a quarantine, where a fold raised `error`."""
+    return " ".join(f"its fold fails: {type(error).__name__}: {error}".split())

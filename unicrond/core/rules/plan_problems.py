@@ -1,0 +1,217 @@
+"""The plan problems that the cluster's state poses: pure questions, answered by `unicrond.core.planning`.
+
+    problem_of          what to do now (paper, section "plan generation")
+    situation_of        what stands now, so that every next problem can be answered before it comes
+    healthy_problem_of  the shares if every node were healthy: the measure of sub-health (costs.py)
+
+Rules
+-----
+* `situation_of(state).after(event) == problem_of(state after event)`, field by field: that is what makes the
+  one-step table a look-up. A test holds them to it.
+* What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
+  `basis` does not hold it, so that learning by itself never moves a worker.
+* With several types of GPU each is a pool, also while no node of it may carry workers.
+* A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others. Nor does one
+  whose `gpus` say that it achieves nothing on the types that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypedDict
+
+from unicrond.core.planning.feasibility import Seats, seats_matter, seats_of
+from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
+from unicrond.core.planning.situation import NodeLoad, Situation
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.state import NodeStatus, Task
+from unicrond.core.tasks.reshaping import most_workers, planned_shape
+from unicrond.events.vocabulary import DETERMINISTIC, TaskAssignment
+from unicrond.events.vocabulary.shape import Shape
+
+_SECOND_US = 1_000_000
+#: What a reshape costs until the task has had one, in transitions (docs/results/benchmarks.md#reshape).
+RESHAPE_TRANSITIONS = 3
+
+
+def problem_of(survey: Survey) -> Problem:
+    """Return the problem that the present nodes and tasks pose, after what has happened since the last plan."""
+    policy, workers = survey.policy, sum(survey.capacity.values())
+    tasks = tuple([_task_problem(survey, task, faulty=_is_faulty(survey, task)) for task in survey.active])
+    return Problem(
+        workers=workers,
+        d_running_us=survey.worker_mtbf_us // max(1, workers),
+        d_transition_us=int(policy.transition_s * _SECOND_US),
+        tasks=tasks,
+        churn_us=int(policy.churn_s * _SECOND_US),
+        **_room(survey, survey.capacity, tasks),
+    )
+
+
+def situation_of(survey: Survey) -> Situation | None:
+    """Return what stands before the next event; None while the last one has not been planned for."""
+    state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
+    if not survey.fresh or any(_is_faulty(survey, task) for task in tasks):
+        return None
+    on_node: dict[str, set[str]] = {name: set() for name in capacity}
+    for task in tasks:
+        assignment = state.plan.assignments.get(task.name)
+        for nodes in assignment.replicas if assignment else ():
+            for node in nodes:
+                on_node[node].add(task.name)
+    problems = tuple([_task_problem(survey, task) for task in tasks])
+    present = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
+    return Situation(
+        nodes=tuple(
+            NodeLoad(name, slots, frozenset(on_node[name]), survey.gpus.get(name, ""))
+            for name, slots in capacity.items()
+        ),
+        tasks=problems,
+        mtbf_us=survey.worker_mtbf_us,
+        d_transition_us=int(policy.transition_s * _SECOND_US),
+        churn_us=int(policy.churn_s * _SECOND_US),
+        join_slots=tuple(sorted({node.slots for node in present})),
+        seats_matter=seats_matter(problems),
+        gpus=survey.types,
+    )
+
+
+def healthy_problem_of(survey: Survey) -> Problem:
+    """Return the problem of the most WAF that the active tasks could reach on every node that has joined and not left
+    on purpose.
+
+    Nothing is there yet and nothing costs a transition: the same question whatever fails meanwhile. A cordoned or
+    leaving node counts as far as it is still used: it is on its way out.
+    """
+    slots = {
+        node.name: survey.capacity.get(node.name, 0) if node.cordoned or node.leaving else node.slots
+        for node in survey.state.nodes.values()
+        if node.status is not NodeStatus.LEFT
+    }
+    tasks = tuple([_task_problem(survey, task, at_rest=True) for task in survey.active])
+    room = _room(survey, slots, tasks)
+    return Problem(workers=sum(slots.values()), d_running_us=1, d_transition_us=0, tasks=tasks, **room)
+
+
+def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
+    """Return the replicas that the plan gives the task now; those on a cordoned node only while they live. Of a task
+    that has been reshaped since, those that have its present shape; of one that is on its way to the layout that the
+    plan has chosen, those that it will have."""
+    state = survey.state
+    assignment = state.plan.assignments.get(task.name)
+    shape = _shape(task, assignment)
+    replicas = [nodes for nodes in (assignment.replicas if assignment else ()) if shape.fits(nodes)]
+    going = {node for nodes in replicas for node in nodes if node not in state.nodes or state.nodes[node].cordoned}
+    if going:
+        for nodes in survey.staffing(task).missing:
+            if nodes in replicas and not going.isdisjoint(nodes):
+                replicas.remove(nodes)
+    return replicas
+
+
+class _Room(TypedDict):
+    seats: Seats
+    pools: tuple[Pool, ...]
+
+
+def _room(survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ...]) -> _Room:
+    """Return seats and pools of nodes with so many slots."""
+    asks = seats_matter(tasks)
+    if not survey.types:
+        return {"seats": seats_of(slots) if asks else (), "pools": ()}
+    pools = []
+    for gpu in survey.types:
+        pool_slots = {name: count for name, count in slots.items() if survey.gpus[name] == gpu}
+        pools.append(Pool(gpu, sum(pool_slots.values()), seats_of(pool_slots) if asks else ()))
+    return {"seats": (), "pools": tuple(pools)}
+
+
+def _is_faulty(survey: Survey, task: Task) -> bool:
+    """Return whether the plan has workers of the task where it can have none now."""
+    assignment = survey.state.plan.assignments.get(task.name)
+    if assignment is None:
+        return False
+    nodes = {node for nodes in assignment.replicas for node in nodes}
+    off = any(node not in survey.capacity for node in nodes)
+    gpu = survey.type_of(task)
+    if survey.types and any(survey.gpus.get(node) != gpu for node in nodes):
+        return True
+    return off or len(present_replicas(survey, task)) < len(assignment.replicas)
+
+
+def _shape(task: Task, assignment: TaskAssignment | None) -> Shape:
+    """Return the layout that the task has, or is on its way to because the plan has chosen it."""
+    return planned_shape(task.spec, assignment) if task.reshaping.plan else task.spec.shape
+
+
+def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: bool = False) -> TaskProblem:
+    share = survey.state.plan.assignments.get(task.name)
+    assignment = None if at_rest else share
+    shape = _shape(task, share)
+    chooses = _chooses(survey, task)
+    gpu = survey.type_of(task)
+    curves = survey.curves(task, gpu)
+    most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
+    alternatives = _alternatives(survey, task, shape, gpu) if chooses or survey.types else ()
+    curve = curves.get(shape) or curves[task.spec.shape]
+    fits = shape.tp <= survey.largest and not _kept_off(task, curve)
+    problem = TaskProblem(
+        name=task.name,
+        weight=task.spec.weight,
+        workers=assignment.workers if assignment else 0,
+        faulty=faulty,
+        min_workers=task.spec.min_workers,
+        max_workers=most if fits else 0,
+        floor=task.spec.min_workers if fits or alternatives else 0,
+        unit=shape.workers,
+        tp=shape.tp,
+        form=shape,
+        throughput=curve,
+        d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
+        alternatives=alternatives,
+        prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
+        turn=0 if at_rest else survey.turns.get(task.name, 0),
+        gpu=gpu if survey.types else "",
+    )
+    if not task.spec.gpus or survey.types or not problem.floor:
+        return problem
+    return replace(problem, floor=problem.least_that_achieves or problem.floor)  # as in a pool of several
+
+
+def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:
+    """Return the task's other layouts on its type of GPU, then all on each other type, unless it must have the same
+    bits."""
+    chooses, alternatives = _chooses(survey, task), []
+    stays = task.membership is not None and task.spec.env.get(DETERMINISTIC) == "require"
+    for gpu_type in (gpu, *(candidate for candidate in survey.types if candidate != gpu and not stays)):
+        curves = survey.curves(task, gpu_type)
+        for shape in curves if chooses else [current]:
+            if (gpu_type, shape) == (gpu, current) or shape.tp > survey.largest:
+                continue
+            most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
+            curve = curves.get(shape) or curves[task.spec.shape]
+            if not _kept_off(task, curve):
+                alternatives.append(Alternative(shape, curve, most, gpu_type if survey.types else ""))
+    return tuple(alternatives)
+
+
+def _kept_off(task: Task, curve: Curve) -> bool:
+    """Return whether the task's file names types of GPU and gives 0 FLOP/s to this choice: then it gets no workers
+    there, not even to meet a floor."""
+    return bool(task.spec.gpus) and not any(flops for _, flops in curve.rounded())
+
+
+def _chooses(survey: Survey, task: Task) -> bool:
+    """Return whether a plan may give the task another layout; not while a person has asked for one."""
+    by_person = task.reshaping.reshape is not None and not task.reshaping.plan
+    return bool(task.spec.layouts) and not by_person
+
+
+def _prices(survey: Survey, task: Task) -> Prices:
+    """Return what changes cost the task, as far as it was measured; otherwise a reshape costs RESHAPE_TRANSITIONS
+    transitions."""
+    transition_us = task.pace.transition_us or int(survey.policy.transition_s * _SECOND_US)
+    return Prices(
+        move_us=task.pace.move_us or None, reshape_us=task.pace.reshape_us or RESHAPE_TRANSITIONS * transition_us
+    )

@@ -1,0 +1,93 @@
+"""The numbers that decisions depend on: part of the configuration, handed to the pure core as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
+SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
+#: A third of the largest event: beside its last seats a membership has room for its peers.
+PART_BYTES = 256 * 1024
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How patient and how strict the coordinator is. All times in seconds.
+
+    `symptom_window_s`: how long a broken connection waits for the death that explains it before the
+    collective is tried again in place (SEV3).
+    `worker_start_s`: from StartWorker to WorkerReady, where the task does not say (start_timeout_s).
+    `regroup_s`: from a membership to its last member in the group; never less than four iterations of the task. Where
+    no member stays, ten times as long: leavers may have to write the whole state to storage first.
+    `exit_s`: how long a worker that has reported an error (SEV2, SEV1) may take to end by itself.
+    `reattempts_max`: reattempts in place, none of them calm, before one end of what broke is restarted (SEV2).
+    `isolation_s`: how long an isolated node gets no workers at least; doubles with each isolation, and with each health
+    check that it fails (isolation.py).
+    `strikes_max`: blows to a task on one node without a step between them (or, where connections break: without a
+    calm) before the node is isolated (SEV1).
+    `stuck_max`: blows to a task without a new iteration before the task is failed.
+    `flaps_max`: returns of a lost node within `flap_window_s` before it is isolated.
+    `worker_mtbf_s`: mean time between failures of one worker; D_running(n) = worker_mtbf_s / n. Counts as one
+    failure seen; those in the log correct it (estimates.py).
+    `transition_s`: D_transition, the expected length of a transition, until a task has had its first.
+    `churn_s`: what moving a task of which nothing is broken costs on top, as time of its work; 0 = nothing.
+    `forget_s`: how long after a node has left in order it is forgotten; 0: never (forgetting.py).
+    `starvation_s`: how long a task may wait without workers before its `min_workers` go first (starvation.py); 0 =
+    without end. `part_bytes`: a membership whose seats take more is split into parts (events/vocabulary/placements.py).
+    """
+
+    symptom_window_s: Seconds = 0.3
+    worker_start_s: Seconds = 120.0
+    regroup_s: Seconds = 60.0
+    exit_s: Seconds = 2.0
+    reattempts_max: Annotated[int, Meta(ge=1)] = 1
+    isolation_s: Seconds = 60.0
+    strikes_max: Annotated[int, Meta(ge=1)] = 2
+    stuck_max: Annotated[int, Meta(ge=1)] = 8
+    flaps_max: Annotated[int, Meta(ge=1, le=16)] = 3
+    flap_window_s: Seconds = 600.0
+    worker_mtbf_s: Seconds = 7.0 * 86400
+    transition_s: Seconds = 5.0
+    churn_s: SecondsOrNone = 0.0
+    forget_s: SecondsOrNone = 7.0 * 86400
+    starvation_s: SecondsOrNone = 0.0
+    part_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
+
+
+class Settings(NamedTuple):
+    """All that a coordinator's decisions depend on besides the log: what CoordinatorStarted carries.
+
+    `check_timeout_s`, `repair_timeout_s`: how long a health check of an isolated node and the operator's repair command
+    may take; 0: there is none.
+    """
+
+    policy: Policy
+    heartbeat_s: float
+    check_timeout_s: float = 0.0
+    repair_timeout_s: float = 0.0
+
+    def numbers(self) -> dict[str, float]:
+        """Return field -> number by name, for the log."""
+        fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
+        fields |= {name: getattr(self, name) for name in _LIMITS if getattr(self, name)}
+        for name, usual in _USUAL.items():
+            if fields[name] == usual:
+                del fields[name]  # readers of older versions know of no such number
+        return {name: float(value) for name, value in sorted(fields.items())}
+
+
+#: Numbers that came later, left out where nobody has set another.
+_USUAL = {"part_bytes": PART_BYTES, "forget_s": Policy().forget_s, "starvation_s": 0.0}
+_LIMITS = ("check_timeout_s", "repair_timeout_s")
+
+
+def settings_of(numbers: Mapping[str, float]) -> Settings:
+    """Read `Settings.numbers` back; what is missing gets its default. Raise ValueError for a setting unknown to this
+    version."""
+    fields = {name: int(value) if value.is_integer() else value for name, value in numbers.items()}
+    heartbeat_s = float(fields.pop("heartbeat_s", 1.0))
+    limits = [float(fields.pop(name, 0.0)) for name in _LIMITS]
+    return Settings(msgspec.convert(fields, Policy, strict=False), heartbeat_s, *limits)

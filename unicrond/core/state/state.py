@@ -1,0 +1,450 @@
+"""What the coordinator believes about the cluster: frozen values, made by the fold alone.
+
+Rules
+-----
+* Nothing here changes in place. `fold` builds the next state; every other module reads.
+* Only what the log said is here: no clock, no connection, nothing that a replay could not rebuild.
+* Collections iterate in insertion order, and insertion order is log order: no sets. Those that grow with the cluster
+  change at the cost of the change (ordered_map.py).
+* What follows from the rest and is asked for often is carried along: `Task.tally`, `ClusterState.by_node`. It is in no
+  bytes, and makes no two states differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from unicrond.core.state.hang_tally import Lateness
+from unicrond.core.state.ordered_map import in_order
+from unicrond.core.state.task_parts import (
+    Copies,
+    Ending,
+    GroupHealth,
+    Numbers,
+    Pace,
+    Reshaping,
+    StarvationState,
+    TaskProgress,
+    Troubles,
+)
+from unicrond.core.state.work_ledger import Ledger
+from unicrond.core.state.workers import NO_WORKERS, Tally
+from unicrond.core.state.workers import Membership as Membership
+from unicrond.core.state.workers import Worker as Worker
+from unicrond.core.state.workers import WorkerStatus as WorkerStatus
+from unicrond.core.state.workers_by_node import ByNode
+from unicrond.events.vocabulary import Fault, MemoryService, RepairNeed, StoreAddress, TaskAssignment, TaskSpec
+from unicrond.events.vocabulary.field_defaults import always
+
+
+class Severity(IntEnum):
+    """SEV1 is the worst (paper, section "error detection and response")."""
+
+    SEV1 = 1
+    SEV2 = 2
+    SEV3 = 3
+
+
+class NodeStatus(StrEnum):
+    """Whether the node's agent is there."""
+
+    UP = "up"
+    LOST = "lost"
+    LEFT = "left"
+
+
+class TaskStatus(StrEnum):
+    """Whether the task goes on, and how it ended."""
+
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an isolated node has been through (isolation.py). `cause`: "hardware", "strikes" (workers ended there); "":
+    it is over after a time. `attempts`: checks and repairs that failed, or had no end.
+
+    `command_id`: of the check under way. `repaired`: the repair command has done its work. `pardon`: why a person wants
+    it back. `last`, `last_us`: the last outcome, in words, and when.
+    """
+
+    cause: str = ""
+    attempts: int = 0
+    command_id: str = ""
+    check_passed: bool = msgspec.field(default=False, name="passed")
+    repaired: bool = False
+    pardon: str = ""
+    last: str = ""
+    last_us: int = 0
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
+
+    `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
+    `until_return`: that ends when an agent comes back without workers. `returns_us`: when it came back from the lost,
+    since it was last isolated; the newest RETURNS_MAX. `schema`: what its agent reads (events/wire/schemas.py).
+    `unread`: commands that it could not, since it joined. `injected`: somebody has ordered its loss; its next return is
+    none of these. `users`: that tasks may run as; empty: all run as its agent's own. `empty_by_us`: when it is to be
+    empty, 0: at no time; `overdue`: that time is over. `window`: the maintenance window that wants it so, "" where a
+    person does. `foretold`: why its failure is expected (drains.py). `leaving`: its agent has announced its end; what
+    ends there from then on is no failure. `since_boot`: the first agent of its run directory; commands for an earlier
+    one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once it
+    is away (forgetting.py); `dismissed`: its agent was commanded to leave for that. `gpu`: the type of its GPUs, "":
+    not reported (gpu_types.py).
+    """
+
+    name: str
+    status: NodeStatus
+    slots: int
+    slots_max: int
+    address: str
+    store: StoreAddress
+    agent_boot: int
+    joined_us: int
+    version: str = ""
+    isolated: bool = False
+    isolation_over: bool = False
+    isolations: int = 0
+    cordoned: bool = False
+    draining: bool = False
+    cordon_reason: str = ""
+    returns_us: tuple[int, ...] = ()
+    reason: str = ""
+    commands: int = 0
+    memory: MemoryService | None = None
+    schema: int = 1
+    unread: int = 0
+    injected: bool = False
+    isolation: Isolation | None = None
+    needs: RepairNeed = ""
+    users: tuple[str, ...] = ()
+    leaving: bool = False
+    since_boot: int = 0
+    until_return: bool = False
+    empty_by_us: int = 0
+    overdue: bool = False
+    window: str = ""
+    foretold: str = ""
+    left_us: int = 0
+    forgetting: str = ""
+    dismissed: bool = False
+    gpu: str = ""
+
+    @property
+    def schedulable(self) -> bool:
+        """Return whether it may carry workers; a cordoned node may carry those that it has (`reconcile.capacity`)."""
+        return self.status is NodeStatus.UP and not (self.isolated or self.draining or self.leaving)
+
+    @property
+    def may_go(self) -> bool:
+        """Return whether its agent has announced its end, or its maintenance has begun: then its loss is no failure."""
+        return self.leaving or (bool(self.window) and self.overdue)
+
+    @property
+    def left_on_purpose(self) -> bool:
+        """Return whether it may go, or has ended in order: then its return without workers is no failure."""
+        return self.may_go or self.status is NodeStatus.LEFT
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
+
+    `submitted_seq`: the event since which it is what it is: its submission, or its last reshaping.
+    """
+
+    spec: TaskSpec
+    status: TaskStatus
+    submitted_seq: int
+    submitted_us: int
+    workers: Mapping[str, Worker] = always({})
+    membership: Membership | None = None
+    numbers: Numbers = Numbers()
+    progress: TaskProgress = TaskProgress()
+    pace: Pace = Pace()
+    group: GroupHealth = GroupHealth()
+    troubles: Troubles = Troubles()
+    copies: Copies = Copies()
+    reshaping: Reshaping = Reshaping()
+    ending: Ending = Ending()
+    turn: StarvationState = StarvationState()
+    tally_cache: Tally | None = None
+    lateness_cache: Lateness | None = None
+
+    @property
+    def tally(self) -> Tally:
+        """Count how many of its workers are what; cached."""
+        tally = self.tally_cache
+        if tally is None or tally.workers is not self.workers or tally.membership is not self.membership:
+            tally = Tally(self.workers, self.membership, tally)
+            force_setattr(self, "tally_cache", tally)  # a cache, not a change
+        return tally
+
+    @property
+    def lateness(self) -> Lateness:
+        """Add up the suspicions of its newest group; cached."""
+        lateness, suspicions = self.lateness_cache, self.group.suspicions
+        is_current = lateness is not None and lateness.suspicions is suspicions and lateness.workers is self.workers
+        if lateness is None or not is_current or lateness.generation != self.generation:
+            lateness = Lateness(suspicions, self.workers, self.generation, lateness)
+            force_setattr(self, "lateness_cache", lateness)  # a cache, not a change
+        return lateness
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self.spec.name
+
+    @property
+    def generation(self) -> int:
+        """The newest generation decided, 0 = none yet."""
+        return self.membership.generation if self.membership else 0
+
+    @property
+    def confirmed(self) -> bool:
+        """Return whether every member of the newest generation is in the group, by its own word or its lead's."""
+        if self.membership is None:
+            return False
+        return self._joined == len(self.membership.names)
+
+    @property
+    def _joined(self) -> int:
+        """The number of members that are in the newest group."""
+        return self.tally.joined + (self.tally.vouched if self.group.lead_confirmed else 0)
+
+    def generation_of(self, worker: Worker) -> int:
+        """Return the newest generation whose group the worker has joined, by its own word or by that group's lead's."""
+        membership = self.membership if self.group.lead_confirmed else self.group.before
+        spoken_for = membership is not None and worker.worker in membership.spoken_for
+        return max(worker.generation, membership.generation) if membership and spoken_for else worker.generation
+
+    def has_joined(self, worker: Worker) -> bool:
+        """Return whether the worker is in the newest group."""
+        return self.generation_of(worker) == self.generation
+
+    @property
+    def awaits_lead(self) -> bool:
+        """Return whether the lead of the newest group is to say that it has met, and has not yet."""
+        return self.membership is not None and self.membership.lead_tells and not self.group.lead_confirmed
+
+    @property
+    def rest_joined(self) -> bool:
+        """Return whether every member that still has a worker is in the newest group."""
+        return self.membership is not None and self._joined == len(self.workers) - self.tally.strangers
+
+    @property
+    def in_use(self) -> tuple[int, ...]:
+        """The generations whose groups may be at work: the newest, and until a planned one forms the one before."""
+        planned = self.membership is not None and not self.membership.urgent and not self.confirmed
+        return (self.generation - 1, self.generation) if planned else (self.generation,)
+
+    @property
+    def apart(self) -> list[Worker]:
+        """The workers of another status than MEMBER, and those that are busy, in their order."""
+        return [self.workers[name] for name in in_order(self.workers, list(self.tally.apart))]
+
+    @property
+    def leavers(self) -> list[Worker]:
+        """The workers still in an older group that the newest membership leaves out; they park at a boundary."""
+        if not self.tally.leavers:
+            return []
+        members = self.member_names
+        workers = [worker for worker in self.workers.values() if worker.status is WorkerStatus.MEMBER]
+        return [worker for worker in workers if worker.worker not in members]
+
+    @property
+    def member_names(self) -> frozenset[str]:
+        """The workers of the newest membership. Only to look up in: a set has no order."""
+        return self.membership.names if self.membership else NO_WORKERS
+
+    @property
+    def all_able(self) -> bool:
+        """Return whether every member can train."""
+        return self.tally.able == len(self.member_names)
+
+    @property
+    def at_rest(self) -> bool:
+        """Return whether no process of the task can be running on a node that is reachable."""
+        return self.tally.lost_workers == len(self.workers)
+
+    def is_member(self, worker: str) -> bool:
+        """Return whether the worker stands in the newest membership."""
+        return worker in self.member_names
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A root cause and what was done about it.
+
+    `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
+    once a later one has formed. A worker that was no member broke none: the present one less 1.
+    `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
+    `place`: where in the training it happened, in words.
+    `lost_peers`: member that reported the newest group's break -> the peer that it lost, "" where it does not know;
+    `links`: to whom else, as far as it tells (see unicrond.events.vocabulary.ErrorReported.lost).
+    `occurred_us` is by the observer's clock; the other times are by the log's.
+    `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
+    where the state came from then.
+    `resumed_us`: when the last task hit went on training, 0 = not yet.
+    `computed`: by "task/replica", in which iteration workers of the broken generation ended, and with how many
+    micro-batches of it; `micro_batches_lost`: those that no survivor could keep.
+    """
+
+    id: str
+    kind: str
+    severity: Severity
+    node: str
+    worker: str
+    generations: dict[str, int]
+    message: str
+    occurred_us: int
+    detected_us: int
+    log_tail: str = ""
+    place: str = ""
+    lost_peers: dict[str, str] = msgspec.field(default={}, name="lost")
+    symptoms: int = 0
+    ripe: bool = False
+    response: str = ""
+    resumed_us: int = 0
+    redone: int = 0
+    iterations_lost: int = 0
+    state_from: str = ""
+    closed_us: int = 0
+    detection_us: int = 0
+    transition_us: int = 0
+    detection_flop: float = always(0.0)
+    transition_flop: float = always(0.0)
+    sub_health_flops: int = 0
+    links: dict[str, tuple[str, ...]] = {}
+    computed: dict[str, tuple[int, int]] = {}
+    micro_batches_lost: int = 0
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that were hit."""
+        return tuple(self.generations)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Each task's share (see unicrond.events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
+
+    epoch: int = 0
+    assignments: dict[str, TaskAssignment] = {}
+    waf: int = 0
+    basis: str = ""
+    trigger: str = ""
+    reason: str = ""
+    adopted_us: int = 0
+    healthy: dict[str, int] = {}
+    healthy_waf: int = 0
+    transition_flop: float = always(0.0)
+    way: str = ""
+    took_us: int = 0
+    rows_reused: int = 0
+    healthy_gpus: dict[str, str] = {}
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """The number of workers per task."""
+        return {name: assignment.workers for name, assignment in self.assignments.items()}
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A valid event that was not folded, and why (admission.py)."""
+
+    seq: int
+    event_id: str
+    reason: str
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A fault that somebody ordered, and that no command carries yet."""
+
+    node: str
+    fault: Fault
+
+
+class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else this ends; 0: never."""
+
+    key: str
+    expires_us: int = 0
+    is_used: bool = False
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A maintenance window (drains.py). `near`: it is time to empty its nodes."""
+
+    nodes: tuple[str, ...]
+    from_us: int
+    until_us: int
+    reason: str
+    near: bool = False
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
+
+    `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
+    `refused`: the newest REFUSED_MAX of the quarantined that were valid events. `ledger`: what was achieved and
+    lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet. `schema`: what the coordinator of the
+    present term reads and writes (events/wire/schemas.py). `check_limit_us`, `repair_limit_us`: how long its health
+    checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
+    `log_taken_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
+    are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
+    without end.
+    """
+
+    seq: int = 0
+    now_us: int = 0
+    term: int = 0
+    severity: dict[str, int] = {}
+    nodes: Mapping[str, Node] = always({})
+    tasks: dict[str, Task] = {}
+    incidents: dict[str, Incident] = {}
+    closed: tuple[Incident, ...] = ()
+    incidents_total: int = 0
+    plan: Plan = always(Plan())
+    injections: dict[str, Injection] = {}
+    ledger: Ledger = always(Ledger())
+    worker_mtbf_us: int = 0
+    last_numbers: Mapping[str, tuple[int, int]] = always({}, name="seen")
+    quarantined: int = 0
+    duplicates: int = 0
+    inert: int = 0
+    refused: tuple[Refusal, ...] = ()
+    schema: int = 1
+    check_limit_us: int = 0
+    repair_limit_us: int = 0
+    logins: dict[str, NodeLogin] = {}
+    log_taken_us: int = 0
+    windows: dict[str, Window] = {}
+    starvation_us: int = 0
+    by_node_cache: ByNode | None = None
+
+    @property
+    def by_node(self) -> ByNode:
+        """Index the workers by their node; cached."""
+        index = self.by_node_cache
+        if index is None or index.tasks is not self.tasks:
+            index = ByNode(self.tasks, index)
+            force_setattr(self, "by_node_cache", index)  # a cache, not a change
+        return index
+
+    @property
+    def active(self) -> list[Task]:
+        """The tasks to plan for, in the order that decides ties."""
+        return [task for task in self.tasks.values() if task.status is TaskStatus.ACTIVE]
+
+
+#: Fields that follow from the others.
+DERIVED = ("tally_cache", "lateness_cache", "by_node_cache")
+#: How many closed incidents and refused events the state remembers, and how many returns of a node; the log has all.
+CLOSED_INCIDENTS_MAX, REFUSED_MAX, RETURNS_MAX = 200, 16, 16
+#: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
+UNREAD_MAX = 3

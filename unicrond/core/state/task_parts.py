@@ -1,0 +1,213 @@
+"""What a task is made of, one value per subject. Frozen; made by the fold alone; `state.Task` holds one of each.
+
+| value | what it holds | changed by |
+|---|---|---|
+| `Numbers` | what the next worker and the next replica are called | folding/commands.py |
+| `TaskProgress` | what has been committed and saved | folding/training.py |
+| `Pace` | how long iterations and transitions take, and what throughput follows | folding/training.py, plans.py |
+| `GroupHealth` | how the newest membership fares: meetings, suspicions, stragglers | folding/plans.py, suspicions.py |
+| `Troubles` | what is held against nodes and against the task itself | folding/strikes.py |
+| `Copies` | where its state lies in nodes' memory | folding/kept_states.py, commands.py |
+| `Reshaping` | the layout that it is asked to have | folding/tasks.py |
+| `StarvationState` | how long it has waited for workers, or has had them in its turn | starvation.py |
+| `Ending` | why it stopped, and with which parameters | folding/tasks.py |
+
+Each field's name is one of a kind among all of these: in bytes and in JSON a task is flat (state_bytes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from unicrond.core.state.workers import Membership
+from unicrond.events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
+from unicrond.events.vocabulary.field_defaults import always
+from unicrond.events.vocabulary.placements import PartialMembership
+
+#: How many timings of a task's iterations the state remembers, and how many of a group's first it leaves out.
+TIMINGS_MAX = 15
+WARM_UP = 2
+#: Iterations of one generation after which a broken connection before it is forgotten.
+CALM_ITERATIONS = 10
+
+
+class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node has last reported of the task's state in its memory (see unicrond.events.vocabulary.StateKept)."""
+
+    node: str
+    shard: int
+    iteration: int
+    generation: int
+    origin: str
+    size_bytes: int
+    shards: int = 0
+
+
+class Straggler(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A member that takes `factor` times as long as the other replicas (see
+    unicrond.events.vocabulary.StragglerObserved).
+    """
+
+    worker: str
+    node: str
+    factor: float
+    compute_us: int
+    others_us: int
+    since_iteration: int
+    since_us: int
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The next free numbers; none is used twice, not even in the next life of the task's name."""
+
+    next_worker: int = 1
+    next_replica: int = 0
+
+
+class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
+
+    `committed_generation`: the generation that committed it. `unsaved`: why the last checkpoint was not written, by
+    whose it was (unicrond.events.vocabulary.SaveFailed).
+    """
+
+    iteration: int = 0
+    best_iteration: int = 0
+    committed_generation: int = 0
+    loss: float | None = None
+    first_loss: float | None = None
+    first_commit_us: int = 0
+    last_commit_us: int = 0
+    checkpoint_iteration: int = 0
+    unsaved: dict[str, str] = {}
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`iteration_us`: per iteration, by the last report. `timings`: by the last TIMINGS_MAX reports of the present
+    generation, its first WARM_UP left out (`warm`: how many have come). `measurements`: workers -> FLOP/s that were
+    measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
+    `elsewhere`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and D_move,
+    likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none reported;
+    `on_gpus`: what was measured on other types, by layout (gpu_types.py).
+    """
+
+    iteration_us: int = 0
+    timings: tuple[int, ...] = ()
+    warm: int = 0
+    measurements: dict[str, int] = msgspec.field(default={}, name="measured")
+    transition_us: int = 0
+    elsewhere: dict[str, dict[str, int]] = {}
+    reshape_us: int = 0
+    move_us: int = 0
+    gpu: str = ""
+    on_gpus: dict[str, dict[str, dict[str, int]]] = {}
+
+
+class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`formed_after`: the iteration at which the newest membership was decided.
+
+    `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
+    `meetings`: deadlines for a meeting that have passed and ended no process.
+    `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
+    `overdue`: the newest generation, planned or announced by its lead, not met in time while an open incident was about
+    others; 0 = none.
+    `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
+    `stragglers`: members that are slower than the other replicas, by worker.
+    `telling`: parts of the next membership, as far as they have come (events/vocabulary/placements.py).
+    `lead_confirmed`: the newest group's lead has said for all that they are in it (MembershipDecided.lead_tells).
+    `before`: the last membership of which a lead had said so, until the newest group has met.
+    """
+
+    formed_after: int = 0
+    reattempts: int = 0
+    meetings: int = 0
+    unread: int = 0
+    suspicions: Mapping[str, HangSuspected] = always({})
+    stragglers: dict[str, Straggler] = {}
+    overdue: int = 0
+    telling: PartialMembership | None = None
+    lead_confirmed: bool = msgspec.field(default=False, name="met")
+    before: Membership | None = None
+
+
+class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
+    are one blow; a worker that was started after it makes the next.
+
+    `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
+    `stuck`: blows anywhere since the task last committed a new iteration.
+    `ends`: per node, of how many broken links it was an end, since the task last was calm there with others (in units
+    of blame.py); `breaks`: how often a worker there was given up for that; `unclear`: how often of these another was as
+    likely at fault.
+    `early`: how often its program has ended in mid-training without a word (`left_early`), since it last was calm;
+    workers of numbers below `early_below` belong to the last time.
+    """
+
+    strikes: dict[str, int] = {}
+    struck_below: dict[str, int] = {}
+    stuck: int = 0
+    ends: dict[str, int] = {}
+    breaks: dict[str, int] = {}
+    unclear: dict[str, int] = {}
+    early: int = 0
+    early_below: int = 0
+
+    @property
+    def of_nodes(self) -> bool:
+        """Return whether something is held against a node."""
+        return bool(self.strikes or self.ends or self.breaks)
+
+    def names(self, node: str) -> bool:
+        """Return whether workers of the task have ended, or were given up, on this node since the task last was well
+        there."""
+        return node in self.strikes or node in self.breaks
+
+
+class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`peers`: the nodes that take copies, as the members got them last.
+
+    `holdings`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
+    """
+
+    peers: tuple[MemoryService, ...] = ()
+    holdings: Mapping[str, KeptState] = always({}, name="kept")
+
+
+class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`reshape`: the layout that the task is to have (reshaping.py). `reshaped_us`: when it last got another.
+
+    `plan`: the epoch of the plan that wants it; 0: a person does. `since_us`: the last commit in the layout before,
+    until the first group in the new one has met.
+    """
+
+    reshape: ReshapeRequested | None = None
+    reshaped_us: int = 0
+    plan: int = 0
+    since_us: int = 0
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`reason`: why the task has its status, in words. `params_digest`: of the parameters that it ended with.
+
+    `stop`: why its program wants it to end before its last iteration; `loop_exits`: the workers that have left the
+    training loop for that, and after which iteration.
+    """
+
+    reason: str = ""
+    params_digest: str = ""
+    stop: str = ""
+    loop_exits: dict[str, int] = msgspec.field(default={}, name="left")
+
+
+class StarvationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Log times, 0 = not so (starvation.py). `waits_since_us`: since when no plan has given it workers. `overdue_us`:
+    when that had been too long. `turn_since_us`: when the turn began that it has. `turn_over_us`: when its last one
+    ended.
+    """
+
+    waits_since_us: int = 0
+    overdue_us: int = 0
+    turn_since_us: int = 0
+    turn_over_us: int = 0

@@ -1,0 +1,60 @@
+"""What the cluster has achieved and what failures have cost it, as it stands in the state. Kept by `costs.py`.
+
+Work is counted exactly, in weighted FLOP/s times microseconds, and held as whole Decimals: a month of 10,000
+GPUs has more digits than the 64 bits of an integer on the wire.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+
+from unicrond.events.vocabulary.field_defaults import always
+
+ZERO = Decimal(0)
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One task now. Rates in weighted FLOP/s.
+
+    `rate`: what its group achieves, since `since_us`. `workers`: how many do.
+    While a fault keeps it from training: `had` is the rate before (since `had_since_us`), `lost_from_us` from
+    when on that counts as lost, `incident` the one charged.
+    """
+
+    rate: int = 0
+    since_us: int = 0
+    workers: int = 0
+    had: int = 0
+    had_since_us: int = 0
+    lost_from_us: int = 0
+    incident: str = ""
+
+
+class Charge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an open incident has cost so far, in weighted FLOP/s x microseconds."""
+
+    detection: Decimal = always(ZERO)
+    transition: Decimal = always(ZERO)
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Totals up to `until_us`, in weighted FLOP/s x microseconds, and the rates that hold from there on.
+
+    delivered + detection + transition + sub_health = failure_free, exactly.
+    `healthy`: the WAF of the failure-free cluster now. `exposed_us`: the time that all workers together have trained.
+    `failures`: closed incidents that took a process or a node.
+    """
+
+    until_us: int = 0
+    failure_free: Decimal = always(ZERO)
+    delivered: Decimal = always(ZERO)
+    detection: Decimal = always(ZERO)
+    transition: Decimal = always(ZERO)
+    sub_health: Decimal = always(ZERO)
+    healthy: int = 0
+    accounts: dict[str, Account] = {}
+    charges: dict[str, Charge] = {}
+    exposed_us: int = 0
+    failures: int = 0

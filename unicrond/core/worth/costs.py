@@ -1,0 +1,272 @@
+"""Costs: every microsecond of the failure-free cluster's work is either delivered or lost to something.
+
+    failure-free = delivered + lost to detection + lost to transition + lost to sub-health      (exactly)
+
+Rules
+-----
+* *Failure-free* runs at the healthy WAF: what the last plan would give the active tasks, were every node that
+  ever joined and has not left on purpose in health (`PlanAdopted.healthy`).
+* *Delivered*: F(t, members) while the task's group stands. A planned change does not break the group before it:
+  that one trains on up to the iteration at which all switch.
+* *Transition*: from when an incident opens until the task's next group stands, what the task achieved before.
+* *Detection*: the time before the incident opened, back to when the fault occurred by the observer's clock, is
+  taken out of what had been counted as delivered; never from before the present group stood.
+* *Sub-health*: all the rest: fewer workers than a healthy cluster would give, starting, waiting. It can shrink
+  for a moment, while tasks still run on what a newer plan takes from them.
+* Two incidents that keep one task from training charge its loss once: to the first. An incident that takes over
+  others takes their charges over.
+* Rates change by events alone, and only then is anything added up: `accrue` looks at the states before and after
+  an event; `at` adds what has come since.
+
+What does not live here: where F and the healthy plan come from (`waf.py`, `plan_problems.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+from functools import cache
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from unicrond.core.nodes.gpu_types import on_type
+from unicrond.core.state.state import ClusterState, Incident, Plan, Task, TaskStatus
+from unicrond.core.state.work_ledger import Account, Charge, Ledger
+from unicrond.core.worth.waf import best_waf, has_scale, linear_flops, waf, worth_stays
+from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.shape import Shape
+
+_SECOND_US = 1_000_000
+#: Events that change no rate, most of the log among them: nothing to add up.
+_FREE = frozenset(
+    (
+        v.StepCommitted,
+        v.CheckpointSaved,
+        v.SaveFailed,
+        v.StartWorker,
+        v.StartWorkers,
+        v.WorkerStarted,
+        v.WorkerReady,
+        v.MembershipPart,
+        v.PeersDecided,
+        v.CommandApplied,
+    )
+)
+
+
+class Costs(NamedTuple):
+    """Totals in whole weighted FLOP. `sub_health_flop` is the rest, so that the sum holds in these as well."""
+
+    failure_free_flop: int
+    delivered_flop: int
+    detection_flop: int
+    transition_flop: int
+    sub_health_flop: int
+
+
+def costs_at(state: ClusterState, now_us: int) -> Costs:
+    """Return the cluster's costs from its first plan to `now_us` (log time; the state's own time if that is later)."""
+    ledger = settle(state.ledger, max(now_us, state.now_us))
+    parts = (ledger.failure_free, ledger.delivered, ledger.detection, ledger.transition)
+    free, delivered, detection, transition = (int(part) // _SECOND_US for part in parts)
+    return Costs(
+        failure_free_flop=free,
+        delivered_flop=delivered,
+        detection_flop=detection,
+        transition_flop=transition,
+        sub_health_flop=free - delivered - detection - transition,
+    )
+
+
+def charge_of(state: ClusterState, incident: str) -> tuple[float, float]:
+    """Return what the open incident has cost until now: detection and transition, weighted FLOP."""
+    charge = settle(state.ledger, state.now_us).charges.get(incident, Charge())
+    return int(charge.detection) / _SECOND_US, int(charge.transition) / _SECOND_US
+
+
+def sub_health_flops(state: ClusterState) -> int:
+    """Return by how much the tasks that stand achieve less than the healthy cluster would, weighted FLOP/s."""
+    achieved = sum(account.rate + account.had for account in state.ledger.accounts.values())
+    return max(0, state.ledger.healthy - achieved)
+
+
+def settle(ledger: Ledger, now_us: int) -> Ledger:
+    """Return the ledger with everything added up to `now_us` at the rates that held."""
+    lasted_us = now_us - ledger.until_us
+    if lasted_us <= 0:
+        return ledger
+    accounts = ledger.accounts.values()
+    delivered = sum(account.rate for account in accounts) * lasted_us
+    in_transition = sum(account.had for account in accounts) * lasted_us
+    free = ledger.healthy * lasted_us
+    charges = ledger.charges
+    for account in accounts:
+        if account.had:
+            charges = _charged(charges, account.incident, transition=account.had * lasted_us)
+    return replace(
+        ledger,
+        until_us=now_us,
+        failure_free=plus(ledger.failure_free, free),
+        delivered=plus(ledger.delivered, delivered),
+        transition=plus(ledger.transition, in_transition),
+        sub_health=plus(ledger.sub_health, free - delivered - in_transition),
+        charges=charges,
+        exposed_us=ledger.exposed_us + sum(account.workers for account in accounts) * lasted_us,
+    )
+
+
+def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> ClusterState:
+    """Return `after` (the event) with its ledger carried on from `before`; the same object where no rate has
+    changed."""
+    if type(event) in _FREE or (isinstance(event, v.WorkerRegrouped) and not _completes(after, event)):
+        return after
+    if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
+        return after
+    same_worth = worth_stays(before, after)
+
+    @cache
+    def linear() -> int:
+        """Return FLOP/s of one worker of a task without a scale of its own."""
+        return linear_flops(after)
+
+    as_before = same_worth or linear() == linear_flops(before)
+    accounts = {}
+    for task in after.tasks.values():
+        if task.status is TaskStatus.ACTIVE:
+            old = after.ledger.accounts.get(task.name)
+            is_unchanged = as_before and old is not None and before.tasks.get(task.name) is task
+            accounts[task.name] = _account(
+                after, task, old or Account(since_us=after.now_us), linear, is_unchanged=is_unchanged
+            )
+    healthy = after.ledger.healthy
+    if not same_worth or before.plan is not after.plan:
+        healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)
+    if accounts == after.ledger.accounts and healthy == after.ledger.healthy and before.incidents is after.incidents:
+        return after
+    ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy)
+    return replace(after, ledger=_date_back(_hand_over(ledger, before, after), after))
+
+
+def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
+    """Return whether the join changes what trains: before the last one, the previous group trains on, or none does."""
+    task = state.tasks.get(event.task)
+    return task is not None and task.confirmed
+
+
+# --- one task --------------------------------------------------------------------------------------
+
+
+def _account(
+    state: ClusterState, task: Task, old: Account, linear: Callable[[], int], *, is_unchanged: bool
+) -> Account:
+    """Return the task's account from now on. `is_unchanged`: nothing about the task itself has changed."""
+    incident = _kept_from_training_by(state, task)
+    if incident is not None:
+        if old.incident:
+            return replace(old, incident=incident.id)
+        return Account(
+            had=old.rate,
+            had_since_us=old.since_us,
+            lost_from_us=state.now_us,
+            incident=incident.id,
+        )
+    if is_unchanged and not old.incident:
+        return old
+    rate, workers = _rate(task, old, linear)
+    if rate == old.rate and not old.incident:
+        return old if workers == old.workers else replace(old, workers=workers)
+    return Account(rate=rate, since_us=state.now_us, workers=workers)
+
+
+def _kept_from_training_by(state: ClusterState, task: Task) -> Incident | None:
+    """Return the first open incident that broke the newest group; else the first that broke an earlier one, if none has
+    stood since."""
+    hit = [incident for incident in state.incidents.values() if task.name in incident.generations]
+    for incident in hit:
+        if task.generation <= incident.generations[task.name]:
+            return incident
+    return hit[0] if hit and not _stands(task) else None
+
+
+def _stands(task: Task) -> bool:
+    """Return whether a group trains: the newest, or the one before it while all that a planned change needs are
+    alive."""
+    if task.membership is None or not task.membership.members:
+        return False
+    return (task.confirmed or not task.membership.urgent) and task.all_able
+
+
+def _rate(task: Task, old: Account, linear: Callable[[], int]) -> tuple[int, int]:
+    """Return what the task achieves now (weighted FLOP/s), and how many workers achieve it."""
+    if not _stands(task) or task.membership is None:
+        return 0, 0
+    members = len(task.membership.members)
+    return (worth(task, members, linear), members) if task.confirmed else (old.rate, old.workers)
+
+
+def worth(task: Task, workers: int, linear: Callable[[], int], shape: Shape | None = None) -> int:
+    """Return F(t, workers), in its present layout or in another; `linear` is called where its T has no scale of its
+    own."""
+    return waf(task, workers, shape=shape) if has_scale(task) else waf(task, workers, linear(), shape)
+
+
+def worth_in_health(plan: Plan, task: Task, linear: Callable[[], int]) -> int:
+    """Return F in the best of the task's layouts, with the workers that the plan would give it in health."""
+    workers, task = plan.healthy.get(task.name, 0), on_type(task, plan.healthy_gpus.get(task.name, task.pace.gpu))
+    return best_waf(task, workers) if has_scale(task) else best_waf(task, workers, linear())
+
+
+# --- incidents -------------------------------------------------------------------------------------
+
+
+def _hand_over(ledger: Ledger, before: ClusterState, after: ClusterState) -> Ledger:
+    """Pass the charges of incidents that are no more to the one that took them over; else drop them: the event that
+    closed them has them."""
+    charges = ledger.charges
+    old_names = [name for name in before.incidents if name not in after.incidents]
+    successor = next((name for name in after.incidents if name not in before.incidents), "")
+    for name in old_names:
+        if name in charges:
+            old_charge = charges[name]
+            charges = {key: charge for key, charge in charges.items() if key != name}
+            if successor:
+                charges = _charged(
+                    charges, successor, detection=int(old_charge.detection), transition=int(old_charge.transition)
+                )
+    return ledger if charges is ledger.charges else replace(ledger, charges=charges)
+
+
+def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
+    """Move what a task had achieved since its fault occurred from delivered to detection."""
+    for name, account in ledger.accounts.items():
+        if not account.had:
+            continue
+        hit = [i for i in state.incidents.values() if name in i.generations]
+        # Of one from which the task has gone on, all that there was to account for has been.
+        occurred_us = min(i.occurred_us for i in [i for i in hit if not i.resumed_us] or hit)
+        from_us = max(occurred_us, account.had_since_us)
+        if from_us >= account.lost_from_us:
+            continue
+        work = account.had * (account.lost_from_us - from_us)
+        ledger = replace(
+            ledger,
+            delivered=plus(ledger.delivered, -work),
+            detection=plus(ledger.detection, work),
+            charges=_charged(ledger.charges, account.incident, detection=work),
+            accounts=ledger.accounts | {name: replace(account, lost_from_us=from_us)},
+        )
+    return ledger
+
+
+def _charged(
+    charges: dict[str, Charge], incident: str, *, detection: int = 0, transition: int = 0
+) -> dict[str, Charge]:
+    old = charges.get(incident, Charge())
+    charge = Charge(detection=plus(old.detection, detection), transition=plus(old.transition, transition))
+    return charges | {incident: charge}
+
+
+def plus(total: Decimal, work: int) -> Decimal:
+    """Return their sum, exact at any size: a Decimal's own addition rounds to 28 digits."""
+    return Decimal(int(total) + work)

@@ -1,0 +1,448 @@
+"""The HTTP API (aiohttp): read the state, follow the events, submit and cancel tasks.
+
+    GET  /, /page/FILE                     the web page (unicrond/page); no token needed
+    GET  /livez, /readyz, /healthz         probes: the process can be kept; it is caught up and the log takes appends;
+                                           what stands behind it, always 200. No token needed
+    GET  /v1/view, /v1/ranks/TASK          what the page shows, and what the token may
+    GET  /v1/events?after=SEQ[&until=SEQ][&follow=1]   server-sent events
+    GET  /v1/skips                         the entries that every reader passes over: {SEQ: why}
+    POST /v1/tasks                         a task file's content as JSON
+    POST /v1/tasks/NAME/cancel             {"reason"}
+    POST /v1/tasks/NAME/reshape            another layout or size: see core/reshape_order.py
+    POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
+    POST /v1/nodes/NAME/uncordon           {"reason"}
+    POST /v1/nodes/NAME/forget             {"leave", "reason"}
+    POST /v1/maintenance                   {"nodes", "begins": {"at_us"} or {"in_s"}, "for_s", "reason"}; a window's id
+    POST /v1/maintenance/ID/cancel         {"reason"}
+    POST /v1/nodes/NAME/enroll             {"key", "unused_h"}
+    POST /v1/nodes/NAME/revoke             {"reason"}
+    POST /v1/faults                        see fault_targets.py; 409 unless the configuration allows it
+    GET  /v1/goodput?peak_tflops=N&last_s=S   goodput and badput by cause (core/goodput_report.py); N: of one worker
+    GET  /v1/plan/table                    what would be planned after each event that may come next
+    GET  /v1/plan/spares?repair_s=S&mtbf_s=S   how many nodes of each type to keep back (core/spares.py)
+    POST /v1/plan/whatif                   what would be planned if; changes nothing
+    GET  /v1/logs/TASK?rank=R|worker=W&tail_bytes=N&offset=O
+    GET  /v1/stacks/TASK?rank=R            what a worker's threads are doing
+    GET  /v1/marks/TASK                    where each worker is: phase, micro-batch, collective, since when
+    POST /v1/checks                        {"library"}: what agents see of nodes, links and storage; up to a minute
+    GET  /v1/state, /metrics               the folded state; Prometheus
+
+What people ask for becomes an observation in the log; nothing is changed from here in any other way. Who may ask what:
+`access.py`.
+JSON knows no NaN, which a loss may be: null stands in its place. Tokens and passwords are hidden (redaction.py);
+the digest is that of the state with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from unicrond.core.nodes import node_removal as forgetting
+from unicrond.core.planning.problem import ProblemError
+from unicrond.core.rules.fault_targets import FaultOrder, OrderRefused, injection_request
+from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem, user_problem
+from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
+from unicrond.core.rules.survey import worker_mtbf_us
+from unicrond.core.state.state import Task, TaskStatus
+from unicrond.core.state.state_bytes import digest, to_json
+from unicrond.core.tasks.reshaping import reshaped
+from unicrond.core.tasks.task_rules import too_few_lanes
+from unicrond.display.derived_figures import derived
+from unicrond.events.log.event_log import EventLog
+from unicrond.events.trust.logins import BadLogin, agent_login
+from unicrond.events.vocabulary import (
+    AnyRequest,
+    ForgetRequested,
+    MaintenanceCancelled,
+    MaintenancePlanned,
+    NodeCordoned,
+    NodeEnrolled,
+    NodeRevoked,
+    NodeUncordoned,
+    TaskCancelled,
+    TaskSubmitted,
+)
+from unicrond.events.wire.codec import API_PRODUCER, BadEvent
+from unicrond.events.wire.envelope import Envelope
+from unicrond.events.wire.schemas import beyond_schema
+from unicrond.intake.config import Config, is_loopback
+from unicrond.intake.task_file import understood
+from unicrond.intake.timeouts import contradictions
+from unicrond.intake.tokens import EVERYTHING, Grant
+from unicrond.service.api.access import Access, AccessDenied
+from unicrond.service.api.event_log_api import LogApi
+from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of, number_in
+from unicrond.service.api.metrics import exposition
+from unicrond.service.api.page_api import PageApi
+from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
+from unicrond.service.api.request_bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
+from unicrond.service.api.worker_output import LogReader
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.head.head_status import ProcessStatus
+from unicrond.views.plan_preview import WhatIfError, changes_of, table_json, what_if
+from unicrond.views.spares import DAY_S, spares
+
+_REASON = "requested by an operator"
+#: The paths that need the whole state: they are refused until the log is folded.
+_STATE_PATHS = (
+    "/v1/state",
+    "/v1/plan/",
+    "/v1/logs/",
+    "/v1/stacks/",
+    "/v1/marks/",
+    "/v1/goodput",
+    "/v1/view",
+    "/v1/ranks/",
+)
+#: The grant of the request that is being handled.
+_caller: ContextVar[Grant] = ContextVar("who", default=EVERYTHING)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    """The routes, over one coordinator."""
+
+    def __init__(
+        self,
+        config: Config,
+        coordinator: Coordinator,
+        event_log: EventLog,
+        logs: LogReader,
+        access: Access | None = None,
+        process: ProcessStatus | None = None,
+    ) -> None:
+        """Take the parts that the routes need. `access`: who may ask; None: everybody. `process`: the state of the
+        process around the coordinator."""
+        self._config = config
+        self._coordinator = coordinator
+        self._log_api = LogApi(event_log, logs, lambda: coordinator.state)
+        self._access = access or Access()
+        self._process = process = process or ProcessStatus()
+        self._number = 0
+        self._looking = PageApi(config, coordinator, self.condition, _caller.get)
+        self._metrics = exposition(
+            lambda: coordinator.state,
+            coordinator.alarms,
+            lambda: coordinator.fault,
+            process.trouble,
+            coordinator.kept_back,
+            lambda: coordinator.around.metrics(),
+            lambda: process.leads,
+            coordinator.bookkeeper,
+        )
+
+    def application(self) -> web.Application:
+        """Return the aiohttp application with all routes."""
+        app = web.Application(middlewares=[self._guard], client_max_size=256 * 1024)
+        app.add_routes(
+            [
+                web.get("/livez", self.alive),
+                web.get("/readyz", self.ready),
+                web.get("/healthz", self.health),
+                web.get("/metrics", self.metrics),
+                web.get("/v1/state", self.state),
+                web.post("/v1/tasks", self.submit),
+                web.post("/v1/tasks/{task}/cancel", self.cancel),
+                web.post("/v1/tasks/{task}/reshape", self.reshape),
+                web.post("/v1/nodes/{node}/cordon", self.cordon),
+                web.post("/v1/nodes/{node}/uncordon", self.uncordon),
+                web.post("/v1/nodes/{node}/forget", self.forget),
+                web.post("/v1/maintenance", self.maintain),
+                web.post("/v1/maintenance/{window}/cancel", self.cancel_maintenance),
+                web.post("/v1/nodes/{node}/enroll", self.enroll),
+                web.post("/v1/nodes/{node}/revoke", self.revoke),
+                web.post("/v1/faults", self.inject),
+                web.get("/v1/plan/table", self.plan_table),
+                web.get("/v1/plan/spares", self.plan_spares),
+                web.post("/v1/plan/whatif", self.plan_whatif),
+                *self._log_api.routes(),
+                *self._looking.routes(),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        # A page in somebody's browser can reach loopback; it cannot name us as its Host.
+        host = request.host.rsplit(":", 1)[0].strip("[]")
+        if self._access.is_open and not is_loopback(host):
+            return error(403, f"host: {host} is not loopback; call 127.0.0.1, or set api.tokens_file")
+        # It could send us a form, though, or stop a worker for its stacks. Our own page may.
+        acts = request.method != "GET" or request.path.startswith("/v1/stacks/")
+        if acts and is_from_elsewhere(request):
+            return error(403, "origin: web pages of others may not control a cluster; use unicronctl")
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        try:
+            grant = self._access.grant(request.method, request.path, token, request.remote or "?", time.monotonic())
+        except AccessDenied as refusal:
+            return error(refusal.status, str(refusal))
+        _caller.set(grant)
+        needs_state = request.method == "POST" or request.path.startswith(_STATE_PATHS)
+        if needs_state and not self._coordinator.live.is_set():
+            if not self._coordinator.caught_up.is_set():
+                return error(503, "coordinator: still reading its log; try again in a moment")
+            if request.method == "POST":
+                return answer({"error": self._process.referral, "standby": True}, 503)
+        if request.method == "POST" and (trouble := self._process.trouble()):
+            return error(503, f"log: {trouble}; try again later")
+        if request.method == "POST" and self._coordinator.fault:
+            return error(503, f"coordinator: has stopped deciding: {self._coordinator.fault}")
+        try:
+            return await handler(request)
+        except OrderRefused as refusal:
+            return error(refusal.status, str(refusal))
+
+    def status(self) -> str:
+        """Return whether the coordinator decides ("live"), stands by, still folds its log, cannot decide because the
+        log takes no appends, or has stopped because a decision of its own was not sound."""
+        coordinator = self._coordinator
+        if coordinator.fault:
+            return "stopped deciding"
+        if self._process.trouble():
+            return "log takes nothing"
+        if coordinator.live.is_set():
+            return "live"
+        return "standby" if coordinator.caught_up.is_set() and not self._process.leads else "catching up"
+
+    async def alive(self, _: web.Request) -> web.Response:
+        """Answer 200 as long as this process runs: killing it would mend no trouble of its log or its state."""
+        return answer({"status": self.status()})
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """Answer 200 where this head has folded the log and the log takes appends, so that it decides or would at once;
+        else 503 with the reason."""
+        body = {"status": self.status(), "trouble": self._coordinator.fault or self._process.trouble()}
+        return answer(body, 200 if body["status"] in ("live", "standby") else 503)
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Answer with the `status` and its causes, always 200: killing a coordinator that waits for its log does not
+        help."""
+        return answer(self.condition())
+
+    def condition(self) -> dict[str, Any]:
+        """Return the body of /healthz."""
+        coordinator = self._coordinator
+        trouble = coordinator.fault or self._process.trouble()
+        alarms = coordinator.standing_alarms() + self._access.alarms()
+        state = coordinator.state
+        body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
+        body |= {"kept_back": self._kept_back(), "leads": self._process.leads, "heads": self._process.heads}
+        return {**body, "weaker": self._process.weaker()}
+
+    def _kept_back(self) -> dict[str, dict[str, float]]:
+        backlogs = self._coordinator.kept_back().items()
+        return {node: {"entries": backlog.entries, "oldest_s": backlog.oldest_us / 1e6} for node, backlog in backlogs}
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Answer with the metrics in Prometheus's text format."""
+        return web.Response(body=self._metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def state(self, _: web.Request) -> web.Response:
+        """Answer with the whole folded state, its digest, and what follows from it."""
+        state, now_us = self._coordinator.state, time.time_ns() // 1000
+        mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
+        public_state = redact_state(to_json(state), mask_of(state))
+        body = {"digest": digest(state), "state": public_state, **derived(state, now_us)}
+        return answer({**body, "worker_mtbf_s": mtbf_s, "kept_back": self._kept_back()})
+
+    async def plan_table(self, _: web.Request) -> web.Response:
+        """Answer with the one-step table: a row for each event that may come next. 503 while there is none."""
+        foresight, epoch = self._coordinator.foresight, self._coordinator.state.plan.epoch
+        table = foresight.table
+        if table is None or foresight.epoch != epoch:
+            return error(503, f"table: plan {epoch} has no table yet; try again in a moment")
+        return answer({"epoch": epoch, **await asyncio.to_thread(table_json, table)})
+
+    async def plan_whatif(self, request: web.Request) -> web.Response:
+        """Answer with the plan that would be adopted if the cluster were as the body says (`what_if.Changes`)."""
+        body, state, policy = await json_of(request), self._coordinator.state, self._config.policy
+        try:
+            plan = await asyncio.to_thread(what_if, state, policy, changes_of(body))
+        except (WhatIfError, ProblemError) as wrong:
+            return error(400, str(wrong))
+        return answer({"now": state.plan, "then": plan})
+
+    async def plan_spares(self, request: web.Request) -> web.Response:
+        """Answer with what the cluster would achieve with some nodes kept back. A failed node is away for `repair_s` (a
+        day); a worker fails once in `mtbf_s` (default: as measured)."""
+        repair_s, mtbf_s = number_in(request, "repair_s"), number_in(request, "mtbf_s")
+        state, policy = self._coordinator.state, self._config.policy
+        try:
+            report = await asyncio.to_thread(spares, state, policy, repair_s or DAY_S, mtbf_s or 0)
+        except ValueError as wrong:
+            return error(400, str(wrong))
+        return answer(report)
+
+    async def submit(self, request: web.Request) -> web.Response:
+        """Accept a new task. 400 says which field is wrong; 409 that the name is in use."""
+        spec, wrong = await asyncio.to_thread(understood, await json_of(request))  # a throughput_model takes a while
+        if spec is None:
+            return error(400, str(wrong[0]))
+        previous = self._coordinator.state.tasks.get(spec.name)
+        if previous is not None and (previous.status is TaskStatus.ACTIVE or not previous.at_rest):
+            return error(409, f"name: task {spec.name} already exists; choose another name, or cancel it first")
+        if problem := user_problem(self._coordinator.state, spec):
+            return error(400, problem)
+        if not spec.checkpoint.dir:
+            directory = str(self._config.checkpoints / spec.name)
+            spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
+        warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
+        warnings += too_few_lanes(spec)
+        event = TaskSubmitted(spec=spec)
+        return await self._append(event, {"task": spec.name, "warnings": warnings}, 201)
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        """End a task: its workers stop, its checkpoints stay."""
+        name = self._task(request).name
+        reason = (await body_of(request, Reason)).reason or _REASON
+        return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
+
+    async def reshape(self, request: web.Request) -> web.Response:
+        """Submit another layout, or number of workers, for a running task. 400 says which field is wrong."""
+        task = self._task(request)
+        event = reshape_request(self._coordinator.state, task, await body_of(request, ReshapeOrder))
+        about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "by"}
+        return await self._append(event, {**about, "warnings": too_few_lanes(reshaped(task.spec, event))}, 202)
+
+    async def cordon(self, request: web.Request) -> web.Response:
+        """Keep new workers off a node; with drain, also move its workers away at an iteration boundary, `by` a time."""
+        node = self._node(request)
+        order = await body_of(request, CordonOrder)
+        if order.by is not None and not order.drain:
+            return error(400, "by: only a drain has a time; set drain")
+        by_us = order.by.time_us() if order.by is not None else 0
+        event = NodeCordoned(
+            node=node,
+            drain=order.drain,
+            until_return=order.until_return,
+            reason=order.reason or _REASON,
+            agent_boot=order.boot,
+            address=order.address,
+            empty_by_us=by_us,
+        )
+        return await self._of_node(event, {"empty_by_us": by_us} if by_us else {})
+
+    async def maintain(self, request: web.Request) -> web.Response:
+        """Plan a maintenance window: the nodes are empty while it lasts."""
+        order = await body_of(request, MaintenanceOrder)
+        from_us = order.begins.time_us()
+        until_us = from_us + int(order.for_s * 1e6)
+        event = MaintenancePlanned(
+            nodes=tuple(dict.fromkeys(order.nodes)), from_us=from_us, until_us=until_us, reason=order.reason or _REASON
+        )
+        for node in event.nodes:
+            if node not in self._coordinator.state.nodes:
+                return error(404, f"node {node} is not known; see `unicronctl nodes`")
+        if problem := maintenance_problem(self._coordinator.state, event):
+            return error(400, problem)
+        return await self._append(event, {"nodes": event.nodes, "from_us": from_us, "until_us": until_us}, 201)
+
+    async def cancel_maintenance(self, request: web.Request) -> web.Response:
+        """End a maintenance window now, or before it begins."""
+        window = request.match_info["window"]
+        if window not in self._coordinator.state.windows:
+            return error(404, f"maintenance {window} is not planned; see `unicronctl maintain`")
+        reason = (await body_of(request, Reason)).reason or _REASON
+        return await self._append(MaintenanceCancelled(window=window, reason=reason), {"window": window}, 202)
+
+    async def uncordon(self, request: web.Request) -> web.Response:
+        """Allow workers on a node again."""
+        node = self._node(request)
+        order = await body_of(request, OfNode)
+        event = NodeUncordoned(node=node, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address)
+        return await self._of_node(event)
+
+    async def forget(self, request: web.Request) -> web.Response:
+        """Remove a lost node from the state; with leave, stop the agent of a node that is up first."""
+        node = self._node(request)
+        order = await body_of(request, ForgetOrder)
+        state = self._coordinator.state
+        if problem := forgetting.refusal(state.nodes[node], leave=order.leave):
+            return error(409, problem)
+        event = ForgetRequested(
+            node=node, leave=order.leave, reason=order.reason or _REASON, agent_boot=order.boot, address=order.address
+        )
+        return await self._of_node(event)
+
+    async def _of_node(
+        self, event: NodeCordoned | NodeUncordoned | ForgetRequested, about: Mapping[str, Any] | None = None
+    ) -> web.Response:
+        if problem := agent_mismatch(self._coordinator.state, event):
+            return error(409, problem)
+        return await self._append(event, {"node": event.node, **(about or {})}, 202)
+
+    async def enroll(self, request: web.Request) -> web.Response:
+        """Allow a node's agent to log in with this key; the node need not have joined before."""
+        node = request.match_info["node"]
+        enrolment = await body_of(request, Enrolment)
+        if not self._config.nats.has_keys:
+            return error(400, "nats.auth: this coordinator uses no keys; set it to keys (docs/operate/logins.md)")
+        expires_us = time.time_ns() // 1000 + int(enrolment.unused_h * 3600e6) if enrolment.unused_h else 0
+        try:
+            agent_login(node)
+        except BadLogin as wrong:
+            return error(400, f"node: {wrong}")
+        event = NodeEnrolled(node=node, key=enrolment.key, expires_us=expires_us)
+        if problem := enrolment_problem(self._coordinator.state, event):
+            return error(400, problem)
+        return await self._append(event, {"node": node}, 202)
+
+    async def revoke(self, request: web.Request) -> web.Response:
+        """End the login of a node's agent."""
+        node = request.match_info["node"]
+        reason = (await body_of(request, Reason)).reason or _REASON
+        if node not in self._coordinator.state.logins:
+            return error(404, f"node: {node[:63]} is not enrolled")
+        return await self._append(NodeRevoked(node=node, reason=reason), {"node": node}, 202)
+
+    async def ask(self, event: AnyRequest) -> None:
+        """Append a request from a part of this process, as if a person had sent it."""
+        await self._append(event, {}, 202)
+
+    async def inject(self, request: web.Request) -> web.Response:
+        """Order a fault; answer with the node and the worker that it was for."""
+        order = await body_of(request, FaultOrder)
+        event = injection_request(order, self._coordinator.state, allowed=self._config.injection)
+        return await self._append(event, {"node": event.node, "worker": event.fault.worker}, 202)
+
+    def _task(self, request: web.Request) -> Task:
+        name = request.match_info["task"]
+        task = self._coordinator.state.tasks.get(name)
+        if task is None or task.status is not TaskStatus.ACTIVE:
+            raise OrderRefused(404, f"task: {name} is not active; see `unicronctl tasks`")
+        return task
+
+    def _node(self, request: web.Request) -> str:
+        name = request.match_info["node"]
+        if name not in self._coordinator.state.nodes:
+            raise OrderRefused(404, f"node: no node {name}; see `unicronctl nodes`")
+        return name
+
+    async def _append(self, event: AnyRequest, about: dict[str, object], status: int) -> web.Response:
+        schema = self._coordinator.state.schema
+        event = replace(event, by=_caller.get().name)
+        if beyond := beyond_schema(event, schema):
+            return error(400, f"{beyond[0]}: this coordinator writes schema {schema}, which lacks it (write_schema)")
+        term = self._coordinator.term
+        if not term:
+            raise OrderRefused(503, self._process.referral)
+        self._number += 1
+        envelope = Envelope(
+            producer=API_PRODUCER,
+            boot=term,  # grows with every coordinator, whatever the clock does
+            number=self._number,
+            observed_at_us=time.time_ns() // 1000,
+            event=event,
+        )
+        try:
+            seq = await self._coordinator.submit(envelope)
+        except BadEvent as wrong:
+            return error(400, wrong.reason)
+        return answer({**about, "seq": seq}, status)

@@ -1,0 +1,93 @@
+"""The routes of the web page beside the log: its files, what it shows, goodput.
+
+However many people look, the view of a state is computed once every VIEW_S at most, and in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from unicrond.core.rules.fault_targets import OrderRefused
+from unicrond.intake.config import Config
+from unicrond.intake.tokens import Grant
+from unicrond.page.files import page_routes
+from unicrond.page.view import ranks_of, view
+from unicrond.service.api.http_parts import answer, error, number_in
+from unicrond.service.api.redaction import mask_of
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.views.goodput_report import EMPTY_READING, reading, report
+
+VIEW_S = 0.5
+
+
+class PageApi:
+    """The routes of the web page, over one coordinator. `health`: the body of /healthz. `caller`: the grant of the
+    request that is being handled."""
+
+    def __init__(
+        self,
+        config: Config,
+        coordinator: Coordinator,
+        health: Callable[[], dict[str, Any]],
+        caller: Callable[[], Grant],
+    ) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._health = health
+        self._caller = caller
+        self._turn = asyncio.Lock()
+        self._view_s = -VIEW_S
+        self._view = b""
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of the page's files, and of what it asks for."""
+        return [
+            *page_routes(),
+            web.get("/v1/view", self.view),
+            web.get("/v1/ranks/{task}", self.ranks),
+            web.get("/v1/goodput", self.goodput),
+        ]
+
+    async def view(self, _: web.Request) -> web.Response:
+        """Answer with what the page shows, at most VIEW_S old; what the token may; how the coordinator is."""
+        async with self._turn:
+            if time.monotonic() - self._view_s > VIEW_S:
+                self._view = await asyncio.to_thread(_encoded, self._coordinator)
+                self._view_s = time.monotonic()
+        body = {
+            "may": sorted(self._caller().scopes),
+            "inject": self._config.injection,
+            "health": self._health(),
+            "view": msgspec.Raw(self._view),
+        }
+        return answer(body)
+
+    async def ranks(self, request: web.Request) -> web.Response:
+        """Answer with a task's members in rank order."""
+        task = self._coordinator.state.tasks.get(request.match_info["task"])
+        if task is None:
+            raise OrderRefused(404, f"task: no task {request.match_info['task'][:63]}")
+        return answer(ranks_of(task, mask_of(self._coordinator.state).text))
+
+    async def goodput(self, request: web.Request) -> web.Response:
+        """Answer with the goodput up to the newest entry of the log; of the last `last_s` seconds, if that is given.
+        503 where the books have failed."""
+        state, bookkeeper = self._coordinator.state, self._coordinator.bookkeeper
+        books, last_s = bookkeeper.books, number_in(request, "last_s")
+        if books is None:
+            return error(503, "goodput: the books have failed; the coordinator's log says why")
+        peak_flops = (number_in(request, "peak_tflops") or 0) * 1e12
+        since = bookkeeper.since(state.now_us - last_s * 1_000_000) if last_s else EMPTY_READING
+        body = report(reading(books, state), state, since, peak_flops)
+        return web.json_response(body)  # the standard library's JSON: integers of any size
+
+
+def _encoded(coordinator: Coordinator) -> bytes:
+    state = coordinator.state
+    return msgspec.json.encode(view(state, mask_of(state).text))

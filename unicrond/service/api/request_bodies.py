@@ -1,0 +1,64 @@
+"""The bodies of the API's requests about nodes."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from unicrond.events.vocabulary import Boot, Name, PublicKey, Text
+
+
+class Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Enrols a node. `unused_h`: the login ends after so many hours without a join; 0: never."""
+
+    key: PublicKey
+    unused_h: Annotated[float, Meta(ge=0.0, le=8784.0)] = 24.0
+
+
+class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why something is done, for the log."""
+
+    reason: Text = ""
+
+
+class OfNode(Reason, frozen=True, forbid_unknown_fields=True):
+    """Concerns one node; `boot`, `address`: only if it has this agent (0 and "": any)."""
+
+    boot: Boot = 0
+    address: Text = ""
+
+
+class When(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A time in the future: `at_us` (since the epoch), or `in_s` from now by this clock."""
+
+    at_us: Annotated[int, Meta(ge=0, lt=2**61)] = 0
+    in_s: Annotated[float, Meta(ge=0.0, le=366 * 86400.0)] = 0.0
+
+    def time_us(self) -> int:
+        """Return the time in microseconds since the epoch."""
+        return self.at_us or time.time_ns() // 1000 + int(self.in_s * 1e6)
+
+
+class ForgetOrder(OfNode, frozen=True, forbid_unknown_fields=True):
+    """Forgets a node. `leave`: a node that is up leaves for good first."""
+
+    leave: bool = False
+
+
+class CordonOrder(OfNode, frozen=True, forbid_unknown_fields=True):
+    """Cordons a node. `drain`: it keeps no workers at all. `by`: it is empty by then."""
+
+    drain: bool = False
+    until_return: bool = False
+    by: When | None = None
+
+
+class MaintenanceOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Plans a maintenance window that begins at `begins` and lasts `for_s`."""
+
+    nodes: tuple[Name, ...]
+    begins: When
+    for_s: Annotated[float, Meta(gt=0.0, le=366 * 86400.0)]

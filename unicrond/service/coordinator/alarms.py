@@ -1,0 +1,102 @@
+"""Alarms: what a person has to look at though nothing has stopped, in one line each.
+
+Rules
+-----
+* An invalid message in the log is lost to the fold. Where a known producer wrote it (a node of the
+  cluster, the API, a coordinator) a fact or an order is missing: most likely another version is at work there.
+* Alarms follow from the log and the time alone, so that a restart brings none back that is over. The state does not
+  hold them: nothing is decided from them.
+* An alarm lasts until STANDS_US after its producer's last such message.
+* A checkpoint that could not be written is an alarm until a later one is written, or the task has ended; this one is in
+  the state.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from unicrond.core.nodes.liveness import OWN_NAME
+from unicrond.core.state.state import ClusterState
+from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
+from unicrond.events.wire.codec import API_PRODUCER
+from unicrond.events.wire.envelope import Quarantined
+from unicrond.events.wire.schemas import SCHEMA
+
+log = logging.getLogger("unicrond")
+
+STANDS_US = 3600 * 1_000_000
+_SAVE_FAILURES = {
+    "unicron": "did not save the checkpoint",
+    "program": "its program did not save its checkpoint",
+}
+_BEATS = f"{PREFIX}.beat."
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableMessages:
+    """Messages of one known producer that are not valid events; `kind`, `reason`: of the last."""
+
+    count: int
+    seq: int
+    at_us: int
+    kind: str
+    reason: str
+
+
+class Alarms:
+    """The alarms of one coordinator. Its shell passes on the messages that could not be read."""
+
+    def __init__(self) -> None:
+        self.unreadable: dict[str, UnreadableMessages] = {}
+        self._schemas: dict[str, int] = {}
+
+    def quarantined(self, entry: Quarantined, state: ClusterState) -> str:
+        """Record a quarantined entry; return the alarm that it raises, "" where its producer is unknown."""
+        producer, kind = written_by(entry.subject)
+        if producer not in state.nodes and producer not in (API_PRODUCER, OWN_NAME):
+            return ""
+        before = self.unreadable.get(producer)
+        count = before.count + 1 if before else 1
+        self.unreadable[producer] = UnreadableMessages(count, entry.seq, entry.recorded_at_us, kind, entry.reason)
+        node = state.nodes.get(producer)
+        self._schemas[producer] = node.schema if node else SCHEMA
+        return self._line(producer)
+
+    def standing(self, now_us: int) -> list[str]:
+        """Return the alarms at this moment, ordered by producer."""
+        return [
+            self._line(name)
+            for name, unreadable in sorted(self.unreadable.items())
+            if now_us - unreadable.at_us < STANDS_US
+        ]
+
+    def _line(self, producer: str) -> str:
+        unreadable, schema = self.unreadable[producer], self._schemas[producer]
+        author = f"node {producer}" if producer not in (API_PRODUCER, OWN_NAME) else f"the {producer}"
+        messages = (
+            f"{unreadable.count} unreadable messages, the last" if unreadable.count > 1 else "an unreadable message"
+        )
+        newer = f"; its agent is of schema {schema}, this coordinator reads {SCHEMA}" if schema > SCHEMA else ""
+        return f"{author}: {messages} at sequence {unreadable.seq} ({unreadable.kind}): {unreadable.reason}{newer}"
+
+
+def unsaved_lines(state: ClusterState) -> list[str]:
+    """Return a line for each active task whose last checkpoint was not written."""
+    return [
+        f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}"
+        for task in state.active
+        for saver, reason in sorted(task.progress.unsaved.items())
+    ]
+
+
+def written_by(subject: str) -> tuple[str, str]:
+    """Return the only producer on this subject and the type of event; two empty texts where there is none."""
+    if subject.startswith(_BEATS):
+        return subject.removeprefix(_BEATS), "Heartbeat"
+    tokens = subject.removeprefix(f"{PREFIX}.").split(".")
+    if subject == TERM_SUBJECT:
+        return OWN_NAME, "CoordinatorStarted"
+    if len(tokens) != 3:
+        return "", ""
+    return (tokens[1] if tokens[0] == "obs" else OWN_NAME), tokens[2]

@@ -1,0 +1,417 @@
+"""The shell around the core: read the log, fold, decide, append. One task, one order of things.
+
+Rules
+-----
+* Its one effect on the cluster is to append, an operator's repair command aside. It never calls an agent.
+* Hold: after an append, nothing is decided until the own events have been read back; after a start,
+  nothing until everything up to the own CoordinatorStarted has been folded.
+* Solving is not deciding: a plan problem that was foreseen is looked up (plan_precompute.py), any other is solved in a
+  thread; the loop goes on folding meanwhile.
+* The operator's repair command runs beside the loop (repairs.py); its outcome is appended like a deadline.
+* Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
+* One that stands by (`follow`) folds what comes and decides for practice alone, so that it knows at once what to do
+  when it leads; nothing of that is appended. Who leads is for head.py to say.
+* A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
+* Fenced means that another coordinator has taken over: `run` ends at once, and may be called again later. Where
+  the claim that fenced us does not count (the fold has refused it), none has: claim the next term, and go on.
+* What is decided is tried first (own_decisions.py). A decision that is not sound, that has no effect again and again,
+  or that cannot be made, is a bug of ours: nothing more is decided (`fault` says why), and everything else goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.nodes.isolation import Repair
+from unicrond.core.nodes.liveness import OWN_NAME, OutboxBacklog
+from unicrond.core.own_decisions import Breaker, DecidingStopped, batches, require_sound
+from unicrond.core.planning.problem import Problem
+from unicrond.core.rules.deadlines import deadlines
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.policy import Policy, Settings
+from unicrond.core.state.state import ClusterState
+from unicrond.core.worth.plan_provenance import with_provenance
+from unicrond.events.log.event_log import BeatLog, EventLog, Fence, Fenced, LogError
+from unicrond.events.vocabulary import (
+    AnyEvent,
+    CheckNode,
+    CoordinatorStarted,
+    DeadlinePassed,
+    ErrorKind,
+    SeverityLevel,
+    StepCommitted,
+)
+from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.schemas import SCHEMA, lowered, since, told_version
+from unicrond.intake.readmission import Readmission
+from unicrond.service.coordinator.clock import CLOCK, Clock
+from unicrond.service.coordinator.code_identity import code_version
+from unicrond.service.coordinator.event_log_health import kept_back_lines
+from unicrond.service.coordinator.follower import Follower
+from unicrond.service.coordinator.heartbeat_watch import NodeWatch
+from unicrond.service.coordinator.hooks import Surroundings
+from unicrond.service.coordinator.plan_precompute import Foresight
+from unicrond.service.coordinator.repairs import RepairOutcome, Repairs
+from unicrond.service.coordinator.repairs import command as repair_command
+from unicrond.service.coordinator.snapshots import Snapshots
+from unicrond.service.coordinator.solutions import Answers
+from unicrond.service.coordinator.timers import Timers
+
+log = logging.getLogger("unicrond")
+
+_READMISSION = Readmission()
+#: Up to so many points of curves are computed on the event loop, in some 10 ms; more of them in a thread.
+POINTS_ON_LOOP = 10_000
+
+
+class Coordinator(Follower):
+    """One coordinator, which leads or stands by. `live`: it decides."""
+
+    def __init__(
+        self,
+        event_log: EventLog,
+        beat_log: BeatLog,
+        policy: Policy,
+        heartbeat_s: float,
+        clock: Clock = CLOCK,
+        severity: Mapping[ErrorKind, SeverityLevel] | None = None,
+        snapshots: Snapshots | None = None,
+        process: str = "",
+        schema: int = SCHEMA,
+        skip: Sequence[int] = (),
+        readmission: Readmission = _READMISSION,
+        repair: Callable[[Repair], Awaitable[RepairOutcome]] | None = None,
+        taken_us: int = 0,
+    ) -> None:
+        """Take the parts of a coordinator. `severity`: what the configuration sets beside severity.py's table.
+        `process`: HOST:PID, for the claim. `schema`: the newest that is written (events/wire/schemas.py). `skip`:
+        entries of the log to pass over from now on (events/log/skips.py). `repair`: how nodes are repaired, where not
+        by the command of `readmission`. `taken_us`: when a person last accepted a log by name (known_log.py)."""
+        super().__init__(event_log, clock, snapshots, skip)
+        self._watch = NodeWatch(beat_log, heartbeat_s, clock, self._tell_quarantined)
+        self.liveness = self._watch.liveness
+        self.live = asyncio.Event()
+        self.around = Surroundings(requests=event_log)
+        self._policy = policy
+        self._heartbeat_s = heartbeat_s
+        self._pending: list[AnyEvent] = []
+        self.foresight = Foresight(clock.monotonic_us)
+        self._answers = Answers(self.foresight)
+        self._timers = Timers(lambda name: self._post(DeadlinePassed(deadline_id=name)))
+        self._severity = dict(severity or {})
+        self._process = process
+        self._taken_us = taken_us
+        self._schema = schema
+        self._readmission = readmission
+        if repair is None and readmission.repair:
+            repair = repair_command(readmission.repair, readmission.repair_timeout_s)
+        self._repairs = Repairs(repair, self._post) if repair else None
+        self._gathering = False
+        self._fence: Fence | None = None
+        self._breaker = Breaker()
+        self._survey: Survey | None = None
+        self._hold_seq = 0
+        self._renews = False
+        self._number = 0
+        self._group: asyncio.TaskGroup
+
+    async def run(self) -> None:
+        """Take over and coordinate until cancelled. Raises Fenced when another coordinator takes over."""
+        try:
+            await self._rule()
+        finally:
+            self._stand_down()
+            if self._repairs is not None:
+                await self._repairs.close()
+
+    async def follow(self) -> None:
+        """Fold what comes as a standby, until cancelled."""
+        self.fault = ""
+        try:
+            await self._catch_up()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read())
+                group.create_task(self._foresee())
+                group.create_task(self._practise())
+        finally:
+            self._stand_down()
+
+    @property
+    def term(self) -> int:
+        """The term that it decides in; 0 where it does not."""
+        return self._fence.term if self._fence is not None and self.live.is_set() else 0
+
+    @property
+    def is_deposed(self) -> bool:
+        """Return whether it has folded a newer term than its own."""
+        return self._fence is not None and self.state.term > self._fence.term
+
+    def _stand_down(self) -> None:
+        """Drop what belongs to the term that ends; it says nothing about the next one."""
+        self.live.clear()
+        self._fence = None
+        self._hold_seq = 0
+        self._renews = False
+        self._forget_unread()
+        self._pending.clear()
+        self._timers.arm({})
+        self._answers.forget_unsolved()
+        self._breaker = Breaker()
+        self._gathering = False
+
+    async def _rule(self) -> None:
+        self.fault = ""
+        await self._catch_up()
+        while True:
+            await self._claim()
+            await self._write_skips()
+            assert self._fence is not None
+            try:
+                async with asyncio.TaskGroup() as group:
+                    self._group = group
+                    group.create_task(self._read())
+                    group.create_task(self._watch.beat(self._fence.term))
+                    group.create_task(self._watch.listen())
+                    group.create_task(self._judge())
+                    group.create_task(self._foresee())
+                    group.create_task(self._coordinate())
+            except* Fenced as fenced:
+                await self._require_ours(fenced.exceptions[0])
+
+    async def _require_ours(self, fenced: BaseException) -> None:
+        """Return if the claim that fenced this coordinator does not count; else raise `fenced`."""
+        self._forget_unread()
+        self._answers.forget_unsolved()
+        end = await self._event_log.last_seq()
+        if end < self.state.seq:  # no claim in a log that has lost entries
+            self.log_is_another(f"the event log ends at entry {end}, and this head has folded {self.state.seq}")
+            await asyncio.Event().wait()
+        await self._read_up(end)
+        assert self._fence is not None
+        if self.is_deposed:
+            raise fenced
+        if self._renews:
+            self._renews = False
+            self.liveness.grace(self._clock.monotonic_us())  # as `verify` sees a term
+            return
+        log.warning("a claim that does not count fenced term %d (%s); claiming the next", self.state.term, fenced)
+
+    def renew_term(self) -> None:
+        """Begin another term at once if it leads: the claim of this one may then leave the stream (retention.py)."""
+        self._renews = self.live.is_set()
+        if self._inbox.empty():
+            self._inbox.put_nowait(None)
+
+    async def _claim(self) -> None:
+        term = self.state.term + 1
+        claim = CoordinatorStarted(
+            term=term,
+            version=told_version(code_version(), self._schema),
+            policy=self._settings().numbers(),
+            severity=self._severity,
+            process=self._process,
+            taken_us=max(self._taken_us, self.state.log_taken_us),
+        )
+        started = self._wrap(lowered(claim, self._schema) or claim, term)
+        self._fence = await self._event_log.claim_term(started)
+        self.around.begin()
+        self._hold_seq = self._fence.seq
+        log.info("term %d: took over at sequence %d", term, self._fence.seq)
+
+    async def _write_skips(self) -> None:
+        """Append the skips under the new term: then no coordinator that folded a skipped entry still decides."""
+        events = await self.unwritten_skips()
+        if events:
+            assert self._fence is not None
+            seqs = await self._event_log.append([self._wrap(e, self._fence.term) for e in events], fence=self._fence)
+            self._hold_seq = max(self._hold_seq, *seqs)
+
+    def _settings(self) -> Settings:
+        if self._schema < since(CheckNode):
+            return Settings(self._policy, self._heartbeat_s)
+        readmission = self._readmission
+        repair_timeout_s = readmission.repair_timeout_s if self._repairs else 0.0
+        return Settings(self._policy, self._heartbeat_s, readmission.timeout_s, repair_timeout_s)
+
+    def standing_alarms(self) -> list[str]:
+        """Return what a person has to look at now, a line each."""
+        return self.alarms.standing(self._clock.wall_us()) + kept_back_lines(self.kept_back()) + self.around.alarms()
+
+    def kept_back(self) -> dict[str, OutboxBacklog]:
+        """Return for each node that is heard what it cannot append."""
+        return self.liveness.backlogs(self._clock.monotonic_us())
+
+    def quiet_us(self) -> int:
+        """Return for how long nothing, neither an entry nor an acknowledgement, has come from the log while we
+        listened."""
+        return self.liveness.attended_us(self._read_us, self._clock.monotonic_us())
+
+    def _delivered(self) -> None:
+        super()._delivered()
+        self._watch.delivered()
+
+    def _folded(self, before: ClusterState, entry: Recorded) -> None:
+        event = entry.envelope.event
+        if self._fence is not None and entry.envelope.term == self._fence.term:
+            self._breaker.folded(before, self.state, event)
+        self._watch.folded(event, live=self.live.is_set())
+        if self.live.is_set():
+            self.around.folded(before, self.state, entry)
+            level = logging.DEBUG if isinstance(event, StepCommitted) else logging.INFO
+            log.log(level, "%d %s", entry.seq, event.sentence())
+
+    async def submit(self, envelope: Envelope) -> int:
+        """Append an observation that a person made through the API; return its sequence number."""
+        (seq,) = await self.around.requests.append([envelope])
+        self._delivered()
+        return seq
+
+    # --- deciding ------------------------------------------------------------------------------
+
+    async def _practise(self) -> None:
+        """Decide as if this one led, and append nothing: the next look at the state is then a short one."""
+        while True:
+            if not self.fault:
+                try:
+                    survey = await self._look()
+                    if not needed_solves(survey) and not decide(survey, self._answers.solutions):
+                        self.foresight.look_from(survey)
+                except Exception as error:
+                    self._stop_deciding(_bug(error))
+            await self._take_in()
+
+    async def _coordinate(self) -> None:
+        while True:
+            await self._take_in()
+            assert self._fence is not None
+            if self.is_deposed:
+                raise Fenced(f"term {self._fence.term} was replaced by term {self.state.term}")
+            if self.state.seq >= self._fence.seq and self.state.term < self._fence.term:
+                raise Fenced(f"the claim of term {self._fence.term} does not count after term {self.state.term}")
+            if self.state.seq >= self._hold_seq:
+                if not self.live.is_set():
+                    self.liveness.grace(self._clock.monotonic_us())
+                    self.live.set()
+                    log.info("live at sequence %d", self.state.seq)
+                await self._decide()
+                if self._renews:
+                    raise Fenced("another term was asked for")
+
+    async def _decide(self) -> None:
+        if not self.fault:
+            try:
+                await self._step()
+                self._keep_snapshot()
+            except DecidingStopped as stop:
+                self._stop_deciding(str(stop))
+            except LogError:
+                raise
+            except Exception as error:
+                self._stop_deciding(_bug(error))
+
+    def _stop_deciding(self, reason: str) -> None:
+        super()._stop_deciding(reason)
+        self._pending.clear()
+        self._timers.arm({})
+
+    def _keep_snapshot(self) -> None:
+        if self._snapshots is not None and self._mark is not None and self._snapshots.is_due(self.state.seq):
+            self._group.create_task(self._snapshots.save(self.state, self._mark, self._skips, self.bookkeeper.books))
+
+    async def _step(self) -> None:
+        """Look at the whole state once. When it returns without appending, the state calls for nothing more."""
+        survey = await self._look()
+        self._timers.arm(deadlines(survey))
+        if self._repairs is not None:
+            self._repairs.look(survey)
+        if self._pending:
+            pending = tuple(self._pending)
+            await self._append(pending)
+            del self._pending[: len(pending)]  # after the append: what a false claim has fenced goes with our next term
+            return
+        needed = needed_solves(survey)
+        for problem in self._answers.ask(needed):
+            self._group.create_task(self._solve(problem))
+        self._gathering = self._watch.gathers(self.state.nodes)
+        decisions = decide(survey, self._answers.solutions, gathering=self._gathering)
+        if decisions:
+            answer = self._answers.answer_of(needed[0]) if needed else None
+            await self._append([with_provenance(event, answer) for event in decisions] if answer else decisions)
+        elif not needed:
+            self.foresight.look_from(survey)
+
+    async def _look(self) -> Survey:
+        """Return a survey of the newest state. A plan's curves are computed in a thread if that takes a while."""
+        self._survey = survey = Survey(self.state, self._policy, self._survey)
+        if not survey.fresh and survey.points_to_make > POINTS_ON_LOOP:
+            await asyncio.to_thread(survey.make_curves)
+        return survey
+
+    async def _append(self, events: Sequence[AnyEvent]) -> None:
+        assert self._fence is not None
+        events = [replace(e, argv=self._readmission.check) if isinstance(e, CheckNode) else e for e in events]
+        forms = [form for event in events if (form := lowered(event, self._schema)) is not None]
+        self._breaker.about_to_append(forms)
+        wrapped = [[self._wrap(event, self._fence.term) for event in batch] for batch in batches(forms)]
+        require_sound(self.state, [envelope for batch in wrapped for envelope in batch])
+        await self.around.prepare(forms)
+        for batch in wrapped:
+            seqs = await self._event_log.append(batch, fence=self._fence)
+            self._delivered()
+            self._hold_seq = max(self._hold_seq, *seqs)
+
+    def _wrap(self, event: AnyEvent, term: int) -> Envelope:
+        self._number += 1
+        return Envelope(
+            producer=OWN_NAME,
+            boot=term,
+            number=self._number,
+            term=term,
+            caused_by=self._cause,
+            based_on=self.state.seq,
+            observed_at_us=self._clock.wall_us(),
+            event=event,
+        )
+
+    async def _solve(self, problem: Problem) -> None:
+        try:
+            await self._answers.solve(problem)
+        except Exception as error:
+            self._stop_deciding(_bug(error))
+        await self._inbox.put(None)
+
+    async def _foresee(self) -> None:
+        try:
+            await self.foresight.run()
+        except Exception as error:
+            self._stop_deciding(_bug(error))
+
+    def _post(self, event: AnyEvent) -> None:
+        """Queue an event that was made outside `decide`; the next step appends it."""
+        if self.fault:
+            return
+        self._pending.append(event)
+        if self._inbox.empty():
+            self._inbox.put_nowait(None)
+
+    async def _judge(self) -> None:
+        await self.live.wait()
+        while True:
+            await self._watch.pause()
+            verdicts = self._watch.verdicts(self.state.nodes)
+            if self.state.seq < self._hold_seq:
+                continue
+            if self._gathering and not self._watch.gathers(self.state.nodes) and self._inbox.empty():
+                self._inbox.put_nowait(None)
+            for verdict in self._watch.news(verdicts):
+                self._post(verdict)
+
+
+def _bug(error: Exception) -> str:
+    log.error("a bug in the coordinator", exc_info=error)
+    return f"cannot decide: {type(error).__name__}: {' '.join(str(error).split())[:500]}"

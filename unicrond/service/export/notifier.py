@@ -1,0 +1,201 @@
+"""Sends notices (core/notices.py) to people at destinations (intake/notify.py) by transports
+(notification_transports.py).
+
+Rules
+-----
+* The coordinator's loop never waits: it only puts notices on a list. A queue that is full drops its oldest message and
+  logs that. Nothing is decided from any of this.
+* Only of what is new, and only by the coordinator that decides: entries that are read again after a start, or while
+  another one leads, give no notices. One that takes over says so, with the open incidents.
+* One matter, one message: notices of one key within `group_s` go together; the same again within `repeat_s` does not go
+  at all, unless the matter was over in between. The end of a matter is sent if its beginning was sent.
+* A message is tried again after 1, 2, 4, ... s up to 5 min, each somewhat drawn, for GIVE_UP_S; each destination by
+  itself. What is given up is an alarm.
+* The heartbeat stops where nothing is decided or the log takes nothing, so that its receiver notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from unicrond.core.state.state import ClusterState
+from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.intake.notify import Destination, Notify
+from unicrond.service.coordinator.clock import CLOCK, Clock
+from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
+from unicrond.views.notifications import Notice, event_notices, standing, taken_over
+
+log = logging.getLogger("unicrond")
+
+QUEUE_MAX = 500
+GIVE_UP_S = 3600.0
+PAUSE_MAX_S = 300.0
+LOOK_S = 1.0
+
+
+class Notifier:
+    """Notifies people. `condition`: the body of /healthz; `leads`: this coordinator decides. `courier`: the transport.
+    `hide`: maps a text to its form without secrets."""
+
+    def __init__(
+        self,
+        config: Notify,
+        get: Callable[[], ClusterState],
+        condition: Callable[[], Mapping[str, Any]],
+        leads: Callable[[], bool],
+        clock: Clock = CLOCK,
+        courier: Callable[[Destination, Notification], Awaitable[None]] = deliver,
+        cluster: str = "",
+        hide: Callable[[str], str] = str,
+    ) -> None:
+        self._config, self._get, self._condition, self._leads = config, get, condition, leads
+        self._was_leading = False
+        self._hide = hide
+        self._clock = clock
+        self._courier = courier
+        self._cluster = cluster or socket.gethostname()
+        #: Notices that wait, by key, and since when.
+        self._grouped: dict[str, tuple[int, list[Notice]]] = {}
+        #: When the matter of a key was last sent.
+        self._told_us: dict[str, int] = {}
+        self._standing: dict[str, Notice] = {}
+        self._queues: list[deque[Notification]] = [deque(maxlen=QUEUE_MAX) for _ in config.to]
+        self._wake = [asyncio.Event() for _ in config.to]
+        self._failures = [""] * len(config.to)
+
+    def folded(self, before: ClusterState, after: ClusterState, entry: Entry) -> None:
+        """Queue the notices of a new entry. Never raises, never waits."""
+        if not self._config.to or not isinstance(entry, Recorded):
+            return
+        try:
+            for notice in event_notices(before, after, entry.envelope.event):
+                self._take(notice)
+        except Exception:  # to tell people is never worth the cluster
+            log.exception("notify: entry %d", entry.seq)
+
+    def alarms(self) -> list[str]:
+        """Return the destinations that cannot be reached, a line each."""
+        return [line for line in self._failures if line]
+
+    async def run(self) -> None:
+        """Deliver notices until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._look())
+            for number in range(len(self._config.to)):
+                group.create_task(self._carry(number))
+            if self._config.heartbeat_url:
+                group.create_task(self._beat())
+
+    # --- what is told ----------------------------------------------------------------------------
+
+    def _take(self, notice: Notice) -> None:
+        notice = notice._replace(title=self._hide(notice.title), text=self._hide(notice.text))
+        since_us, waiting = self._grouped.get(notice.key, (self._clock.monotonic_us(), []))
+        self._grouped[notice.key] = since_us, [*waiting, notice]
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._config.group_s / 2 or LOOK_S))
+            if self._config.to:
+                try:
+                    self.look()
+                except Exception:
+                    log.exception("notify")
+
+    def look(self) -> None:
+        """Queue what holds now, and send what has waited long enough. Another coordinator that leads notifies by
+        itself."""
+        was_leading, self._was_leading = self._was_leading, self._leads()
+        if not self._was_leading:
+            self._standing = {}
+            self._grouped.clear()
+            return
+        for notice in taken_over(self._get()) if not was_leading else ():
+            self._take(notice)
+        no_progress_us = int(self._config.no_progress_s * 1e6)
+        condition = self._condition()
+        lines = [line for line in (condition["trouble"], *condition["alarms"]) if line]
+        now = {notice.key: notice for notice in standing(self._get(), self._clock.wall_us(), no_progress_us, lines)}
+        for key, notice in now.items():
+            if key not in self._standing:
+                self._take(notice)
+        for key, notice in self._standing.items():
+            if key not in now:
+                self._take(notice._replace(urgency="info", title=f"over: {notice.title}", text="", is_over=True))
+        self._standing = now
+        now_us = self._clock.monotonic_us()
+        for key, (since_us, notices) in list(self._grouped.items()):
+            if now_us - since_us >= self._config.group_s * 1e6:
+                del self._grouped[key]
+                self._send(key, tuple(notices), now_us)
+
+    def _send(self, key: str, notices: tuple[Notice, ...], now_us: int) -> None:
+        told_us, is_over = self._told_us.get(key), notices[-1].is_over
+        came_and_went = is_over and len(notices) > 1  # within one group: told once, as both
+        if is_over and told_us is None and not came_and_went:
+            return
+        if not is_over and told_us is not None and now_us - told_us < self._config.repeat_s * 1e6:
+            return
+        if is_over:
+            self._told_us.pop(key, None)
+        else:
+            self._told_us[key] = now_us
+        message = Notification(self._cluster, notices)
+        rules = {notice.rule for notice in notices}
+        for number, to in enumerate(self._config.to):
+            if not to.rules or rules & set(to.rules):
+                if len(self._queues[number]) == QUEUE_MAX:
+                    log.error("notify: %s: more than %d messages wait; the oldest is lost", to.kind, QUEUE_MAX)
+                self._queues[number].append(message)
+                self._wake[number].set()
+
+    # --- how it gets there -----------------------------------------------------------------------
+
+    async def _carry(self, number: int) -> None:
+        to, queue, wake = self._config.to[number], self._queues[number], self._wake[number]
+        while True:
+            await wake.wait()
+            wake.clear()
+            while queue:
+                await self._try(number, to, queue.popleft())
+
+    async def _try(self, number: int, to: Destination, message: Notification) -> None:
+        began_us, pause_s = self._clock.monotonic_us(), 1.0
+        while True:
+            try:
+                await self._courier(to, message)
+                self._failures[number] = ""
+                return
+            except Undelivered as error:
+                log.warning("notify: %s cannot be reached (%s); trying again", to.kind, error)
+                self._failures[number] = f"notify.to[{number}]: {to.kind} cannot be reached: {error}"
+            except Exception:
+                log.exception("notify: %s", to.kind)
+                return
+            if self._clock.monotonic_us() - began_us > GIVE_UP_S * 1e6:
+                log.error("ALARM: notify: %s did not get: %s", to.kind, message.title)
+                return
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    async def _beat(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=min(10.0, self._config.heartbeat_s))
+        while True:
+            if self._condition()["status"] == "live":
+                try:
+                    async with (
+                        aiohttp.ClientSession(timeout=timeout) as session,
+                        session.get(self._config.heartbeat_url) as answer,
+                    ):
+                        await answer.read()
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    log.warning("notify: the heartbeat was not taken (%s)", type(error).__name__)
+            await asyncio.sleep(self._config.heartbeat_s)

@@ -1,0 +1,439 @@
+"""`unicrond run`: one asyncio process on the head node: NATS, the coordinator, the HTTP API.
+
+Rules
+-----
+* The API answers before the log is folded; it says "catching up" until the coordinator is live. Before the log can be
+  reached its port says what the head waits for (early_listener.py); a NATS that is away is waited for.
+* SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too, unless another
+  head uses it. As process 1 of a container both do, else it would die with its lease held.
+* Of several heads on one log one leads, the others stand by (head.py). A login that may not use the lease (rights of
+  before it) leads alone, as ever.
+* An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
+  its disk was full (event_log_health.py).
+* One coordinator at a time uses a `state_dir`.
+* Where others reach them, NATS and the API speak TLS (certificates.py).
+* Where logins have keys, what the coordinator decides and what people ask for go by two connections with different
+  rights, and streams are made and brought up to date as the operator, at the start alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from unicrond.core.rules.skip_rules import SkipRefused
+from unicrond.display.tables import clean
+from unicrond.events.archive.archived_log import ArchivedLog
+from unicrond.events.host.init_process import ends_all
+from unicrond.events.host.systemd import Systemd
+from unicrond.events.log.event_log import EventLog, Fenced
+from unicrond.events.log.lease import Holder
+from unicrond.events.nats.connection import Connection, Login, LoginRefused, PublishDenied
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.lease import NatsLease
+from unicrond.events.nats.server import EmbeddedServer, ServerError
+from unicrond.events.nats.streams import JetStreamError, create_streams, forget_restored_readers
+from unicrond.events.trust.keys import BadKey, load_or_create_key, read_key
+from unicrond.events.trust.logins import Role, User
+from unicrond.intake.config import Config, login_as
+from unicrond.intake.timeouts import contradictions
+from unicrond.intake.tls import Tls
+from unicrond.service.api.api import Api
+from unicrond.service.api.worker_output import LogReader
+from unicrond.service.coordinator.alarms import unsaved_lines
+from unicrond.service.coordinator.clock import CLOCK
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.event_log_health import LogKeeper
+from unicrond.service.coordinator.garbage_collection import short_pauses
+from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
+from unicrond.service.coordinator.snapshots import Snapshots
+from unicrond.service.coordinator.state_lock import InUse, sole_user
+from unicrond.service.event_log.append_times import AppendTimes
+from unicrond.service.event_log.consumers import Consumers
+from unicrond.service.event_log.durability_checks import Promises
+from unicrond.service.event_log.known_event_log import KnownLog
+from unicrond.service.event_log.retention import LogLife
+from unicrond.service.event_log.stream_probe import StreamProbe
+from unicrond.service.head.early_listener import porch
+from unicrond.service.head.exporters import telling
+from unicrond.service.head.from_config import access_of, beside, server_of
+from unicrond.service.head.head import Head, other_heads, this_process
+from unicrond.service.head.head_status import ProcessStatus
+from unicrond.service.head.startup import StartupStatus, StoppedBySignal, reach, unless_stopped
+from unicrond.service.trust.certificates import Certificates
+from unicrond.service.trust.node_logins import NodeLogins
+
+log = logging.getLogger("unicrond")
+
+
+class Fatal(RuntimeError):
+    """The daemon cannot go on; the message says why and what to do."""
+
+
+async def serve(config: Config, skip: Sequence[int] = (), *, stands_by: bool = False, new_log: bool = False) -> None:
+    """Run until SIGTERM or SIGINT. `skip`: entries of the log to pass over. `stands_by`: another head is to lead, where
+    there is one. `new_log`: accept whatever log there is. Raises Fatal, BadTls."""
+    stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.put_nowait, signum)
+    with short_pauses(), nullcontext() if config.nats.url else _sole_user(Path(config.state_dir)):
+        if new_log:
+            KnownLog(Path(config.state_dir)).take(CLOCK.wall_us())
+        await _serve(config, Orders(stop, skip, stands_by, Systemd()))
+
+
+class Orders(NamedTuple):
+    """The options of this run, beside its configuration. `systemd`: made before any child is."""
+
+    stop: asyncio.Queue[signal.Signals]
+    skip: Sequence[int]
+    stands_by: bool
+    systemd: Systemd
+
+
+async def _serve(config: Config, orders: Orders) -> None:
+    status = StartupStatus()
+    server = None if config.nats.url else server_of(config, _roles(config), status)
+    certificates = Certificates(config.certificates, server if config.nats_tls else None, is_for_api=config.api_tls)
+    ended_by, is_used, has_begun = None, False, False
+    try:
+        async with AsyncExitStack() as connections, AsyncExitStack() as outside:
+            await _receive(outside, config, certificates, orders, status)
+            if server is not None:
+                await unless_stopped(orders.stop, _start(server))
+                has_begun = True
+            links = await unless_stopped(orders.stop, _links(config, orders, server, connections, status))
+            try:
+                ended_by = await _serve_until_stopped(config, links, orders, certificates, outside)
+            finally:
+                is_used = (
+                    server is not None and links.lease is not None and bool(await other_heads(links.lease, links.me))
+                )
+    except StoppedBySignal as stopped:
+        ended_by = stopped.by
+    except PublishDenied as error:
+        raise Fatal(f"nats: {error}; give the server the rights that `unicrond nats-config` prints") from None
+    finally:
+        if is_used:
+            log.warning("nats-server stays: another head uses it")
+        elif server is not None and has_begun and (ended_by is not signal.SIGTERM or ends_all()):
+            await server.stop()
+
+
+async def _receive(
+    stack: AsyncExitStack, config: Config, certificates: Certificates, orders: Orders, status: StartupStatus
+) -> None:
+    """Answer requests for a head that has not begun, until the stack is closed. Raises Fatal."""
+    try:
+        await stack.enter_async_context(
+            porch(config.api.host, config.api.port, certificates.context, lambda: status.text)
+        )
+    except OSError as error:
+        raise _no_port(config, error) from None
+    living = asyncio.create_task(orders.systemd.live(lambda: status.text), name="systemd")
+    stack.callback(living.cancel)
+
+
+async def _links(
+    config: Config, orders: Orders, server: EmbeddedServer | None, connections: AsyncExitStack, status: StartupStatus
+) -> Links:
+    """Return connections that live as long as the stack, to streams that exist. Raises Fatal."""
+    url, known_log = server.url if server else config.nats.url, KnownLog(Path(config.state_dir))
+    if config.nats.has_keys and (config.keys / f"{Role.OPERATOR}.key").exists():
+        async with _connected(url, login_as(config, Role.OPERATOR), "unicrond-start", status) as operator:
+            await known_log.wait(operator, status.say)
+            await create_streams(operator, replicas=config.nats.replicas)
+            await forget_restored_readers(operator)
+    connection = asking = await connections.enter_async_context(
+        _connected(url, login_as(config, Role.COORDINATOR), "unicrond", status)
+    )
+    if config.nats.has_keys:
+        asking = await connections.enter_async_context(
+            _connected(url, login_as(config, Role.API), "unicrond-api", status)
+        )
+    await known_log.wait(connection, status.say)
+    await create_streams(connection, replicas=config.nats.replicas)
+    if not config.nats.has_keys:
+        await forget_restored_readers(connection)
+    lease = await _lease(connection, config, orders)
+    return Links(connection, asking, server, lease, this_process(f"{socket.gethostname()}:{config.api.port}"))
+
+
+class Links(NamedTuple):
+    """The connections of a head. `asking`: of the API's login. `server`: None where it is not ours. `lease`: None where
+    this login may not use it. `me`: this process in it."""
+
+    connection: Connection
+    asking: Connection
+    server: EmbeddedServer | None
+    lease: NatsLease | None
+    me: Holder
+
+
+async def _lease(connection: Connection, config: Config, orders: Orders) -> NatsLease | None:
+    """Return the lease, None where this login may not use it. Raises what NATS answers if this head is to stand by."""
+    lease = NatsLease(connection, replicas=config.nats.replicas)
+    try:
+        await lease.make()
+    except (JetStreamError, PublishDenied) as error:
+        if orders.stands_by:
+            raise
+        log.error("ALARM: no second head can stand by: %s; give the server the rights of `unicrond nats-config`", error)
+        return None
+    return lease
+
+
+@asynccontextmanager
+async def _connected(url: str, login: Login, name: str, status: StartupStatus) -> AsyncIterator[Connection]:
+    """Connect, and close the connection with the context. Raises Fatal."""
+    try:
+        connection = await reach(url, login, name, status)
+    except LoginRefused as error:
+        raise Fatal(str(error)) from None
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+def _roles(config: Config) -> list[User]:
+    """Return the logins of this machine; they get keys where the server is ours. Raises Fatal."""
+    if not config.nats.has_keys:
+        return []
+    needed = (Role.COORDINATOR, Role.API)
+    try:
+        if config.nats.url:
+            return [read_key(config.keys / f"{role}.key").user for role in needed]
+        return [load_or_create_key(config.keys, role).user for role in (*needed, Role.OPERATOR, Role.READER)]
+    except (BadKey, OSError) as error:
+        raise Fatal(f"nats.keys: {error}; `unicrond nats-config` makes keys") from None
+
+
+@contextmanager
+def _sole_user(state_dir: Path) -> Iterator[None]:
+    """Lock the state_dir as long as the context lasts. Raises Fatal."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(sole_user(state_dir))
+        except InUse as error:
+            raise Fatal(str(error)) from None
+        yield
+
+
+async def _start(server: EmbeddedServer) -> None:
+    """Start the embedded server, or adopt the one that runs. Raises Fatal."""
+    try:
+        adopted = await server.start()
+    except (OSError, ServerError) as error:
+        if isinstance(error, OSError) and error.filename:
+            raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
+        raise Fatal(f"nats-server: {clean(str(error))}") from None
+    log.info("nats-server at %s (%s, pid %s)", server.url, "adopted" if adopted else "started", server.pid)
+
+
+def _coordinator(config: Config, links: Links, orders: Orders, event_log: EventLog) -> Coordinator:
+    identity = KnownLog(Path(config.state_dir)).read()
+    return Coordinator(
+        event_log,
+        NatsBeatLog(links.connection),
+        config.policy,
+        config.heartbeat_s,
+        severity=config.severity,
+        snapshots=Snapshots(NatsSnapshotStore(links.connection, replicas=config.nats.replicas)),
+        process=f"{socket.gethostname()}:{os.getpid()}",
+        skip=orders.skip,
+        schema=config.write_schema,
+        readmission=config.readmission,
+        taken_us=identity.taken_us if identity is not None else 0,
+    )
+
+
+async def _serve_until_stopped(
+    config: Config, links: Links, orders: Orders, certificates: Certificates, outside: AsyncExitStack
+) -> signal.Signals:
+    """Run all parts of the head; return the signal that ended it. `outside`: what answers on the API's port until
+    now."""
+    server = links.server
+    appends = AppendTimes(time.monotonic)
+    stream = NatsEventLog(links.connection, extra_headers=beside(config), on_duration=appends.took)
+    event_log = ArchivedLog(stream, config.archive)
+    coordinator = _coordinator(config, links, orders, event_log)
+    coordinator.around.requests = NatsEventLog(links.asking, on_duration=appends.took)
+    _warn(config, orders)
+    probe = _probe(links, coordinator)
+    known_log = KnownLog(Path(config.state_dir))
+    life = _log_life(config, coordinator, probe, appends)
+    keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
+    head = None
+    if links.lease is not None:
+        head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
+    promises = _promises(config, links, head)
+    process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
+    api = Api(config, coordinator, event_log, LogReader(links.asking), access_of(config), process)
+    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await outside.aclose()
+        await _open(runner, config, certificates)
+        runs = {
+            "coordinator": head.run() if head is not None else coordinator.run(),
+            "log-keeper": keeper.run(),
+            "log-life": life.run(),
+            "promises": promises.run(),
+            "known-log": known_log.keep(
+                lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.mismatch or coordinator.fault)
+            ),
+        }
+        work = [asyncio.create_task(run, name=name) for name, run in runs.items()]
+        if server is not None:
+            work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
+        work += _keep_logins(config, links, coordinator, api)
+        work += telling(config, coordinator, api)
+        coordinator.around.add_alarms(lambda: unsaved_lines(coordinator.state))
+        if config.nats_tls or config.api_tls:
+            work.append(asyncio.create_task(certificates.run(), name="certificates"))
+            coordinator.around.add_alarms(certificates.alarms)
+        watchdog = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # a standby is ready too
+        work.append(asyncio.create_task(watchdog, name="systemd"))
+        return await _until_stopped(work, orders.stop)
+    finally:
+        with suppress(asyncio.TimeoutError):
+            await runner.cleanup()
+
+
+async def _until_stopped(work: list[asyncio.Task[None]], stop: asyncio.Queue[signal.Signals]) -> signal.Signals:
+    """Return the signal that came; all work has ended then. Raises what a part of it raised, and Fatal."""
+    stop_task = asyncio.create_task(stop.get(), name="stop")
+    first, _ = await asyncio.wait([*work, stop_task], return_when=asyncio.FIRST_COMPLETED)
+    for task in [*work, stop_task]:
+        task.cancel()
+    await asyncio.gather(*work, return_exceptions=True)
+    if stop_task in first:
+        log.info("stopping on %s", stop_task.result().name)
+        return stop_task.result()
+    _raise_cause(first.pop())
+    raise Fatal("a part of the daemon ended without a reason")
+
+
+def _warn(config: Config, orders: Orders) -> None:
+    for warning in contradictions(config.policy, config.heartbeat_s, {}):
+        log.warning("%s", warning)
+    if config.injection:
+        log.warning("injection is on: anyone with access to the API may order faults")
+    may_sign = isinstance(config.tls, Tls) and not config.tls.ca
+    if orders.stands_by and config.nats.has_keys and may_sign and not config.certifies_nodes:
+        log.warning(
+            "%s is missing: if the other head has it, copy its directory, or nodes will exchange no states while this "
+            "head leads (docs/operate/heads.md)",
+            config.certificates.cert,
+        )
+
+
+async def _open(runner: web.AppRunner, config: Config, certificates: Certificates) -> None:
+    """Have the API listen. Raises Fatal."""
+    host, port = config.api.host, config.api.port
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=certificates.context).start()
+    except OSError as error:
+        raise _no_port(config, error) from None
+    log.info("API at %s://%s:%d", "https" if config.api_tls else "http", host, port)
+
+
+def _no_port(config: Config, error: OSError) -> Fatal:
+    where = f"{config.api.host}:{config.api.port}"
+    return Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port")
+
+
+def _probe(links: Links, coordinator: Coordinator) -> StreamProbe:
+    read_seq, beats = coordinator.liveness.read_seq, coordinator.liveness.beats
+    probe = StreamProbe(
+        links.connection,
+        lambda: coordinator.state.seq,
+        lambda: {node: read_seq(node) for node in beats},
+        coordinator.log_is_another,
+    )
+    coordinator.around.add_alarms(probe.alarms)
+    return probe
+
+
+def _log_life(config: Config, coordinator: Coordinator, probe: StreamProbe, appends: AppendTimes) -> LogLife:
+    """Return what archives, trims and measures the log."""
+    life = LogLife(config, coordinator, lambda: probe.info, appends, time.monotonic)
+    coordinator.around.add_alarms(life.alarms)
+    coordinator.around.metrics = life.metrics
+    return life
+
+
+def _promises(config: Config, links: Links, head: Head | None) -> Promises:
+    system = config.keys / f"{Role.SYSTEM}.key"
+    return Promises(
+        links.connection,
+        Role.COORDINATOR if config.nats.has_keys else None,
+        login_as(config, Role.SYSTEM) if config.nats.has_keys and system.exists() else None,
+        config.nats.replicas,
+        is_embedded=links.server is not None,
+        has_others=lambda: head is not None and (head.standing_by or not head.leads),
+    )
+
+
+def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
+    """Start what keeps logins with keys as the log says: who may log in, and what each agent may read."""
+    if not config.nats.has_keys:
+        return []
+    consumers = Consumers(
+        links.connection, lambda: coordinator.state, coordinator.liveness.read_seq, coordinator.live.is_set
+    )
+    coordinator.around.prepare = consumers.before
+    coordinator.around.begin = consumers.forget
+    logins = NodeLogins(
+        _roles(config),
+        links.server,
+        config.keys / "nodes",
+        lambda: coordinator.state,
+        api.ask,
+        CLOCK.wall_us,
+        coordinator.live.is_set,
+        has_shared=config.nats.shared is not None,
+    )
+    coordinator.around.add_alarms(logins.alarms)
+    return [
+        asyncio.create_task(_once_folded(coordinator, consumers.run), name="consumers"),
+        asyncio.create_task(_once_folded(coordinator, logins.run), name="logins"),
+    ]
+
+
+async def _once_folded(coordinator: Coordinator, run: Callable[[], Awaitable[None]]) -> None:
+    await coordinator.caught_up.wait()
+    await run()
+
+
+async def _keep_running(server: EmbeddedServer) -> None:
+    while True:
+        await server.ended()
+        log.warning("nats-server ended; restarting it")
+        await server.start()
+        log.info("nats-server runs again at %s (pid %s)", server.url, server.pid)
+
+
+def _raise_cause(task: asyncio.Task[Any]) -> None:
+    """Raise the task's exception without the wrapping of task groups."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, Fenced):
+        raise Fatal(f"another coordinator took over ({error}); this one stops, so that only one decides") from None
+    if isinstance(error, SkipRefused):
+        raise Fatal(str(error)) from None
+    if error is not None:
+        raise error

@@ -1,0 +1,78 @@
+"""The startup of a head's process, until the log answers.
+
+Rules
+-----
+* The head waits for a NATS that is away, without end: to exit and be started again would only make the waits longer. A
+  login that NATS refuses ends the process.
+* A signal ends the waiting at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from unicrond.events.log.event_log import LogUnavailable
+from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
+from unicrond.events.nats.url import parse_urls
+
+log = logging.getLogger("unicrond")
+
+T = TypeVar("T")
+#: How long one attempt to connect lasts.
+CONNECT_TIMEOUT_S = 15.0
+_SAY_AFTER_S = 2.0
+
+
+class StoppedBySignal(Exception):
+    """A signal came before the head had begun; `by`: which."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(by.name)
+        self.by = by
+
+
+class StartupStatus:
+    """What a head that has not begun is waiting for, as `text`."""
+
+    def __init__(self) -> None:
+        self.text = "starts"
+
+    def say(self, text: str) -> None:
+        """Set the text; log it if it is new."""
+        if text != self.text:
+            self.text = text
+            log.warning("not begun yet: %s", text)
+
+
+async def unless_stopped(stop: asyncio.Queue[signal.Signals], work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns. Raises StoppedBySignal where a signal comes first."""
+    work_task = asyncio.create_task(work, name="start")
+    stop_task = asyncio.create_task(stop.get(), name="stop")
+    try:
+        await asyncio.wait({work_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return await work_task
+        log.info("stopping on %s", stop_task.result().name)
+        raise StoppedBySignal(stop_task.result())
+    finally:
+        for task in (work_task, stop_task):
+            task.cancel()
+        await asyncio.gather(work_task, stop_task, return_exceptions=True)
+
+
+async def reach(url: str, login: Login, name: str, status: StartupStatus) -> Connection:
+    """Connect to NATS, however long that takes, and return the connection. Raises Refused."""
+    timeout_s = _SAY_AFTER_S
+    while True:
+        try:
+            return await connect(parse_urls(url), name=name, login=login, timeout_s=timeout_s)
+        except LoginRefused:
+            if timeout_s == CONNECT_TIMEOUT_S:
+                raise
+        except LogUnavailable as error:
+            status.say(f"no NATS at {url}: {error}")
+        timeout_s = CONNECT_TIMEOUT_S

@@ -1,0 +1,162 @@
+"""Keeps the list of logins of the embedded NATS server as the folded log says.
+
+Rules
+-----
+* People enrol and revoke nodes by requests that stand in the log; the state lists the nodes' keys. This tells the
+  server, at once and without a restart, and keeps the list in a file beside the server's store: a server that starts
+  before the log is folded lets in who was let in before.
+* A login that was never used ends after its time: this asks for it, by a request like a person's.
+* The head that has the server tells it, whether it leads or stands by; the one that leads asks.
+* On a NATS server of one's own the list is the operator's (`unicrond nats-config`); here nothing is told to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
+from unicrond.events.nats.server import ServerError
+from unicrond.events.trust.logins import BadLogin, User, agent_login
+from unicrond.events.vocabulary import NodeRevoked
+
+log = logging.getLogger("unicrond")
+
+LOOK_EVERY_S = 0.25
+
+
+class LoginServer(Protocol):
+    """An embedded server whose list of logins can change."""
+
+    async def let_in(self, users: Sequence[User]) -> None:
+        """Replace the list of logins (see EmbeddedServer)."""
+        ...
+
+
+class NodeLogins:
+    """Keeps the server's logins as the log says. `roles`: the logins that are no agents'. `server`: None where it is
+    not ours. `ask`: append a request.
+
+    `has_shared`: NATS still accepts the shared login too, which may do everything.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[User],
+        server: LoginServer | None,
+        path: Path,
+        state: Callable[[], ClusterState],
+        ask: Callable[[NodeRevoked], Awaitable[None]],
+        now_us: Callable[[], int],
+        leads: Callable[[], bool] = lambda: True,
+        *,
+        has_shared: bool = False,
+    ) -> None:
+        self._roles = tuple(roles)
+        self._server = server
+        self._path = path
+        self._state = state
+        self._ask = ask
+        self._now_us = now_us
+        self._leads = leads
+        self._has_shared = has_shared
+        self._previous_alarms: list[str] = []
+        #: Why the server's list is not the log's; "" where it is.
+        self.trouble = ""
+
+    async def run(self) -> None:
+        """Keep the server's list up to date, until cancelled. To be started once the log is folded."""
+        current: Mapping[str, NodeLogin] | None = None
+        ended: list[NodeLogin] = []
+        while True:
+            logins = self._state().logins
+            if logins is not current and await self._tell(logins):
+                current = logins
+            for node in expired(logins, self._now_us()) if self._leads() else ():
+                if logins[node] not in ended:  # else it is asked for
+                    ended.append(logins[node])
+                    log.warning("the key of node %s was not used in time: it ends", node)
+                    await self._ask(NodeRevoked(node=node, reason="the key was not used in time"))
+            self._say()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def alarms(self) -> list[str]:
+        """Return what a person has to do about logins, a line each."""
+        lines = [f"NATS does not know the newest logins: {self.trouble}"] if self.trouble else []
+        return [*lines, migration_line(self._state())] if self._has_shared else lines
+
+    def _say(self) -> None:
+        """Log the alarms that are new."""
+        alarms = self.alarms()
+        for line in alarms:
+            if line not in self._previous_alarms:
+                log.error("ALARM: %s", line)
+        self._previous_alarms = alarms
+
+    async def _tell(self, logins: Mapping[str, NodeLogin]) -> bool:
+        users = [User(agent_login(node), login.key) for node, login in logins.items()]
+        if self._server is None:
+            return True
+        try:
+            await asyncio.to_thread(remember, self._path, users)
+            await self._server.let_in([*self._roles, *users])
+        except (ServerError, OSError) as error:
+            self.trouble = str(error)
+            return False
+        self.trouble = ""
+        return True
+
+
+def expired(logins: Mapping[str, NodeLogin], now_us: int) -> list[str]:
+    """Return the nodes whose keys were not used in time."""
+    return [
+        node for node, login in logins.items() if login.expires_us and not login.is_used and login.expires_us <= now_us
+    ]
+
+
+def without_key(state: ClusterState) -> list[str]:
+    """Return the nodes of the cluster that are not enrolled."""
+    return [name for name, node in state.nodes.items() if node.status is NodeStatus.UP and name not in state.logins]
+
+
+def migration_line(state: ClusterState) -> str:
+    """Return what stands in the way of `auth: keys`, in one line."""
+    missing = without_key(state)
+    if not missing and not any(node.status is NodeStatus.UP for node in state.nodes.values()):
+        return "NATS accepts the shared login, which may do everything: enroll the nodes, then set nats.auth to keys"
+    if not missing:
+        return "NATS accepts the shared login, though every node has a key: set nats.auth to keys"
+    names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
+    nodes = "1 node" if len(missing) == 1 else f"{len(missing)} nodes"
+    return f"NATS accepts the shared login, which may do everything: enroll the {nodes} without a key ({names})"
+
+
+def remember(path: Path, users: Sequence[User]) -> None:
+    """Write the list for the next start. Raises OSError."""
+    new = path.with_suffix(".new")
+    text = "".join(f"{user.login} {user.key}\n" for user in users)
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def remembered(path: Path) -> list[User]:
+    """Return the agents' logins of the last time, without those that cannot be read."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    users = []
+    for line in lines:
+        login, _, key = line.partition(" ")
+        try:
+            users.append(User(agent_login(login.removeprefix(agent_login("x")[:-1])), key))
+        except BadLogin:
+            log.warning("%s: ignoring %r", path, line)
+    return users

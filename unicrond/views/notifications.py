@@ -1,0 +1,154 @@
+"""Notices for people, by rules over the log: pure.
+
+| rule | sent when |
+|---|---|
+| `task_failed` | a task has failed |
+| `sev1` | an incident is of SEV1, or has become so |
+| `isolated` | a node has been isolated |
+| `no_progress` | a task that has workers in the plan has committed nothing for `no_progress_s` |
+| `trouble` | the log takes nothing, deciding has stopped, or an alarm stands (the lines of `unicronctl status`) |
+| `takeover` | a coordinator has taken over from another |
+| `no_spare` | the last free slot is in use, while the plan lacks workers that a healthy cluster would have |
+| `refused` | an isolated node has failed its health check or its repair |
+
+Rules
+-----
+* A notice has a key: notices under one key are about one matter. Those of an incident share its id, so that they are
+  sent together. `is_over`: the matter of that key is settled.
+* `event_notices` looks at one entry, `standing` at what holds at a moment: a level, sent once until it is over;
+  `taken_over` at a coordinator's beginning.
+
+What does not live here: who gets them and how often (service/notifier.py, service/couriers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeAlias
+
+from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
+from unicrond.events import vocabulary as v
+
+Rule: TypeAlias = Literal[
+    "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "refused"
+]
+Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
+
+
+class Notice(NamedTuple):
+    """`text`: what is known, some lines. `commands`: what to go on with."""
+
+    key: str
+    rule: Rule
+    urgency: Urgency
+    title: str
+    text: str = ""
+    commands: tuple[str, ...] = ()
+    is_over: bool = False
+
+
+def event_notices(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> list[Notice]:
+    """Return the notices that an entry gives rise to."""
+    notices = [*_incident_notices(before, after)]
+    match event:
+        case v.TaskFailed() if _has_failed(before, after, event.task):
+            commands = "unicronctl tasks", f"unicron-replay story task:{event.task} --nats URL"
+            title = f"task {event.task} has failed"
+            notices.append(Notice(f"task:{event.task}", "task_failed", "critical", title, event.reason, commands))
+        case v.NodeIsolated() if not _is_isolated(before, event.node) and _is_isolated(after, event.node):
+            notices.append(
+                Notice(
+                    f"node:{event.node}",
+                    "isolated",
+                    "error",
+                    f"node {event.node} is isolated",
+                    event.reason,
+                    (f"unicron-replay story node:{event.node} --nats URL", f"unicronctl uncordon {event.node}"),
+                )
+            )
+        case v.NodeReadmitted() if _is_isolated(before, event.node) and not _is_isolated(after, event.node):
+            title = f"node {event.node} works again"
+            notices.append(Notice(f"node:{event.node}", "isolated", "info", title, event.reason, is_over=True))
+        case v.NodeChecked(passed=False) | v.RepairEnded(passed=False) if _is_isolated(after, event.node):
+            procedure = "health check" if isinstance(event, v.NodeChecked) else "repair"
+            title = f"node {event.node} stays isolated: its {procedure} failed"
+            notices.append(Notice(f"node:{event.node}", "refused", "error", title, event.detail, ("unicronctl nodes",)))
+    return notices
+
+
+def taken_over(state: ClusterState) -> list[Notice]:
+    """Return the notice of a coordinator that has just become live; the first of a log has taken over from none."""
+    if state.term < 2:
+        return []
+    title = f"a coordinator has taken over: term {state.term}"
+    text = f"{len(state.incidents)} incidents open, {len(state.active)} tasks active"
+    return [Notice(f"term:{state.term}", "takeover", "warning", title, text, ("unicronctl status",))]
+
+
+def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Iterable[str]) -> list[Notice]:
+    """Return the notices of what holds now. `trouble`: lines that an operator must look at."""
+    notices = _spares(state)
+    for task in state.active if no_progress_us else ():
+        assignment = state.plan.assignments.get(task.name)
+        since_us = max(task.progress.last_commit_us, task.submitted_us)
+        if assignment and assignment.workers and now_us - since_us > no_progress_us:
+            title = f"task {task.name} has made no step for {(now_us - since_us) // 60_000_000} min"
+            text = f"iteration {task.progress.iteration}; {len(state.incidents)} incidents open"
+            commands = f"unicronctl logs {task.name}", f"unicron-replay story task:{task.name} --nats URL"
+            notices.append(Notice(f"progress:{task.name}", "no_progress", "critical", title, text, commands))
+    for line in trouble:
+        # The matter is what the line is about; counts and times in it change.
+        key = "".join(letter for letter in line if not letter.isdigit())[:80]
+        notices.append(Notice(f"trouble:{key}", "trouble", "critical", line, "", ("unicronctl status",)))
+    return notices
+
+
+def story(incident: Incident) -> str:
+    """Describe an incident in a few lines."""
+    subject = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
+    lines = [f"{incident.kind}, {incident.severity.name}: {subject}", incident.message]
+    if incident.place:
+        lines.append(f"where: {incident.place}")
+    lines.append(f"tasks: {', '.join(incident.tasks) or 'none'}; response: {RESPONSE[incident.severity]}")
+    if incident.closed_us:
+        lines.append(
+            f"healed: detected in {incident.detection_us / 1e6:.2f} s, transition {incident.transition_us / 1e6:.2f}"
+            f" s, {incident.redone} micro-batches redone"
+        )
+    return "\n".join(lines)
+
+
+def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]:
+    if before.incidents is after.incidents:
+        return []
+    notices = []
+    for name, incident in after.incidents.items():
+        old = before.incidents.get(name)
+        if incident.severity is Severity.SEV1 and (old is None or old.severity is not Severity.SEV1):
+            title = f"SEV1: {incident.kind} on {incident.node}"
+            commands = f"unicron-replay story {name} --nats URL", "unicronctl status"
+            notices.append(Notice(name, "sev1", "error", title, story(incident), commands))
+    closed = after.closed[-1] if after.closed is not before.closed and after.closed else None
+    if closed is not None and closed.severity is Severity.SEV1:
+        title = f"SEV1 healed: {closed.kind} on {closed.node}"
+        notices.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))
+    return notices
+
+
+def _spares(state: ClusterState) -> list[Notice]:
+    free = sum(node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned)
+    if free > sum(state.plan.workers.values()) or state.plan.waf >= state.plan.healthy_waf:
+        return []
+    out = [node.name for node in state.nodes.values() if node.status is NodeStatus.LOST or node.isolated]
+    text = f"{state.plan.reason}\nout: {', '.join(out[:20]) or 'none'}"
+    return [Notice("spares", "no_spare", "error", "no spare slot is left", text, ("unicronctl plan show",))]
+
+
+def _has_failed(before: ClusterState, after: ClusterState, name: str) -> bool:
+    task, old = after.tasks.get(name), before.tasks.get(name)
+    return task is not None and task.status is TaskStatus.FAILED and (old is None or old.status is not task.status)
+
+
+def _is_isolated(state: ClusterState, name: str) -> bool:
+    return name in state.nodes and state.nodes[name].isolated
