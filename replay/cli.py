@@ -50,7 +50,7 @@ from unicrond.replay.reading.opening import PROGRAM
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     log_lines.set_up(logging.WARNING, f"{PROGRAM}: %(message)s")
-    logging.getLogger("events").setLevel(logging.CRITICAL)  # retries are not news; failures are raised
+    logging.getLogger("unicrond.events").setLevel(logging.CRITICAL)  # retries are not news; failures are raised
     return command_line.run(PROGRAM, lambda: _run(sys.argv[1:] if arguments is None else arguments), LogError)
 
 
@@ -60,7 +60,7 @@ def _run(arguments: Sequence[str]) -> int:
     if getattr(options, "bare_file", None) is not None:
         options.file = options.bare_file
     module, _, name = options.run.partition(":")
-    run = getattr(import_module(f"replay.{module}"), name)  # what only this command needs
+    run = getattr(import_module(f"unicrond.replay.{module}"), name)  # what only this command needs
     try:
         return asyncio.run(run(options)) or 0
     except BrokenPipeError:

@@ -21,7 +21,7 @@ from typing import Any
 from unicrond.agents.accelerators.driver import NoDriver
 from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Throttle, XidEvent
 
-logger = logging.getLogger("agents")
+logger = logging.getLogger("unicrond.agents")
 
 _SLICE_S = 0.5
 _AGAIN_S = 5.0

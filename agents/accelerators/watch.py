@@ -25,7 +25,7 @@ from unicrond.agents.accelerators.nvml import NvmlDriver
 from unicrond.agents.accelerators.readings import Sighting, XidEvent
 from unicrond.events.vocabulary import WorkerId
 
-logger = logging.getLogger("agents")
+logger = logging.getLogger("unicrond.agents")
 
 POLL_S = 5.0
 SILENCE_S = 60.0

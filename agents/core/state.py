@@ -399,7 +399,7 @@ class InjectIntoNode(_StateStruct, frozen=True, kw_only=True):
 
 
 class RunCheck(_StateStruct, frozen=True, kw_only=True):
-    """Check the node's health (health_check.py) by `argv`, empty: by the self-test, and feed Checked within `limit_s`."""
+    """Check the node's health (health_check.py) by `argv` (empty: the self-test); feed Checked within `limit_s`."""
 
     command_id: str
     argv: tuple[str, ...]

@@ -60,8 +60,9 @@ def main(arguments: list[str]) -> NoReturn:
     control = socket.socket(fileno=int(fd))
     die_with_parent(int(parent))
     try:
+        importlib.import_module(preload)  # ours, before the path shows any module of the task's
         sys.path.insert(0, str(Path.cwd()))
-        for name in (preload, *modules):
+        for name in modules:
             importlib.import_module(name)
         run = import_object(worker)
     except BaseException as error:

@@ -41,7 +41,7 @@ from unicrond.events.queries.worker_queries import BadLogsMessage, LogsReply
 from unicrond.events.queries.worker_queries import encode as encode_reply
 from unicrond.events.vocabulary import Name
 
-logger = logging.getLogger("agents")
+logger = logging.getLogger("unicrond.agents")
 
 CONNECT_S = 3.0
 #: How many connections are tried at once.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from unicrond.agents.core.state import Checked, Input, RunCheck
 from unicrond.events.host import bounded_process
 
-logger = logging.getLogger("agents")
+logger = logging.getLogger("unicrond.agents")
 
 _NICENESS = 10
 
@@ -32,7 +32,7 @@ class Health:
     def __init__(self, node: str, slots: int, accelerators: str, feed: Callable[[Input], None]) -> None:
         self._node = node
         self._self_test = (
-            *(sys.executable, "-m", "unicrond.agents.health.self_test"),
+            *(sys.executable, "-P", "-m", "unicrond.agents.health.self_test"),
             *("--slots", str(slots), "--accelerators", accelerators),
         )
         self._feed = feed
@@ -65,7 +65,15 @@ async def run(argv: Sequence[str], limit_s: float, environment: dict[str, str]) 
     """Run the command; return whether it ended with code 0 in time, and its last output."""
     # `unicrond.agents.host.die_with_parent` stands between: it lowers the priority and asks the kernel to end the
     # command with the agent.
-    shelled = (sys.executable, "-m", "unicrond.agents.host.die_with_parent", str(os.getpid()), str(_NICENESS), *argv)
+    shelled = (
+        sys.executable,
+        "-P",
+        "-m",
+        "unicrond.agents.host.die_with_parent",
+        str(os.getpid()),
+        str(_NICENESS),
+        *argv,
+    )
     try:
         code, output = await bounded_process.run(shelled, limit_s, environment)
     except (OSError, ValueError) as error:

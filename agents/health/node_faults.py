@@ -22,7 +22,7 @@ from pathlib import Path
 
 from unicrond.events.vocabulary import Fault
 
-logger = logging.getLogger("agents")
+logger = logging.getLogger("unicrond.agents")
 
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914

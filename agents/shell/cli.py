@@ -318,7 +318,7 @@ def _check(options: Options) -> int:
     """Run the preflight, print its findings and return the exit code."""
     import asyncio
 
-    for noisy in ("events", "asyncio"):  # NATS's own messages are among the findings
+    for noisy in ("unicrond.events", "asyncio"):  # NATS's own messages are among the findings
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     findings = [
         *node_findings(options),
@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _supervise(argv: Sequence[str]) -> int:
     """Keep an agent running in a process of its own; return the exit code of the last one."""
-    # -P: a directory named `agents` in the working directory is not this package
+    # -P: no module of the working directory stands in for one of the environment's
     command = [
         sys.executable,
         "-P",

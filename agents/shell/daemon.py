@@ -121,7 +121,7 @@ from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 if TYPE_CHECKING:
     from unicrond.agents.memory.peer_tokens import Credentials  # needs an extra, and so does what it imports
 
-logger = logging.getLogger("agents")
+logger = logging.getLogger("unicrond.agents")
 
 #: Of an agent whose node was forgotten while it was away: the next one joins anew.
 EXIT_FORGOTTEN = 5

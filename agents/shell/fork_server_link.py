@@ -204,7 +204,7 @@ class ForkLink:
         raise ForkServerFailed(f"it ended with code {code} before it served; its log ends with:\n{log_end}")
 
     def _launch(self, write_fd: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "unicrond.agents.fork_server", "--run-dir", str(self._run_dir.path)]
+        command = [sys.executable, "-P", "-m", "unicrond.agents.fork_server", "--run-dir", str(self._run_dir.path)]
         command += [*self._arguments, "--ready-fd", str(write_fd)]
         path = self._run_dir.fork_server_log
         if path.exists() and path.stat().st_size > MAX_BYTES:

@@ -96,7 +96,7 @@ def archived_batches(directory: Path, after_seq: int = 0) -> Iterator[list[Entry
 
 
 def archived_beats(directory: Path) -> Iterator[list[Recorded]]:
-    """Yield, in pieces, the heartbeats that the archive keeps as evidence (`heartbeat_evidence.py`). Raises LogDamaged."""
+    """Yield the heartbeats that the archive keeps (`heartbeat_evidence.py`), in pieces. Raises LogDamaged."""
     segments = segment_paths(directory) if directory.is_dir() else []
     for number, segment in enumerate(segments):
         try:

@@ -19,7 +19,8 @@ import msgpack  # type: ignore[import-untyped]
 from unicrond.events.wire.codec import MAX_EVENT_BYTES, BadEvent, read
 from unicrond.events.wire.envelope import Envelope
 
-HELP = "usage: python -m unicrond.events.nats.decode [--json] < BODY     e.g. --translate 'python -m unicrond.events.nats.decode'"
+_PROGRAM = "python -m unicrond.events.nats.decode"
+HELP = f"usage: {_PROGRAM} [--json] < BODY     e.g. --translate '{_PROGRAM}'"
 
 
 def line(body: bytes, *, as_json: bool = False) -> str:

@@ -164,6 +164,6 @@ async def _main() -> None:
 
 def main() -> None:
     """Run the child."""
-    logging.getLogger("events").setLevel(logging.CRITICAL)  # retries are not news; failures are reported
+    logging.getLogger("unicrond.events").setLevel(logging.CRITICAL)  # retries are not news; failures are reported
     gc.disable()  # as unicron-replay does
     asyncio.run(_main())

@@ -87,7 +87,8 @@ def test_what_the_child_leaves_behind_is_reaped(tmp_path: Path) -> None:
 
 def test_a_first_process_steps_aside() -> None:
     """Elsewhere than as process 1 nothing happens."""
-    code = "import os, sys; from unicrond.events.host.init_process import step_aside; step_aside(); print(os.getpid()); sys.exit(5)"
+    code = "import os, sys; from unicrond.events.host.init_process import step_aside; step_aside()\n"
+    code += "print(os.getpid()); sys.exit(5)"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 5
     unshare = ["unshare", "-rpf"]

@@ -14,7 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("events", "unicrond", "agents", "replay")
+#: Folders of the repository that are packages in `unicrond`, where links stand for them.
+LINKED = ("events", "agents", "replay")
 #: This environment's packages, where all that the wheel depends on is.
 SITE = Path(sysconfig.get_path("purelib"))
 
@@ -45,7 +46,7 @@ def source_files() -> list[str]:
     """The project's own files, relative to its root; in an unpacked sdist, which no git knows, those of the sdist."""
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     if listed.returncode == 0:
-        return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+        return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
     sources = next(ROOT.glob("*.egg-info")) / "SOURCES.txt"
     return [name for name in sources.read_text().splitlines() if ".egg-info" not in name]
 
@@ -55,7 +56,7 @@ def build(directory: Path) -> tuple[Path, Path]:
     copy = directory / "source"
     for name in source_files():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, copy / name)
+        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
     hook = "from setuptools import build_meta; import sys; print(build_meta.build_sdist(sys.argv[1]))"
     sdist = directory / must(sys.executable, "-c", hook, directory, cwd=copy).splitlines()[-1]
     offline = ("--no-build-isolation", "--no-deps", "--no-index", "--quiet")

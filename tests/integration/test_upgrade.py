@@ -58,7 +58,8 @@ async def go(way: tuple[str, ...], before: Version, after: Version, directory: P
 def test_the_build_with_one_schema_more_can_be_made(trees: Path) -> None:
     """As the source changes, its patches must."""
     tree = make_tree("next", trees)
-    program = "import unicrond.service.head.daemon, unicrond.agents.shell.daemon, unicrond.replay.cli, unicrond.events.wire.schemas; print(unicrond.events.wire.schemas.SCHEMA)"
+    program = "import unicrond.service.head.daemon, unicrond.agents.shell.daemon, unicrond.replay.cli\n"
+    program += "from unicrond.events.wire import schemas; print(schemas.SCHEMA)"
     env = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, cwd=tree, capture_output=True, text=True, check=False

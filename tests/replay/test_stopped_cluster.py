@@ -103,7 +103,8 @@ def test_nothing_stays_of_a_command_that_is_ended(stopped: Path, tmp_path: Path,
     place = tmp_path / "tmp"
     place.mkdir()
     held = (
-        "import asyncio, sys; from pathlib import Path; from unicrond.replay.reading.stopped_cluster import serve_copy\n"
+        "import asyncio, sys; from pathlib import Path\n"
+        "from unicrond.replay.reading.stopped_cluster import serve_copy\n"
         "async def main():\n"
         "    async with serve_copy(Path(sys.argv[1])):\n"
         "        print('ready', flush=True)\n"

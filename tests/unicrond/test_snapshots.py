@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -109,12 +110,16 @@ def test_what_does_not_fit_is_refused_with_the_reason(monkeypatch: pytest.Monkey
         decode_snapshot(body)
 
 
-def test_the_fingerprint_is_that_of_the_folding_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_covers_the_folding_code_alone(tmp_path: Path) -> None:
     before = code_identity.fingerprint.__wrapped__()
     assert code_identity.fingerprint.__wrapped__() == before == code_identity.fingerprint()
-    (tmp_path / "more.py").write_text("# a change\n")
-    monkeypatch.setattr(code_identity, "PACKAGES", (*code_identity.PACKAGES, tmp_path))
-    assert code_identity.fingerprint.__wrapped__() != before
+    copy = tmp_path / "unicrond"
+    shutil.copytree(code_identity.FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert code_identity.fingerprint(copy) == before, "links to the folders beside it are followed"
+    (copy / "agents" / "more.py").write_text("# it folds nothing\n")
+    assert code_identity.fingerprint.__wrapped__(copy) == before
+    (copy / "events" / "more.py").write_text("# a change\n")
+    assert code_identity.fingerprint.__wrapped__(copy) != before
 
 
 # --- a coordinator with a store ----------------------------------------------------------------

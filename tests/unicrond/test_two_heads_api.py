@@ -21,9 +21,9 @@ from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.intake.config import Config
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
+from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.head.head import Head
-from unicrond.service.head.head_status import ProcessStatus
 
 
 class Served:

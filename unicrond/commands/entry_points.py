@@ -1,15 +1,11 @@
-"""Entry points of the four commands: they first check whose code this is, then import the program.
-
-They start here, in the one package whose name no other project uses: a stranger's `agents` or `events` would run
-before any check in it could. Programs are found by name, for this package knows neither `agents` nor `replay`.
-"""
+"""Entry points of the four commands: they import the program that is called, and name the extra that it lacks."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-from unicrond import origin
+from unicrond.events.host import optional_dependencies as extras
 
 
 def unicrond() -> int:
@@ -34,12 +30,6 @@ def unicron_replay() -> int:
 
 
 def _run(program: str, module: str) -> int:
-    try:
-        origin.check()
-    except origin.MixedInstallation as error:
-        return _fail(program, error)
-    from unicrond.events.host import optional_dependencies as extras
-
     try:
         return int(import_module(module).main() or 0)
     except extras.MissingExtra as error:

@@ -291,7 +291,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     extras.require("unicronctl checkpoint", "node")
     words = [options.what, str(options.source), str(options.directory), f"--task={options.task}"]
     return subprocess.run(
-        [sys.executable, "-m", "unicrond.agents.trainer.states.portable", *words], check=False
+        [sys.executable, "-P", "-m", "unicrond.agents.trainer.states.portable", *words], check=False
     ).returncode
 
 

@@ -1,7 +1,8 @@
 """`unicronctl story`, `verify`, `debug`, and the goodput of an interval: what `unicron-replay` shows of a log, for
 the log that the API gives.
 
-The views are replay's, and are found by name, as programs are (`entry_points.py`): this package knows no `replay`.
+The views are replay's, and are found by name, as programs are (`entry_points.py`): what no command shows
+is not imported.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from unicrond.events.log.event_log import LogError
 
     module, _, name = VIEWS[options.command].partition(":")
-    view = getattr(import_module(f"replay.{module}"), name)
+    view = getattr(import_module(f"unicrond.replay.{module}"), name)
     other_sources = dict.fromkeys(("file", "nats", "state_dir", "archive"))
     view_options = argparse.Namespace(**{**vars(options), **other_sources, "url": client_of(options).url})
     try:

@@ -227,7 +227,7 @@ class DevCluster:
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
                 # Ours are an agent's command, or a module of its package; others may name the directory too.
-                ours = any(part.endswith("/unicron-agent") or part.startswith("agents.") for part in command)
+                ours = any(part.endswith("/unicron-agent") or part.startswith("unicrond.agents.") for part in command)
                 if ours and run_dir in command:
                     processes[process.pid] = process
                     for child in process.children(recursive=True):

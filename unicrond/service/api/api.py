@@ -81,11 +81,11 @@ from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of, number_in
 from unicrond.service.api.metrics import exposition
 from unicrond.service.api.page_api import PageApi
+from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.service.head.head_status import ProcessStatus
 from unicrond.views.plan_preview import WhatIfError, changes_of, table_json, what_if
 from unicrond.views.spares import DAY_S, spares
 

@@ -49,6 +49,7 @@ from unicrond.intake.config import Config, login_as
 from unicrond.intake.timeouts import contradictions
 from unicrond.intake.tls import Tls
 from unicrond.service.api.api import Api
+from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.alarms import unsaved_lines
 from unicrond.service.coordinator.clock import CLOCK
@@ -68,7 +69,6 @@ from unicrond.service.head.early_listener import porch
 from unicrond.service.head.exporters import telling
 from unicrond.service.head.from_config import access_of, beside, server_of
 from unicrond.service.head.head import Head, other_heads, this_process
-from unicrond.service.head.head_status import ProcessStatus
 from unicrond.service.head.startup import StartupStatus, StoppedBySignal, reach, unless_stopped
 from unicrond.service.trust.certificates import Certificates
 from unicrond.service.trust.node_logins import NodeLogins

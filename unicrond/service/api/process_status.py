@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from unicrond.service.head.head import Head
+from unicrond.events.log.lease import Holder
+
+
+class Leadership(Protocol):
+    """Tell which head leads (`unicrond/service/head/head.py`)."""
+
+    leader: Holder | None
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this head leads."""
+
+    @property
+    def standing_by(self) -> list[str]:
+        """Return the heads that stand by, as HOST:PID."""
 
 
 class ProcessStatus(NamedTuple):
@@ -14,7 +28,7 @@ class ProcessStatus(NamedTuple):
     here, a line each."""
 
     trouble: Callable[[], str] = str
-    head: Head | None = None
+    head: Leadership | None = None
     weaker: Callable[[], list[str]] = list
 
     @property
