@@ -45,7 +45,6 @@ def test_a_cluster_in_order_has_none(state: ClusterState) -> None:
     ("fields", "what", "fix"),
     [
         ({"address": "127.0.0.1"}, "where no other node reaches it", "--address"),
-        ({"schema": 1}, "its agent reads schema 1", "upgrade the agent"),
         ({"memory": None}, "takes no copies of states", "--memory-gib"),
         ({"status": NodeStatus.LOST, "reason": "no heartbeat"}, "is lost: no heartbeat", "unicronctl story node:n2"),
         ({"isolated": True}, "is isolated", "unicronctl story node:n2"),

@@ -84,9 +84,7 @@ def test_a_node_that_has_gone_is_forgotten_when_a_person_asks(gone: object, seed
 def test_one_that_is_up_is_not_forgotten() -> None:
     cluster = training()
     node = cluster.state.nodes[NODE]
-    assert "n0 is up; unicronctl forget --leave n0 has it leave for good first" in refusal(
-        cluster.state, node, leave=False
-    )
+    assert "n0 is up; unicronctl forget --leave n0 has it leave for good first" in refusal(node, leave=False)
     assert not refusal(node, leave=True)
     ask(cluster)
     assert cluster.state.nodes[NODE].status is NodeStatus.UP and not cluster.state.nodes[NODE].draining

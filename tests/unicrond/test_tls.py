@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.events.certified import Certified, now
-from tests.unicrond.test_warrants import command, enveloped
+from tests.unicrond.test_warrants import RUNS, enveloped, told
 from unicrond.agents.memory.peer_tokens import Credentials
 from unicrond.commands.cli import main
 from unicrond.commands.logins import _certify
@@ -109,7 +109,7 @@ def test_with_nats_servers_of_ones_own_the_certificate_is_for_states(tmp_path: P
     assert credentials.node == "n1" and credentials.context()
     assert "tls" not in Login(key=tmp_path / "agent-n1.key").options()
     warrants = Warrants(load(path).certificates.cert)
-    assert warrants.beside(enveloped(command("n1")))
+    assert warrants.beside(enveloped(told(5, RUNS)))
 
 
 # --- the configuration ---------------------------------------------------------------------------

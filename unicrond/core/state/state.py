@@ -405,7 +405,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     term: int = 0
     severity: dict[str, int] = {}
     nodes: Mapping[str, Node] = always({})
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, Task] = always({})
     incidents: dict[str, Incident] = {}
     closed: tuple[Incident, ...] = ()
     incidents_total: int = 0
