@@ -7,7 +7,8 @@ it reads on.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -17,10 +18,13 @@ T = TypeVar("T")
 def always(default: T, name: str | None = None) -> T:
     """Give a struct's field this default, and have it written even where it has it. `name`: its name in the bytes.
 
-    msgspec leaves out what is the default itself, not what equals it. That is sure of None, of booleans, of small
-    integers and of what is empty; a field with another default needs this, or equal structs had different bytes.
+    For the fields of the state that its JSON always shows. And for a default that msgspec does not recognise: it leaves
+    out what is the default itself, not what equals it. That is sure of None, of booleans, of small integers and of what
+    is empty; equal structs had different bytes by any other.
     """
-    return msgspec.field(default_factory=lambda: default, name=name)
+    # msgspec's omit_defaults compares with plain defaults only, never with what a factory makes.
+    factory: Callable[[], Any] = (lambda: {}) if default == {} else (lambda: default)
+    return cast(T, msgspec.field(default_factory=factory, name=name))
 
 
 class Since(NamedTuple):

@@ -108,17 +108,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     store: StoreAddress
     agent_boot: int
     joined_us: int
-    version: str = ""
-    isolated: bool = False
-    isolation_over: bool = False
-    isolations: int = 0
-    cordoned: bool = False
-    draining: bool = False
-    cordon_reason: str = ""
-    returns_us: tuple[int, ...] = ()
-    reason: str = ""
-    commands: int = 0
-    memory: MemoryService | None = None
+    version: str = always("")
+    isolated: bool = always(False)
+    isolation_over: bool = always(False)
+    isolations: int = always(0)
+    cordoned: bool = always(False)
+    draining: bool = always(False)
+    cordon_reason: str = always("")
+    returns_us: tuple[int, ...] = always(())
+    reason: str = always("")
+    commands: int = always(0)
+    memory: MemoryService | None = always(None)
     schema: int = 1
     unread: int = 0
     injected: bool = False
@@ -164,7 +164,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     submitted_seq: int
     submitted_us: int
     workers: Mapping[str, Worker] = always({})
-    membership: Membership | None = None
+    membership: Membership | None = always(None)
     numbers: Numbers = Numbers()
     progress: TaskProgress = TaskProgress()
     pace: Pace = Pace()
@@ -304,22 +304,22 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str
     occurred_us: int
     detected_us: int
-    log_tail: str = ""
-    place: str = ""
-    lost_peers: dict[str, str] = msgspec.field(default={}, name="lost")
-    symptoms: int = 0
-    ripe: bool = False
-    response: str = ""
-    resumed_us: int = 0
-    redone: int = 0
-    iterations_lost: int = 0
-    state_from: str = ""
-    closed_us: int = 0
-    detection_us: int = 0
-    transition_us: int = 0
+    log_tail: str = always("")
+    place: str = always("")
+    lost_peers: dict[str, str] = always({}, name="lost")
+    symptoms: int = always(0)
+    ripe: bool = always(False)
+    response: str = always("")
+    resumed_us: int = always(0)
+    redone: int = always(0)
+    iterations_lost: int = always(0)
+    state_from: str = always("")
+    closed_us: int = always(0)
+    detection_us: int = always(0)
+    transition_us: int = always(0)
     detection_flop: float = always(0.0)
     transition_flop: float = always(0.0)
-    sub_health_flops: int = 0
+    sub_health_flops: int = always(0)
     links: dict[str, tuple[str, ...]] = {}
     computed: dict[str, tuple[int, int]] = {}
     micro_batches_lost: int = 0
@@ -333,19 +333,19 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Each task's share (see unicrond.events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
 
-    epoch: int = 0
-    assignments: dict[str, TaskAssignment] = {}
-    waf: int = 0
-    basis: str = ""
-    trigger: str = ""
-    reason: str = ""
-    adopted_us: int = 0
-    healthy: dict[str, int] = {}
-    waf_if_healthy: int = 0
+    epoch: int = always(0)
+    assignments: dict[str, TaskAssignment] = always({})
+    waf: int = always(0)
+    basis: str = always("")
+    trigger: str = always("")
+    reason: str = always("")
+    adopted_us: int = always(0)
+    healthy: dict[str, int] = always({})
+    waf_if_healthy: int = always(0)
     transition_flop: float = always(0.0)
-    method: str = ""
-    took_us: int = 0
-    rows_reused: int = 0
+    method: str = always("")
+    took_us: int = always(0)
+    rows_reused: int = always(0)
     healthy_gpus: dict[str, str] = {}
 
     @property
@@ -400,23 +400,23 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     without end.
     """
 
-    seq: int = 0
-    now_us: int = 0
-    term: int = 0
-    severity: dict[str, int] = {}
+    seq: int = always(0)
+    now_us: int = always(0)
+    term: int = always(0)
+    severity: dict[str, int] = always({})
     nodes: Mapping[str, Node] = always({})
     tasks: dict[str, Task] = always({})
-    incidents: dict[str, Incident] = {}
-    closed: tuple[Incident, ...] = ()
-    incidents_total: int = 0
+    incidents: dict[str, Incident] = always({})
+    closed: tuple[Incident, ...] = always(())
+    incidents_total: int = always(0)
     plan: Plan = always(Plan())
-    injections: dict[str, Injection] = {}
+    injections: dict[str, Injection] = always({})
     ledger: Ledger = always(Ledger())
-    worker_mtbf_us: int = 0
+    worker_mtbf_us: int = always(0)
     last_numbers: Mapping[str, tuple[int, int]] = always({}, name="seen")
-    quarantined: int = 0
-    duplicates: int = 0
-    inert: int = 0
+    quarantined: int = always(0)
+    duplicates: int = always(0)
+    inert: int = always(0)
     refused: tuple[Refusal, ...] = ()
     schema: int = 1
     check_limit_us: int = 0

@@ -42,7 +42,7 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     generation: int
     origin: str
     size_bytes: int
-    shards: int = 0
+    shards: int = always(0)
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,8 +62,8 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The next free numbers; none is used twice, not even in the next life of the task's name."""
 
-    next_worker: int = 1
-    next_replica: int = 0
+    next_worker: int = always(1)
+    next_replica: int = always(0)
 
 
 class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,14 +73,14 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     whose it was (unicrond.events.vocabulary.SaveFailed).
     """
 
-    iteration: int = 0
-    best_iteration: int = 0
-    committed_generation: int = 0
-    loss: float | None = None
-    first_loss: float | None = None
-    first_commit_us: int = 0
-    last_commit_us: int = 0
-    checkpoint_iteration: int = 0
+    iteration: int = always(0)
+    best_iteration: int = always(0)
+    committed_generation: int = always(0)
+    loss: float | None = always(None)
+    first_loss: float | None = always(None)
+    first_commit_us: int = always(0)
+    last_commit_us: int = always(0)
+    checkpoint_iteration: int = always(0)
     unsaved: dict[str, str] = {}
 
 
@@ -93,11 +93,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `on_gpus`: what was measured on other types, by layout (gpu_types.py).
     """
 
-    iteration_us: int = 0
-    timings: tuple[int, ...] = ()
-    warm: int = 0
-    measurements: dict[str, int] = msgspec.field(default={}, name="measured")
-    transition_us: int = 0
+    iteration_us: int = always(0)
+    timings: tuple[int, ...] = always(())
+    warm: int = always(0)
+    measurements: dict[str, int] = always({}, name="measured")
+    transition_us: int = always(0)
     elsewhere: dict[str, dict[str, int]] = {}
     reshape_us: int = 0
     move_us: int = 0
@@ -120,8 +120,8 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `before`: the last membership of which a lead had said so, until the newest group has met.
     """
 
-    formed_after: int = 0
-    reattempts: int = 0
+    formed_after: int = always(0)
+    reattempts: int = always(0)
     meetings: int = 0
     unread: int = 0
     suspicions: Mapping[str, HangSuspected] = always({})
@@ -145,11 +145,11 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     workers of numbers below `early_below` belong to the last time.
     """
 
-    strikes: dict[str, int] = {}
-    struck_below: dict[str, int] = {}
-    stuck: int = 0
-    ends: dict[str, int] = {}
-    breaks: dict[str, int] = {}
+    strikes: dict[str, int] = always({})
+    struck_below: dict[str, int] = always({})
+    stuck: int = always(0)
+    ends: dict[str, int] = always({})
+    breaks: dict[str, int] = always({})
     unclear: dict[str, int] = {}
     early: int = 0
     early_below: int = 0
@@ -171,7 +171,7 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `holdings`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     """
 
-    peers: tuple[MemoryService, ...] = ()
+    peers: tuple[MemoryService, ...] = always(())
     holdings: Mapping[str, KeptState] = always({}, name="kept")
 
 
@@ -182,8 +182,8 @@ class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     until the first group in the new one has met.
     """
 
-    reshape: ReshapeRequested | None = None
-    reshaped_us: int = 0
+    reshape: ReshapeRequested | None = always(None)
+    reshaped_us: int = always(0)
     plan: int = 0
     since_us: int = 0
 
@@ -195,8 +195,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     training loop for that, and after which iteration.
     """
 
-    reason: str = ""
-    params_digest: str = ""
+    reason: str = always("")
+    params_digest: str = always("")
     stop: str = ""
     loop_exits: dict[str, int] = msgspec.field(default={}, name="left")
 

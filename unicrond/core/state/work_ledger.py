@@ -23,13 +23,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     when on that counts as lost, `incident` the one charged.
     """
 
-    rate: int = 0
-    since_us: int = 0
-    workers: int = 0
-    had: int = 0
-    had_since_us: int = 0
-    lost_from_us: int = 0
-    incident: str = ""
+    rate: int = always(0)
+    since_us: int = always(0)
+    workers: int = always(0)
+    had: int = always(0)
+    had_since_us: int = always(0)
+    lost_from_us: int = always(0)
+    incident: str = always("")
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,14 +47,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `failures`: closed incidents that took a process or a node.
     """
 
-    until_us: int = 0
+    until_us: int = always(0)
     failure_free: Decimal = always(ZERO)
     delivered: Decimal = always(ZERO)
     detection: Decimal = always(ZERO)
     transition: Decimal = always(ZERO)
     sub_health: Decimal = always(ZERO)
-    healthy: int = 0
-    accounts: dict[str, Account] = {}
-    charges: dict[str, Charge] = {}
-    exposed_us: int = 0
-    failures: int = 0
+    healthy: int = always(0)
+    accounts: dict[str, Account] = always({})
+    charges: dict[str, Charge] = always({})
+    exposed_us: int = always(0)
+    failures: int = always(0)

@@ -13,6 +13,7 @@ import msgspec
 
 from unicrond.core.state.ordered_map import changed
 from unicrond.events.vocabulary import FaultKind, Member, StoreAddress
+from unicrond.events.vocabulary.field_defaults import always
 
 
 class WorkerStatus(StrEnum):
@@ -47,9 +48,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replica: int
     shard: int
     status: WorkerStatus
-    command_id: str = ""
-    pid: int = 0
-    generation: int = 0
+    command_id: str = always("")
+    pid: int = always(0)
+    generation: int = always(0)
     injected: FaultKind | Literal[""] = ""
     answered: int = 0
     busy: str = ""
