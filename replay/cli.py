@@ -217,7 +217,7 @@ def _simulate(commands: Commands) -> None:
     bare_command(
         commands,
         "simulate",
-        "evaluation.simulate_cli:simulate_command",
+        "evaluation.studies.simulate_cli:simulate_command",
         "compare policies on a failure trace in virtual time; unicron's is the coordinator's own core",
         _known_to_simulate,
         option("--cluster", "CLUSTER", "GPU:NODESxGPUS (default: %(default)s)", default="a800-80g:16x8"),

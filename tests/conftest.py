@@ -25,7 +25,7 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 
-_LEVELS = {name: logging.getLogger(name).level for name in ("events", "asyncio", "nats", "aiohttp")}
+_LEVELS = {name: logging.getLogger(name).level for name in ("unicrond.events", "asyncio", "nats", "aiohttp")}
 
 
 @pytest.fixture(autouse=True)

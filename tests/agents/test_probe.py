@@ -98,7 +98,7 @@ def _status(run_dir: Path) -> str:
 def test_it_needs_to_know_the_directory_and_loads_nothing_of_the_agent(run_dir: Path) -> None:
     done = subprocess.run([AGENT, "--probe", "live"], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    code = f"import sys; from agents import probe; probe.main(['--probe=live', '--run-dir={run_dir}']); "
+    code = f"import sys; from unicrond.agents.shell import probe; probe.main(['--probe=live', '--run-dir={run_dir}']); "
     code += "print([m for m in ('asyncio', 'msgspec', 'nats', 'unicrond.agents.core.state') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "[]\n"

@@ -63,7 +63,7 @@ async def test_a_socket_that_is_taken_away_is_bound_again(
     heard: Heard, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await heard.connect("a.1")
-    with caplog.at_level(logging.WARNING, logger="agents"):
+    with caplog.at_level(logging.WARNING, logger="unicrond.agents"):
         if how == "unlinked":
             heard.path.unlink()
         elif how == "replaced":

@@ -26,7 +26,6 @@ from unicrond.events.wire.schemas import SCHEMA, spoken_schema
 from unicrond.local.dev import DevCluster
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("events", "unicrond", "agents", "replay")
 #: An agent that is started again is silent for a moment, longer on a busy machine: no node is to be lost for that.
 HEARTBEAT_S = 4.0
 
@@ -97,7 +96,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     ],
     "unicrond/core/deciding/batch.py": [
         (
-            r"(?m)^( *)told = lowered\(",
+            r"(?m)^( *)readable_event = lowered\(",
             r"\1if isinstance(event, v.MembershipDecided):\n\1    event = replace(event, hint=7)\n\g<0>",
         ),
     ],
@@ -112,8 +111,8 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "agents/core/commands.py": [
-        (r"(?m)^( *)case DropState\(", r"\1case v.GreetNode():\n\1    turn.answer(order)\n\1case DropState("),
-        (r"(?m)^from agents import ordered_faults$", r"\g<0>\nfrom events import vocabulary as v"),
+        (r"(?m)^( *)case DropState\(", r"\1case v.GreetNode():\n\1    transition.answer(order)\n\1case DropState("),
+        (r"(?m)^from unicrond.events.vocabulary import \($", r"from unicrond.events import vocabulary as v\n\g<0>"),
     ],
     "agents/core/transaction.py": [
         (
@@ -133,15 +132,14 @@ def make_tree(version: Version, into: Path) -> Path:
     tree = into / version
     if tree.exists():
         return tree
-    tree.mkdir(parents=True)
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "unicrond", tree / "unicrond", ignore=shutil.ignore_patterns("__pycache__"))
     for name, patches in PATCHES.items():
-        text = (tree / name).read_text()
+        path = tree / "unicrond" / name.removeprefix("unicrond/")
+        text = path.read_text()
         for pattern, replacement in patches:
             text, count = re.subn(pattern, replacement, text, count=2)
             assert count == 1, f"{name}: {pattern} stands there {count} times; tests/integration/versions.py is stale"
-        (tree / name).write_text(text)
+        path.write_text(text)
     return tree
 
 

@@ -27,7 +27,7 @@ def numpy_afterwards() -> Iterator[None]:
 def compiled() -> None:
     """The compiled kernel lies in numba's cache. Compiling takes tens of seconds of a slow core, and a test
     that competes with it for the interpreter's lock would double that: it is done in a process of its own."""
-    code = "from unicrond.core.planning import kernel; kernel.warm()"
+    code = "from unicrond.core.planning import kernel_choice; kernel_choice.warm()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
