@@ -408,7 +408,7 @@ async def test_a_killed_node_comes_back_empty(agent: AgentProcess, coordinator: 
     agent.start()
     assert (await coordinator.until(WorkerExited)).worker == "a.1"
     assert (await coordinator.until(NodeJoined)).workers == ()
-    await coordinator.trained("a.2")
+    await coordinator.trained("a.2", generation=2)
 
 
 async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentProcess, coordinator: Coordinator) -> None:
