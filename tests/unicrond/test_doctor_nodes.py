@@ -31,7 +31,7 @@ from events.node_checks import (
 from events.vocabulary import CheckpointSpec
 from tests.unicrond.serving import healed_cluster
 from unicrond.core.state import ClusterState, NodeStatus
-from unicrond.display.doctor_nodes import of_nodes
+from unicrond.display.doctor_nodes import diagnose_nodes
 from unicrond.intake.tokens import Scope
 from unicrond.service.access import scope_of
 from unicrond.service.log_reading import LogReader, LogsUnavailable
@@ -121,7 +121,7 @@ def agents() -> Iterator[Agents]:
 async def look(state: ClusterState, agents: Agents) -> tuple[list[Finding], list[str]]:
     """Through JSON, as the API gives it."""
     seen = await NodeChecks(agents).look(state, ChecksRequest())
-    return of_nodes(msgspec.json.decode(msgspec.json.encode(seen)))
+    return diagnose_nodes(msgspec.json.decode(msgspec.json.encode(seen)))
 
 
 async def test_sound_nodes_have_no_findings(state: ClusterState, agents: Agents) -> None:

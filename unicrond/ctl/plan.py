@@ -27,7 +27,7 @@ from unicrond.display.cluster_tables import (
     si,
     turns,
 )
-from unicrond.display.plan_words import why, why_layouts
+from unicrond.display.plan_words import explain_layouts, explain_plan
 from unicrond.display.tables import Table, show
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def _summary(state: ClusterState) -> dict[str, str]:
         "plan": f"epoch {plan.epoch}, WAF {planned_waf(state, plan.waf, plan.workers)} of {healthy} in health",
         "because of": plan.trigger,
         "reason": plan.reason,
-        **({"why": why(state)} if why(state) else {}),
-        **({"layouts": layouts} if (layouts := why_layouts(state)) else {}),
+        **({"why": explain_plan(state)} if explain_plan(state) else {}),
+        **({"layouts": layouts} if (layouts := explain_layouts(state)) else {}),
         "answered": f"{methods.get(plan.way, plan.way)} in {_microseconds(plan.took_us)}{reused}",
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),

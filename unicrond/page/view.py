@@ -20,7 +20,7 @@ from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
 from unicrond.core.work import LINEAR_FLOPS, achieved_waf, iteration_flop
 from unicrond.display.cluster_tables import node_status
-from unicrond.display.plan_words import why
+from unicrond.display.plan_words import explain_plan
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200
@@ -171,7 +171,7 @@ def _plan(state: ClusterState, several: bool) -> dict[str, Any]:
         "epoch": plan.epoch,
         "trigger": plan.trigger,
         "reason": plan.reason,
-        "why": why(state),
+        "why": explain_plan(state),
         "way": plan.way,
         "took_us": plan.took_us,
         "adopted_us": plan.adopted_us,

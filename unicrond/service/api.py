@@ -73,11 +73,11 @@ from unicrond.core.state_bytes import digest, to_json
 from unicrond.core.survey import worker_mtbf_us
 from unicrond.core.task_rules import too_few_lanes, written_at
 from unicrond.core.what_if import WhatIfError, changes_of, table_json, what_if
-from unicrond.display.derived import derived
+from unicrond.display.derived import derived_values
 from unicrond.intake.config import Config, is_loopback
-from unicrond.intake.task_file import understood
+from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
-from unicrond.intake.tokens import EVERYTHING, Grant
+from unicrond.intake.tokens import FULL_GRANT, Grant
 from unicrond.service.access import Access, AccessDenied
 from unicrond.service.bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
 from unicrond.service.coordinator import Coordinator
@@ -102,7 +102,7 @@ _STATE_PATHS = (
     "/v1/ranks/",
 )
 #: The grant of the request that is being handled.
-_caller: ContextVar[Grant] = ContextVar("who", default=EVERYTHING)
+_caller: ContextVar[Grant] = ContextVar("who", default=FULL_GRANT)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -249,7 +249,7 @@ class Api:
         state, now_us = self._coordinator.state, time.time_ns() // 1000
         mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
         public_state = redact_state(to_json(state), mask_of(state))
-        body = {"digest": digest(state), "state": public_state, **derived(state, now_us)}
+        body = {"digest": digest(state), "state": public_state, **derived_values(state, now_us)}
         return answer({**body, "worker_mtbf_s": mtbf_s, "kept_back": self._kept_back()})
 
     async def plan_table(self, _: web.Request) -> web.Response:
@@ -282,7 +282,7 @@ class Api:
 
     async def submit(self, request: web.Request) -> web.Response:
         """Accept a new task. 400 says which field is wrong; 409 that the name is in use."""
-        spec, wrong = await asyncio.to_thread(understood, await json_of(request))  # a throughput_model takes a while
+        spec, wrong = await asyncio.to_thread(parse_task, await json_of(request))  # a throughput_model takes a while
         if spec is None:
             return error(400, str(wrong[0]))
         previous = self._coordinator.state.tasks.get(spec.name)
