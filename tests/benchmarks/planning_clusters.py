@@ -8,7 +8,7 @@ from functools import lru_cache
 from unicrond.core.planning.problem import Alternative, Curve, Prices, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
 from unicrond.events.vocabulary.shape import Shape
-from unicrond.intake.throughput_preset import worth
+from unicrond.intake.throughput_preset import best_layouts
 from unicrond.throughput.layouts import job, pipeline_degrees, tensor_degrees
 from unicrond.throughput.model import table
 from unicrond.throughput.presets import GPUS, MODELS
@@ -35,7 +35,7 @@ def curves(model: str, batch: int | None, workers: int) -> dict[Shape, Curve]:
         for pp in pipeline_degrees(question.model, question.stack):
             points = table(replace(question, tp=tp, pp=pp), workers)
             tables[Shape(tp, pp)] = {str(x): flops for x, flops in points.items()}
-    return {one: Curve({int(x): flops for x, flops in tables[one].items()}) for one in worth(tables)}
+    return {one: Curve({int(x): flops for x, flops in tables[one].items()}) for one in best_layouts(tables)}
 
 
 def cluster_of_layouts(workers: int, tasks: int) -> Situation:

@@ -18,7 +18,7 @@ import pytest
 from unicrond.events.megatron.command_line import CommandLine
 from unicrond.events.megatron.command_line import read_training_flags as flags_understood
 from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
-from unicrond.intake.task_file import understood
+from unicrond.intake.task_file import parse_task
 
 TRAINING, SEAMS = "megatron-lm-core_v0.16.1-training.tar.xz", "megatron-lm-seams-0.15-0.19.tar.xz"
 MODEL = (
@@ -76,7 +76,7 @@ def task(
     data = {"name": "t", "entry": "megatron-lm", "cwd": str(checkout()), "args": args, "numerics": numerics}
     told = flags_understood(CommandLine.parse(args))
     size = told.tp * told.pp
-    spec, faults = understood({**data, "min_workers": size, "max_workers": size * replicas})
+    spec, faults = parse_task({**data, "min_workers": size, "max_workers": size * replicas})
     assert spec is not None, faults
     env = {**spec.env, "OMP_NUM_THREADS": "1"}
     return msgspec.structs.replace(spec, env=env, checkpoint=CheckpointSpec(interval=0, memory_interval=0))

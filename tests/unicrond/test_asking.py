@@ -21,7 +21,7 @@ from unicrond.core.state.state_bytes import to_json
 from unicrond.ctl import past_state as past
 from unicrond.ctl.client import Client
 from unicrond.ctl.main import main
-from unicrond.display.derived_figures import derived
+from unicrond.display.derived_figures import derived_values
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd
 from unicrond.events.vocabulary import NodeLost, TaskCancelled, TaskSubmitted
 from unicrond.events.wire.envelope import Entry, Recorded
@@ -178,7 +178,7 @@ async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
         assert set(told) == set(to_json(state)[view])
     then = json.loads((await ctl("status", "--json", "--at", begun - 1)).out)
     assert then["state"] == json.loads(json.dumps(to_json(state)))
-    assert then["derived"] == derived(state, state.now_us)["derived"]
+    assert then["derived"] == derived_values(state, state.now_us)["derived"]
     for words in (["status"], ["nodes"], ["tasks"], ["workers"], ["plan", "show"], ["describe", "task", "big"]):
         outcome = await ctl(*words, "--at", begun - 1)
         assert outcome.code == 0 and outcome.out != (await ctl(*words)).out, words

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tests.unicrond.serving import healed_cluster
 from unicrond.core.state.state import ClusterState, NodeStatus
-from unicrond.display.doctor_nodes import of_nodes
+from unicrond.display.doctor_nodes import diagnose_nodes
 from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.node_checks import (
     FactsCheck,
@@ -121,7 +121,7 @@ def agents() -> Iterator[Agents]:
 async def look(state: ClusterState, agents: Agents) -> tuple[list[Finding], list[str]]:
     """Through JSON, as the API gives it."""
     seen = await NodeChecks(agents).look(state, ChecksRequest())
-    return of_nodes(msgspec.json.decode(msgspec.json.encode(seen)))
+    return diagnose_nodes(msgspec.json.decode(msgspec.json.encode(seen)))
 
 
 async def test_sound_nodes_have_no_findings(state: ClusterState, agents: Agents) -> None:

@@ -21,7 +21,7 @@ from unicrond.core.tasks.reshaping import layout_key, most_workers, reshaped
 from unicrond.core.tasks.task_rules import spec_faults
 from unicrond.core.worth.waf import flops_of, waf
 from unicrond.display.cluster_tables import plan_table
-from unicrond.display.plan_explanation import why_layouts
+from unicrond.display.plan_explanation import explain_layouts
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import LayoutSpec
 from unicrond.events.vocabulary.shape import Shape
@@ -408,14 +408,14 @@ def test_a_description_goes_there_and_back() -> None:
 
 def test_the_plan_says_what_another_layout_would_be_worth() -> None:
     cluster = cluster_of(1, 2, 1)
-    assert why_layouts(cluster.state) == ("big on 2 workers in tp 2, pp 1: 300 FLOP/s; in tp 1, pp 1 200 FLOP/s")
+    assert explain_layouts(cluster.state) == ("big on 2 workers in tp 2, pp 1: 300 FLOP/s; in tp 1, pp 1 200 FLOP/s")
     rows = plan_table(cluster.state)
     assert (rows.headers[-1], rows.rows[0][-1]) == ("layout", "tp 2, pp 1")
     then = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("n0",)))
     assert [(one.workers, one.tp, one.pp) for one in then.assignments] == [(1, 1, 1)]
     lose(cluster, "n0")
     cluster.run()
-    assert why_layouts(cluster.state) == "big on 1 worker in tp 1, pp 1: 100 FLOP/s; in tp 2, pp 1 nothing"
+    assert explain_layouts(cluster.state) == "big on 1 worker in tp 1, pp 1: 100 FLOP/s; in tp 2, pp 1 nothing"
 
 
 def test_the_table_of_plans_says_which_layout_would_come() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unicrond.ctl.main import main
-from unicrond.intake.megatron_init import BadScript, of_script, of_words, task_file
+from unicrond.intake.megatron_init import BadScript, parse_script, parse_words, task_file
 from unicrond.intake.task_file import loads
 
 MODEL = (
@@ -41,7 +41,7 @@ srun torchrun --nproc-per-node 8 --nnodes 4 \
 
 
 def test_a_batch_script_becomes_a_task_file() -> None:
-    spec = loads(task_file(of_script(SBATCH), here=Path("/home/me")))
+    spec = loads(task_file(parse_script(SBATCH), base=Path("/home/me")))
     assert (spec.name, spec.entry, spec.cwd) == ("pretrain-gpt", "megatron-lm", "/opt/Megatron-LM")
     assert (spec.min_workers, spec.max_workers, spec.tp) == (2, 32, 2)
     assert (spec.global_batch, spec.micro_batch, spec.iterations) == (256, 4, 1000)
@@ -69,12 +69,12 @@ def test_a_command_line_becomes_a_task_file(capsys: pytest.CaptureFixture[str]) 
 )
 def test_what_only_a_shell_knows_is_named(script: str, reason: str) -> None:
     with pytest.raises(BadScript, match=reason):
-        of_script(script)
+        parse_script(script)
 
 
 def test_a_launcher_alone_is_no_command() -> None:
     with pytest.raises(BadScript, match=r"no word ends in \.py"):
-        of_words(["torchrun", "--nnodes", "2"])
+        parse_words(["torchrun", "--nnodes", "2"])
 
 
 def test_a_bad_flag_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from tests.unicrond.serving import healed_cluster
 from unicrond.core.state.state import ClusterState
-from unicrond.display.plan_explanation import why
+from unicrond.display.plan_explanation import explain_plan
 
 
 def with_flops(state: ClusterState, **measured: dict[int, int]) -> ClusterState:
@@ -26,7 +26,7 @@ def test_the_best_move_and_what_it_would_bring_and_cost() -> None:
         big={2: 20_000_000, 3: 21_000_000},
         small={1: 10_000_000, 2: 11_000_000},
     )
-    told = why(state)
+    told = explain_plan(state)
     assert told.startswith("big (weight 2) has 3, small (weight 1) has 1; by what was measured, 1 worker moved from")
     # big: 2 * (21 - 20) MFLOP/s; small: 11 - 10.
     assert "would bring small 1 MFLOP/s and cost big 2 MFLOP/s" in told and told.endswith("no move is better")
@@ -34,8 +34,8 @@ def test_the_best_move_and_what_it_would_bring_and_cost() -> None:
 
 def test_a_better_move_that_does_not_pay_is_said_to_cost_more() -> None:
     state = with_flops(healed_cluster().state, big={2: 20_000_000, 3: 20_100_000}, small={1: 10_000_000, 2: 19_000_000})
-    assert why(state).endswith("less than the move itself would cost before the next failure is due")
+    assert explain_plan(state).endswith("less than the move itself would cost before the next failure is due")
 
 
 def test_nothing_is_said_where_there_is_no_choice() -> None:
-    assert why(ClusterState()) == ""
+    assert explain_plan(ClusterState()) == ""

@@ -233,7 +233,7 @@ def test_any_text_is_a_document_or_one_clear_error(text: str) -> None:
         parse(text)
     except BadYaml as error:
         assert error.line >= 1
-        assert "\n" not in error.what
+        assert "\n" not in error.reason
 
 
 def test_deep_and_long_documents_are_refused() -> None:

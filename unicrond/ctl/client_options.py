@@ -43,10 +43,10 @@ def snapshot_of(options: argparse.Namespace) -> Snapshot:
         return client.snapshot()
     from unicrond.core.state.state_bytes import to_json
     from unicrond.ctl.past_state import state_at
-    from unicrond.display.derived_figures import derived
+    from unicrond.display.derived_figures import derived_values
 
     state = state_at(client, options.at)
-    return Snapshot({"state": to_json(state), **derived(state, state.now_us)}, state)
+    return Snapshot({"state": to_json(state), **derived_values(state, state.now_us)}, state)
 
 
 def health_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from unicrond.display.cluster_tables import (
     tasks_table,
     workers_table,
 )
-from unicrond.display.describe import Unknown, data_of, described
+from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
-from unicrond.display.doctor_nodes import of_nodes
+from unicrond.display.doctor_nodes import diagnose_nodes
 from unicrond.display.tables import Table, clean, show, visible
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host import optional_dependencies as extras
@@ -158,8 +158,8 @@ def describe(options: argparse.Namespace) -> None:
             print_json(data_of(snapshot.state, options.kind, options.name))
             return
         events = last_events_about(options, snapshot.state, options.kind, options.name)
-        sections = described(snapshot.state, options.kind, options.name, events)
-    except Unknown as error:
+        sections = describe_object(snapshot.state, options.kind, options.name, events)
+    except UnknownName as error:
         raise ApiRefused(str(error), 404) from None
     for number, section in enumerate(sections):
         print("\n" * bool(number) + section.title)
@@ -183,7 +183,7 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         try:
             checks = client.checks(options.library, options.limit_s)
-            node_report = of_nodes(checks)
+            node_report = diagnose_nodes(checks)
             problems, notes = [*without_clocks(problems, checks["facts"]), *node_report.findings], node_report.notes
         except ApiRefused as error:
             notes = [f"nodes, links and storage: {error}"]
@@ -274,10 +274,10 @@ def init_megatron(options: argparse.Namespace) -> None:
 
     try:
         if options.script is None:
-            command = megatron_init.of_words(options.words)
+            command = megatron_init.parse_words(options.words)
         else:
-            command = megatron_init.of_script(options.script.read_text())
-        text = megatron_init.task_file(command, name=options.name, here=Path.cwd())
+            command = megatron_init.parse_script(options.script.read_text())
+        text = megatron_init.task_file(command, name=options.name, base=Path.cwd())
         loads(text, where="the task file that would come of it")
     except (megatron_init.BadScript, BadFlags, TaskFileError, OSError, UnicodeDecodeError) as error:
         raise UsageError(str(error)) from None

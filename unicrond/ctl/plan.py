@@ -25,7 +25,7 @@ from unicrond.display.cluster_tables import (
     si,
     turns,
 )
-from unicrond.display.plan_explanation import why, why_layouts
+from unicrond.display.plan_explanation import explain_layouts, explain_plan
 from unicrond.display.tables import Table, show
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.vocabulary.shape import Shape
@@ -73,8 +73,8 @@ def _summary(state: ClusterState) -> dict[str, str]:
         "plan": f"epoch {plan.epoch}, WAF {planned_waf(state, plan.waf, plan.workers)} of {healthy} in health",
         "because of": plan.trigger,
         "reason": plan.reason,
-        **({"why": why(state)} if why(state) else {}),
-        **({"layouts": layouts} if (layouts := why_layouts(state)) else {}),
+        **({"why": explain_plan(state)} if explain_plan(state) else {}),
+        **({"layouts": layouts} if (layouts := explain_layouts(state)) else {}),
         "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.took_us)}{reused}",
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),

@@ -1,4 +1,4 @@
-"""What people ask of a cluster's state, as tables: nodes, tasks, the plan, incidents. Pure."""
+"""The state of a cluster as tables for people: nodes, tasks, the plan, incidents. Pure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from unicrond.events.vocabulary.times import to_the_second
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16
-#: What `node_status` says.
+#: The values of `node_status`.
 NODE_STATUSES = ("up", "leaving", "isolated", "drained", "cordoned", "lost", "left")
 
 
 def si(value: float, unit: str = "") -> str:
-    """1.5e12, "FLOP/s" -> "1.5 TFLOP/s"; what rounds up to the next unit is given in it."""
+    """Format a value with an SI prefix: 1.5e12, "FLOP/s" -> "1.5 TFLOP/s". A value that rounds up to the next prefix
+    gets it."""
     value = float(f"{value:.3g}")
     for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
@@ -35,9 +36,9 @@ def si(value: float, unit: str = "") -> str:
 
 
 def planned_waf(state: ClusterState, waf: int, workers: Mapping[str, int]) -> str:
-    """What a plan that gives these tasks these `workers` is worth.
+    """Format the worth of a plan in which these tasks get these `workers`.
 
-    In weighted workers, not FLOP/s, where the plan was made before any T(x) was known.
+    The unit is weighted workers, not FLOP/s, where the plan was made before any T(x) was known.
     """
     tasks = [(state.tasks[name].spec, count) for name, count in workers.items() if name in state.tasks]
     nominal = sum(int(spec.weight * count * LINEAR_FLOPS) for spec, count in tasks)
@@ -47,12 +48,12 @@ def planned_waf(state: ClusterState, waf: int, workers: Mapping[str, int]) -> st
 
 
 def milliseconds(duration_us: int) -> str:
-    """Microseconds as whole milliseconds, with one decimal below ten."""
+    """Format microseconds as whole milliseconds, with one decimal below ten."""
     return f"{duration_us / 1000:.1f}" if duration_us < 10_000 else f"{duration_us / 1000:.0f}"
 
 
 def node_status(node: Node) -> str:
-    """up, lost or left; of those up, what keeps workers away: leaving, isolated, drained or cordoned."""
+    """Return up, lost or left; for a node that is up but gets no workers, leaving, isolated, drained or cordoned."""
     if node.status is not NodeStatus.UP:
         return node.status.value
     if node.leaving:
@@ -62,8 +63,8 @@ def node_status(node: Node) -> str:
     return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
 
 
-def _why(state: ClusterState, node: Node) -> str:
-    """Why it does not work, and what it waits for; "" where it does."""
+def _node_reason(state: ClusterState, node: Node) -> str:
+    """Return why the node does not work, and what it waits for; "" where it works."""
     foretold = "" if node.isolated or not node.foretold else f"expected to fail: {node.foretold}"
     return "; ".join(
         filter(None, (waits_for(state, node), node.reason or node.cordon_reason, departure_text(node), foretold))
@@ -73,39 +74,40 @@ def _why(state: ClusterState, node: Node) -> str:
 def nodes_table(
     state: ClusterState, rows_max: int | None = None, outbox_backlog: Mapping[str, Mapping[str, float]] | None = None
 ) -> Table:
-    """Build one row per node; with `rows_max`, those in trouble first, the rest summed. `outbox_backlog`: see /v1/state."""
-    used = {name: len(state.by_node.on(name)) for name in state.nodes}
+    """Build a table with a row per node; with `rows_max`, nodes in trouble come first and the rest is summed up.
+    `outbox_backlog`: of /v1/state."""
+    workers_on = {name: len(state.by_node.on(name)) for name in state.nodes}
     workers: dict[str, list[str]] = {}
     for task in state.tasks.values():
         for worker in task.workers.values():
             mark = "" if worker.status is WorkerStatus.MEMBER else f" ({worker.status.value})"
             workers.setdefault(worker.node, []).append(f"{worker.worker}{mark}")
     nodes = sorted(state.nodes.values(), key=lambda node: node.name)
-    hidden: list[Node] = []
+    rest: list[Node] = []
     if rows_max is not None and len(nodes) > rows_max:
         nodes.sort(key=lambda node: node_status(node) == "up")
-        nodes, hidden = nodes[:rows_max], nodes[rows_max:]
+        nodes, rest = nodes[:rows_max], nodes[rows_max:]
     rows: list[tuple[str, ...]] = [
         (
             node.name,
-            "draining" if node_status(node) == "drained" and used[node.name] else node_status(node),
-            f"{used[node.name]}/{node.slots}",
+            "draining" if node_status(node) == "drained" and workers_on[node.name] else node_status(node),
+            f"{workers_on[node.name]}/{node.slots}",
             ", ".join(workers.get(node.name, ())) or "-",
-            "; ".join(filter(None, (_keeps_back(outbox_backlog, node), _why(state, node)))) or "-",
+            "; ".join(filter(None, (_keeps_back(outbox_backlog, node), _node_reason(state, node)))) or "-",
         )
         for node in nodes
     ]
     headers: tuple[str, ...] = ("node", "status", "used", "workers", "reason")
     if any(node.gpu for node in nodes):
         headers, rows = (*headers, "GPU"), [(*row, node.gpu or "-") for row, node in zip(rows, nodes, strict=True)]
-    if hidden:
-        counts = ", ".join(f"{count} {status}" for status, count in Counter(map(node_status, hidden)).items())
-        rows.append((f"and {len(hidden)} more", counts, *([""] * (len(headers) - 2))))
+    if rest:
+        counts = ", ".join(f"{count} {status}" for status, count in Counter(map(node_status, rest)).items())
+        rows.append((f"and {len(rest)} more", counts, *([""] * (len(headers) - 2))))
     return Table(headers, tuple(rows), frozenset({"used"}), "no nodes")
 
 
 def windows_table(state: ClusterState) -> Table:
-    """The maintenance windows that are planned, the next first."""
+    """Build a table of the planned maintenance windows, the next first."""
     rows = [
         (
             name,
@@ -115,14 +117,14 @@ def windows_table(state: ClusterState) -> Table:
             to_the_second(window.until_us),
             window.reason,
         )
-        for name, window in sorted(state.windows.items(), key=lambda one: one[1].from_us)
+        for name, window in sorted(state.windows.items(), key=lambda entry: entry[1].from_us)
     ]
     headers = ("window", "status", "nodes", "from", "until", "reason")
     return Table(headers, tuple(rows), frozenset(), "no window is planned")
 
 
 def windows_of(state: ClusterState, node: str) -> list[str]:
-    """The windows that the node is in, a line each."""
+    """Return a line for each maintenance window of the node."""
     return [
         f"{name} from {to_the_second(window.from_us)} to {to_the_second(window.until_us)}: {window.reason}"
         for name, window in state.windows.items()
@@ -131,7 +133,7 @@ def windows_of(state: ClusterState, node: str) -> list[str]:
 
 
 def turns(state: ClusterState) -> list[str]:
-    """A line for each task that waits for workers under a bound, or has them in its turn (starvation.py)."""
+    """Return a line for each task that waits for workers under a bound, or has them in its turn (starvation.py)."""
     lines = []
     for task in state.tasks.values():
         turn, need = task.turn, f"{task.spec.min_workers} worker{'s' * (task.spec.min_workers != 1)}"
@@ -143,13 +145,13 @@ def turns(state: ClusterState) -> list[str]:
         elif turn.overdue_us:
             lines.append(f"{task.name} is overdue: {need} before others as soon as they can be had")
         elif turn.waits_since_us:
-            since, due = map(to_the_second, (turn.waits_since_us, turn.waits_since_us + state.starvation_us))
-            lines.append(f"{task.name} has waited since {since}: {need} before others at {due}")
+            since, due_at = map(to_the_second, (turn.waits_since_us, turn.waits_since_us + state.starvation_us))
+            lines.append(f"{task.name} has waited since {since}: {need} before others at {due_at}")
     return lines
 
 
 def departures(state: ClusterState) -> list[str]:
-    """A line for each departure that is planned and not over: of nodes, and of windows."""
+    """Return a line for each planned departure that is not over: of nodes, and of windows."""
     lines = [
         f"node {node.name} {when}"
         for node in state.nodes.values()
@@ -165,24 +167,26 @@ def departures(state: ClusterState) -> list[str]:
 
 
 def _keeps_back(outbox_backlog: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
-    kept = (outbox_backlog or {}).get(node.name)
-    if kept is None:
+    backlog = (outbox_backlog or {}).get(node.name)
+    if backlog is None:
         return ""
-    return f"holds back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
+    return f"holds back {backlog['entries']:.0f} observations, the oldest for {backlog['oldest_s']:.0f} s"
 
 
 def workers_table(state: ClusterState, task: str = "", node: str = "") -> Table:
-    """One row per worker, by task and rank; `task`, `node`: of these alone. The pid is the one on the node, for `kill`
-    and `py-spy`."""
+    """Build a table with a row per worker, by task and rank. `task`, `node`: only workers of these. The pid is the one
+    on the node, for `kill` and `py-spy`."""
     rows = []
-    for each in state.tasks.values():
-        if task not in ("", each.name):
+    for owner in state.tasks.values():
+        if task not in ("", owner.name):
             continue
-        ranks = ranks_of(each)
-        for worker in sorted(each.workers.values(), key=lambda one: (ranks.get(one.worker, 1 << 30), one.worker)):
+        ranks = ranks_of(owner)
+        for worker in sorted(
+            owner.workers.values(), key=lambda member: (ranks.get(member.worker, 1 << 30), member.worker)
+        ):
             if node not in ("", worker.node):
                 continue
-            slow = each.group.stragglers.get(worker.worker)
+            slow = owner.group.stragglers.get(worker.worker)
             notes = [f"busy: {worker.busy}"] if worker.busy else []
             notes += [f"{slow.factor:.2f} times as slow as the others"] if slow else []
             rows.append(
@@ -192,7 +196,7 @@ def workers_table(state: ClusterState, task: str = "", node: str = "") -> Table:
                     worker.node,
                     str(worker.pid or "-"),
                     worker.status.value,
-                    str(each.generation_of(worker)),
+                    str(owner.generation_of(worker)),
                     f"{worker.replica}/{worker.shard}",
                     "; ".join(notes) or "-",
                 )
@@ -202,24 +206,24 @@ def workers_table(state: ClusterState, task: str = "", node: str = "") -> Table:
 
 
 def ranks_of(task: Task) -> dict[str, int]:
-    """Each member's rank in the newest membership."""
+    """Map each member to its rank in the newest membership."""
     members = task.membership.members if task.membership is not None else ()
     return {member.worker: rank for rank, member in enumerate(members)}
 
 
 def task_workers(task: Task) -> str:
-    """Members now, and the bounds: "2 of 1..3"."""
+    """Format the number of members and the bounds: "2 of 1..3"."""
     members = len(task.membership.members) if task.membership else 0
     return f"{members} of {task.spec.min_workers}..{task.spec.max_workers}"
 
 
 def loss(value: float | None) -> str:
-    """A loss, or "-" where none is known."""
+    """Format a loss, or "-" where none is known."""
     return "-" if value is None else f"{value:.4f}"
 
 
 def tasks_table(state: ClusterState) -> Table:
-    """One row per task, in the order of submission."""
+    """Build a table with a row per task, in the order of submission."""
     rows = [
         (
             task.name,
@@ -240,7 +244,7 @@ def tasks_table(state: ClusterState) -> Table:
 
 
 def stragglers_table(state: ClusterState) -> Table:
-    """The members of active tasks that are slower than the other replicas."""
+    """Build a table of the members of active tasks that are slower than the other replicas."""
     rows = [
         (
             straggler.worker,
@@ -259,31 +263,31 @@ def stragglers_table(state: ClusterState) -> Table:
 
 
 def stragglers(state: ClusterState) -> list[tuple[int, Straggler]]:
-    """Of all active tasks, each with its rank."""
-    found = []
+    """Return the stragglers of all active tasks, each with its rank."""
+    ranked = []
     for task in state.tasks.values():
         if task.group.stragglers and task.membership is not None and task.status is TaskStatus.ACTIVE:
             ranks = ranks_of(task)
-            found += [(ranks[name], one) for name, one in task.group.stragglers.items() if name in ranks]
-    return found
+            ranked += [(ranks[name], straggler) for name, straggler in task.group.stragglers.items() if name in ranks]
+    return ranked
 
 
 def _slow(task: Task) -> str:
-    """The slowest of its stragglers, in a few words."""
+    """Describe the slowest of the task's stragglers in a few words."""
     if not task.group.stragglers or task.status is not TaskStatus.ACTIVE:
         return ""
-    slowest = max(task.group.stragglers.values(), key=lambda one: one.factor)
-    others = f", {len(task.group.stragglers) - 1} more" if len(task.group.stragglers) > 1 else ""
-    return f"{slowest.worker} on {slowest.node} takes {slowest.factor:.2f} times as long as the others{others}"
+    slowest = max(task.group.stragglers.values(), key=lambda straggler: straggler.factor)
+    rest = f", {len(task.group.stragglers) - 1} more" if len(task.group.stragglers) > 1 else ""
+    return f"{slowest.worker} on {slowest.node} takes {slowest.factor:.2f} times as long as the others{rest}"
 
 
 def _reshaping(task: Task) -> str:
-    asked = task.reshaping.reshape
-    return f"changes to {asked.shape}" if asked else ""
+    request = task.reshaping.reshape
+    return f"changes to {request.shape}" if request else ""
 
 
 def plan_table(state: ClusterState) -> Table:
-    """Each task's share under the adopted plan, and its worth."""
+    """Build a table of each task's share under the adopted plan, and its worth."""
     rows: list[tuple[str, ...]] = []
     for name, assignment in state.plan.assignments.items():
         task = state.tasks.get(name)
@@ -301,10 +305,10 @@ def plan_table(state: ClusterState) -> Table:
         )
     headers: tuple[str, ...] = ("task", "workers", "replicas", "planned WAF", "achieved WAF", "nodes")
     right = frozenset({"workers", "replicas", "planned WAF", "achieved WAF"})
-    chosen = [layout_words(assignment) for assignment in state.plan.assignments.values()]
-    if any(chosen):
+    layouts = [layout_words(assignment) for assignment in state.plan.assignments.values()]
+    if any(layouts):
         headers = (*headers, "layout")
-        rows = [(*row, layout) for row, layout in zip(rows, chosen, strict=True)]
+        rows = [(*row, layout) for row, layout in zip(rows, layouts, strict=True)]
     if node_types(state.nodes.values())[1]:
         headers = (*headers, "GPU")
         types = [of_assignment(state.nodes, assignment) or "-" for assignment in state.plan.assignments.values()]
@@ -313,18 +317,18 @@ def plan_table(state: ClusterState) -> Table:
 
 
 def layout_words(assignment: TaskAssignment) -> str:
-    """The layout that a plan has chosen, "" where the task had no choice."""
+    """Format the layout that a plan has chosen; "" where the task had no choice."""
     return str(assignment.shape or "")
 
 
 def gradients_table(state: ClusterState) -> Table:
-    """What the gradients of a worker take, of each planned task (gradient_memory.py)."""
+    """Build a table of the memory that a worker's gradients take, for each planned task (gradient_memory.py)."""
     rows = []
     for name, assignment in state.plan.assignments.items():
         task, replicas = state.tasks.get(name), len(assignment.replicas)
         if task is None or not replicas:
             continue
-        held = gradients(task.spec, replicas)
+        count = gradients(task.spec, replicas)
         size_bytes = ELEMENT_BYTES * parameters(task.spec)
         built_in = task.spec.entry == BUILT_IN
         rows.append(
@@ -332,11 +336,11 @@ def gradients_table(state: ClusterState) -> Table:
                 name,
                 f"fixed, {task.spec.lanes} lanes" if task.spec.lanes else "follow",
                 str(replicas),
-                str(held.sums),
-                str(held.results),
-                str(held.healing),
+                str(count.sums),
+                str(count.results),
+                str(count.healing),
                 si(size_bytes, "B") if built_in else "a gradient",
-                si(held.most * size_bytes, "B") if built_in else f"{held.most} gradients",
+                si(count.most * size_bytes, "B") if built_in else f"{count.most} gradients",
             )
         )
     headers = ("task", "numerics", "replicas", "sums", "result", "in healing", "each", "gradients of a worker")
@@ -344,7 +348,7 @@ def gradients_table(state: ClusterState) -> Table:
 
 
 def costs_table(costs: Mapping[str, float]) -> Table:
-    """What the cluster's failure-free work has become, in weighted FLOP (costs.py)."""
+    """Build a table of the uses of the cluster's failure-free work, in weighted FLOP (costs.py)."""
     free = costs["failure_free_flop"]
     rows = [
         (name.removesuffix("_flop").replace("_", " "), si(flop, "FLOP"), f"{100 * flop / free:.2f} %" if free else "-")
@@ -354,9 +358,9 @@ def costs_table(costs: Mapping[str, float]) -> Table:
 
 
 def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:
-    """Open incidents after closed ones, oldest first; only the `last` closed ones where that is given.
+    """Build a table of closed incidents, then open ones, oldest first; of the closed ones only the `last`, if given.
 
-    Times of an open incident run until `now_us`. `redone`: micro-batches computed anew.
+    Times of an open incident run until `now_us`. `redone`: micro-batches computed again.
     """
     closed = state.closed if last is None else state.closed[len(state.closed) - min(last, len(state.closed)) :]
     rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]

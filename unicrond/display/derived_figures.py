@@ -1,4 +1,4 @@
-"""What is shown beside a state and follows from it: each task's WAF and work, and what faults have cost. Pure."""
+"""Values that are shown beside a state and follow from it: each task's WAF and work, and the costs of faults. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from unicrond.core.state.work import achieved_waf, delivered_flop
 from unicrond.core.worth.costs import costs_at
 
 
-def derived(state: ClusterState, now_us: int) -> dict[str, Any]:
-    """{"derived": {"waf", "delivered_flop"} by task, "costs"}: FLOP/s and FLOP. `now_us`: wall clock."""
+def derived_values(state: ClusterState, now_us: int) -> dict[str, Any]:
+    """Return {"derived": {"waf", "delivered_flop"} by task, "costs"}, in FLOP/s and FLOP. `now_us`: wall clock."""
     by_task = {
         "waf": {task.name: achieved_waf(task, state.now_us) for task in state.tasks.values()},
         "delivered_flop": {task.name: delivered_flop(task) for task in state.tasks.values()},

@@ -1,4 +1,4 @@
-"""All that a state knows of one task, node or incident, for people and for programs. Pure."""
+"""All facts in a state about one task, node or incident, for people and for programs. Pure."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ INCIDENTS_SHOWN = 5
 
 
 class Section(NamedTuple):
-    """`body`: names and what they are, a table, or lines."""
+    """One part of a description. `body`: facts by name, a table, or lines."""
 
     title: str
     body: Facts | Table | list[str]
 
 
-class Unknown(LookupError):
-    """The state knows nothing of that name; one line, with the fix."""
+class UnknownName(LookupError):
+    """The state has no object of that name; the message is one line, with the fix."""
 
 
-def described(state: ClusterState, kind: str, name: str, events: Sequence[EventLine] = ()) -> list[Section]:
-    """`kind`: task, node or incident. `events`: the last ones about it. Raises Unknown."""
+def describe_object(state: ClusterState, kind: str, name: str, events: Sequence[EventLine] = ()) -> list[Section]:
+    """Return the sections about a task, node or incident (`kind`). `events`: the last ones about it. Raise
+    UnknownName."""
     sections = _SECTIONS[kind](state, name)
     lines = [f"{event.seq:>7}  {event.clock()}  {event.text}" for event in events]
     return [*sections, Section("last events", lines)] if lines else sections
 
 
 def data_of(state: ClusterState, kind: str, name: str) -> dict[str, Any]:
-    """The same as plain values: {kind: what the state holds}, and of a node its workers. Raises Unknown."""
+    """Return the same as plain values: {kind: its part of the state}, and of a task or node its workers. Raise
+    UnknownName."""
     _SECTIONS[kind](state, name)
     whole = to_json(state)
     if kind == "incident":
-        return {"incident": {**whole["incidents"], **{one["id"]: one for one in whole["closed"]}}[name]}
+        return {"incident": {**whole["incidents"], **{incident["id"]: incident for incident in whole["closed"]}}[name]}
     workers = [
         {"task": task.name, **whole["tasks"][task.name]["workers"][worker.worker]}
         for task in state.tasks.values()
@@ -65,7 +67,7 @@ def data_of(state: ClusterState, kind: str, name: str) -> dict[str, Any]:
 
 
 def _task(state: ClusterState, name: str) -> list[Section]:
-    task = _found(state.tasks, name, "task")
+    task = _require(state.tasks, name, "task")
     spec, progress = task.spec, task.progress
     share = state.plan.assignments.get(name)
     facts = {
@@ -86,17 +88,17 @@ def _task(state: ClusterState, name: str) -> list[Section]:
                 f"newest of iteration {progress.checkpoint_iteration}" if progress.checkpoint_iteration else "none yet",
             )
         ),
-        "in memory": ", ".join(sorted({kept.node for kept in task.copies.holdings.values()})) or "no copy",
+        "in memory": ", ".join(sorted({copy.node for copy in task.copies.holdings.values()})) or "no copy",
         "submitted": f"{_when(task.submitted_us)}, entry {task.submitted_seq}",
     }
     if task.reshaping.reshape:
         facts["changes to"] = str(task.reshaping.reshape.shape)
     if task.troubles.strikes:
         facts["strikes"] = ", ".join(f"{node} {count}" for node, count in task.troubles.strikes.items())
-    own = [one for one in _incidents(state) if name in one.generations]
-    tail = next((one for one in reversed(own) if one.log_tail), None)
+    incidents = [incident for incident in _incidents(state) if name in incident.generations]
+    tail = next((incident for incident in reversed(incidents) if incident.log_tail), None)
     sections = [Section(f"task {name}", facts), Section("workers", workers_table(state, task=name))]
-    sections += _of_incidents(state, own)
+    sections += _incidents_section(state, incidents)
     return sections + ([Section(f"last output of {tail.worker}", tail.log_tail.splitlines())] if tail else [])
 
 
@@ -107,23 +109,23 @@ def _share(state: ClusterState, task: Task) -> str:
 
 
 def _node(state: ClusterState, name: str) -> list[Section]:
-    node = _found(state.nodes, name, "node")
-    used = len(state.by_node.on(name))
+    node = _require(state.nodes, name, "node")
+    slots_in_use = len(state.by_node.on(name))
     facts = {
         "status": "; ".join(filter(None, (node_status(node), node.reason, waits_for(state, node)))),
-        "slots": f"{used} of {node.slots} in use",
+        "slots": f"{slots_in_use} of {node.slots} in use",
         "address": node.address,
         "store": f"{node.store.host}:{node.store.port}",
         "memory": f"{node.memory.host}:{node.memory.port}" if node.memory else "takes no copies of states",
         "agent": f"version {node.version or 'unknown'}, boot {node.agent_boot}, schema {node.schema}",
         "joined": _when(node.joined_us),
         "login": _login(state, node),
-        "keeps states": ", ".join(_kept(state, name)) or "none",
+        "keeps states": ", ".join(_stored_copies(state, name)) or "none",
     }
     if node.cordoned:
         until = ", until it returns" if node.until_return else ""
-        what = departure_text(node) or ("to be empty" if node.draining else "no new workers")
-        facts["cordoned"] = f"{what}{until}: {node.cordon_reason}"
+        plan = departure_text(node) or ("to be empty" if node.draining else "no new workers")
+        facts["cordoned"] = f"{plan}{until}: {node.cordon_reason}"
     if windows := windows_of(state, name):
         facts["maintenance"] = "; ".join(windows)
     if node.foretold:
@@ -137,9 +139,9 @@ def _node(state: ClusterState, name: str) -> list[Section]:
     strikes = {task.name: task.troubles.strikes[name] for task in state.tasks.values() if name in task.troubles.strikes}
     if strikes:
         facts["strikes"] = ", ".join(f"{count} by {task}" for task, count in strikes.items())
-    own = [one for one in _incidents(state) if one.node == name]
+    incidents = [incident for incident in _incidents(state) if incident.node == name]
     sections = [Section(f"node {name}", facts), Section("workers", workers_table(state, node=name))]
-    return sections + _of_incidents(state, own)
+    return sections + _incidents_section(state, incidents)
 
 
 def _login(state: ClusterState, node: Node) -> str:
@@ -150,57 +152,67 @@ def _login(state: ClusterState, node: Node) -> str:
     return f"key {login.key}{ends}"
 
 
-def _kept(state: ClusterState, node: str) -> list[str]:
+def _stored_copies(state: ClusterState, node: str) -> list[str]:
     return [
-        f"{task.name} shard {kept.shard} of iteration {kept.iteration}"
+        f"{task.name} shard {copy.shard} of iteration {copy.iteration}"
         for task in state.tasks.values()
-        for kept in task.copies.holdings.values()
-        if kept.node == node
+        for copy in task.copies.holdings.values()
+        if copy.node == node
     ]
 
 
 def _incident(state: ClusterState, name: str) -> list[Section]:
-    one = next((one for one in _incidents(state) if one.id == name), None)
-    if one is None:
-        raise Unknown(_unknown("incident", name, [known.id for known in _incidents(state)]))
-    broken = [f"{task} in generation {generation}" for task, generation in one.generations.items()]
+    incident = next((incident for incident in _incidents(state) if incident.id == name), None)
+    if incident is None:
+        raise UnknownName(_unknown_name("incident", name, [other_incident.id for other_incident in _incidents(state)]))
+    broken = [f"{task} in generation {generation}" for task, generation in incident.generations.items()]
     facts = {
-        "status": f"closed {_when(one.closed_us)}" if one.closed_us else "open",
-        "severity": f"{one.severity.name}, {RESPONSE[one.severity]}",
-        "cause": one.kind,
-        "where": ", ".join(filter(None, (one.worker and f"worker {one.worker}", one.node, one.place))),
-        "what": one.message,
+        "status": f"closed {_when(incident.closed_us)}" if incident.closed_us else "open",
+        "severity": f"{incident.severity.name}, {RESPONSE[incident.severity]}",
+        "cause": incident.kind,
+        "where": ", ".join(
+            filter(None, (incident.worker and f"worker {incident.worker}", incident.node, incident.place))
+        ),
+        "what": incident.message,
         "hit": ", ".join(broken) or "no task",
-        "happened": f"{_when(one.occurred_us)} by the observer's clock",
-        "detected": f"{_when(one.detected_us)}{_took(one.detection_us)}",
-        "resumed": f"{_when(one.resumed_us)}{_took(one.transition_us)}" if one.resumed_us else "not yet",
-        "symptoms": f"{one.symptoms} explained",
-        "redone": f"{one.redone} micro-batches, {one.iterations_lost} iterations",
-        **({"thrown away": f"{one.micro_batches_lost} finished micro-batches"} if one.micro_batches_lost else {}),
+        "happened": f"{_when(incident.occurred_us)} by the observer's clock",
+        "detected": f"{_when(incident.detected_us)}{_later(incident.detection_us)}",
+        "resumed": f"{_when(incident.resumed_us)}{_later(incident.transition_us)}"
+        if incident.resumed_us
+        else "not yet",
+        "symptoms": f"{incident.symptoms} explained",
+        "redone": f"{incident.redone} micro-batches, {incident.iterations_lost} iterations",
+        **(
+            {"discarded": f"{incident.micro_batches_lost} finished micro-batches"}
+            if incident.micro_batches_lost
+            else {}
+        ),
     }
-    if one.state_from:
-        facts["state from"] = one.state_from
-    if one.response:
-        facts["response"] = one.response
-    if one.closed_us:
-        facts["cost"] = f"{si(one.detection_flop, 'FLOP')} detection, {si(one.transition_flop, 'FLOP')} transition"
+    if incident.state_from:
+        facts["state from"] = incident.state_from
+    if incident.response:
+        facts["response"] = incident.response
+    if incident.closed_us:
+        facts["cost"] = (
+            f"{si(incident.detection_flop, 'FLOP')} detection, {si(incident.transition_flop, 'FLOP')} transition"
+        )
     sections = [Section(f"incident {name}", facts)]
-    if one.log_tail:
-        sections.append(Section(f"last output of {one.worker}", one.log_tail.splitlines()))
+    if incident.log_tail:
+        sections.append(Section(f"last output of {incident.worker}", incident.log_tail.splitlines()))
     return [*sections, Section("more", [f"unicronctl story {name}"])]
 
 
-def _took(span_us: int) -> str:
+def _later(span_us: int) -> str:
     return f", {milliseconds(span_us)} ms later" if span_us else ""
 
 
-def _of_incidents(state: ClusterState, own: list[Incident]) -> list[Section]:
-    shown = {one.id for one in own[-INCIDENTS_SHOWN:]}
-    if not shown:
+def _incidents_section(state: ClusterState, incidents: list[Incident]) -> list[Section]:
+    ids = {incident.id for incident in incidents[-INCIDENTS_SHOWN:]}
+    if not ids:
         return []
     table = incidents_table(state, state.now_us)
-    rows = tuple(row for row in table.rows if row[0] in shown)
-    title = "incidents" if len(own) == len(shown) else f"incidents (the last {len(shown)} of {len(own)})"
+    rows = tuple(row for row in table.rows if row[0] in ids)
+    title = "incidents" if len(incidents) == len(ids) else f"incidents (the last {len(ids)} of {len(incidents)})"
     return [Section(title, Table(table.headers, rows, table.right))]
 
 
@@ -208,19 +220,19 @@ def _incidents(state: ClusterState) -> list[Incident]:
     return [*state.closed, *state.incidents.values()]
 
 
-def _found(known: Mapping[str, Any], name: str, kind: str) -> Any:
-    if name not in known:
-        raise Unknown(_unknown(kind, name, list(known)))
-    return known[name]
+def _require(by_name: Mapping[str, Any], name: str, kind: str) -> Any:
+    if name not in by_name:
+        raise UnknownName(_unknown_name(kind, name, list(by_name)))
+    return by_name[name]
 
 
-def _unknown(kind: str, name: str, known: Sequence[str]) -> str:
-    shown = ", ".join(known[-8:]) or "none"
-    return f"no {kind} {name}; known: {shown}{f' and {len(known) - 8} more' if len(known) > 8 else ''}"
+def _unknown_name(kind: str, name: str, names: Sequence[str]) -> str:
+    examples = ", ".join(names[-8:]) or "none"
+    return f"no {kind} {name}; known: {examples}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
 
 
 def _when(time_us: int) -> str:
-    """Local time."""
+    """Return the time as local time, "-" for 0."""
     return datetime.fromtimestamp(time_us / 1e6).isoformat(" ", "milliseconds") if time_us else "-"
 
 

@@ -1,7 +1,7 @@
-"""What is likely to go wrong, from what the coordinator knows: each finding with its fix. Pure.
+"""Likely problems from what the coordinator knows: each finding with its fix. Pure.
 
-It judges the state, the health, and the last events. What the nodes' agents see of themselves and of each other judges
-doctor_nodes.py.
+This module judges the state, the health, and the last events; doctor_nodes.py judges the reports of the nodes' agents
+about themselves and each other.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from unicrond.display.cluster_tables import node_status
 from unicrond.display.event_lines import EventLine
 from unicrond.events.queries.finding import Finding
 
-#: A node's clock may be so far from the log's (seconds). An event takes some time to the log, so late counts less.
+#: Tolerated distances of a node's clock from the log's (seconds). An event takes time to reach the log, so a late one
+#: means less.
 AHEAD_MAX_S = 0.5
 BEHIND_MAX_S = 5.0
-#: Of so few events of a node nothing is concluded about its clock.
+#: The fewest events of a node from which its clock is judged.
 EVENTS_MIN = 3
 _CLOCK = "its clock is"
 
 
 def findings(state: ClusterState, answer: Mapping[str, Any], events: Sequence[EventLine]) -> list[Finding]:
-    """`answer`: /healthz, with `outbox_backlog`. `events`: the last ones."""
+    """Return the likely problems of the cluster. `answer`: /healthz, with `outbox_backlog`. `events`: the last ones."""
     nodes = sorted((node for node in state.nodes.values() if node.status is not NodeStatus.LEFT), key=lambda n: n.name)
     up = [node for node in nodes if node.status is NodeStatus.UP]
     return [
-        *_of_head(answer),
-        *_of_presence(nodes),
-        *_of_versions(up, state.schema),
-        *_of_addresses(up),
-        *_of_services(state, up),
-        *_of_clocks(events, {node.name for node in up}),
-        *_of_outbox_backlog(answer.get("outbox_backlog") or {}),
+        *_check_head(answer),
+        *_check_presence(nodes),
+        *_check_versions(up, state.schema),
+        *_check_addresses(up),
+        *_check_services(state, up),
+        *_check_clocks(events, {node.name for node in up}),
+        *_check_backlog(answer.get("outbox_backlog") or {}),
     ]
 
 
-def _of_head(answer: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_head(answer: Mapping[str, Any]) -> Iterator[Finding]:
     if answer.get("status") != "live":
         trouble = answer.get("trouble") or "no further word"
         yield Finding("coordinator", f"{answer.get('status')}: {trouble}", "docs/operate/runbook.md, TROUBLE and ALARM")
@@ -47,32 +48,32 @@ def _of_head(answer: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("coordinator", str(alarm), "docs/operate/runbook.md, TROUBLE and ALARM")
 
 
-def _of_presence(nodes: Sequence[Node]) -> Iterator[Finding]:
+def _check_presence(nodes: Sequence[Node]) -> Iterator[Finding]:
     if not nodes:
         yield Finding("nodes", "none has joined", "start unicron-agent on a node")
     for node in nodes:
         status = node_status(node)
         if status in ("lost", "isolated"):
-            what = f"is {status}: {node.reason or 'no reason told'}"
-            yield Finding(node.name, what, f"unicronctl story node:{node.name}")
+            symptom = f"is {status}: {node.reason or 'no reason given'}"
+            yield Finding(node.name, symptom, f"unicronctl story node:{node.name}")
         elif node.slots < node.slots_max:
-            what = f"has {node.slots} slots, and had {node.slots_max}"
-            yield Finding(node.name, what, "look for a GPU that is gone (nvidia-smi), or set --slots")
+            symptom = f"has {node.slots} slots, and had {node.slots_max}"
+            yield Finding(node.name, symptom, "look for a GPU that is gone (nvidia-smi), or set --slots")
 
 
-def _of_versions(up: Sequence[Node], schema: int) -> Iterator[Finding]:
+def _check_versions(up: Sequence[Node], schema: int) -> Iterator[Finding]:
     versions: dict[str, list[str]] = defaultdict(list)
     for node in up:
         versions[node.version.partition("+")[0] or "unknown"].append(node.name)
         if node.schema < schema or node.unread:
-            what = f"its agent reads schema {node.schema}, the coordinator writes {schema}"
-            yield Finding(node.name, what, "upgrade the agent (docs/operate/upgrading.md)")
+            symptom = f"its agent reads schema {node.schema}, the coordinator writes {schema}"
+            yield Finding(node.name, symptom, "upgrade the agent (docs/operate/upgrading.md)")
     if len(versions) > 1:
-        shares = "; ".join(f"{version}: {some(names)}" for version, names in sorted(versions.items()))
+        shares = "; ".join(f"{version}: {first_names(names)}" for version, names in sorted(versions.items()))
         yield Finding("nodes", f"run several versions: {shares}", "upgrade those that are behind")
 
 
-def _of_addresses(up: Sequence[Node]) -> Iterator[Finding]:
+def _check_addresses(up: Sequence[Node]) -> Iterator[Finding]:
     at: dict[str, list[str]] = defaultdict(list)
     for node in up:
         at[node.address].append(node.name)
@@ -81,14 +82,14 @@ def _of_addresses(up: Sequence[Node]) -> Iterator[Finding]:
     for address, names in at.items():
         if _is_loopback(address):
             for name in names:
-                what = f"says {address}, where no other node reaches it"
-                yield Finding(name, what, "start its agent with --address and the address that other nodes use")
+                symptom = f"says {address}, where no other node reaches it"
+                yield Finding(name, symptom, "start its agent with --address and the address that other nodes use")
         elif len(names) > 1:
-            what = f"{some(names)} say the same address, {address}"
-            yield Finding("nodes", what, "correct --address, unless they are on one machine")
+            symptom = f"{first_names(names)} say the same address, {address}"
+            yield Finding("nodes", symptom, "correct --address, unless they are on one machine")
 
 
-def _of_services(state: ClusterState, up: Sequence[Node]) -> Iterator[Finding]:
+def _check_services(state: ClusterState, up: Sequence[Node]) -> Iterator[Finding]:
     some_keep = any(node.memory for node in up)
     for node in up:
         if some_keep and not node.memory:
@@ -97,12 +98,12 @@ def _of_services(state: ClusterState, up: Sequence[Node]) -> Iterator[Finding]:
             yield Finding(node.name, "has no key of its own, as other nodes have", f"unicrond enroll {node.name}")
 
 
-def without_clocks(found: Iterable[Finding], asked: Collection[str]) -> list[Finding]:
-    """Of nodes that have been asked what time it is, their answers count."""
-    return [one for one in found if not (one.what.startswith(_CLOCK) and one.about in asked)]
+def without_clocks(reports: Iterable[Finding], probed_nodes: Collection[str]) -> list[Finding]:
+    """Drop the findings about clocks of `probed_nodes`: the nodes' own answers count instead."""
+    return [finding for finding in reports if not (finding.what.startswith(_CLOCK) and finding.about in probed_nodes)]
 
 
-def _of_clocks(events: Iterable[EventLine], names: set[str]) -> Iterator[Finding]:
+def _check_clocks(events: Iterable[EventLine], names: set[str]) -> Iterator[Finding]:
     late_s: dict[str, list[float]] = defaultdict(list)
     for event in events:
         producer, observed_us = event.envelope.get("producer"), event.envelope.get("observed_at_us")
@@ -115,10 +116,10 @@ def _of_clocks(events: Iterable[EventLine], names: set[str]) -> Iterator[Finding
             yield Finding(name, f"{_CLOCK} {way}", "run a time service there (chrony)")
 
 
-def _of_outbox_backlog(outbox_backlog: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
-    for name, kept in outbox_backlog.items():
-        what = f"holds back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
-        yield Finding(name, what, "look at its route and login to NATS (journalctl -u unicron-agent)")
+def _check_backlog(outbox_backlog: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
+    for name, backlog in outbox_backlog.items():
+        symptom = f"holds back {backlog['entries']:.0f} observations, the oldest for {backlog['oldest_s']:.0f} s"
+        yield Finding(name, symptom, "look at its route and login to NATS (journalctl -u unicron-agent)")
 
 
 def _is_loopback(address: str) -> bool:
@@ -128,6 +129,6 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def some(names: Sequence[str], limit: int = 6) -> str:
-    """The first few, and how many more there are."""
+def first_names(names: Sequence[str], limit: int = 6) -> str:
+    """Join the first few names, and say how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,6 +1,6 @@
-"""What is likely to go wrong on and between nodes, from what their agents have seen (service/node_checks.py). Pure.
+"""Likely problems on and between nodes, from the checks of their agents (service/node_checks.py). Pure.
 
-`seen`: the API's JSON, {"nodes", "facts", "links", "tried", "pairs", "storage", "silent"}.
+`answers`: the API's JSON, {"nodes", "facts", "links", "tried", "pairs", "storage", "silent"}.
 """
 
 from __future__ import annotations
@@ -9,158 +9,168 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unicrond.display.doctor import some
+from unicrond.display.doctor import first_names
 from unicrond.events.queries.finding import Finding, clock_finding
 
 _SILENT = "look at its agent's log (journalctl -u unicron-agent) and its route to NATS"
 _OPEN = "open all TCP ports between the nodes of the training network (firewall, route), and look at --address"
 _MTU = "try `ping -M do -s SIZE` with the MTU less 28; groups listen on any port, so no port may be closed"
 _WRONG = "drain both, and look for a bad network card or memory (unicronctl drain; the health check)"
-#: What has to be alike on all nodes: field -> (what it is, the fix).
-_ALIKE = {
+#: Facts that must be the same on all nodes: field -> (its name, the fix).
+_UNIFORM_FACTS = {
     "mtu": ("MTUs of the training network", "give all interfaces and switches one MTU: larger packets vanish"),
     "driver": ("GPU drivers", "install one version on all nodes"),
     "torch": ("versions of torch", "install one version on all nodes: their sums and messages may differ"),
 }
 
 
-class Look(NamedTuple):
-    """`notes`: what could not be looked at, and why: no finding."""
+class NodeDiagnosis(NamedTuple):
+    """Findings about nodes. `notes`: checks that could not be made, and why; these are no findings."""
 
     findings: list[Finding]
     notes: list[str]
 
 
-def of_nodes(seen: Mapping[str, Any]) -> Look:
-    """All findings of what the agents have seen."""
-    storage = [_of_storage(one) for one in seen["storage"]]
+def diagnose_nodes(answers: Mapping[str, Any]) -> NodeDiagnosis:
+    """Return all findings that follow from the agents' answers."""
+    storage = [_check_storage(check) for check in answers["storage"]]
     findings = [
-        *(Finding(node, f"does not answer: {why}", _SILENT) for node, why in seen["silent"].items()),
-        *_of_facts(seen["facts"]),
-        *_of_links(seen),
+        *(Finding(node, f"does not answer: {reason}", _SILENT) for node, reason in answers["silent"].items()),
+        *_check_facts(answers["facts"]),
+        *_check_links(answers),
         *(finding for look in storage for finding in look.findings),
     ]
-    without = {node: told["no_sums"] for node, told in seen["links"].items() if told["no_sums"]}
-    unsummed = [f"sums of {node} with other nodes: {why}" for node, why in without.items()]
-    return Look(findings, [*unsummed, *(note for look in storage for note in look.notes)])
+    without = {node: link["no_sums"] for node, link in answers["links"].items() if link["no_sums"]}
+    unsummed = [f"sums of {node} with other nodes: {reason}" for node, reason in without.items()]
+    return NodeDiagnosis(findings, [*unsummed, *(note for look in storage for note in look.notes)])
 
 
-def _of_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    for node, its in facts.items():
-        for about, what, fix in its["findings"]:
-            yield Finding(node, f"{about}: {what}", fix)
-        yield from clock_finding(node, its["ahead_s"], its["took_s"] / 2, "the head's")
-    for field, (what, fix) in _ALIKE.items():
+def _check_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    for node, answer in facts.items():
+        for about, symptom, fix in answer["findings"]:
+            yield Finding(node, f"{about}: {symptom}", fix)
+        yield from clock_finding(node, answer["ahead_s"], answer["took_s"] / 2, "the head's")
+    for field, (subject, fix) in _UNIFORM_FACTS.items():
         values: dict[str, list[str]] = defaultdict(list)
-        for node, its in facts.items():
-            if its[field]:
-                values[str(its[field])].append(node)
+        for node, answer in facts.items():
+            if answer[field]:
+                values[str(answer[field])].append(node)
         if len(values) > 1:
-            shares = "; ".join(f"{value}: {some(nodes)}" for value, nodes in sorted(values.items()))
-            yield Finding("nodes", f"have several {what}: {shares}", fix)
+            shares = "; ".join(f"{value}: {first_names(nodes)}" for value, nodes in sorted(values.items()))
+            yield Finding("nodes", f"have several {subject}: {shares}", fix)
 
 
 # --- links ---------------------------------------------------------------------------------------
 
 
-def _of_links(seen: Mapping[str, Any]) -> Iterator[Finding]:
-    """One for each bad link; one for a node that no other reaches, or that reaches no other."""
-    links = seen["links"]
-    lost = {(node, one["peer"]): one for node, told in links.items() for one in told["unreached"]}
-    bad = {_link(link) for link in lost}
-    for finding, explains in _cut_off(lost, {node: seen["tried"][node] for node in links}):
+def _check_links(answers: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each bad link; only one for a node that no other reaches, or that reaches no other."""
+    links = answers["links"]
+    unreached = {(node, failure["peer"]): failure for node, report in links.items() for failure in report["unreached"]}
+    bad = {_sorted_pair(link) for link in unreached}
+    for finding, explains in _unreachable_nodes(unreached, {node: answers["tried"][node] for node in links}):
         yield finding
-        lost = {link: one for link, one in lost.items() if link not in explains}
-    for one, other in sorted({_link(link) for link in lost}):
-        yield _unreached(one, other, lost)
-    for one, other in seen["pairs"]:
-        failed = None if _link((one, other)) in bad else _of_sum(one, other, links)
-        if failed:
-            yield failed
+        unreached = {link: failure for link, failure in unreached.items() if link not in explains}
+    for node, other_node in sorted({_sorted_pair(link) for link in unreached}):
+        yield _broken_link(node, other_node, unreached)
+    for node, other_node in answers["pairs"]:
+        sum_finding = None if _sorted_pair((node, other_node)) in bad else _check_sum(node, other_node, links)
+        if sum_finding:
+            yield sum_finding
 
 
-def _cut_off(
-    lost: Mapping[tuple[str, str], Any], tried: Mapping[str, Sequence[str]]
+def _unreachable_nodes(
+    unreached: Mapping[tuple[str, str], Any], targets: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[Finding, set[tuple[str, str]]]]:
-    """Nodes of which several links have been tried, and none is sound one way; with the links that this explains."""
-    for node, others in tried.items():
-        from_it = [(node, other) for other in others]
-        to_it = [(other, node) for other in others if node in tried.get(other, ())]
-        into, out = (len(way) > 1 and all(link in lost for link in way) for way in (to_it, from_it))
+    """Yield nodes of which several links have been tried and none works in one direction, with the links that this
+    explains."""
+    for node, peers in targets.items():
+        from_it = [(node, peer) for peer in peers]
+        to_it = [(peer, node) for peer in peers if node in targets.get(peer, ())]
+        into, out = (len(links) > 1 and all(link in unreached for link in links) for links in (to_it, from_it))
         if not (into or out):
             continue
         words = "no other node reaches it" if into else "it reaches no other node"
         words = f"{words}, and it reaches none" if into and out else words
-        example = lost[to_it[0] if into else from_it[0]]
+        example = unreached[to_it[0] if into else from_it[0]]
         explains = {*(to_it if into else ()), *(from_it if out else ())}
-        yield Finding(node, f"{words} ({_says(example)})", _OPEN), explains
+        yield Finding(node, f"{words} ({_failure_text(example)})", _OPEN), explains
 
 
-def _unreached(one: str, other: str, lost: Mapping[tuple[str, str], Any]) -> Finding:
-    there, back = lost.get((one, other)), lost.get((other, one))
-    if there and back:
-        return Finding(f"{one}, {other}", f"do not reach each other ({_says(there)}; {_says(back)})", _OPEN)
-    source, target = (one, other) if there else (other, one)
-    return Finding(f"{one}, {other}", f"{source} does not reach {target} ({_says(there or back)})", _OPEN)
+def _broken_link(node: str, peer: str, unreached: Mapping[tuple[str, str], Any]) -> Finding:
+    forward, backward = unreached.get((node, peer)), unreached.get((peer, node))
+    if forward and backward:
+        return Finding(
+            f"{node}, {peer}", f"do not reach each other ({_failure_text(forward)}; {_failure_text(backward)})", _OPEN
+        )
+    source, target = (node, peer) if forward else (peer, node)
+    return Finding(f"{node}, {peer}", f"{source} does not reach {target} ({_failure_text(forward or backward)})", _OPEN)
 
 
-def _says(unreached: Any) -> str:
+def _failure_text(unreached: Any) -> str:
     return f"{unreached['what']} at {unreached['at']}: {unreached['why']}"
 
 
-def _of_sum(one: str, other: str, links: Mapping[str, Any]) -> Finding | None:
-    """Connections stand, and a sum fails all the same. What is wrong counts before what only did not end."""
-    about = ", ".join(_link((one, other)))
+def _check_sum(first: str, second: str, links: Mapping[str, Any]) -> Finding | None:
+    """Return a finding where connections work but a sum fails, else None. A wrong sum counts before one that only did
+    not end."""
+    about = ", ".join(_sorted_pair((first, second)))
     troubles = [
         (result["trouble"], node)
-        for node, peer in ((one, other), (other, one))
+        for node, peer in ((first, second), (second, first))
         for result in links.get(node, {"sums": ()})["sums"]
         if result["peer"] == peer and result["trouble"]
     ]
-    if not troubles or any(links.get(node, {"no_sums": "silent"})["no_sums"] for node in (one, other)):
-        return None  # a node that had none to make is told of elsewhere
+    if not troubles or any(links.get(node, {"no_sums": "silent"})["no_sums"] for node in (first, second)):
+        return None  # a node that had no sum to make is reported elsewhere
     wrong = [node for trouble, node in troubles if "wrong" in trouble]
     if wrong:
-        return Finding(about, f"a sum of 4 MiB between them is wrong (on {some(wrong)})", _WRONG)
+        return Finding(about, f"a sum of 4 MiB between them is wrong (on {first_names(wrong)})", _WRONG)
     trouble, node = troubles[0]
     return Finding(about, f"connect, but a sum of 4 MiB between them fails: {trouble} (on {node})", _MTU)
 
 
-def _link(link: tuple[str, str]) -> tuple[str, str]:
-    one, other = sorted(link)
-    return one, other
+def _sorted_pair(link: tuple[str, str]) -> tuple[str, str]:
+    node, peer = sorted(link)
+    return node, peer
 
 
 # --- storage -------------------------------------------------------------------------------------
 
 
-def _of_storage(told: Mapping[str, Any]) -> Look:
-    """Whether a task's directory is one and the same on all nodes, and can be written to."""
-    about, directory = f"task {told['task']}", told["directory"]
-    writer, seen = told["writer"], told["seen"]
+def _check_storage(check: Mapping[str, Any]) -> NodeDiagnosis:
+    """Return findings about a task's directory: whether it is the same on all nodes, and can be written to."""
+    about, directory = f"task {check['task']}", check["directory"]
+    writer, answers = check["writer"], check["seen"]
     findings = [
-        Finding(about, f"{node} cannot write to {its['directory']}: {its['why']}", "look at that node's mount of it")
-        for node, its in seen.items()
-        if its["result"] == "failed"
+        Finding(
+            about, f"{node} cannot write to {answer['directory']}: {answer['why']}", "look at that node's mount of it"
+        )
+        for node, answer in answers.items()
+        if answer["result"] == "failed"
     ]
     if not writer:
-        refused = [its for its in seen.values() if its["result"] == "refused"]
-        if any(its["runs_as_others"] for its in refused):
+        refused = [answer for answer in answers.values() if answer["result"] == "refused"]
+        if any(answer["runs_as_others"] for answer in refused):
             unknown = f"{about}: no agent may write to {directory}, so whether all nodes share it is not known"
-            return Look(findings, [unknown])
+            return NodeDiagnosis(findings, [unknown])
         if refused:
-            what = f"no agent may write to {directory}: {refused[0]['why']}"
-            findings.append(Finding(about, what, "give the agents' user the right to write there"))
-        return Look(findings, [])
-    blind = [node for node, its in seen.items() if its["result"] == "missing"]
+            symptom = f"no agent may write to {directory}: {refused[0]['why']}"
+            findings.append(Finding(about, symptom, "give the agents' user the right to write there"))
+        return NodeDiagnosis(findings, [])
+    blind = [node for node, answer in answers.items() if answer["result"] == "missing"]
     if blind:
         verb = "do" if len(blind) > 1 else "does"
-        what = f"{some(blind)} {verb} not see what {writer} writes to {seen[writer]['directory']}"
+        symptom = f"{first_names(blind)} {verb} not see what {writer} writes to {answers[writer]['directory']}"
         fix = "mount the same storage there on all nodes, or give the task a checkpoint.dir that all nodes share"
-        findings.append(Finding(about, what, fix))
-    own = {node: its for node, its in seen.items() if not its["runs_as_others"]}
-    locked = [n for n, its in own.items() if its["result"] == "refused" or (n not in blind and not its["writable"])]
+        findings.append(Finding(about, symptom, fix))
+    own_user = {node: answer for node, answer in answers.items() if not answer["runs_as_others"]}
+    locked = [
+        n
+        for n, answer in own_user.items()
+        if answer["result"] == "refused" or (n not in blind and not answer["writable"])
+    ]
     if locked:
         fix = "mount it writable, and give the agents' user the right to write there"
-        findings.append(Finding(about, f"{some(locked)} may not write to {directory}", fix))
-    return Look(findings, [])
+        findings.append(Finding(about, f"{first_names(locked)} may not write to {directory}", fix))
+    return NodeDiagnosis(findings, [])

@@ -14,7 +14,7 @@ from unicrond.display.tables import clean
 from unicrond.events.vocabulary import AnyEvent
 from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
 
-#: Types that a watching person wants to see.
+#: The types of events that a watching person wants to see; the others are internal steps.
 NOTEWORTHY = frozenset({"Quarantined", *(kind.__name__ for kind in get_args(AnyEvent) if kind.is_noteworthy)})
 
 #: Numbers of events that may be NaN, which JSON writes as null.
@@ -25,7 +25,7 @@ LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
 def entry_json(entry: Entry) -> dict[str, Any]:
-    """The entry as plain JSON types, its prose with it."""
+    """Return the entry as plain JSON types, with its summary."""
     if isinstance(entry, Quarantined):
         return {"seq": entry.seq, "recorded_at_us": entry.recorded_at_us, "quarantined": entry.reason}
     return {
@@ -37,8 +37,8 @@ def entry_json(entry: Entry) -> dict[str, Any]:
 
 
 def entry_of(line: EventLine) -> Entry:
-    """The entry that `entry_json` was given, as far as it tells: what the API hides stays hidden, and an infinite loss
-    is NaN. Raises BadEventStream."""
+    """Rebuild the entry from the line that `entry_json` made of it: what the API hides stays hidden, and an infinite
+    loss becomes NaN. Raise BadEventStream."""
     if line.quarantined:
         return Quarantined(line.seq, line.recorded_at_us, "", line.quarantined, 0)
     event = line.envelope.get("event")
@@ -67,22 +67,22 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def noteworthy(self) -> bool:
-        """Worth a line in the live view. A worker that ended by order is not."""
+        """Return whether the event gets a line in the live view. The ordered end of a worker does not."""
         expected = self.type == "WorkerExited" and self.envelope.get("event", {}).get("expected") is True
         return self.type in NOTEWORTHY and not expected
 
     @property
     def text(self) -> str:
-        """What happened, on one line."""
+        """Return the event's summary on one line."""
         return clean(f"not a valid event: {self.quarantined}" if self.quarantined else self.summary)
 
     def clock(self, timespec: str = "seconds") -> str:
-        """The log's receive time, local; `timespec` as in datetime.isoformat."""
+        """Return the log's receive time, local. `timespec` as in datetime.isoformat."""
         return datetime.fromtimestamp(self.recorded_at_us / 1e6).time().isoformat(timespec)
 
 
 class EventStreamParser:
-    """Bytes in, events out: the part of the server-sent events format that the API uses."""
+    """Parser of the part of the server-sent events format that the API uses: bytes in, events out."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -90,7 +90,7 @@ class EventStreamParser:
         self._data = ""
 
     def feed(self, chunk: bytes) -> Iterator[EventLine]:
-        """The events that `chunk` completes. Raises BadEventStream; what it had not yet read is lost then."""
+        """Yield the events that `chunk` completes. Raise BadEventStream; the unread rest of the chunk is lost then."""
         *lines, rest = (self._rest + chunk).split(b"\n")
         self._rest = b""
         for line in lines:
@@ -102,7 +102,7 @@ class EventStreamParser:
         self._rest = rest
 
     def _line(self, line: str) -> EventLine | None:
-        """A field of the event that is being read, or the empty line that ends it."""
+        """Take in a field of the current event, or return the event at the empty line that ends it."""
         if line:
             field, _, value = line.partition(":")
             if field == "event":

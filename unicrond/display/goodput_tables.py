@@ -8,28 +8,28 @@ from typing import Any
 from unicrond.display.cluster_tables import si
 from unicrond.display.tables import Table
 
-#: Nodes with a score, at most.
+#: The most nodes with a score that are shown.
 SCORES_SHOWN = 10
 
 
 def goodput_tables(report: Mapping[str, Any]) -> Iterator[tuple[str, Table]]:
-    """Title and table: where the work went, the tasks, what stopped them, and the nodes that stand out."""
+    """Yield title and table of the work's uses, the tasks, their interruptions, and the nodes that stand out."""
     yield "goodput of the cluster", _work_table(report["cluster"])
     if report["tasks"]:
         yield "tasks", _tasks_table(report["tasks"])
         yield "where their time went", _times_table(report["tasks"])
-    scored = [one for one in report["lemons"] if one["score"]]
-    if scored:
-        yield "suspect nodes", _lemons_table(scored)
+    suspects = [node for node in report["lemons"] if node["score"]]
+    if suspects:
+        yield "suspect nodes", _lemons_table(suspects)
 
 
 def hints(report: Mapping[str, Any]) -> list[str]:
-    """What a person may want to do. A suggestion each; nothing is done by itself."""
+    """Return suggestions for the operator; nothing is done automatically."""
     return [
-        f"{one['node']} fails far more often than others; have it looked at:"
-        f" unicronctl drain {one['node']} --reason 'lemon: {one['score']:g} points'"
-        for one in report["lemons"]
-        if one["is_lemon"]
+        f"{node['node']} fails far more often than others; have it looked at:"
+        f" unicronctl drain {node['node']} --reason 'lemon: {node['score']:g} points'"
+        for node in report["lemons"]
+        if node["is_lemon"]
     ]
 
 
@@ -62,32 +62,37 @@ def _tasks_table(tasks: list[dict[str, Any]]) -> Table:
     ]
     headers = (
         "task", "goodput", "ETTR", "MFU", "per worker", "highest step", "interruptions", "mean between", "lost",
-        "redone", "thrown away",
+        "redone", "discarded",
     )  # fmt: skip
     return Table(headers, tuple(rows), frozenset(headers[1:]))
 
 
 def _times_table(tasks: list[dict[str, Any]]) -> Table:
     rows = [
-        (task["task"], what, seconds(spent), _percent(spent / task["wall_us"] if task["wall_us"] else None))
+        (
+            task["task"],
+            activity,
+            seconds(duration_us),
+            _percent(duration_us / task["wall_us"] if task["wall_us"] else None),
+        )
         for task in tasks
-        for what, spent in task["times_us"].items()
+        for activity, duration_us in task["times_us"].items()
     ]
     return Table(("task", "in", "time", "share"), tuple(rows), frozenset({"time", "share"}))
 
 
-def _lemons_table(scored: list[dict[str, Any]]) -> Table:
+def _lemons_table(suspects: list[dict[str, Any]]) -> Table:
     rows = [
-        (one["node"], f"{one['score']:g}", "lemon" if one["is_lemon"] else "-", one["reason"])
-        for one in scored[:SCORES_SHOWN]
+        (node["node"], f"{node['score']:g}", "lemon" if node["is_lemon"] else "-", node["reason"])
+        for node in suspects[:SCORES_SHOWN]
     ]
-    if len(scored) > SCORES_SHOWN:
-        rows.append((f"and {len(scored) - SCORES_SHOWN} more", "", "", ""))
+    if len(suspects) > SCORES_SHOWN:
+        rows.append((f"and {len(suspects) - SCORES_SHOWN} more", "", "", ""))
     return Table(("node", "score", "verdict", "signals"), tuple(rows), frozenset({"score"}))
 
 
 def seconds(duration_us: int) -> str:
-    """A duration in the unit that people would say it in."""
+    """Format a duration in the unit that people would use."""
     length_s = duration_us / 1e6
     for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if length_s >= 2 * size_s:

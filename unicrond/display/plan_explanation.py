@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in one sentence with numbers: what the best other deal of a worker would bring. Pure."""
+"""The reason of a plan in one sentence with numbers: the effect of the best other assignment of workers. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from unicrond.display.cluster_tables import si
 from unicrond.events.vocabulary.shape import Shape
 
 
-class Move(NamedTuple):
-    """A replica's workers that another task would have. `gain`, `loss`: weighted FLOP/s."""
+class WorkerMove(NamedTuple):
+    """A move of one replica's workers from one task to another. `gain`, `loss`: weighted FLOP/s."""
 
     giver: str
     taker: str
@@ -21,8 +21,8 @@ class Move(NamedTuple):
     loss: int
 
 
-def why(state: ClusterState) -> str:
-    """The sentence; "" where there is no plan, or no task could have what another has."""
+def explain_plan(state: ClusterState) -> str:
+    """Return the sentence; "" where there is no plan, or no task could have what another has."""
     shares = {name: share.workers for name, share in state.plan.assignments.items() if name in state.tasks}
     moves = [
         move
@@ -35,39 +35,41 @@ def why(state: ClusterState) -> str:
     best = max(moves, key=lambda move: move.gain - move.loss)
     has = ", ".join(f"{name} (weight {state.tasks[name].spec.weight:g}) has {count}" for name, count in shares.items())
     count = f"{best.workers} worker{'s' * (best.workers > 1)}"
-    known = (
+    source = (
         "what was measured" if all(has_scale(state.tasks[name]) for name in (best.giver, best.taker)) else "the model"
     )
-    told = (
-        f"{has}; by {known}, {count} moved from {best.giver} to {best.taker} would bring {best.taker} "
+    sentence = (
+        f"{has}; by {source}, {count} moved from {best.giver} to {best.taker} would bring {best.taker} "
         f"{si(best.gain, 'FLOP/s')} and cost {best.giver} {si(best.loss, 'FLOP/s')}, weighted"
     )
     if best.gain <= best.loss:
-        return f"{told}: no move is better"
-    return f"{told}: more, but less than the move itself would cost before the next failure is due"
+        return f"{sentence}: no move is better"
+    return f"{sentence}: more, but less than the move itself would cost before the next failure is due"
 
 
-def why_layouts(state: ClusterState) -> str:
-    """Of each task that has a choice of layouts: what it has, and what the best other one would bring."""
-    linear, told = linear_flops(state), []
+def explain_layouts(state: ClusterState) -> str:
+    """Describe, for each task with a choice of layouts, its layout and what the best other one would achieve."""
+    linear, sentences = linear_flops(state), []
     for name, share in state.plan.assignments.items():
         task = state.tasks.get(name)
         if task is None or share.shape is None or len(layouts_of(task.spec)) < 2:
             continue
-        own = share.shape
-        others = [(_best(task, shape, share.workers, linear), shape) for shape in layouts_of(task.spec) if shape != own]
-        (flops, workers), other = max(others, key=lambda one: one[0])
-        has = waf(task, share.workers, linear, own)
+        present = share.shape
+        alternatives = [
+            (_best(task, shape, share.workers, linear), shape) for shape in layouts_of(task.spec) if shape != present
+        ]
+        (flops, workers), best = max(alternatives, key=lambda entry: entry[0])
+        has = waf(task, share.workers, linear, present)
         text = (
-            f"{name} on {share.workers} worker{'s' * (share.workers > 1)} in {own}: {si(has, 'FLOP/s')}; "
-            f"in {other} {_on(workers, share.workers) + si(flops, 'FLOP/s') if flops else 'nothing'}"
+            f"{name} on {share.workers} worker{'s' * (share.workers > 1)} in {present}: {si(has, 'FLOP/s')}; "
+            f"in {best} {_on(workers, share.workers) + si(flops, 'FLOP/s') if flops else 'nothing'}"
         )
-        told.append(f"{text}, which does not pay for a reshape" if flops > has else text)
-    return "; ".join(told)
+        sentences.append(f"{text}, which does not pay for a reshape" if flops > has else text)
+    return "; ".join(sentences)
 
 
 def _best(task: Task, shape: Shape, workers: int, linear: int) -> tuple[int, int]:
-    """The most that so many workers bring in the layout, and how many of them it takes."""
+    """Return the most that so many workers achieve in the layout, and the negative number of workers needed."""
     counts = range(shape.workers, workers + 1, shape.workers)
     return max(((waf(task, count, linear, shape), -count) for count in counts), default=(0, 0))
 
@@ -76,8 +78,8 @@ def _on(workers: int, of: int) -> str:
     return "" if -workers == of else f"on {-workers} of them "
 
 
-def _move(state: ClusterState, giver: Task, taker: Task, shares: dict[str, int]) -> Move | None:
-    """One replica of the taker from the giver; None where their layouts or bounds do not allow it."""
+def _move(state: ClusterState, giver: Task, taker: Task, shares: dict[str, int]) -> WorkerMove | None:
+    """Return the move of one replica to the taker; None where layouts or bounds do not allow it."""
     workers, linear = taker.spec.replica_workers, linear_flops(state)
     gives, takes = shares[giver.name], shares[taker.name]
     if giver.pace.gpu != taker.pace.gpu:
@@ -85,4 +87,6 @@ def _move(state: ClusterState, giver: Task, taker: Task, shares: dict[str, int])
     if takes + workers > taker.spec.max_workers or gives < workers or workers % giver.spec.replica_workers:
         return None
     gain = waf(taker, takes + workers, linear) - waf(taker, takes, linear)
-    return Move(giver.name, taker.name, workers, gain, waf(giver, gives, linear) - waf(giver, gives - workers, linear))
+    return WorkerMove(
+        giver.name, taker.name, workers, gain, waf(giver, gives, linear) - waf(giver, gives - workers, linear)
+    )

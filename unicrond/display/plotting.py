@@ -1,4 +1,4 @@
-"""Small figures by matplotlib (extra `plot`), which is imported only here and only then."""
+"""Small figures by matplotlib (extra `plot`). Only this module imports matplotlib, and only when it draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> None:
-    """Raises UsageError where it is not installed."""
+    """Raise UsageError where matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -20,7 +20,7 @@ def require_matplotlib() -> None:
 
 
 def canvas(title: str) -> tuple[Figure, Any]:
-    """A figure and its axes."""
+    """Create a figure and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -31,7 +31,7 @@ def canvas(title: str) -> tuple[Figure, Any]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write it; with one version of matplotlib, equal figures give equal bytes. Raises UsageError."""
+    """Write the figure; with one version of matplotlib, equal figures give equal bytes. Raise UsageError."""
     try:
         figure.savefig(path, dpi=100, metadata={"Software": None})
     except (OSError, ValueError) as problem:

@@ -1,6 +1,6 @@
 """Tables of plain text cells: aligned columns for pipes and files, rich tables for terminals.
 
-A cell may hold anything that an event holds; what could move a cursor or break a line is taken out here.
+A cell may hold any text of an event; characters that could move a cursor or break a line are removed here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:  # rich takes 50 ms to import, and a pipe needs none of it
 
 #: Blanks between columns.
 _GAP = 2
-#: A last column that has less than this stands below its row, so far from the left.
+#: A last column with less room than this is printed below its row, indented.
 _LAST_MIN = 24
 _INDENT = 4
-#: What a cell that must be cut keeps at least.
+#: The least width of a cell that must be cut.
 _CELL_MIN = 6
 
-#: How words look on a terminal wherever they are a whole cell.
+#: Styles of words on a terminal, where a word is a whole cell.
 STYLES = {
     "up": "green",
     "active": "green",
@@ -45,7 +45,8 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`right`: headers of the columns that are set flush right. `empty`: what to say where there are no rows."""
+    """A table of text cells. `right`: headers of the right-aligned columns. `empty`: the text for a table without
+    rows."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -54,17 +55,17 @@ class Table:
 
 
 def clean(text: str) -> str:
-    """`text` on one line, without control characters."""
+    """Return `text` on one line, without control characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 def visible(text: str) -> str:
-    """`text` without control characters, its blanks as they are."""
+    """Return `text` without control characters, its blanks unchanged."""
     return "".join(char if char.isprintable() else " " for char in text).rstrip()
 
 
 def plain(table: Table) -> list[str]:
-    """The table's lines, columns two blanks apart; header first."""
+    """Return the table's lines, header first, columns two blanks apart."""
     if not table.rows:
         return [table.empty]
     rows = [table.headers, *(tuple(clean(cell) for cell in row) for row in table.rows)]
@@ -80,7 +81,7 @@ def plain(table: Table) -> list[str]:
 
 
 def for_terminal(table: Table, title: str | None = None) -> RenderableType:
-    """The table for rich, in whatever width there is (see `_Fitting`)."""
+    """Return the table for rich, in whatever width there is (see `_Fitting`)."""
     return _Fitting(table, title)
 
 
@@ -111,33 +112,34 @@ class _Fitting:
         for row in [headers, *rows]:
             line = Text(no_wrap=True, overflow="crop", end="")
             for cell, cell_width, header in zip(row, widths, table.headers, strict=False):
-                shown = cell.copy()
-                shown.truncate(cell_width, overflow="ellipsis")
-                shown.align("right" if header in table.right else "left", cell_width)
-                line.append_text(shown).append(" " * gap)
+                fitted = cell.copy()
+                fitted.truncate(cell_width, overflow="ellipsis")
+                fitted.align("right" if header in table.right else "left", cell_width)
+                line.append_text(fitted).append(" " * gap)
             last = row[-1]
             if last_width:  # in its own column
                 first, *more = last.wrap(console, last_width) or [Text()]
-                yield _ended(line.append_text(first))
+                yield _finish_line(line.append_text(first))
                 indent = sum(widths) + gap * len(widths)
             else:
-                yield _ended(line)
+                yield _finish_line(line)
                 more = (
                     list(last.wrap(console, max(1, width - _INDENT))) if row is not headers and str(last) != "-" else []
                 )
                 indent = _INDENT
             for part in more:
-                yield _ended(Text(" " * indent, no_wrap=True, overflow="crop").append_text(part))
+                yield _finish_line(Text(" " * indent, no_wrap=True, overflow="crop").append_text(part))
 
 
-def _ended(line: Text) -> Text:
+def _finish_line(line: Text) -> Text:
     line.rstrip()
     line.end = "\n"
     return line
 
 
 def _widths(table: Table, headers: list[Text], rows: list[list[Text]], width: int) -> tuple[list[int], int, int]:
-    """Widths of all columns but the last; the last one's, 0 where it stands below its row; blanks between columns."""
+    """Compute the widths of all columns but the last; of the last, 0 where it stands below its row; and the blanks
+    between columns."""
     cells = [max(row[column].cell_len for row in rows) for column in range(len(headers))]
     natural = [max(header.cell_len, cell) for header, cell in zip(headers, cells, strict=True)]
     *widths, last = natural
@@ -146,11 +148,13 @@ def _widths(table: Table, headers: list[Text], rows: list[list[Text]], width: in
         return widths, min(last, room), _GAP
     if not widths:
         return [], width, 0
-    kept = [max((row[at].cell_len for row in rows if str(row[at]) in STYLES), default=0) for at in range(len(widths))]
+    word_widths = [
+        max((row[at].cell_len for row in rows if str(row[at]) in STYLES), default=0) for at in range(len(widths))
+    ]
     gap = _GAP if sum(widths) + _GAP * (len(widths) - 1) <= width else 1
     # Each column may shrink to its cells, and where that is not enough to a few characters.
     for least in (cells, [_CELL_MIN] * len(widths)):
-        floors = [max(keep, low) for keep, low in zip(kept, least, strict=False)]
+        floors = [max(keep, low) for keep, low in zip(word_widths, least, strict=False)]
         while sum(widths) + gap * (len(widths) - 1) > width:
             spare = [has - floor for has, floor in zip(widths, floors, strict=True)]
             if max(spare) <= 0:
@@ -161,14 +165,14 @@ def _widths(table: Table, headers: list[Text], rows: list[list[Text]], width: in
 
 
 def interactive(stream: TextIO) -> bool:
-    """Whether somebody watches: a terminal that can show more than lines."""
+    """Return whether a person watches: the stream is a terminal that can show more than lines."""
     import os
 
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def console(stream: TextIO) -> Console:
-    """A terminal to draw on; where the environment says NO_COLOR, without any style."""
+    """Return a terminal to draw on; where the environment says NO_COLOR, without any style."""
     import os
 
     from rich.console import Console

@@ -59,12 +59,12 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def has_keys(self) -> bool:
-        """Each login has a key of its own."""
+        """Return whether each login has a key of its own."""
         return bool(self.auth) or (not self.url and not is_loopback(self.host))
 
     @property
     def shared(self) -> Login | None:
-        """The login that may do everything beside the keys; None: there is none."""
+        """Return the login that may do everything beside the keys; None if there is none."""
         migrates = self.auth == "migrate" or (not self.auth and bool(self.user))
         return login(self) if migrates and not self.url else None
 
@@ -94,13 +94,14 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of it. `checkpoint_dir`: where tasks that name none keep theirs; every node must see it.
+    """The whole configuration. `checkpoint_dir`: where tasks that name none keep theirs; every node must see it.
 
-    `severity`: error kind -> 1, 2 or 3, in place of severity.py's. `injection`: people may order faults.
+    `severity`: error kind -> 1, 2 or 3, in place of severity.py's. `injection`: people may inject faults.
     `write_schema`: the newest schema to be written, by the agents too: that of the version to which one may go back.
-    `readmission`: how nodes come back that were isolated for their hardware (isolation.py). `tls`: "off", or with which
-    certificates NATS and the API speak where others reach them; on loopback they speak in clear. `notify`: whom to
-    tell of what (notify.py). `traces_url`: where spans of incidents and commands go (OTLP over HTTP); empty: nowhere.
+    `readmission`: how nodes come back that were isolated for their hardware (isolation.py). `tls`: "off", or the
+    certificates with which NATS and the API serve other machines; on loopback they use no TLS. `notify`: who is
+    notified of what (notify.py). `traces_url`: where spans of incidents and commands go (OTLP over HTTP); empty:
+    nowhere.
     """
 
     state_dir: str = "unicron-state"
@@ -120,46 +121,46 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def checkpoints(self) -> Path:
-        """The directory under which each task has its own."""
+        """Return the directory under which each task has its own."""
         return Path(self.checkpoint_dir or Path(self.state_dir) / "checkpoints").absolute()
 
     @property
     def keys(self) -> Path:
-        """The directory of the keys of this machine's logins, and of the list of the nodes' logins."""
+        """Return the directory of the keys of this machine's logins, and of the list of the nodes' logins."""
         return Path(self.nats.keys or Path(self.state_dir) / "keys")
 
     @property
     def nats_tls(self) -> bool:
-        """The embedded NATS server speaks TLS."""
+        """Return whether the embedded NATS server uses TLS."""
         return self.tls != "off" and not self.nats.url and not is_loopback(self.nats.host)
 
     @property
     def certifies_nodes(self) -> bool:
-        """Nodes' keys carry certificates, which the CA of `unicrond tls-init` signs; with NATS servers of one's own,
-        where it has been run."""
+        """Return whether nodes' keys carry certificates, which the CA of `unicrond tls-init` signs. With NATS servers
+        of one's own they do once that command has been run."""
         if not isinstance(self.tls, Tls) or self.tls.ca:
             return False
         return self.certificates.cert.is_file() if self.nats.url else self.nats_tls
 
     @property
     def api_tls(self) -> bool:
-        """The API speaks TLS."""
+        """Return whether the API uses TLS."""
         return self.tls != "off" and not is_loopback(self.api.host)
 
     @property
     def certificates(self) -> Files:
-        """The files of the server's certificates, where it has any."""
+        """Return the files of the server's certificates, where it has any."""
         return files_of(self.tls if isinstance(self.tls, Tls) else Tls(), Path(self.state_dir))
 
     @property
     def archive(self) -> Path:
-        """The directory with the older part of the log."""
+        """Return the directory with the older part of the log."""
         return Path(self.log.archive_dir or Path(self.state_dir) / "archive")
 
     @property
     def keep_s(self) -> float | None:
-        """What the timer leaves in NATS, in seconds; None: all. Heads on several machines have one archive only where
-        `log.archive_dir` names it."""
+        """Return how much of the log the timer leaves in NATS, in seconds; None: all. Heads on several machines have
+        one archive only where `log.archive_dir` names it."""
         if not self.log.archive_every_s:
             return None
         if self.log.keep_d is None:
@@ -168,7 +169,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def load(path: Path | None, environ: Mapping[str, str] = MappingProxyType({})) -> Config:
-    """The configuration in `path` (None: no file), with what the variables in `environ` say. Raises ConfigError."""
+    """Load the configuration in `path` (None: no file), overridden by the variables in `environ`. Raise ConfigError."""
     value, lines = read(path, environ)
     for fault in faults(value, Config):
         name = settings.origin(fault.place, environ)
@@ -180,34 +181,34 @@ def load(path: Path | None, environ: Mapping[str, str] = MappingProxyType({})) -
 
 
 def read(path: Path | None, environ: Mapping[str, str]) -> tuple[Any, dict[Place, int]]:
-    """What file and variables say, unchecked, and on which lines of the file. Raises ConfigError."""
+    """Read file and variables without checks; return the values, and their lines in the file. Raise ConfigError."""
     document = Document({}, {})
     if path is not None:
         try:
             document = parse(text_of(path, ConfigError, "give another --config"))
         except BadYaml as error:
-            raise ConfigError(f"{path}:{error.line}: {error.what}") from None
+            raise ConfigError(f"{path}:{error.line}: {error.reason}") from None
     value = {} if document.value is None else document.value
     try:
-        return (settings.overlaid(value, Config, environ) if isinstance(value, dict) else value), document.lines
+        return (settings.with_variables(value, Config, environ) if isinstance(value, dict) else value), document.lines
     except BadYaml as error:
-        raise ConfigError(error.what) from None
+        raise ConfigError(error.reason) from None
 
 
 def where(path: Path | None, environ: Mapping[str, str]) -> str:
-    """What a message about several fields calls the configuration."""
-    if not settings.given(Config, environ):
+    """Return the name of the configuration for messages about several fields."""
+    if not settings.set_variables(Config, environ):
         return str(path or "without --config")
     return f"{path} and UNICROND_ variables" if path else "UNICROND_ variables"
 
 
 def check(config: Config, where: str) -> None:
-    """What concerns several fields. Raises ConfigError."""
+    """Check the rules that concern several fields. Raise ConfigError."""
     _check_api(config.api, where)
     for kind, level in config.severity.items():
         impossible = [severity.value for severity in IMPOSSIBLE.get(kind, ())]
         if level in impossible:
-            possible = " or ".join(str(other) for other in (1, 2, 3) if other not in impossible)
+            possible = " or ".join(str(candidate) for candidate in (1, 2, 3) if candidate not in impossible)
             raise ConfigError(
                 f"{where}: severity.{kind}: {level} is impossible, a reattempt cannot restore what is lost; "
                 f"use {possible}"
@@ -267,7 +268,7 @@ def _check_api(api: ApiConfig, where: str) -> None:
 
 
 def check_certificates(config: Config, where: str) -> None:
-    """Those that are needed are there. Raises ConfigError."""
+    """Check that the certificates that are needed exist. Raise ConfigError."""
     if not (config.nats_tls or config.api_tls):
         return
     field = f"nats.host: {config.nats.host}" if config.nats_tls else f"api.host: {config.api.host}"
@@ -284,7 +285,7 @@ def check_certificates(config: Config, where: str) -> None:
 
 
 def embedded_tls(config: Config) -> ServerTls | None:
-    """For the embedded NATS server; None: in clear. Raises BadTls."""
+    """Return the TLS settings of the embedded NATS server; None: no TLS. Raise BadTls."""
     if not config.nats_tls or not isinstance(config.tls, Tls):
         return None
     wide = config.nats.host in ("0.0.0.0", "::")
@@ -292,8 +293,8 @@ def embedded_tls(config: Config) -> ServerTls | None:
 
 
 def login_as(config: Config, role: Role) -> Login:
-    """How this machine logs in to NATS as `role`: with its key, or all as the same where there are none. Raises
-    BadTls."""
+    """Return how this machine logs in to NATS as `role`: with its key, or with the common login where there are no
+    keys. Raise BadTls."""
     if not config.nats.has_keys:
         return login(config.nats)
     path, tls = config.keys / f"{role}.key", embedded_tls(config)
@@ -304,7 +305,7 @@ def login_as(config: Config, role: Role) -> Login:
 
 
 def login(nats: NatsConfig) -> Login:
-    """How to log in to NATS without a key."""
+    """Return how to log in to NATS without a key."""
     return Login(
         user=nats.user or None,
         password=read_secret(nats.password_file) if nats.password_file else None,
@@ -315,12 +316,12 @@ def login(nats: NatsConfig) -> Login:
 
 
 def read_secret(path: str) -> str:
-    """The one line that a secret's file holds."""
+    """Read the one line of a secret's file."""
     return Path(path).read_text().strip()
 
 
 def is_loopback(host: str) -> bool:
-    """The address is reachable from this machine alone."""
+    """Return whether the address is reachable from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

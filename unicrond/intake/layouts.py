@@ -3,15 +3,15 @@
 Rules
 -----
 * `fixed`: its own alone. A list: these, its own among them; `tp`, `pp`, `vpp`, `ep` and `micro_batch` of an entry are
-  a number, a list of numbers or a range like `1..8`, of which those count that divide the model. An entry that says
-  nothing of vpp or ep has the nearest to the task's. `auto`: what the program can be restarted in.
-* `auto` is the rule for the built-in GPT and for Megatron-LM, where it is known that its flags can be restarted in
-  another layout (`events/megatron/layouts.py`); other programs are `fixed` unless they say otherwise.
+  a number, a list of numbers or a range like `1..8`, of which only those count that divide the model. An entry without
+  vpp or ep has the nearest to the task's. `auto`: all layouts in which the program can be restarted.
+* `auto` is the default for the built-in GPT and for Megatron-LM, where its flags are known to allow a restart in
+  another layout (`events/megatron/layouts.py`); for other programs it is `fixed`.
 * Without a model of its memory `auto` takes no layout in which a worker holds more of the model than in its own, unless
-  that is little (SMALL_BYTES); and none of more workers to a replica: nothing says that it would be faster. Of
-  Megatron-LM it takes only those in which it is little: flags alone do not tell what a worker holds.
-* An entry may say how large micro-batches are in its layouts; in the others they are as the task says. `auto` leaves
-  them alone: gradients are grouped by them.
+  that is little (SMALL_BYTES); and none with more workers in a replica: nothing shows that it would be faster. For
+  Megatron-LM it takes only those in which it is little: flags alone do not show what a worker holds.
+* An entry may set the size of micro-batches in its layouts; in the others it is the task's. `auto` does not change
+  it: gradients are grouped by micro-batches.
 * With `throughput_model` each layout has its own table, so that `auto` tries all numbers of chunks of a stage that the
   program can have. Those that are the best for no number of workers are left out.
 * A layout without a table has that of the task: nothing is known against it.
@@ -38,22 +38,22 @@ from unicrond.events.vocabulary import LayoutSpec, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 
 FIELD = "layouts"
-#: Of a worker's state: as little finds room on any accelerator.
+#: The size of a worker's state that finds room on any accelerator.
 SMALL_BYTES = 2**30
 #: BF16 weight, FP32 master and two moments.
 _STATE_BYTES = 18
 #: Chunks of a stage that `auto` tries with a model.
 CHUNKS_MAX = 12
 _SIZE_MAX = 999_999
-#: Of one entry: as many are looked at for those that divide the model.
+#: The most layouts of one entry that are tried for those that divide the model.
 _TRIED_MAX = 20_000
 _RANGE = re.compile(r"([1-9][0-9]{0,5})\.\.([1-9][0-9]{0,5})")
 #: Tensor-parallel sizes that `auto` tries.
 _TP_TRIED = (1, 2, 4, 8, 16)
 
 
-class Entry(NamedTuple):
-    """Of a list. `vpps`, `eps`: empty: the nearest to the task's. `micro_batches`: empty: as the task has."""
+class LayoutEntry(NamedTuple):
+    """An entry of a list. `vpps`, `eps` empty: the nearest to the task's. `micro_batches` empty: the task's."""
 
     tps: list[int]
     pps: list[int]
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     table: dict[str, int]
 
     def shapes(self, spec: TaskSpec) -> list[Shape]:
-        """Each degree with each other."""
+        """Return the shapes of all combinations of the degrees."""
         nears = (nearest(spec, tp, pp) for tp, pp in product(self.tps, self.pps))
         return [
             Shape(near.tp, near.pp, vpp, ep, micro_batch)
@@ -74,30 +74,30 @@ class Entry(NamedTuple):
 
 
 #: "auto", "fixed", or the entries of a list.
-Wish = str | list[Entry]
+LayoutChoice = str | list[LayoutEntry]
 
 
-def take(data: Any) -> tuple[Wish, bool, list[FieldFault]]:
-    """Take `layouts` out of a task's data: what is wished, whether the file says so, what is wrong."""
+def take(data: Any) -> tuple[LayoutChoice, bool, list[FieldFault]]:
+    """Take `layouts` out of a task's data. Return the choice, whether the file has one, and the faults."""
     if not isinstance(data, dict):
         return "fixed", False, []
     if FIELD not in data:
-        is_free = data.get("entry", BUILT_IN) in ENTRIES and not _untried(data)
+        is_free = data.get("entry", BUILT_IN) in ENTRIES and not _untried_reason(data)
         return ("auto" if is_free else "fixed"), False, []
-    given = data.pop(FIELD)
-    if given == "auto" and (why := _untried(data)):
-        return "fixed", True, [FieldFault((FIELD,), f"auto, but {why}; give fixed or a list")]
-    if given in ("fixed", "auto"):
-        return given, True, []
-    if not isinstance(given, list | tuple) or not given:
+    choice = data.pop(FIELD)
+    if choice == "auto" and (obstacle := _untried_reason(data)):
+        return "fixed", True, [FieldFault((FIELD,), f"auto, but {obstacle}; give fixed or a list")]
+    if choice in ("fixed", "auto"):
+        return choice, True, []
+    if not isinstance(choice, list | tuple) or not choice:
         return "fixed", True, [FieldFault((FIELD,), "give auto, fixed, or a list like [{tp: 1, pp: 1..4}]")]
-    found: list[FieldFault] = []
-    wish = [_entry(entry, (FIELD, n), found) for n, entry in enumerate(given)]
-    return wish, True, found
+    faults: list[FieldFault] = []
+    wish = [_entry(entry, (FIELD, n), faults) for n, entry in enumerate(choice)]
+    return wish, True, faults
 
 
-def _untried(data: dict[str, Any]) -> str:
-    """Why nobody can say that these flags can be restarted in another layout."""
+def _untried_reason(data: dict[str, Any]) -> str:
+    """Return why it is unknown whether these flags can be restarted in another layout; "" if it is known."""
     args = data.get("args")
     if data.get("entry") != megatron_lm.ENTRY or not isinstance(args, list | tuple):
         return ""
@@ -105,68 +105,72 @@ def _untried(data: dict[str, Any]) -> str:
     return rules.untried if rules is not None else ""
 
 
-def _entry(entry: Any, place: Place, found: list[FieldFault]) -> Entry:
+def _entry(entry: Any, place: Place, faults: list[FieldFault]) -> LayoutEntry:
     if not isinstance(entry, dict) or (strange := set(entry) - {*Shape._fields, "throughput"}):
-        named = f"unknown field {min(map(str, strange))}; " if isinstance(entry, dict) else ""
+        unknown = f"unknown field {min(map(str, strange))}; " if isinstance(entry, dict) else ""
         text = "give tp, pp, vpp, ep, micro_batch and throughput, like {tp: 2, pp: 1}"
-        found.append(FieldFault(place, named + text))
-        return Entry([1], [1], [], [], [], {})
-    sizes = {name: _numbers(entry[name], (*place, name), found) for name in Shape._fields if name in entry}
+        faults.append(FieldFault(place, unknown + text))
+        return LayoutEntry([1], [1], [], [], [], {})
+    sizes = {name: _numbers(entry[name], (*place, name), faults) for name in Shape._fields if name in entry}
     try:
         table = msgspec.convert(entry.get("throughput", {}), dict[str, int], str_keys=True)
     except msgspec.ValidationError:
-        found.append(FieldFault((*place, "throughput"), "give FLOP/s by workers, like {4: 1.1e12}"))
+        faults.append(FieldFault((*place, "throughput"), "give FLOP/s by workers, like {4: 1.1e12}"))
         table = {}
     if (many := prod(map(len, sizes.values()))) > _TRIED_MAX:
-        found.append(FieldFault(place, f"comes to {many} layouts; give narrower ranges"))
+        faults.append(FieldFault(place, f"comes to {many} layouts; give narrower ranges"))
     if table and many > 1:
-        found.append(FieldFault((*place, "throughput"), "is of one layout; give its sizes as one number each"))
+        faults.append(FieldFault((*place, "throughput"), "is of one layout; give its sizes as one number each"))
     tps, pps, vpps, eps, micro_batches = (sizes.get(name, []) for name in Shape._fields)
-    return Entry(tps or [1], pps or [1], vpps, eps, micro_batches, table)
+    return LayoutEntry(tps or [1], pps or [1], vpps, eps, micro_batches, table)
 
 
-def _numbers(given: Any, place: Place, found: list[FieldFault]) -> list[int]:
-    if type(given) is int and 1 <= given <= _SIZE_MAX:
-        return [given]
-    if isinstance(given, str) and (span := _RANGE.fullmatch(given)) and int(span[1]) <= int(span[2]):
+def _numbers(sizes: Any, place: Place, faults: list[FieldFault]) -> list[int]:
+    if type(sizes) is int and 1 <= sizes <= _SIZE_MAX:
+        return [sizes]
+    if isinstance(sizes, str) and (span := _RANGE.fullmatch(sizes)) and int(span[1]) <= int(span[2]):
         return list(range(int(span[1]), int(span[2]) + 1))
-    if isinstance(given, list) and given and all(type(n) is int and 1 <= n <= _SIZE_MAX for n in given):
-        return list(dict.fromkeys(given))
-    found.append(
-        FieldFault(place, f"{given!r} is not a size; give a number, a list like [1, 2, 4], or a range like 1..8")
+    if isinstance(sizes, list) and sizes and all(type(n) is int and 1 <= n <= _SIZE_MAX for n in sizes):
+        return list(dict.fromkeys(sizes))
+    faults.append(
+        FieldFault(place, f"{sizes!r} is not a size; give a number, a list like [1, 2, 4], or a range like 1..8")
     )
     return [1]
 
 
-def shapes_of(spec: TaskSpec, wish: Wish, *, modelled: bool = False) -> tuple[list[Shape], list[FieldFault]]:
-    """The layouts that are wished and divide the model, the task's own first. `modelled`: each will have its table."""
+def shapes_of(spec: TaskSpec, wish: LayoutChoice, *, modelled: bool = False) -> tuple[list[Shape], list[FieldFault]]:
+    """Return the chosen layouts that divide the model, the task's own first, and the faults. `modelled`: each will have
+    its own table."""
     if isinstance(wish, str):
-        others = _divisors(spec, modelled=modelled) if wish == "auto" else ()
-        return list(dict.fromkeys([spec.cut, *(one for one in others if one.workers <= spec.max_workers)])), []
+        candidates = _divisors(spec, modelled=modelled) if wish == "auto" else ()
+        return list(
+            dict.fromkeys([spec.cut, *(option for option in candidates if option.workers <= spec.max_workers)])
+        ), []
     varied = any(entry.micro_batches for entry in wish)
-    shapes, found = [spec.cut], []
+    shapes, faults = [spec.cut], []
     for n, entry in enumerate(wish):
-        wished = entry.shapes(spec)
-        fits = [shape for shape in wished if divides(spec, shape) and shape.workers <= spec.max_workers]
+        entry_shapes = entry.shapes(spec)
+        fits = [shape for shape in entry_shapes if divides(spec, shape) and shape.workers <= spec.max_workers]
         shapes += fits
         if not fits:
-            known = (why for shape in wished if (why := cut_problem(spec, shape)))
+            reasons = (reason for shape in entry_shapes if (reason := cut_problem(spec, shape)))
             none = f"none of its sizes divide the model on up to {spec.max_workers} workers; leave it out"
-            found.append(FieldFault((FIELD, n), next(known, none)))
+            faults.append(FieldFault((FIELD, n), next(reasons, none)))
         for size in entry.micro_batches:
             if spec.global_batch % size:
                 text = f"{size} does not divide global_batch ({spec.global_batch}); use a divisor of it"
-                found.append(FieldFault((FIELD, n, "micro_batch"), text))
+                faults.append(FieldFault((FIELD, n, "micro_batch"), text))
     if varied:  # then each says how large its own are
         shapes = [shape._replace(micro_batch=shape.micro_batch or spec.micro_batch) for shape in shapes]
     shapes = list(dict.fromkeys(shapes))
     if len(shapes) > LAYOUTS_MAX and not modelled:
-        found.append(FieldFault((FIELD,), f"are {len(shapes)}, more than {LAYOUTS_MAX}; give fewer"))
-    return shapes, found
+        faults.append(FieldFault((FIELD,), f"are {len(shapes)}, more than {LAYOUTS_MAX}; give fewer"))
+    return shapes, faults
 
 
 def _divisors(spec: TaskSpec, *, modelled: bool) -> Iterator[Shape]:
-    """`modelled`: with all numbers of chunks of a stage; else the nearest to the task's, of which as much is known."""
+    """Yield the layouts that divide the model. `modelled`: with all numbers of chunks of a stage; else the nearest to
+    the task's, of which as much is known."""
     rules = flag_rules(spec)
     for tp, pp in product(_TP_TRIED, range(1, spec.model.layers + 1)):
         near = nearest(spec, tp, pp)
@@ -176,48 +180,50 @@ def _divisors(spec: TaskSpec, *, modelled: bool) -> Iterator[Shape]:
                 yield shape
 
 
-def filled(spec: TaskSpec, wish: Wish) -> tuple[TaskSpec, list[FieldFault]]:
-    """The task with its layouts, where no model of Megatron is given."""
-    shapes, found = shapes_of(spec, wish)
+def fill_layouts(spec: TaskSpec, wish: LayoutChoice) -> tuple[TaskSpec, list[FieldFault]]:
+    """Return the task with its layouts, where no model of Megatron is given, and the faults."""
+    shapes, faults = shapes_of(spec, wish)
     tables = {}
     if isinstance(wish, str):
         shapes = [shape for shape in shapes if shape == spec.cut or _is_safe(spec, shape)]
     else:
         usual = spec.micro_batch if shapes[0].micro_batch else 0
-        named = ((shape, entry.table) for entry in wish if entry.table for shape in entry.shapes(spec))
-        tables = {shape._replace(micro_batch=shape.micro_batch or usual): table for shape, table in named}
-    return with_layouts(spec, shapes, tables), found
+        tables_by_shape = ((shape, entry.table) for entry in wish if entry.table for shape in entry.shapes(spec))
+        tables = {shape._replace(micro_batch=shape.micro_batch or usual): table for shape, table in tables_by_shape}
+    return with_layouts(spec, shapes, tables), faults
 
 
 def with_layouts(spec: TaskSpec, shapes: list[Shape], tables: Mapping[Shape, dict[str, int]]) -> TaskSpec:
-    """The task with these layouts, its own first; none where that is all."""
+    """Return the task with these layouts, its own first; with none if it is the only one."""
     if len(shapes) < 2:
         return spec
-    given = spec.throughput or tables.get(shapes[0], {})
-    layouts = [LayoutSpec(**one._asdict(), throughput=tables.get(one) or given) for one in shapes[:LAYOUTS_MAX]]
-    return replace(spec, layouts=tuple(layouts), throughput=given)
+    own_table = spec.throughput or tables.get(shapes[0], {})
+    layouts = [
+        LayoutSpec(**shape._asdict(), throughput=tables.get(shape) or own_table) for shape in shapes[:LAYOUTS_MAX]
+    ]
+    return replace(spec, layouts=tuple(layouts), throughput=own_table)
 
 
-def on_gpus(spec: TaskSpec, data: Mapping[str, Any]) -> TaskSpec:
-    """The task with what an entry of `gpus` says nothing of: as in `layouts`."""
+def fill_gpu_layouts(spec: TaskSpec, data: Mapping[str, Any]) -> TaskSpec:
+    """Return the task with the degrees that an entry of `gpus` leaves out filled in, as in `layouts`."""
     gpus = [
-        replace(told, layouts=tuple(map(_named, repeat(spec), given.get("layouts", ()), told.layouts)))
-        for given, told in zip(data.get("gpus", ()), spec.gpus, strict=True)
+        replace(gpu, layouts=tuple(map(_with_degrees, repeat(spec), entry.get("layouts", ()), gpu.layouts)))
+        for entry, gpu in zip(data.get("gpus", ()), spec.gpus, strict=True)
     ]
     return replace(spec, gpus=tuple(gpus))
 
 
-def _named(spec: TaskSpec, given: Mapping[str, Any], told: LayoutSpec) -> LayoutSpec:
-    near = nearest(spec, told.tp, told.pp)
-    return replace(told, vpp=given.get("vpp", near.vpp), ep=given.get("ep", near.ep))
+def _with_degrees(spec: TaskSpec, entry: Mapping[str, Any], layout: LayoutSpec) -> LayoutSpec:
+    near = nearest(spec, layout.tp, layout.pp)
+    return replace(layout, vpp=entry.get("vpp", near.vpp), ep=entry.get("ep", near.ep))
 
 
 def with_bounds(spec: TaskSpec) -> TaskSpec:
-    """A task that leaves its layout to the plan needs no bounds in whole replicas: at least as many workers as its
-    smallest replica, or as its tables begin with."""
+    """Return the task with bounds that suit all its layouts. A task that leaves its layout to the plan needs no bounds
+    in whole replicas: at least as many workers as its smallest replica, or as its tables begin with."""
     layouts = spec.layouts or (LayoutSpec(**spec.cut._asdict(), throughput=spec.throughput),)
-    tabled = [int(n) for one in layouts for n, flops in one.throughput.items() if flops and n.isdecimal()]
-    fewest = min(tabled, default=min(one.tp * one.pp for one in layouts))
+    tabled = [int(n) for layout in layouts for n, flops in layout.throughput.items() if flops and n.isdecimal()]
+    fewest = min(tabled, default=min(layout.tp * layout.pp for layout in layouts))
     most, unit = spec.max_workers, spec.replica_workers
     least = max(spec.min_workers, min(fewest, most))
     if not spec.layouts:
@@ -226,12 +232,13 @@ def with_bounds(spec: TaskSpec) -> TaskSpec:
 
 
 def _is_safe(spec: TaskSpec, shape: Shape) -> bool:
-    """In the layout a worker holds no more than in the task's own, or little; and nothing speaks against its size."""
+    """Return whether a worker holds no more in the layout than in the task's own, or little, and nothing speaks against
+    its size."""
     if shape.workers > spec.replica_workers:
         return False
     if shape.workers == spec.replica_workers and spec.entry == BUILT_IN:
         return True
-    one = in_layout(replace(spec, layouts=(LayoutSpec(**shape._asdict()),)), shape)
-    held = _STATE_BYTES + ELEMENT_BYTES * gradients(one, 1).most
+    task = in_layout(replace(spec, layouts=(LayoutSpec(**shape._asdict()),)), shape)
+    worker_bytes = _STATE_BYTES + ELEMENT_BYTES * gradients(task, 1).most
     rules = flag_rules(spec)
-    return parameters(one) * held * (rules.experts if rules is not None else 1) <= SMALL_BYTES
+    return parameters(task) * worker_bytes * (rules.experts if rules is not None else 1) <= SMALL_BYTES

@@ -1,8 +1,8 @@
-"""`entry: megatron-lm` in a task file: what the flags in `args` say is filled in at submission.
+"""`entry: megatron-lm` in a task file: fields that follow from the flags in `args` are filled in at submission.
 
 Rules
 -----
-* What the flags say need not stand in the file. What stands there all the same must agree.
+* A field that the flags determine need not be in the file. If it is, it must agree with them.
 * Sizes of the model count FLOP, and nothing else: the model is the script's.
 """
 
@@ -19,7 +19,7 @@ _SIZES = ("layers", "hidden", "heads", "seq", "vocab", "dropout")
 
 
 def take(data: dict[str, Any]) -> list[FieldFault]:
-    """Fill in what the flags say. All that is wrong; nothing for other entries, or where args are no texts."""
+    """Fill in what the flags say, and return the faults; none for other entries, or where args are no texts."""
     args = data.get("args")
     if data.get("entry") != ENTRY or not isinstance(args, list | tuple):
         return (
@@ -28,38 +28,38 @@ def take(data: dict[str, Any]) -> list[FieldFault]:
     if not all(isinstance(word, str) for word in args):
         return []
     try:
-        told = read_training_flags(CommandLine.parse(args))
+        flags = read_training_flags(CommandLine.parse(args))
     except BadFlags as error:
         return [FieldFault(("args",), str(error))]
-    found = []
+    faults = []
     for part, names in ((data, _FIELDS), (data.setdefault("model", {}), _SIZES)):
         if isinstance(part, dict):
             place = () if part is data else ("model",)
             for name in names:
-                value = getattr(told, name)
+                value = getattr(flags, name)
                 if name in _OFTEN_ONE and value == 1 and name not in part:
                     continue  # a log of an older schema can hold the task as well
                 if part.setdefault(name, value) != value:
                     text = f"{part[name]!r}, but the flags in args say {value}; leave it out here"
-                    found.append(FieldFault((*place, name), text))
+                    faults.append(FieldFault((*place, name), text))
     optimizer = data.setdefault("optimizer", {})
     if isinstance(optimizer, dict):
-        optimizer.setdefault("distributed", told.distributed)
-    return found
+        optimizer.setdefault("distributed", flags.distributed)
+    return faults
 
 
 def lines(args: tuple[str, ...]) -> list[str]:
-    """What was understood of a command line that is right, for people."""
-    told: TrainingFlags = read_training_flags(CommandLine.parse(args))
-    per_replica = told.tp * told.pp
+    """Describe for people how a valid command line was understood."""
+    flags: TrainingFlags = read_training_flags(CommandLine.parse(args))
+    per_replica = flags.tp * flags.pp
     return [
-        f"script {args[0]}, {told.iterations} iterations, seed {told.seed}",
-        f"a replica is tp {told.tp} x pp {told.pp} = {per_replica} worker{'s' if per_replica > 1 else ''}",
-        *([f"each stage has {told.vpp} chunks of the model (vpp)"] if told.vpp > 1 else []),
-        *([f"experts are over {told.ep} workers of a replica (ep)"] if told.ep > 1 else []),
-        f"global batch {told.global_batch} in micro-batches of {told.micro_batch}: "
-        f"{told.global_batch // told.micro_batch} to deal, so at most as many replicas",
-        f"model: {told.layers} layers, hidden {told.hidden}, {told.heads} heads, sequence {told.seq}, vocabulary"
-        f" {told.vocab}",
-        *told.notes,
+        f"script {args[0]}, {flags.iterations} iterations, seed {flags.seed}",
+        f"a replica is tp {flags.tp} x pp {flags.pp} = {per_replica} worker{'s' if per_replica > 1 else ''}",
+        *([f"each stage has {flags.vpp} chunks of the model (vpp)"] if flags.vpp > 1 else []),
+        *([f"experts are over {flags.ep} workers of a replica (ep)"] if flags.ep > 1 else []),
+        f"global batch {flags.global_batch} in micro-batches of {flags.micro_batch}: "
+        f"{flags.global_batch // flags.micro_batch} to deal, so at most as many replicas",
+        f"model: {flags.layers} layers, hidden {flags.hidden}, {flags.heads} heads, sequence {flags.seq}, vocabulary"
+        f" {flags.vocab}",
+        *flags.notes,
     ]

@@ -1,4 +1,4 @@
-"""The configuration of being told: whom, of what, how often. Secrets stand in files of their own."""
+"""The configuration of notifications: destinations, rules and intervals. Secrets are in files of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=30 * 86400.0)]
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One to be told. `rules`: of these alone; empty: of all.
+    """A receiver of notifications. `rules`: only of these; empty: of all.
 
     webhook, slack: `url`, or `url_file` with it. pagerduty: `key_file` with the integration's key. email: `server`
     (HOST:PORT), `sender`, `recipients`, and `user` with `password_file`. command: `argv`.
@@ -35,7 +35,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     argv: tuple[str, ...] = ()
 
     def problem(self) -> str:
-        """What is missing or wrong: "field: why", "" where all is well."""
+        """Return what is missing or wrong: "field: why"; "" where all is well."""
         needed: dict[str, tuple[tuple[str, ...], ...]] = {
             "webhook": (("url", "url_file"),),
             "slack": (("url", "url_file"),),
@@ -58,8 +58,9 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Notify(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`to`: whom. `group_s`: what belongs to one matter within this time is told together. `repeat_s`: one matter is
-    told again no sooner. `heartbeat_url`: fetched every `heartbeat_s` while all is well: a dead man's switch."""
+    """Settings of notifications. `to`: the destinations. `group_s`: notices about one matter within this time are sent
+    together. `repeat_s`: the least time before a notice about a matter is repeated. `heartbeat_url`: fetched every
+    `heartbeat_s` while all is well: a dead man's switch."""
 
     to: tuple[Destination, ...] = ()
     no_progress_s: Seconds = 600.0
@@ -69,9 +70,9 @@ class Notify(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_s: Annotated[float, Meta(ge=1.0, le=86400.0)] = 60.0
 
     def problem(self) -> str:
-        """The first that is wrong, with its field; "" where all is well."""
-        for number, one in enumerate(self.to):
-            if problem := one.problem():
+        """Return the first problem, with its field; "" where all is well."""
+        for number, destination in enumerate(self.to):
+            if problem := destination.problem():
                 return f"to[{number}].{problem}"
         if self.heartbeat_url and not self.heartbeat_url.startswith(("http://", "https://")):
             return f"heartbeat_url: {self.heartbeat_url!r} is not an http address"

@@ -1,4 +1,5 @@
-"""How isolated nodes come back, by the operator's choice. The head runs the repair command: service/repairs.py."""
+"""How isolated nodes return to service, as the operator configures it. The head runs the repair command:
+service/repairs.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ Limit = Annotated[float, Meta(ge=1.0, le=86_400.0)]
 
 
 class Readmission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a node comes back that was isolated for its hardware. Times in seconds.
+    """How a node that was isolated for its hardware returns. Times in seconds.
 
     `check`: a command that agents run; empty: their own self-test. It passes with exit code 0, within `timeout_s`.
     `repair`: a command that the head runs for a node that needs a reboot or another part; empty: a person does it.

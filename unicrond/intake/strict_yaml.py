@@ -4,8 +4,8 @@ Rules
 -----
 * YAML 1.2's core schema: `no`, `on` and `12:30` are text, `1e-3` is a number, `010` is ten. (PyYAML's own
   schema, 1.1, reads them as false, true, 750, text and eight.)
-* A key that stands twice in one mapping is an error, never "the last one wins".
-* No tags, no anchors, no aliases: a file says what it means where it says it.
+* A key that appears twice in one mapping is an error, never "the last one wins".
+* No tags, no anchors, no aliases: every value is written out in its place.
 * Mapping keys are text in the result, whatever they look like.
 """
 
@@ -23,16 +23,16 @@ DOCUMENT_BYTES_MAX = 256 * 1024
 
 
 class BadYaml(ValueError):
-    """Not a document that we read. `line` counts from 1."""
+    """An invalid or unsupported document. `line` counts from 1."""
 
-    def __init__(self, what: str, line: int) -> None:
-        super().__init__(f"line {line}: {what}")
-        self.what = what
+    def __init__(self, reason: str, line: int) -> None:
+        super().__init__(f"line {line}: {reason}")
+        self.reason = reason
         self.line = line
 
 
 def text_of(path: Path, error: type[ValueError], fix: str) -> str:
-    """What the file says; an `error` of one line, with the `fix`, where it cannot be read."""
+    """Read the file's text. Raise `error` with one line and the `fix`, where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as problem:
@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's attribute)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """As PyYAML's, without anchors and aliases."""
+        """Read a node as PyYAML does, but refuse anchors and aliases."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) is not None:
             raise BadYaml(
@@ -77,7 +77,7 @@ for _name, (_pattern, _first) in _RESOLVERS.items():
 
 
 def parse(text: str) -> Document:
-    """The one document in `text`; an empty text is None. Raises BadYaml and nothing else."""
+    """Parse the one document in `text`; an empty text is None. Raise BadYaml and nothing else."""
     if len(text.encode(errors="replace")) > DOCUMENT_BYTES_MAX:
         raise BadYaml(f"more than {DOCUMENT_BYTES_MAX} bytes", 1)
     lines: dict[Place, int] = {}
@@ -86,8 +86,8 @@ def parse(text: str) -> Document:
         return Document(None if node is None else _value(node, (), lines), lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = error.problem or error.context or "not valid YAML"
-        raise BadYaml(f"not valid YAML: {what}", mark.line + 1 if mark else 1) from None
+        reason = error.problem or error.context or "not valid YAML"
+        raise BadYaml(f"not valid YAML: {reason}", mark.line + 1 if mark else 1) from None
     except yaml.YAMLError as error:
         raise BadYaml(f"not valid YAML: {' '.join(str(error).split())}", 1) from None
     except RecursionError:

@@ -5,8 +5,8 @@ Rules
 * A task file means what it says: no unknown field, no key twice, no text where a number belongs.
 * Paths (entry, cwd, data, checkpoint.dir) are relative to the file's own directory, and absolute from
   then on: what is sent to the cluster does not depend on where it was sent from.
-* What concerns several fields, or more than a field's type, is in `task_rules.py`, for every task, whichever way it
-  was submitted; here is added that the entry script is there.
+* Rules about several fields, or about more than a field's type, are in `task_rules.py`, for every task, however it
+  was submitted; this module adds that the entry script exists.
 
 Every field is described in docs/use/task-files.md.
 """
@@ -26,7 +26,7 @@ from unicrond.core.tasks.task_rules import ENTRIES, PATHS, spec_faults
 from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
-from unicrond.intake.throughput_preset import Preset, fill, on_others, shortened, take
+from unicrond.intake.throughput_preset import Preset, fill, fill_further_gpus, shorten_tables, take_preset
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +35,23 @@ _ON_THE_LOG = {"fixed": "exact", "follow": "float"}
 
 
 class TaskFileError(ValueError):
-    """The task cannot be used. The message is one line: file, line, field, what is wrong, the fix."""
+    """The task is invalid. The message is one line: file, line, field, what is wrong, the fix."""
 
 
 def load(path: Path) -> TaskSpec:
-    """The task in the file `path`. Raises TaskFileError."""
+    """Load the task in the file `path`. Raise TaskFileError."""
     return loads(text_of(path, TaskFileError, "check the path"), where=str(path), directory=path.parent)
 
 
 def loads(text: str, *, where: str = "task file", directory: Path | None = None) -> TaskSpec:
-    """The task in `text`. `where` names it in errors; relative paths start at `directory` (default: here).
+    """Parse the task in `text`. `where` names it in errors; relative paths start at `directory` (default: here).
 
-    Raises TaskFileError.
+    Raise TaskFileError.
     """
     try:
         document = parse(text)
     except BadYaml as error:
-        raise TaskFileError(f"{where}:{error.line}: {error.what}") from None
+        raise TaskFileError(f"{where}:{error.line}: {error.reason}") from None
     data = document.value
     if data is None:
         raise TaskFileError(f"{where}: is empty; the minimum is `name: my-task` (see docs/use/task-files.md)")
@@ -60,55 +60,56 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
         for part in (data, *_dicts(data.get(layouts.FIELD)), *gpus):
             _whole_numbers(part.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())
-        older = data.get("accumulation")
+        accumulation = data.get("accumulation")
         for today, on_the_log in _ON_THE_LOG.items():
-            if older == on_the_log:
+            if accumulation == on_the_log:
                 place = f"{where}{_line(document.lines, ('accumulation',))}"
-                log.warning("%s: accumulation: %s is called numerics: %s now; write that", place, older, today)
-    spec, found = understood(data)
+                log.warning("%s: accumulation: %s is called numerics: %s now; write that", place, accumulation, today)
+    spec, faults = parse_task(data)
     if spec is not None:
         return spec
-    first, more = found[0], len(found) - 1
+    first, more = faults[0], len(faults) - 1
     line = _line(document.lines, first.place)
     rest = f" (and {more} more)" if more else ""
     raise TaskFileError(f"{where}{line}: {first}{rest}")
 
 
-def understood(data: Any) -> tuple[TaskSpec | None, list[FieldFault]]:
-    """The task that plain data (of YAML or JSON) describes, `throughput_model` filled in; or all that is wrong."""
+def parse_task(data: Any) -> tuple[TaskSpec | None, list[FieldFault]]:
+    """Return the task that plain data (of YAML or JSON) describes, `throughput_model` filled in, or None; and all
+    faults."""
     preset: Preset | None = None
-    wish, is_asked, found = layouts.take(data)
+    wish, is_asked, task_faults = layouts.take(data)
     if isinstance(data, dict):
-        preset, wrong = take(data)
-        found += [*wrong, *_numerics(data), *_deterministic(data), *megatron_task.take(data)]
-    found += faults(data, TaskSpec)
-    if found:
-        return None, found
-    spec = layouts.on_gpus(msgspec.convert(data, TaskSpec, strict=True), data)
-    found = [] if is_asked and wish != "fixed" else list(_problems(spec))
-    if found:
-        return None, found
-    if spec.lanes and not is_asked:  # who says nothing of layouts gets the sums of the task's own
+        preset, wrong = take_preset(data)
+        task_faults += [*wrong, *_numerics(data), *_deterministic(data), *megatron_task.take(data)]
+    task_faults += faults(data, TaskSpec)
+    if task_faults:
+        return None, task_faults
+    spec = layouts.fill_gpu_layouts(msgspec.convert(data, TaskSpec, strict=True), data)
+    task_faults = [] if is_asked and wish != "fixed" else list(_problems(spec))
+    if task_faults:
+        return None, task_faults
+    if spec.lanes and not is_asked:  # a file without `layouts` gets the sums of the task's own layout
         spec = replace(spec, env={**spec.env, LANES: str(spec.lanes)})
     if preset is None:
-        spec, found = layouts.filled(spec, wish)
+        spec, task_faults = layouts.fill_layouts(spec, wish)
     else:
-        shapes, found = layouts.shapes_of(spec, wish, modelled=True)
-        if not found:
+        shapes, task_faults = layouts.shapes_of(spec, wish, modelled=True)
+        if not task_faults:
             is_free = is_asked and wish != "fixed" and not {"tp", "pp"} & set(data)
-            spec, found = fill(spec, preset, shapes, is_free=is_free)
-            spec = shortened(on_others(spec, preset) if preset.also else spec) if not found else spec
-    spec = layouts.with_bounds(spec) if is_asked and wish != "fixed" and not found else spec
-    found = found or list(_problems(spec))
-    if not found and spec.lanes:
+            spec, task_faults = fill(spec, preset, shapes, is_free=is_free)
+            spec = shorten_tables(fill_further_gpus(spec, preset) if preset.also else spec) if not task_faults else spec
+    spec = layouts.with_bounds(spec) if is_asked and wish != "fixed" and not task_faults else spec
+    task_faults = task_faults or list(_problems(spec))
+    if not task_faults and spec.lanes:
         spec = replace(spec, env={**spec.env, LANES: str(spec.lanes)})
-    return (None, found) if found else (spec, [])
+    return (None, task_faults) if task_faults else (spec, [])
 
 
 def problems(spec: TaskSpec) -> list[str]:
-    """What is wrong with a well-typed spec, as "field: what is wrong; the fix"; empty where nothing is.
+    """Return the problems of a well-typed spec, as "field: what is wrong; the fix"; empty where there are none.
 
-    Looks at the disk for the entry script, and at nothing else outside the spec.
+    It looks at the disk for the entry script, and at nothing else outside the spec.
     """
     return [str(problem) for problem in _problems(spec)]
 
@@ -121,7 +122,7 @@ def _dicts(listed: Any) -> list[dict[str, Any]]:
 
 
 def _whole_numbers(table: Any) -> None:
-    """1.9e12 is how people write FLOP/s; the log holds integers."""
+    """Convert whole floats to integers: 1.9e12 is how people write FLOP/s, and the log holds integers."""
     if isinstance(table, dict):
         for key, value in table.items():
             if isinstance(value, float) and value.is_integer():
@@ -129,28 +130,28 @@ def _whole_numbers(table: Any) -> None:
 
 
 def _numerics(data: dict[str, Any]) -> list[FieldFault]:
-    """`numerics` is `accumulation` on the log; without either the sum is fixed. (How many lanes that means for good is
-    noted in its environment.)"""
+    """Convert `numerics` to `accumulation`, its name on the log; without either the sum is fixed. (The number of lanes
+    that this fixes for good is noted in the task's environment.)"""
     if "numerics" not in data:
         data.setdefault("accumulation", _ON_THE_LOG["fixed"])
         return []
-    given = data.pop("numerics")
-    if given not in _ON_THE_LOG:
-        return [FieldFault(("numerics",), f"{given!r} is not one of fixed, follow")]
+    numerics = data.pop("numerics")
+    if numerics not in _ON_THE_LOG:
+        return [FieldFault(("numerics",), f"{numerics!r} is not one of fixed, follow")]
     if "accumulation" in data:
         return [FieldFault(("numerics",), "and accumulation are both given; keep numerics")]
-    data["accumulation"] = _ON_THE_LOG[given]
+    data["accumulation"] = _ON_THE_LOG[numerics]
     return []
 
 
 def _deterministic(data: dict[str, Any]) -> list[FieldFault]:
-    """`deterministic` stands in its environment as well."""
+    """Move `deterministic` to the task's environment."""
     if "deterministic" not in data:
         return []
-    given, env = data.pop("deterministic"), data.setdefault("env", {})
-    if given not in DETERMINISM:
-        return [FieldFault(("deterministic",), f"{given!r} is not one of {', '.join(DETERMINISM)}")]
-    if isinstance(env, dict) and env.setdefault(DETERMINISTIC, given) != given:
+    choice, env = data.pop("deterministic"), data.setdefault("env", {})
+    if choice not in DETERMINISM:
+        return [FieldFault(("deterministic",), f"{choice!r} is not one of {', '.join(DETERMINISM)}")]
+    if isinstance(env, dict) and env.setdefault(DETERMINISTIC, choice) != choice:
         return [FieldFault(("deterministic",), f"and env.{DETERMINISTIC} contradict each other; keep one")]
     return []
 
@@ -166,7 +167,7 @@ def _absolute_paths(data: dict[str, Any], directory: Path) -> None:
 
 
 def _line(lines: dict[Place, int], place: Place) -> str:
-    """A colon and the line of what stands there, or of its nearest parent; nothing for what stands nowhere."""
+    """Return a colon and the line of the place, or of its nearest parent that has a line; "" if none has."""
     while place:
         if place in lines:
             return f":{lines[place]}"

@@ -1,9 +1,10 @@
-"""Times that contradict each other, in the configuration and in a task's environment: one sentence each.
+"""Timeouts that contradict each other, in the configuration and in a task's environment: one sentence each.
 
 Operators should not have to tune them: the trainer derives its limits from the iterations that it sees
-(agents/trainer/detection/baseline.py). Where somebody has set one, it may defeat another; that is said, never refused.
+(agents/trainer/detection/baseline.py). A timeout that somebody has set may defeat another; that is reported, never
+refused.
 
-What does not live here: whether a value is a time at all (config.py, agents/trainer/process/context.py).
+Not part of this module: whether a value is a time at all (config.py, agents/trainer/process/context.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from unicrond.core.nodes.liveness import GRACE_US
 from unicrond.core.state.policy import Policy
 
-#: What a worker takes where the task's `env` does not say otherwise (agents/trainer/process/context.py), seconds.
+#: Defaults of a worker where the task's `env` sets no other (agents/trainer/process/context.py), seconds.
 TRAINER_DEFAULTS: dict[str, float] = {
     "UNICRON_FAULT_WAIT_S": 120.0,
     "UNICRON_LEASE_S": 60.0,
@@ -21,18 +22,18 @@ TRAINER_DEFAULTS: dict[str, float] = {
     "UNICRON_HANG_FLOOR_S": 1.0,
     "UNICRON_START_S": 600.0,
 }
-#: A time-out of this length and more is what people set because of slow starts; it is not needed for that here.
+#: People set timeouts of this length and more because of slow starts; that is not needed here.
 _LONG_S = 1800.0
 #: How long a coordinator or an agent may take to come back.
 _RESTART_S = 10.0
 
 
 def contradictions(policy: Policy, heartbeat_s: float, env: Mapping[str, str]) -> list[str]:
-    """What is inconsistent, worst first; empty where nothing is. `env`: of a task; {} for the configuration alone."""
+    """Return the contradictions, worst first. `env`: of a task; {} for the configuration alone."""
     wait_s, lease_s, collective_s, floor_s, start_s = (_seconds(env, name) for name in TRAINER_DEFAULTS)
     lost_s = 2 * heartbeat_s + GRACE_US / 1e6
     decided_s = lost_s + policy.regroup_s
-    found = [
+    checks = [
         (
             wait_s <= decided_s,
             f"UNICRON_FAULT_WAIT_S: workers give up after {wait_s:g} s without a membership, but a lost node and a "
@@ -74,7 +75,7 @@ def contradictions(policy: Policy, heartbeat_s: float, env: Mapping[str, str]) -
             f"({policy.regroup_s:g} s)",
         ),
     ]
-    return [sentence for holds, sentence in found if holds]
+    return [sentence for applies, sentence in checks if applies]
 
 
 def _seconds(env: Mapping[str, str], name: str) -> float:

@@ -1,4 +1,4 @@
-"""TLS of the head, as the configuration says it: whether, and with which certificates."""
+"""TLS of the head as configured: whether, and with which certificates."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class BadTls(ValueError):
 
 
 def files_of(tls: Tls, state_dir: Path) -> Files:
-    """Where the certificates are, or will be."""
-    own = (state_dir / "tls").absolute()
-    cert = Path(tls.cert or own / "server.pem").absolute()
-    return Files(Path(tls.ca or own / "ca.pem").absolute(), cert, Path(tls.key).absolute() if tls.key else cert)
+    """Return where the certificates are, or will be."""
+    directory = (state_dir / "tls").absolute()
+    cert = Path(tls.cert or directory / "server.pem").absolute()
+    return Files(Path(tls.ca or directory / "ca.pem").absolute(), cert, Path(tls.key).absolute() if tls.key else cert)
 
 
 def ca_key_of(state_dir: Path) -> Path:
-    """The private key of the CA that `unicrond tls-init` makes."""
+    """Return the path of the private key of the CA that `unicrond tls-init` makes."""
     return (state_dir / "tls" / "ca.key").absolute()
 
 
 def server_tls(tls: Tls, files: Files, host: str) -> ServerTls:
-    """For a server at `host`: its clients on this machine expect that name, or the first that the certificate has.
-    Raises BadTls."""
+    """Return the TLS settings of a server at `host`: its clients on this machine expect that name, or the first in the
+    certificate. Raise BadTls."""
     return ServerTls(
         *files,
         name=expected_name(files, host),
@@ -59,23 +59,25 @@ def server_tls(tls: Tls, files: Files, host: str) -> ServerTls:
 
 
 def expected_name(files: Files, host: str) -> str:
-    """The name in the server's certificate by which a client on this machine knows it. Raises BadTls."""
+    """Return the name in the server's certificate by which a client on this machine knows it. Raise BadTls."""
     from unicrond.events.trust.certificates import BadCertificate, first_certificate, names_of  # 60 ms
 
     try:
         names = names_of(first_certificate(files.cert.read_bytes()))
     except (OSError, BadCertificate) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise BadTls(f"{files.cert}: {why}; run `unicrond tls-init`, or set tls to certificates of your own") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadTls(
+            f"{files.cert}: {reason}; run `unicrond tls-init`, or set tls to certificates of your own"
+        ) from None
     if not names:
         raise BadTls(f"{files.cert}: names no host; its certificate needs the head's names (subjectAltName)")
     return host if host in names else names[0]
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:
-    """What changes with the file; None: it cannot be reached."""
+    """Return values that change whenever the file does; None if it cannot be reached."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return status.st_mtime_ns, status.st_ino, status.st_size

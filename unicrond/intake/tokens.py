@@ -1,7 +1,7 @@
-"""Tokens of the HTTP API: who has one, and what it is good for.
+"""Tokens of the HTTP API: their holders and scopes.
 
 A line of the file reads `NAME SCOPE[,SCOPE...] SHA256`; lines that begin with # are for people. The hash is plain: a
-token is made here, from 256 random bits, so it cannot be guessed from its hash. Whoever reads the file can ask nothing.
+token is made here, from 256 random bits, so it cannot be guessed from its hash. The file alone gives no access.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class Scope(StrEnum):
-    """What a token is good for; none holds another."""
+    """The operations that a token allows; no scope includes another."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -29,37 +29,37 @@ class Scope(StrEnum):
 
 
 class BadTokens(ValueError):
-    """The list cannot be used; the text names the line and the fix."""
+    """The list of tokens is invalid; the text names the line and the fix."""
 
 
 class Grant(NamedTuple):
-    """Who asks, and what that one may. `name`: "" where the API has no tokens."""
+    """A caller and its scopes. `name`: "" where the API has no tokens."""
 
     name: str
     scopes: frozenset[Scope]
 
 
-#: Where nobody needs a token.
-EVERYTHING = Grant("", frozenset(Scope))
+#: The grant of every caller where the API has no tokens.
+FULL_GRANT = Grant("", frozenset(Scope))
 
 
 def make_token() -> str:
-    """A new one."""
+    """Make a new token."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def hashed(token: str) -> str:
-    """What the list holds of it."""
+def hash_token(token: str) -> str:
+    """Return the hash of a token, as the list holds it."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
 def line_of(name: str, scopes: Iterable[Scope], token: str) -> str:
-    """The line for a token."""
-    return f"{name} {','.join(sorted(scopes))} {hashed(token)}"
+    """Return the list's line for a token."""
+    return f"{name} {','.join(sorted(scopes))} {hash_token(token)}"
 
 
 def scopes_of(text: str) -> frozenset[Scope]:
-    """Scopes with commas. Raises BadTokens."""
+    """Parse scopes separated by commas. Raise BadTokens."""
     names = text.split(",")
     if unknown := [name for name in names if name not in set(Scope)]:
         raise BadTokens(f"{unknown[0]!r} is not a scope; use {', '.join(Scope)}")
@@ -67,8 +67,8 @@ def scopes_of(text: str) -> frozenset[Scope]:
 
 
 def read_tokens(text: str) -> dict[str, Grant]:
-    """Hash -> what its token is good for. Raises BadTokens."""
-    found: dict[str, Grant] = {}
+    """Read the list; return grants by the hash of their token. Raise BadTokens."""
+    grants: dict[str, Grant] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -79,7 +79,7 @@ def read_tokens(text: str) -> dict[str, Grant]:
             scopes = scopes_of(words[1])
         except BadTokens as error:
             raise BadTokens(f"line {number}: {error}") from None
-        if words[2] in found or any(grant.name == words[0] for grant in found.values()):
+        if words[2] in grants or any(grant.name == words[0] for grant in grants.values()):
             raise BadTokens(f"line {number}: {words[0]} is there twice; give each token a name of its own")
-        found[words[2]] = Grant(words[0], scopes)
-    return found
+        grants[words[2]] = Grant(words[0], scopes)
+    return grants

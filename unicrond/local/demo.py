@@ -26,7 +26,7 @@ from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.state.work import achieved_waf, delivered_flop
 from unicrond.ctl.client import ApiError, follow
 from unicrond.ctl.live_view import incident_table, watch
-from unicrond.display.plan_explanation import why
+from unicrond.display.plan_explanation import explain_plan
 from unicrond.local.dev import DevCluster, small_cluster, start_small
 
 TASKS = {"big": 2.0, "small": 1.0}
@@ -243,7 +243,7 @@ def _tell(story: DemoStory, state: ClusterState, replayed: str, took_s: float) -
             f"{delivered_flop(task):.3e} weighted FLOP, WAF {achieved_waf(task, state.now_us):.3e} FLOP/s"
         )
     print(f"  total WAF: {sum(achieved_waf(task, state.now_us) for task in state.tasks.values()):.3e} FLOP/s")
-    if reason := why(state):
+    if reason := explain_plan(state):
         print(f"  why the plan is so: {reason}")
     is_equal = replayed == story.digest
     print(f"  digest of the daemon at sequence {state.seq}: {story.digest}")

@@ -20,7 +20,7 @@ from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
 from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, iteration_flop
 from unicrond.display.cluster_tables import node_status
-from unicrond.display.plan_explanation import why
+from unicrond.display.plan_explanation import explain_plan
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200
@@ -171,7 +171,7 @@ def _plan(state: ClusterState, several: bool) -> dict[str, Any]:
         "epoch": plan.epoch,
         "trigger": plan.trigger,
         "reason": plan.reason,
-        "why": why(state),
+        "why": explain_plan(state),
         "method": plan.method,
         "took_us": plan.took_us,
         "adopted_us": plan.adopted_us,

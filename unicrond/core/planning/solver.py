@@ -193,5 +193,5 @@ def _other_layout(task: TaskProblem, layout: int) -> str:
     if not layout:
         return ""
     shape, gpu = task.shape_of(layout), task.gpu_of(layout)
-    where = f" on {gpu or 'untold GPUs'}" if gpu != task.gpu else ""
+    where = f" on {gpu or 'unnamed GPUs'}" if gpu != task.gpu else ""
     return f" in {shape}{where}" if shape != task.shape else where

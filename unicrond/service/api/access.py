@@ -18,7 +18,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from unicrond.display.tables import clean
-from unicrond.intake.tokens import EVERYTHING, BadTokens, Grant, Scope, hashed, read_tokens
+from unicrond.intake.tokens import FULL_GRANT, BadTokens, Grant, Scope, hash_token, read_tokens
 from unicrond.page.files import is_page
 
 log = logging.getLogger("unicrond")
@@ -55,7 +55,7 @@ class Access:
     tokens; None for none."""
 
     def __init__(self, token: str = "", path: Path | None = None) -> None:
-        self._all = {hashed(token): Grant("token", frozenset(Scope))} if token else {}
+        self._all = {hash_token(token): Grant("token", frozenset(Scope))} if token else {}
         self._path = path
         self._listed: dict[str, Grant] = {}
         self._file_version: tuple[int, int, int] | None = None
@@ -74,9 +74,9 @@ class Access:
         steps."""
         needed = scope_of(method, path)
         if self.is_open or needed is None:
-            return EVERYTHING
+            return FULL_GRANT
         self._look()
-        digest = hashed(token)
+        digest = hash_token(token)
         grant = self._all.get(digest) or self._listed.get(digest)
         if grant is None:
             raise self._failed(address, f"{method} {path}: {'wrong token' if token else 'no token'}", now_s)

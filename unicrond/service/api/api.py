@@ -54,7 +54,7 @@ from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.tasks.reshaping import reshaped
 from unicrond.core.tasks.task_rules import too_few_lanes
-from unicrond.display.derived_figures import derived
+from unicrond.display.derived_figures import derived_values
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.trust.logins import BadLogin, agent_login
 from unicrond.events.vocabulary import (
@@ -73,9 +73,9 @@ from unicrond.events.wire.codec import API_PRODUCER, BadEvent
 from unicrond.events.wire.envelope import Envelope
 from unicrond.events.wire.schemas import beyond_schema
 from unicrond.intake.config import Config, is_loopback
-from unicrond.intake.task_file import understood
+from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
-from unicrond.intake.tokens import EVERYTHING, Grant
+from unicrond.intake.tokens import FULL_GRANT, Grant
 from unicrond.service.api.access import Access, AccessDenied
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of, number_in
@@ -102,7 +102,7 @@ _STATE_PATHS = (
     "/v1/ranks/",
 )
 #: The grant of the request that is being handled.
-_caller: ContextVar[Grant] = ContextVar("who", default=EVERYTHING)
+_caller: ContextVar[Grant] = ContextVar("who", default=FULL_GRANT)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -249,7 +249,7 @@ class Api:
         state, now_us = self._coordinator.state, time.time_ns() // 1000
         mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
         public_state = redact_state(to_json(state), mask_of(state))
-        body = {"digest": digest(state), "state": public_state, **derived(state, now_us)}
+        body = {"digest": digest(state), "state": public_state, **derived_values(state, now_us)}
         return answer({**body, "worker_mtbf_s": mtbf_s, "outbox_backlog": self._outbox_backlog()})
 
     async def plan_table(self, _: web.Request) -> web.Response:
@@ -282,7 +282,7 @@ class Api:
 
     async def submit(self, request: web.Request) -> web.Response:
         """Accept a new task. 400 says which field is wrong; 409 that the name is in use."""
-        spec, wrong = await asyncio.to_thread(understood, await json_of(request))  # a throughput_model takes a while
+        spec, wrong = await asyncio.to_thread(parse_task, await json_of(request))  # a throughput_model takes a while
         if spec is None:
             return error(400, str(wrong[0]))
         previous = self._coordinator.state.tasks.get(spec.name)
