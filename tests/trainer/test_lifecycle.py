@@ -47,8 +47,8 @@ STORE = StoreAddress(host="127.0.0.1", port=1)
 DIRECTORY = Path(lifecycle.__file__).parent
 #: What the lifecycle may import beside itself.
 ALLOWED = {
-    "__future__", "bisect", "collections.abc", "dataclasses",
-    "heapq", "itertools", "re", "struct", "typing", "unicrond.events", "unicrond.events.vocabulary",
+    "__future__", "bisect", "collections.abc", "dataclasses", "functools",
+    "heapq", "itertools", "operator", "re", "struct", "typing", "unicrond.events", "unicrond.events.vocabulary",
     "unicrond.agents.trainer", "unicrond.agents.trainer.lifecycle.lanes", "unicrond.agents.trainer.lifecycle.ledger",
     "unicrond.agents.protocol.messages", "unicrond.agents.protocol.sampling",
     "unicrond.agents.trainer.lifecycle.optimizer_shards",
