@@ -13,7 +13,8 @@ import pytest
 from tests.planning.clusters import random_problem, random_situation
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning import kernel_numpy
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 
 
@@ -27,7 +28,7 @@ def numpy_afterwards() -> Iterator[None]:
 def compiled() -> None:
     """The compiled kernel lies in numba's cache. Compiling takes tens of seconds of a slow core, and a test
     that competes with it for the interpreter's lock would double that: it is done in a process of its own."""
-    code = "from unicrond.core.planning import kernel; kernel.warm()"
+    code = "from unicrond.core.planning import kernel_choice; kernel_choice.warm()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
