@@ -14,10 +14,10 @@ import msgspec
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.core.state.state_bytes import digest
 from unicrond.replay.simulation.checks import invariants as rules
-from unicrond.replay.simulation.faults.fault_effects import arrange
+from unicrond.replay.simulation.cluster.world import World
+from unicrond.replay.simulation.effects.fault_effects import arrange
 from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault, draw
 from unicrond.replay.simulation.models.virtual_time import VirtualLoop
-from unicrond.replay.simulation.world import World
 
 #: The longest time from the last fault to rest (isolations double; several may be in force at the end).
 REST_WITHIN_S = 240.0
@@ -171,8 +171,14 @@ def _copies(world: World, state: ClusterState, before: dict[str, int]) -> dict[s
         if task.status is TaskStatus.ACTIVE and assignment is not None and assignment.workers:
             since = before.get(name, 0) - 2 * world.training.capture_every
             shards = range(task.spec.replica_workers)
-            counts[name] = min(world.training.count_holders(name, shard, since) for shard in shards)
+            counts[name] = min(_count_holders(world, name, shard, since) for shard in shards)
     return counts
+
+
+def _count_holders(world: World, task: str, shard: int, since: int) -> int:
+    """Count the nodes that have a state of the shard after `since` or a later iteration."""
+    servers = [host.fork_server for host in world.hosts.values() if host.fork_server is not None]
+    return sum(any(copy.iteration >= since for copy in server.memory.copies_of(task, shard)) for server in servers)
 
 
 def _keeping(world: World) -> list[tuple[str, str]]:

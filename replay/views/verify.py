@@ -30,7 +30,8 @@ from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.rules.admission import from_the_future, is_repetition
 from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.survey import Survey

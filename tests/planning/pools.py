@@ -15,7 +15,8 @@ from statistics import mean
 
 from unicrond.core.planning.pools import best_of_pools, confined
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.events.vocabulary.shape import Shape
 
 GPUS = ("a100-80g", "h100-80g", "h200-141g")

@@ -13,7 +13,8 @@ import pytest
 from tests.planning.clusters import random_problem, random_situation
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning import kernel_numpy
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 
 

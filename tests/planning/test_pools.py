@@ -13,7 +13,8 @@ from unicrond.core.planning.feasibility import groups_of, packs
 from unicrond.core.planning.placement import place_apart
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Problem, TaskProblem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.events.vocabulary.shape import Shape
 
 

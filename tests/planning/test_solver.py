@@ -13,7 +13,8 @@ from tests.planning.clusters import random_problem, with_turns
 from tests.planning.oracle import brute_force, plain_dp, shortfall, unmet
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.planning.unlimited_integers import PRECISION, solve_exactly, solve_precisely
 
 TEN_EACH = tuple(range(0, 100, 10))

@@ -23,7 +23,8 @@ from unicrond.core.planning.situation import (
     TaskLaunch,
     WorkerLoss,
 )
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 
 LINEAR = tuple(range(0, 200, 10))

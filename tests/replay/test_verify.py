@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.state.policy import Policy
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, Recorded

@@ -9,7 +9,7 @@ import pytest
 
 from tests.replay.command import unicron_replay
 from unicrond.replay.simulation.checks.invariants import RULES
-from unicrond.replay.simulation.faults.fault_effects import EFFECTS
+from unicrond.replay.simulation.effects.fault_effects import EFFECTS
 from unicrond.replay.simulation.faults.faults import FAULT_KINDS
 from unicrond.replay.simulation.fuzz import FuzzReport, _page
 from unicrond.replay.simulation.mutants.table import MUTANTS

@@ -12,8 +12,7 @@ import pytest
 
 from unicrond.core import fold
 from unicrond.events.wire.schemas import SCHEMA
-from unicrond.replay.simulation import world
-from unicrond.replay.simulation.cluster import coordinators
+from unicrond.replay.simulation.cluster import coordinators, world
 from unicrond.replay.simulation.faults.faults import SimulatedFault
 from unicrond.replay.simulation.fuzz import fuzz
 from unicrond.replay.simulation.mutants.table import MUTANTS, find_breach

@@ -20,7 +20,8 @@ from tests.unicrond.test_layouts import lose
 from unicrond.core.planning import multi_type_lookahead as ahead
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.situation import NodeArrival, NodeLoss, Situation, TaskEnd, WorkerLoss
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.rules.survey import Survey

@@ -42,7 +42,7 @@ from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import needed_solves
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution
+from unicrond.core.planning.solution import Solution
 from unicrond.core.rules.estimates import corrections, failure_rate
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import TaskStatus

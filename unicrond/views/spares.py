@@ -27,7 +27,8 @@ from msgspec.structs import replace
 from unicrond.core.deciding.plans import FLOPS_MAX
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.rules.plan_problems import healthy_problem_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy

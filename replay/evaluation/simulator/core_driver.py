@@ -28,7 +28,7 @@ from statistics import median
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution
+from unicrond.core.planning.solution import Solution
 from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.invariants import check
 from unicrond.core.rules.survey import Survey

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 
 Rule: TypeAlias = Callable[[Problem], Solution]
 

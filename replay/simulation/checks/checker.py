@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from unicrond.agents.core.state import Action, Append, Commanded, Input, LogDecision
 from unicrond.agents.protocol.messages import GroupMembership
@@ -20,14 +19,9 @@ from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, Recorded
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.invariants import Violation
+from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
 from unicrond.replay.simulation.faults.boundary_events import is_forged
 from unicrond.replay.simulation.models.weights import Blocks, WeightsState
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.host import Host
-    from unicrond.replay.simulation.trainer.process import Process
-    from unicrond.replay.simulation.trainer.replica import SimulatedReplica
-    from unicrond.replay.simulation.trainer.training import Training
 
 #: No history comes near this.
 _ENTRIES_MAX = 20_000
@@ -42,7 +36,8 @@ class InvariantChecker:
         self.violation: Violation | None = None
         self.states: list[ClusterState] = [ClusterState()]
         self.acknowledgements: list[tuple[int, Envelope]] = []
-        self.training: Training
+        self.reference: Reference
+        self.hosts: Mapping[str, CheckedHost] = {}
         #: The newest iteration that any replica committed, per task.
         self.committed: dict[str, int] = {}
         self.steps = 0
@@ -56,7 +51,7 @@ class InvariantChecker:
         self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
         self._term = 0
-        self._spawned: dict[str, dict[str, Process]] = {}
+        self._spawned: dict[str, dict[str, CheckedProcess]] = {}
         self._fences: dict[str, tuple[int, int]] = {}
         self._generations: dict[str, int] = {}
         self._injections: set[str] = set()
@@ -138,7 +133,7 @@ class InvariantChecker:
         if isinstance(event, v.StepCommitted) and event.task in after.tasks:
             spec = after.tasks[event.task].spec
             iterations = range(event.first, event.last + 1)
-            expected = sum(self.training.digest(spec, iteration) for iteration in iterations) % DIGEST_MODULUS
+            expected = sum(self.reference.digest(spec, iteration) for iteration in iterations) % DIGEST_MODULUS
             samples = len(iterations) * spec.global_batch
             self.record_breach("reports_are_exact", rules.reports_are_exact(event, samples, expected))
 
@@ -160,7 +155,7 @@ class InvariantChecker:
 
     # --- agents ----------------------------------------------------------------------------------
 
-    def agent_acts(self, host: Host, agent_input: Input, actions: Sequence[Action]) -> None:
+    def agent_acts(self, host: CheckedHost, agent_input: Input, actions: Sequence[Action]) -> None:
         """Check what an agent does on an input."""
         # Without a memory the fence that it saw may not be written, or another machine of its name saw it.
         if isinstance(agent_input, Commanded | LogDecision) and host.remembers:
@@ -177,18 +172,18 @@ class InvariantChecker:
                 self.record_breach("ordered_faults_strike_once", f"{command.injection} strikes {command.node} again")
             self._injections.add(command.injection)
 
-    def disk_lost(self, host: Host) -> None:
+    def disk_lost(self, host: CheckedHost) -> None:
         """Note that the node has lost its memory, or will not store the next one."""
         self._fences.pop(host.name, None)
         self._spawned.pop(host.name, None)
 
-    def worker_spawned(self, host: Host, process: Process) -> None:
+    def worker_spawned(self, host: CheckedHost, process: CheckedProcess) -> None:
         """Check a process that a fork server starts."""
         for resident in host.processes:
             if resident.alive and resident.slot == process.slot:
                 story = f"{host.name}: slot {process.slot} is given to {process.worker}; {resident.worker} holds it"
                 self.record_breach("slots_are_held_once", story)
-        machines = [node for node in self.training.hosts.values() if not (host.is_twin and node.name == host.name)]
+        machines = [node for node in self.hosts.values() if not (host.is_twin and node.name == host.name)]
         living = [p for node in machines for p in node.processes if p.alive]
         if any(resident.worker == process.worker for resident in living):
             self.record_breach("slots_are_held_once", f"{host.name}: {process.worker} is started while it lives")
@@ -216,7 +211,7 @@ class InvariantChecker:
         self._lineages += 1
         return self._lineages
 
-    def regrouped(self, replica: SimulatedReplica, membership: GroupMembership) -> None:
+    def regrouped(self, replica: CheckedReplica, membership: GroupMembership) -> None:
         """Check that the log holds the membership of the group that a replica has joined."""
         task = self.state.tasks.get(replica.task)
         if task is None or membership.generation > task.generation:
@@ -224,7 +219,7 @@ class InvariantChecker:
             self.record_breach("steps_have_one_membership", story)
 
     def step_committed(
-        self, replica: SimulatedReplica, iteration: int, lineage: int, total: Total, params: Blocks
+        self, replica: CheckedReplica, iteration: int, lineage: int, total: Total, params: Blocks
     ) -> None:
         """Check a step of a replica."""
         self.steps += 1
@@ -235,33 +230,33 @@ class InvariantChecker:
         alive = {name for name, worker in task.workers.items() if worker.alive} if task is not None else set()
         if story := rules.steps_have_one_membership(steps, alive):
             self.record_breach("steps_have_one_membership", where + story)
-        if story := rules.micro_batches_used_once(params, self.training.expected(replica.spec, iteration)):
+        if story := rules.micro_batches_used_once(params, self.reference.expected(replica.spec, iteration)):
             self.record_breach("micro_batches_used_once", where + story)
         self.committed[replica.task] = max(iteration, self.committed.get(replica.task, 0))
 
-    def summed(self, replica: SimulatedReplica, total: Total, *, is_right: bool) -> None:
+    def summed(self, replica: CheckedReplica, total: Total, *, is_right: bool) -> None:
         """Check the sums of an iteration with which a replica is to step."""
         story = rules.sums_are_the_reference(replica.spec, total, is_right=is_right)
         self.record_breach("sums_are_the_reference", story and f"{replica.lead_worker}: {story}")
 
-    def state_used(self, replica: SimulatedReplica, action: str, iteration: int, state: WeightsState) -> None:
+    def state_used(self, replica: CheckedReplica, action: str, iteration: int, state: WeightsState) -> None:
         """Check a whole state that is saved or loaded."""
-        story = rules.states_are_whole(state.params, state.optimizer, self.training.expected(replica.spec, iteration))
+        story = rules.states_are_whole(state.params, state.optimizer, self.reference.expected(replica.spec, iteration))
         self.record_breach(
             "states_are_whole", story and f"{replica.lead_worker} {action} iteration {iteration}: {story}"
         )
 
-    def parts_staged(self, replica: SimulatedReplica, rank: int, parts: Sequence[StatePart]) -> None:
+    def parts_staged(self, replica: CheckedReplica, rank: int, parts: Sequence[StatePart]) -> None:
         """Record the parts that a member of the present group has staged beside the old ones."""
         self._staged.setdefault((replica.task, replica.generation), {}).setdefault(rank, []).append(tuple(parts))
 
     def parts_adopted(
-        self, replica: SimulatedReplica, rank: int, size: int, iteration: int, blocks: Mapping[int, int]
+        self, replica: CheckedReplica, rank: int, size: int, iteration: int, blocks: Mapping[int, int]
     ) -> None:
         """Check that it has exactly what it had staged: these blocks of the optimizer's state, after `iteration`.
         `size`: members of its group."""
         where = f"{replica.lead_worker} after iteration {iteration}: "
-        if story := rules.parts_are_of_one_step(blocks, self.training.expected(replica.spec, iteration)):
+        if story := rules.parts_are_of_one_step(blocks, self.reference.expected(replica.spec, iteration)):
             self.record_breach("parts_are_of_one_step", where + story)
         staged = self._staged[replica.task, replica.generation]
         division = len(staged[rank]) - 1

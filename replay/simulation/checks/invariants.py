@@ -15,7 +15,8 @@ from unicrond.core.decide import decide, needed_solves
 from unicrond.core.nodes.gpu_types import node_types
 from unicrond.core.planning.placement import place
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy

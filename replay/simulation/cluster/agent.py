@@ -5,9 +5,10 @@ It may be killed anywhere: before the memory is written, after it, between two a
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.state import (
@@ -35,21 +36,68 @@ from unicrond.agents.shell.shell import Shell
 from unicrond.events.vocabulary import MemoryService
 from unicrond.events.wire.envelope import Recorded
 from unicrond.events.wire.schemas import FIRST, schema_of, spoken_schema, told_version
-from unicrond.replay.simulation.cluster.log_client import BeatEnd, CommandEnd, Endpoint
+from unicrond.replay.simulation.checks.checker import InvariantChecker
+from unicrond.replay.simulation.checks.ports import CheckedHost
+from unicrond.replay.simulation.cluster.fork_server import SimulatedForkServer
+from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats, CommandEnd, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.cluster.run_dir import HostSigns, RunDisk
 from unicrond.replay.simulation.models.network import Link, Pipe
+from unicrond.replay.simulation.models.virtual_time import HostClock
 from unicrond.replay.simulation.trainer.process import Process
-from unicrond.replay.simulation.trainer.progress import HostSigns
+from unicrond.replay.simulation.trainer.training import Training
 
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.fork_server import SimulatedForkServer
-    from unicrond.replay.simulation.cluster.host import Host
+
+class AgentHost(CheckedHost, Protocol):
+    """A node, as its agent needs it."""
+
+    loop: asyncio.AbstractEventLoop
+    rng: random.Random
+    clock: HostClock
+    link: Link
+    disk: RunDisk
+    server: LogServer
+    beats: Beats
+    training: Training
+    checker: InvariantChecker
+    fork_server: SimulatedForkServer | None
+    launched: dict[str, Process]
+    slots: int
+    gpu: str
+    schema: int
+    heartbeat_s: float
+    start_max_age_s: float
+    check_s: float
+    is_unhealthy: bool
+    has_left: bool
+    superseded: bool
+
+    @property
+    def shares_name(self) -> bool:
+        """Check that another machine has its name."""
+        ...
+
+    def let_run(self) -> None:
+        """Start the agent of a node that had left, as a person would."""
+        ...
+
+    def start_fork_server(self) -> None:
+        """Begin to load a fork server."""
+        ...
+
+    def drop_network(self, seconds: float) -> None:
+        """Cut the node's links, and mend them after `seconds`."""
+        ...
+
+    def agent_ended(self, agent: object) -> None:
+        """Let the supervisor start the next agent."""
+        ...
 
 
 class SimulatedAgent(Shell):
     """One run of a node's agent, from its start to its end."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: AgentHost) -> None:
         self.host = host
         self.boot = host.disk.next_boot(host.clock.wall_us())
         self.schema = host.schema
@@ -76,7 +124,7 @@ class SimulatedAgent(Shell):
         self.crash_before_memory = False
         self.crash_after_actions = -1
         outbox = Outbox(host.name, self.boot, host.clock.wall_us)
-        super().__init__(config, host.disk.memory, outbox, HostSigns(host))
+        super().__init__(config, host.disk.memory, outbox, HostSigns(host.clock, host.launched))
         self.log = Endpoint(host.server, host.link, host.checker.acknowledged)
         self.log.crash = self.crash
         self._workers: dict[str, tuple[Process, Pipe[FromWorker], Pipe[ToWorker]]] = {}
@@ -189,7 +237,7 @@ class SimulatedAgent(Shell):
         peers = self._copies.pop((task, shard))
         copies = self._fork_server.memory.copies_of(task, shard) if self.alive and self._fork_server is not None else ()
         if copies:
-            any(self.host.training.push(self.host, peer, task, shard, copies[0]) for peer in peers)
+            any(self.host.training.push(self.host.name, peer, task, shard, copies[0]) for peer in peers)
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -344,8 +392,7 @@ class SimulatedAgent(Shell):
         """Look for other agents of this name. The real one looks at each new connection; here no end of a connection is
         announced."""
         while True:
-            is_shared = self.host.is_twin or self.host.twin is not None
-            if is_shared and not self.host.link.cut and self.host.server.up:
+            if self.host.shares_name and not self.host.link.cut and self.host.server.up:
                 self._look_for_duplicates()
             if self._names.outrun:
                 await asyncio.sleep(self._names.silence_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from unicrond.agents.protocol.messages import (
     Exited,
@@ -18,18 +18,32 @@ from unicrond.agents.protocol.messages import (
     Spawn,
     ToForkServer,
 )
+from unicrond.replay.simulation.checks.checker import InvariantChecker
+from unicrond.replay.simulation.checks.ports import CheckedHost
 from unicrond.replay.simulation.models.memory import NodeMemory
 from unicrond.replay.simulation.models.network import Pipe
-from unicrond.replay.simulation.trainer.process import Process
+from unicrond.replay.simulation.trainer.process import Process, ProcessHost
 
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.host import Host
+
+class ForkServerHost(ProcessHost, CheckedHost, Protocol):
+    """A node, as its fork server needs it."""
+
+    checker: InvariantChecker
+    launched: dict[str, Process]
+
+    def next_pid(self) -> int:
+        """Return a process id that was not used before on this node."""
+        ...
+
+    def fork_server_died(self, server: object) -> None:
+        """Show the agent the end of its connection."""
+        ...
 
 
 class SimulatedForkServer:
     """The parent of the node's workers. `port`: that of its rendezvous store."""
 
-    def __init__(self, host: Host, port: int) -> None:
+    def __init__(self, host: ForkServerHost, port: int) -> None:
         self.host = host
         self.port = port
         self.alive = True

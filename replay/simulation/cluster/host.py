@@ -5,48 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from unicrond.agents.core.state import Remembered
-from unicrond.agents.protocol.messages import FromWorker
+from unicrond.agents.core.state import StateHeld
+from unicrond.agents.protocol.messages import FromWorker, GroupMembership
+from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.agent import SimulatedAgent
 from unicrond.replay.simulation.cluster.fork_server import SimulatedForkServer
 from unicrond.replay.simulation.cluster.log_client import Beats
 from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.cluster.run_dir import RunDisk
+from unicrond.replay.simulation.models.memory import Copy, NodeMemory, held_state
 from unicrond.replay.simulation.models.network import Link, Pipe
 from unicrond.replay.simulation.models.virtual_time import HostClock
 from unicrond.replay.simulation.trainer.process import Process
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.checks.checker import InvariantChecker
-    from unicrond.replay.simulation.trainer.training import Training
-
-
-class RunDisk:
-    """A run directory. `full`: writing the memory fails (the agent continues, and reports it).
-
-    `boot`: the boot number used last. A lost directory keeps it here: without it a node whose clock is behind as well
-    would repeat old numbers, and be ignored until its clock has caught up (a known limit,
-    docs/design/simulation.md)."""
-
-    def __init__(self, boot: int = 0) -> None:
-        self.memory = Remembered()
-        self.full = False
-        self.was_full = False
-        self.boot = self.previous_boot = boot
-
-    def write(self, memory: Remembered) -> None:
-        """Replace the agent's memory."""
-        if self.full:
-            self.was_full = True
-        else:
-            self.memory = memory
-
-    def next_boot(self, wall_us: int) -> int:
-        """Return the next boot number; see RunDir.next_boot."""
-        self.previous_boot = self.boot
-        self.boot = max(self.boot + 1, wall_us)
-        return self.boot
+from unicrond.replay.simulation.trainer.training import Training
 
 
 class Host:
@@ -162,7 +134,7 @@ class Host:
 
     # --- what ends -------------------------------------------------------------------------------
 
-    def agent_ended(self, agent: SimulatedAgent) -> None:
+    def agent_ended(self, agent: object) -> None:
         """Let the supervisor start the next agent."""
         if self.pod_ends:
             self.pod_ends = False
@@ -171,10 +143,18 @@ class Host:
         if self.agent is agent and not self.has_left:
             self._later(self.rng.uniform(0.1, 1.5), self.run_agent)
 
-    def fork_server_died(self, server: SimulatedForkServer) -> None:
+    def fork_server_died(self, server: object) -> None:
         """Show the agent the end of its connection."""
         if self.agent is not None and self.agent.alive and self.fork_server is server:
             self.agent.lose_fork_server(has_died=True)
+
+    def worker_built(self, process: Process) -> None:
+        """Let a process train that has built its model."""
+        self.training.enter(process)
+
+    def membership_received(self, task: str, worker: str, membership: GroupMembership) -> None:
+        """Show the checker a membership that a worker receives for the first time."""
+        self.checker.membership_received(task, worker, membership)
 
     def process_ended(self, process: Process) -> None:
         """Show the agent the end of the connection, and let the fork server reap the child; in no certain order."""
@@ -247,10 +227,43 @@ class Host:
             return True
         return self.on and self.fork_server is not None and self.fork_server.alive and self.fork_server.port == port
 
-    def serves_memory_to(self, peer: Host) -> bool:
+    # --- states in memory ------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> NodeMemory | None:
+        """Return the states that the node stores; None while its fork server does not live."""
+        server = self.fork_server
+        return server.memory if self.on and server is not None and server.alive else None
+
+    def serves_memory_to(self, peer: str) -> bool:
         """Return whether the node's agent answers another node's requests for states."""
         answers = self.on and self.agent is not None and self.agent.alive
-        return answers and self.training.reach.reaches(self.name, peer.name)
+        return answers and self.training.reach.reaches(self.name, peer)
+
+    def keep_copy(self, worker: str, task: str, shard: int, copy: Copy) -> bool:
+        """Store a state of a worker; return False where the fork server has no such worker."""
+        if self.fork_server is None or worker not in self.fork_server.processes:
+            return False
+        self.fork_server.memory.keep(task, shard, copy)
+        return True
+
+    def accept_copy(self, origin: str, task: str, shard: int, copy: Copy) -> bool:
+        """Store a copy of a state of `origin` and show it to the agent; return False where the node does not serve
+        `origin`, or has no fork server."""
+        if not self.serves_memory_to(origin) or self.fork_server is None:
+            return False
+        copy = copy._replace(origin=origin)
+        self.fork_server.memory.keep(task, shard, copy)
+        if self.agent is not None:
+            self.agent.feed(StateHeld(held_state=held_state(task, shard, copy)))
+        return True
+
+    # --- what others see -------------------------------------------------------------------------
+
+    @property
+    def shares_name(self) -> bool:
+        """Check that another machine has its name."""
+        return self.is_twin or self.twin is not None
 
     @property
     def remembers(self) -> bool:

@@ -1,4 +1,4 @@
-"""What goes wrong, as data drawn from a seed, and what each fault does to the world.
+"""What goes wrong, as data drawn from a seed.
 
-Use `faults` (the kinds), `fault_effects` (the table), `boundary_events` (valid events at the edges of their types).
+Use `faults` (the kinds), `boundary_events` (valid events at the edges of their types). What faults do: `../effects`.
 """

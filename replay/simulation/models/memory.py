@@ -5,16 +5,13 @@ Two states of each shard; a new one takes the place of the older. The fork serve
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from unicrond.agents.core.state import HeldState
+from unicrond.agents.protocol.messages import Launch
 from unicrond.events.vocabulary import MemoryService
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.replay.simulation.models.weights import WeightsState
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.host import Host
-    from unicrond.replay.simulation.trainer.process import Process
 
 
 class Copy(NamedTuple):
@@ -64,6 +61,32 @@ class NodeMemory:
         return {task for task, _ in self._copies}
 
 
+class MemoryHost(Protocol):
+    """A node, as those see it that look for states in memory."""
+
+    name: str
+
+    @property
+    def memory(self) -> NodeMemory | None:
+        """Return the states that the node stores; None while its fork server does not live."""
+        ...
+
+    def serves_memory_to(self, peer: str) -> bool:
+        """Return whether the node's agent answers another node's requests for states."""
+        ...
+
+
+class MemoryReader(Protocol):
+    """A process of a replica that looks for states."""
+
+    launch: Launch
+
+    @property
+    def host(self) -> MemoryHost:
+        """Return its node."""
+        ...
+
+
 def held_state(task: str, shard: int, copy: Copy) -> HeldState:
     """Describe a copy for an agent's core."""
     return HeldState(
@@ -72,7 +95,7 @@ def held_state(task: str, shard: int, copy: Copy) -> HeldState:
     )  # fmt: skip
 
 
-def states_in_memory(task: str, shards: Sequence[Process]) -> dict[int, WeightsState]:
+def states_in_memory(task: str, shards: Sequence[MemoryReader]) -> dict[int, WeightsState]:
     """Return, by iteration, the states that all shards of a replica find on their own nodes."""
     return _in_all_shards(
         [
@@ -83,14 +106,14 @@ def states_in_memory(task: str, shards: Sequence[Process]) -> dict[int, WeightsS
 
 
 def states_in_peers_memory(
-    task: str, shards: Sequence[Process], peers: Sequence[MemoryService], hosts: Mapping[str, Host]
+    task: str, shards: Sequence[MemoryReader], peers: Sequence[MemoryService], hosts: Mapping[str, MemoryHost]
 ) -> dict[int, WeightsState]:
     """Return, by iteration, what the agents of the peers answer all shards of a replica: states of their own layout, or
     all those of another layout."""
     by_shard: list[dict[int, Copy]] = []
     for number, shard in enumerate(shards):
         known_hosts = [hosts[peer.node] for peer in peers if peer.node in hosts]
-        serving = [host for host in known_hosts if host.serves_memory_to(shard.host)]
+        serving = [host for host in known_hosts if host.serves_memory_to(shard.host.name)]
         peers_only = [host for host in serving if host is not shard.host]
         same_layout = {
             c.iteration: c
@@ -108,22 +131,22 @@ def _in_all_shards(by_shard: Sequence[Mapping[int, Copy]]) -> dict[int, WeightsS
     return {iteration: copy.state for iteration, copy in first.items() if all(iteration in copies for copies in rest)}
 
 
-def layout_of(shard: Process) -> Shape:
+def layout_of(shard: MemoryReader) -> Shape:
     """Return the layout of the shard's replica."""
     return shard.launch.spec.cut
 
 
-def _put_together(task: str, hosts: Sequence[Host]) -> dict[int, Copy]:
+def _put_together(task: str, hosts: Sequence[MemoryHost]) -> dict[int, Copy]:
     """Return, by iteration, a copy of which all shards of its layout are on these hosts."""
     shards: dict[tuple[int, Shape], dict[int, Copy]] = {}
     for host in hosts:
-        server = host.fork_server
-        for shard, copy in server.memory.all_copies_of(task) if host.on and server is not None and server.alive else ():
+        memory = host.memory
+        for shard, copy in memory.all_copies_of(task) if memory is not None else ():
             shards.setdefault((copy.iteration, copy.layout), {})[shard] = copy
     complete = {key: copies for key, copies in shards.items() if len(copies) == key[1].workers}
     return {iteration: copies[0] for (iteration, _), copies in sorted(complete.items())}
 
 
-def _copies_on(host: Host, task: str, shard: int) -> tuple[Copy, ...]:
-    server = host.fork_server
-    return server.memory.copies_of(task, shard) if host.on and server is not None and server.alive else ()
+def _copies_on(host: MemoryHost, task: str, shard: int) -> tuple[Copy, ...]:
+    memory = host.memory
+    return memory.copies_of(task, shard) if memory is not None else ()

@@ -281,10 +281,7 @@ def _drop_a_shard() -> None:
             """Return the copies without the last shard's parameters."""
             by_iteration: dict[int, Any] = {}
             for host in hosts:
-                server = host.fork_server
-                for _, copy in (
-                    server.memory.all_copies_of(task) if host.on and server is not None and server.alive else ()
-                ):
+                for _, copy in host.memory.all_copies_of(task) if host.memory is not None else ():
                     shards = copy.layout.workers
                     params = copy.state.params if shards == 1 else (*copy.state.params[:-1], 0)
                     by_iteration.setdefault(copy.iteration, copy._replace(state=copy.state._replace(params=params)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from unicrond.agents.protocol.messages import Committed, Completed, FromWorker, Regrouped
 from unicrond.agents.protocol.sampling import Sampling
@@ -28,11 +28,10 @@ from unicrond.agents.trainer.lifecycle.results import Holdings
 from unicrond.replay.simulation.models.weights import EXTENTS
 from unicrond.replay.simulation.trainer.buckets import BUCKETS, Buckets, LaneBuckets
 from unicrond.replay.simulation.trainer.group import Result, Row
+from unicrond.replay.simulation.trainer.ports import ReplicaThread
 from unicrond.replay.simulation.trainer.replica_stub import RendezvousStub
 from unicrond.replay.simulation.trainer.states import States
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.trainer.replica import SimulatedReplica
+from unicrond.replay.simulation.trainer.training import Training
 
 Handlers: TypeAlias = "dict[type[e.Effect[Any]], Callable[..., Awaitable[Any]]]"
 #: The exceptions that the lifecycle handles; all others end the process.
@@ -43,15 +42,13 @@ class SimulatedDriver:
     """Carries out the effects of one replica's lifecycle. `member`: the lifecycle's state. `rendezvous`: its place in a
     group."""
 
-    def __init__(self, replica: SimulatedReplica) -> None:
+    def __init__(self, replica: ReplicaThread, training: Training) -> None:
         spec, sharded = replica.spec, replica.spec.optimizer.distributed
         self.replica = replica
-        self.training = replica.training
-        self.member = MemberState(
-            replica.shards[0].launch, BUCKETS, replica.training.loop.time, EXTENTS if sharded else ()
-        )
-        self.rendezvous = RendezvousStub(replica)
-        self._states = States(replica, self.member, self.rendezvous)
+        self.training = training
+        self.member = MemberState(replica.shards[0].launch, BUCKETS, training.loop.time, EXTENTS if sharded else ())
+        self.rendezvous = RendezvousStub(replica, training)
+        self._states = States(replica, training, self.member, self.rendezvous)
         self._sampling = Sampling(spec.seed, spec.global_batch, spec.micro_batch, None)
         lanes = self.member.lanes
         self._buckets = Buckets(spec.micro_batches) if lanes is None else LaneBuckets(lanes)
@@ -190,7 +187,7 @@ class SimulatedDriver:
         self.training.checker.regrouped(self.replica, membership)
         self.replica.on_moment("regrouped")
         if message.source == "replica":
-            self.training.on_join(self.replica)
+            self.training.on_join(self.replica.shards)
 
     async def _log(self, effect: e.Log) -> None:
         pass

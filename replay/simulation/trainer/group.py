@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from unicrond.agents.protocol.messages import GroupMembership
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.trainer.replica import SimulatedReplica
+from unicrond.replay.simulation.trainer.ports import GroupMember
 
 Row: TypeAlias = Sequence[int]
 
@@ -38,7 +36,7 @@ class SimulatedGroup:
         self.collectives: list[GroupCollective] = []
         self.transfers: dict[tuple[int, ...], GroupCollective] = {}
 
-    def enter(self, replica: SimulatedReplica) -> End:
+    def enter(self, replica: GroupMember) -> End:
         """Set the replica's key, and return its end of the group."""
         end = End(self, self.leads.index(replica.lead_worker), replica)
         self.keys.add(end.rank)
@@ -59,7 +57,7 @@ class GroupCollective:
 class End:
     """A member's end of a group."""
 
-    def __init__(self, group: SimulatedGroup, rank: int, replica: SimulatedReplica) -> None:
+    def __init__(self, group: SimulatedGroup, rank: int, replica: GroupMember) -> None:
         self.group = group
         self.rank = rank
         self.replica = replica

@@ -12,11 +12,15 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
+import random
 import signal
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
 
 from unicrond.agents.protocol.exits import EXIT_NO_AGENT
+from unicrond.agents.protocol.injection import Point
 from unicrond.agents.protocol.messages import (
     Committed,
     Completed,
@@ -32,20 +36,83 @@ from unicrond.agents.protocol.messages import (
     ToWorker,
 )
 from unicrond.agents.trainer.process.channel import QUIT_GRACE_S
-from unicrond.events.vocabulary import Fault
+from unicrond.events.vocabulary import ErrorKind, Fault
+from unicrond.replay.simulation.models.memory import Copy, MemoryHost
 from unicrond.replay.simulation.models.network import Pipe
+from unicrond.replay.simulation.models.virtual_time import HostClock
+from unicrond.replay.simulation.trainer.progress import ReplicaProgress
 
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.host import Host
-    from unicrond.replay.simulation.trainer.replica import SimulatedReplica
-
+#: A point of the lifecycle, or the moment at which a new group's members report that they have joined.
+Moment: TypeAlias = Point | Literal["regrouped"]
 _REPEATABLE = (Regrouped, Committed, SaveFinished, Completed)
+
+
+class ProcessHost(MemoryHost, Protocol):
+    """A node, as the processes on it need it."""
+
+    loop: asyncio.AbstractEventLoop
+    rng: random.Random
+    clock: HostClock
+    on: bool
+    lease_s: float
+
+    def connect_worker(self, process: Process) -> Pipe[FromWorker] | None:
+        """Open a worker's connection to the agent; None while none listens."""
+        ...
+
+    def worker_built(self, process: Process) -> None:
+        """Let a process train that has built its model."""
+        ...
+
+    def membership_received(self, task: str, worker: str, membership: GroupMembership) -> None:
+        """Note a membership that a worker receives for the first time."""
+        ...
+
+    def keep_copy(self, worker: str, task: str, shard: int, copy: Copy) -> bool:
+        """Store a state of a living worker in the node's memory; return False where the fork server has none such."""
+        ...
+
+    def process_ended(self, process: Process) -> None:
+        """Handle that a process has ended, and its connection with it."""
+        ...
+
+
+class ProcessReplica(Protocol):
+    """A replica, as its processes meet it, and faults that strike it by one of them."""
+
+    progress: ReplicaProgress
+    die_at: Moment | Literal[""]
+
+    @property
+    def shards(self) -> Sequence[Process]:
+        """Return its processes, in shard order."""
+        ...
+
+    def wake(self) -> None:
+        """Wake the main thread."""
+        ...
+
+    def shard_ended(self, shard: Process) -> None:
+        """Handle that one of its processes has ended."""
+        ...
+
+    def raise_in(self, kind: ErrorKind) -> None:
+        """Let the next micro-batch fail with an error of this kind."""
+        ...
+
+    def report(self, kind: ErrorKind) -> None:
+        """Report an error that does not end the replica."""
+        ...
+
+    def reset(self, shards: Sequence[int]) -> None:
+        """Reset the connections of these of its shards."""
+        ...
 
 
 class Process:
     """One incarnation of a worker. `ended`: its wait status, None while it lives."""
 
-    def __init__(self, host: Host, launch: Launch, pid: int, slot: int) -> None:
+    def __init__(self, host: ProcessHost, launch: Launch, pid: int, slot: int) -> None:
         self.host = host
         self.launch = launch
         self.worker = launch.worker
@@ -57,7 +124,7 @@ class Process:
         self.for_ever = False
         #: Ordered faults that are not yet injected.
         self.ordered: list[Fault] = []
-        self.replica: SimulatedReplica | None = None
+        self.replica: ProcessReplica | None = None
         self.memberships: dict[int, GroupMembership] = {}
         self.quit_requested = False
         self._generation = 0
@@ -127,7 +194,7 @@ class Process:
             if self.hung:
                 self.host.loop.call_later(0.5, self._built)
             else:
-                self.host.training.enter(self)
+                self.host.worker_built(self)
 
     # --- the connection to the agent -------------------------------------------------------------
 
@@ -180,7 +247,7 @@ class Process:
         elif isinstance(message, InjectIntoWorker):
             self.ordered.append(message.fault)
         elif isinstance(message, GroupMembership) and message.generation not in self.memberships:
-            self.host.checker.membership_received(self.launch.task, self.worker, message)
+            self.host.membership_received(self.launch.task, self.worker, message)
             self.memberships[message.generation] = message
         if self.replica is not None:
             self.replica.wake()

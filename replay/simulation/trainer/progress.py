@@ -6,14 +6,10 @@ the real ones."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.trainer.detection.baseline import Baseline
-from unicrond.events.vocabulary import Phase, WorkerId
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.host import Host
+from unicrond.events.vocabulary import Phase
 
 #: Nothing is late before that; and the limit before the baseline has times.
 _FLOOR_US = 2_000_000
@@ -99,33 +95,3 @@ class ReplicaProgress:
     def _is_saving(self, iteration: int) -> bool:
         """Return whether the iteration's time includes the checkpoint of the one before."""
         return bool(self._interval) and iteration > 1 and (iteration - 1) % self._interval == 0
-
-
-class HostSigns:
-    """A node's marks, for its agents' watches (unicrond.agents.shell.progress_watch.Signs)."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def now_us(self) -> int:
-        """Return the host's monotonic clock; see Signs."""
-        return self._host.clock.monotonic_us()
-
-    def mark(self, worker: WorkerId) -> Mark | None:
-        """Return the worker's mark; see Signs."""
-        process = self._host.launched.get(worker)
-        return process.replica.progress.mark if process is not None and process.replica is not None else None
-
-    def take_away(self, worker: WorkerId) -> Mark | None:
-        """Return the worker's mark and remove it; see Signs."""
-        mark = self.mark(worker)
-        self._host.launched.pop(worker, None)
-        return mark
-
-    def waited_us(self, pid: int) -> int:
-        """Return 0: there is a CPU for every process; see Signs."""
-        return 0  # a CPU for every process
-
-    def is_stopped(self, pid: int) -> bool:
-        """Return whether the kernel shows the process as stopped; see Signs."""
-        return any(process.pid == pid and process.sigstopped for process in self._host.launched.values())

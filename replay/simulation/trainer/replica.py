@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal
 
 from unicrond.agents.protocol.exits import EXIT_NO_MEMBERSHIP
 from unicrond.agents.protocol.injection import PHASES, Point
@@ -14,14 +14,11 @@ from unicrond.agents.protocol.messages import ErrorReport, FromWorker, Ready
 from unicrond.agents.trainer.lifecycle.failures import QuitRequested, RendezvousTimedOut, StateLost
 from unicrond.events.vocabulary import ErrorKind, Fault, Phase
 from unicrond.replay.simulation.trainer.driver import SimulatedDriver
+from unicrond.replay.simulation.trainer.ports import GroupMember
+from unicrond.replay.simulation.trainer.process import Moment, Process
 from unicrond.replay.simulation.trainer.progress import ReplicaProgress
+from unicrond.replay.simulation.trainer.training import Training
 
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.trainer.process import Process
-    from unicrond.replay.simulation.trainer.training import Training
-
-#: A point of the lifecycle, or the moment at which a new group's members report that they have joined.
-Moment: TypeAlias = Point | Literal["regrouped"]
 _ORDERED_ERRORS: dict[str, ErrorKind] = {"exception": "exception", "oom": "out_of_memory", "nan": "nan_loss"}
 
 
@@ -36,7 +33,7 @@ class SimulatedReplica:
         self.lead_worker = shards[0].worker
         interval = self.spec.checkpoint.interval or 0
         self.progress = ReplicaProgress(shards[0].host.clock.monotonic_us, interval)
-        self._driver = SimulatedDriver(self)
+        self._driver = SimulatedDriver(self, training)
         self._waker: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._failure: ErrorKind | None = None
@@ -219,7 +216,7 @@ class SimulatedReplica:
     def _in_touch(self, shard: Process) -> bool:
         return self.training.reach.reaches(shard.host.name, self.shards[0].host.name)
 
-    def reaches(self, peer: SimulatedReplica) -> bool:
+    def reaches(self, peer: GroupMember) -> bool:
         """Return whether the network carries between the two, for every shard."""
         reach = self.training.reach
         return all(
@@ -244,6 +241,11 @@ class SimulatedReplica:
     def newest(self, above: int, urgent_only: bool = False) -> int:
         """Return the newest generation that any shard received."""
         return max(shard.newest(above, urgent_only) for shard in self.shards)
+
+
+def begin_replica(training: Training, shards: list[Process]) -> None:
+    """Begin the replica of these processes."""
+    SimulatedReplica(training, shards).start()
 
 
 class _Failure(Exception):

@@ -5,7 +5,6 @@ After agents/trainer/groups/shard_group.py; how a group meets and what becomes o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as struct_replace
 
@@ -15,9 +14,8 @@ from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSu
 from unicrond.agents.trainer.lifecycle.verdict import Position, span_row, spans_of
 from unicrond.replay.simulation.trainer.buckets import BUCKETS
 from unicrond.replay.simulation.trainer.group import End, Result, Row
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.trainer.replica import SimulatedReplica
+from unicrond.replay.simulation.trainer.ports import ReplicaThread
+from unicrond.replay.simulation.trainer.training import Training
 
 #: See agents/trainer/groups/group.py, which would bring torch.
 WAITS_S = 2.0
@@ -27,9 +25,9 @@ class RendezvousStub:
     """A replica's way from group to group. `generation`: that of the membership last tried. `end`: the replica's end of
     its group."""
 
-    def __init__(self, replica: SimulatedReplica) -> None:
+    def __init__(self, replica: ReplicaThread, training: Training) -> None:
         self.replica = replica
-        self.training = replica.training
+        self.training = training
         self.generation = 0
         self.end: End | None = None
         self._old_group: End | None = None

@@ -5,7 +5,7 @@ After the same parts of agents/trainer/loop/driver.py, `sources.py`, `saving.py`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from unicrond.agents.protocol.messages import Captured, SaveFinished
 from unicrond.agents.trainer.lifecycle import MemberState
@@ -16,10 +16,9 @@ from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.models.memory import Copy, layout_of, states_in_memory
 from unicrond.replay.simulation.models.weights import Weights, WeightsState
 from unicrond.replay.simulation.trainer.group import Row
+from unicrond.replay.simulation.trainer.ports import ReplicaThread
 from unicrond.replay.simulation.trainer.replica_stub import RendezvousStub
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.trainer.replica import SimulatedReplica
+from unicrond.replay.simulation.trainer.training import Training
 
 _ORIGINS: tuple[v.StateSource, ...] = get_args(v.StateSource)
 
@@ -27,9 +26,11 @@ _ORIGINS: tuple[v.StateSource, ...] = get_args(v.StateSource)
 class States:
     """Carries out the effects on a replica's state. `lineage`: the number of the training that the state is of."""
 
-    def __init__(self, replica: SimulatedReplica, member: MemberState, rendezvous: RendezvousStub) -> None:
+    def __init__(
+        self, replica: ReplicaThread, training: Training, member: MemberState, rendezvous: RendezvousStub
+    ) -> None:
         self.replica = replica
-        self.training = replica.training
+        self.training = training
         self.weights = Weights(sharded=replica.spec.optimizer.distributed)
         self.lineage = 0
         self._member = member
@@ -141,10 +142,8 @@ class States:
 
     def _seal(self, number: int, copy: Copy) -> bool:
         shard, spec = self.replica.shards[number], self.replica.spec
-        server = shard.host.fork_server
-        if not shard.alive or shard.hung or server is None or shard.worker not in server.processes:
+        if not shard.alive or shard.hung or not shard.host.keep_copy(shard.worker, self.replica.task, number, copy):
             return False
-        server.memory.keep(self.replica.task, number, copy)
         captured = Captured(
             shard=number, iteration=copy.iteration, generation=copy.generation, size_bytes=1,
             shards=spec.replica_workers, duration_us=2000,

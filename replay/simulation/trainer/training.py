@@ -8,36 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
-from unicrond.agents.core.state import StateHeld
 from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.protocol.sampling import Sampling, samples_digest
 from unicrond.events.vocabulary import MemoryService, TaskSpec
-from unicrond.replay.simulation.models.memory import Copy, held_state, states_in_peers_memory
+from unicrond.replay.simulation.models.memory import Copy, states_in_peers_memory
 from unicrond.replay.simulation.models.network import Reach
 from unicrond.replay.simulation.models.weights import Blocks, WeightsState, initial_params, step_block
 from unicrond.replay.simulation.trainer.group import SimulatedGroup
+from unicrond.replay.simulation.trainer.ports import TrainingChecker, TrainingHost
 from unicrond.replay.simulation.trainer.process import Process
-from unicrond.replay.simulation.trainer.replica import SimulatedReplica
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.checks.checker import InvariantChecker
-    from unicrond.replay.simulation.cluster.host import Host
 
 #: Checkpoints that are kept.
 _KEEP = 2
 
 
 class Training:
-    """`micro_batch_s`: how long one takes to compute. `capture_every`: iterations between two states in memory."""
+    """`begin`: begins a replica, once all its processes are there. `micro_batch_s`: how long one takes to compute.
+    `capture_every`: iterations between two states in memory."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
-        checker: InvariantChecker,
+        checker: TrainingChecker,
+        begin: Callable[[Training, list[Process]], object],
         *,
         micro_batch_s: float,
         fault_wait_s: float,
@@ -47,6 +43,7 @@ class Training:
         self.loop = loop
         self.rng = rng
         self.checker = checker
+        self._begin = begin
         self.micro_batch_s = micro_batch_s
         self.fault_wait_s = fault_wait_s
         self.collective_timeout_s = collective_timeout_s
@@ -56,8 +53,7 @@ class Training:
         self.link_breakers: set[str] = set()
         #: Nodes on which the next worker that joins a running task stands still, so many seconds later.
         self.join_hangers: dict[str, float] = {}
-        self.hosts: dict[str, Host] = {}
-        self.replicas: list[SimulatedReplica] = []
+        self.hosts: Mapping[str, TrainingHost] = {}
         self._shards: dict[tuple[str, int], dict[int, Process]] = {}
         self._groups: dict[tuple[str, int], SimulatedGroup] = {}
         self._checkpoints: dict[str, dict[int, WeightsState]] = {}
@@ -70,13 +66,11 @@ class Training:
         shards = self._shards.setdefault((launch.task, launch.replica), {})
         shards[launch.shard] = process
         if len(shards) == launch.spec.replica_workers and all(shard.alive for shard in shards.values()):
-            replica = SimulatedReplica(self, [shards[number] for number in sorted(shards)])
-            self.replicas.append(replica)
-            replica.start()
+            self._begin(self, [shards[number] for number in sorted(shards)])
 
-    def on_join(self, replica: SimulatedReplica) -> None:
-        """Handle that the replica has taken over the state of a running task."""
-        for shard in replica.shards:
+    def on_join(self, shards: Sequence[Process]) -> None:
+        """Handle that the replica of these processes has taken over the state of a running task."""
+        for shard in shards:
             after_s = self.join_hangers.pop(shard.host.name, None)
             if after_s is not None:
                 self.loop.call_later(after_s, shard.stand_still)
@@ -101,23 +95,12 @@ class Training:
 
     # --- states in memory ------------------------------------------------------------------------
 
-    def push(self, origin: Host, peer: MemoryService, task: str, shard: int, copy: Copy) -> bool:
+    def push(self, origin: str, peer: MemoryService, task: str, shard: int, copy: Copy) -> bool:
         """Copy a state from one node's agent to another's, and return whether that one accepts it."""
         target = self.hosts.get(peer.node)
-        if target is None or not target.serves_memory_to(origin) or target.fork_server is None:
-            return False
-        copy = copy._replace(origin=origin.name)
-        target.fork_server.memory.keep(task, shard, copy)
-        if target.agent is not None:
-            target.agent.feed(StateHeld(held_state=held_state(task, shard, copy)))
-        return True
+        return target is not None and target.accept_copy(origin, task, shard, copy)
 
-    def count_holders(self, task: str, shard: int, since: int) -> int:
-        """Count the nodes that have a state of the shard after `since` or a later iteration."""
-        servers = [host.fork_server for host in self.hosts.values() if host.fork_server is not None]
-        return sum(any(copy.iteration >= since for copy in server.memory.copies_of(task, shard)) for server in servers)
-
-    def in_peers(self, task: str, shards: list[Process], peers: Sequence[MemoryService]) -> dict[int, WeightsState]:
+    def in_peers(self, task: str, shards: Sequence[Process], peers: Sequence[MemoryService]) -> dict[int, WeightsState]:
         """Return, by iteration, what the peers' memory has for a replica."""
         return states_in_peers_memory(task, shards, peers, self.hosts)
 

@@ -11,7 +11,7 @@ from unicrond.core.nodes import drains as departures
 from unicrond.core.nodes.gpu_types import on_type
 from unicrond.core.planning.placement import place_apart
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution
+from unicrond.core.planning.solution import Solution
 from unicrond.core.rules.plan_problems import healthy_problem_of, present_replicas, problem_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task

@@ -23,12 +23,10 @@ from dataclasses import replace
 from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from unicrond.core.planning.problem import Problem, TaskProblem
-
-if TYPE_CHECKING:
-    from unicrond.core.planning.solver import Solution
+from unicrond.core.planning.solution import Solution
 
 #: (slots, how many nodes have them), rising.
 Seats: TypeAlias = tuple[tuple[int, int], ...]

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.situation import NextEvent, NodeArrival, NodeLoss, Situation, TaskEnd
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import PlanTable
 
 #: The most events that are planned for.

@@ -23,12 +23,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, combinations, product
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from unicrond.core.planning.problem import Pool, Problem, TaskProblem
-
-if TYPE_CHECKING:
-    from unicrond.core.planning.solver import Solution
+from unicrond.core.planning.solution import Solution
 
 #: The most problems of single pools that are solved for one plan.
 SOLVES_MAX = 400
@@ -43,7 +41,7 @@ TOGETHER = (2, 3)
 PoolAssignment: TypeAlias = tuple[int, ...]
 #: The key to minimise: unmet floors as in Solution.shortfall, then the objective, negative.
 _Worth: TypeAlias = tuple[int, int, Fraction]
-_Solve: TypeAlias = Callable[[Problem], "Solution"]
+_Solve: TypeAlias = Callable[[Problem], Solution]
 
 
 def best_of_pools(problem: Problem, solve: _Solve, all_max: int = ALL_MAX) -> Solution:
@@ -166,8 +164,7 @@ class _Search:
             resolution += solution.resolution
             for i, count, layout in zip(tasks, solution.workers, solution.layouts, strict=True):
                 workers[i], layouts[i] = count, self.inside[place][i][1][layout]
-        kind = type(solution)
-        return kind(self.problem, tuple(workers), resolution, tuple(layouts))
+        return Solution(self.problem, tuple(workers), resolution, tuple(layouts))
 
 
 def _tasks_in(assignment: PoolAssignment, place: int) -> tuple[int, ...]:

@@ -48,7 +48,8 @@ from unicrond.core.planning.points import (
 )
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.situation import NextEvent, NodeLoss, Situation
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 
 #: How a plan came about: looked up, solved on rows that were valid, solved from scratch.
 SolveMethod: TypeAlias = Literal["table", "incremental", "fresh"]

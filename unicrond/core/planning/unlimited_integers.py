@@ -16,7 +16,8 @@ import numpy as np
 
 from unicrond.core.planning.feasibility import best_with_room, has_room
 from unicrond.core.planning.problem import Problem, TaskProblem
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 
 #: Promised relative precision of an objective.
 PRECISION = 1e-12

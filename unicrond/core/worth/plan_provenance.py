@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from unicrond.core.planning.solver import Solution
+from unicrond.core.planning.solution import Solution
 from unicrond.events.vocabulary import AnyEvent, PlanAdopted, PlanMethod
 
 E = TypeVar("E", bound=AnyEvent)

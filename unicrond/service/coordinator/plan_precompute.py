@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 
 from unicrond.core.planning.multi_type_lookahead import InterruptedSolve, interruptible, likeliest
 from unicrond.core.planning.problem import Problem, ProblemError
-from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.solution import Solution
+from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Answer, Planner, PlanTable
 from unicrond.core.rules.plan_problems import healthy_problem_of
 from unicrond.core.rules.survey import Survey

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unicrond.core.planning.problem import Problem
-from unicrond.core.planning.solver import Solution
+from unicrond.core.planning.solution import Solution
 from unicrond.core.worth.plan_provenance import PlanAnswer
 from unicrond.service.coordinator.plan_precompute import Foresight
 

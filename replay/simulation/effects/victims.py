@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from unicrond.replay.simulation.cluster.host import Host
+from unicrond.replay.simulation.cluster.world import World
 from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.host import Host
-    from unicrond.replay.simulation.trainer.process import Process
-    from unicrond.replay.simulation.world import World
+from unicrond.replay.simulation.trainer.process import Process
 
 
 def until(world: World, fault: SimulatedFault, undo: Callable[[], object]) -> None:

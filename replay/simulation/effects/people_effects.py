@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from unicrond.events import vocabulary as v
+from unicrond.replay.simulation.cluster.world import World
+from unicrond.replay.simulation.effects.victims import hosts_of, until, victims_of
 from unicrond.replay.simulation.faults.faults import SimulatedFault
-from unicrond.replay.simulation.faults.victims import hosts_of, until, victims_of
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.world import World
 
 
 def order_fault(world: World, fault: SimulatedFault) -> None:

@@ -23,6 +23,7 @@ from unicrond.replay.simulation.cluster.log_client import Beats, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.models.network import Link
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
+from unicrond.replay.simulation.trainer.replica import begin_replica
 from unicrond.replay.simulation.trainer.training import Training
 
 HEARTBEAT_S = 1.0
@@ -65,12 +66,13 @@ class World:
             loop,
             self.rng("training"),
             self.checker,
+            begin_replica,
             micro_batch_s=self.shape.uniform(0.08, 0.25),
             fault_wait_s=self.shape.choice((8.0, 20.0)),
             collective_timeout_s=self.shape.choice((5.0, 15.0)),
             capture_every=self.shape.choice((1, 2, 4)),
         )
-        self.checker.training = self.training
+        self.checker.reference = self.training
         self.versions = self.rng("versions")
         self.numerics = self.rng("numerics")
         self.sharding = self.rng("sharding")
@@ -78,7 +80,7 @@ class World:
         self.degrees = self.rng("degrees")
         self.gpus = self.rng("gpus")
         self.hosts = self._hosts()
-        self.training.hosts = self.hosts
+        self.training.hosts = self.checker.hosts = self.hosts
         self.coordinators = Coordinators(
             loop,
             self.rng("head"),

@@ -1,24 +1,22 @@
-"""The effect of each fault on the world, and its time. Rules: `faults.py`."""
+"""The effect of each fault on the world, and its time. Rules: `faults/faults.py`."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from unicrond.agents.core.state import AcceleratorSaw
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import API_PRODUCER
-from unicrond.replay.simulation.faults import people_effects
+from unicrond.replay.simulation.cluster.host import Host
+from unicrond.replay.simulation.cluster.world import World
+from unicrond.replay.simulation.effects import people_effects
+from unicrond.replay.simulation.effects.victims import hosts_of, until, victims_of
 from unicrond.replay.simulation.faults.boundary_events import KINDS, STRANGER, Edges
 from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
-from unicrond.replay.simulation.faults.victims import hosts_of, until, victims_of
-
-if TYPE_CHECKING:
-    from unicrond.replay.simulation.cluster.host import Host
-    from unicrond.replay.simulation.world import World
 
 #: Requests that people may make by mistake are not drawn: they may do what they say (cancel the last task, drain every
 #: node).
@@ -336,7 +334,7 @@ def _break_links(world: World, fault: SimulatedFault) -> None:
 
 def _break_worker_line(world: World, fault: SimulatedFault) -> None:
     for process in victims_of(world, fault):
-        agent = process.host.agent
+        agent = world.hosts[process.host.name].agent
         if agent is not None and agent.alive:
             agent.break_worker_line(process.worker)
 
