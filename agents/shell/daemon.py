@@ -19,19 +19,15 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import time
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from unicrond.agents.accelerators.diagnosis import GpuFinding
-from unicrond.agents.accelerators.driver import Choice
 from unicrond.agents.accelerators.gpu_type import gpu_type
 from unicrond.agents.accelerators.watch import AcceleratorWatch, open_driver
 from unicrond.agents.core.agent_config import AgentConfig
@@ -58,7 +54,6 @@ from unicrond.agents.core.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from unicrond.agents.fork_server.limits import Limit
 from unicrond.agents.health import preflight
 from unicrond.agents.health.doctor_checks import Checks
 from unicrond.agents.health.health_check import Health
@@ -66,20 +61,15 @@ from unicrond.agents.health.node_faults import NodeFaults
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.host import oom_kill_counts as kill_counts
 from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
-from unicrond.agents.host.output_layout import worker_log
-from unicrond.agents.host.rotated_output import tail
 from unicrond.agents.host.task_users import not_separated, visible_environment
 from unicrond.agents.kubernetes.place import NodeObject
 from unicrond.agents.memory.copies import StateCopier
 from unicrond.agents.memory.regions import MemoryRegions
 from unicrond.agents.memory.server import MemoryServer
 from unicrond.agents.output.flight_recorders import Flights
-from unicrond.agents.output.output_mirror import OutputMirror
-from unicrond.agents.output.output_pruning import Limits, prune
 from unicrond.agents.output.query_service import answer
 from unicrond.agents.protocol.flight import Flight
 from unicrond.agents.protocol.gpus import visible_gpus
-from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.memory_exchange import TLS
 from unicrond.agents.protocol.messages import (
@@ -100,21 +90,22 @@ from unicrond.agents.shell import probe
 from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
 from unicrond.agents.shell.fork_server_link import ForkLink
+from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.progress_watch import MarkFiles
 from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
+from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.agents.shell.worker_sockets import WorkerSockets
-from unicrond.events.host.masking import PATTERN_MASK, REACH_BYTES
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.nats.commands import NatsCommandFeed, UnreadCommand
-from unicrond.events.nats.connection import Connection, Login
+from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.terms import Terms
 from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.worker_queries import logs_subject
 from unicrond.events.trust.keys import BadKey, read_key
-from unicrond.events.vocabulary import CoordinatorStarted, Gpu, MemoryService, Name, NodeJoined, WorkerId
+from unicrond.events.vocabulary import CoordinatorStarted, MemoryService, Name, NodeJoined, WorkerId
 from unicrond.events.wire.envelope import Recorded
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 
@@ -125,59 +116,11 @@ logger = logging.getLogger("unicrond.agents")
 
 #: Of an agent whose node was forgotten while it was away: the next one joins anew.
 EXIT_FORGOTTEN = 5
-#: How much of a log goes with an unexpected exit.
-LOG_TAIL_BYTES = 4096
 _DRAIN_TIMEOUT_S = 5.0
 _RETIRE_TIMEOUT_S = 10.0
 #: Of the grace time, what is kept for ending workers that the coordinator has not moved away, and for the last words.
 _END_S = 5.0
-_PRUNE_EVERY_S = 60.0
 _COUNT_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a person chooses (cli.py). `fork_server_arguments`: further flags of unicrond.agents.fork_server.server.
-
-    `grace_s`: from SIGTERM to the end, unless `hand_over`: then SIGTERM leaves the workers to the next agent.
-    `memory_bytes`: for states of training; None: a quarter of what may be used (host.py), 0: none. `accelerators`: the
-    source of their health. `gpu_type`: "": as the driver has it. `logs_dir`: of workers; None: in the
-    run directory. `shows_output`: on stdout too (output_mirror.py). `logs_max_age_s`, `logs_max_bytes`:
-    None: see output_pruning.py. `states_in_clear`: between nodes, though the node's key carries a certificate. `users`:
-    that tasks may run as (task_users.py). `limits`: of each worker. `cgroup`: where workers get cgroups of their own;
-    None: this process's. `pass_env`: further variables that tasks of `users` may see. `only_checks`: join nothing
-    (preflight.py). `supervise`: keep an agent in a process of its own (events/host/init_process.py). `new_log`: begin
-    on whatever log there is (event_log_guard.py). `kubernetes`: the machine's Node object, None: there is none
-    (kubernetes/).
-    """
-
-    nats: tuple[str, ...]
-    node: Name
-    slots: int
-    address: str = "127.0.0.1"
-    run_dir: Path
-    heartbeat_s: float = 1.0
-    lease_s: float = 60.0
-    grace_s: float = 25.0
-    hand_over: bool = False
-    login: Login = field(default_factory=Login)
-    memory_bytes: int | None = None
-    logs_dir: Path | None = None
-    shows_output: bool = False
-    logs_max_age_s: float | None = None
-    logs_max_bytes: int | None = None
-    accelerators: Choice = "auto"
-    gpu_type: Gpu = ""
-    states_in_clear: bool = False
-    users: tuple[Identity, ...] = ()
-    limits: tuple[Limit, ...] = ()
-    cgroup: Path | None = None
-    pass_env: tuple[str, ...] = ()
-    only_checks: bool = False
-    supervise: bool = False
-    new_log: bool = False
-    kubernetes: NodeObject | None = None
-    fork_server_arguments: tuple[str, ...] = ()
 
 
 class Agent(Shell):
@@ -233,7 +176,7 @@ class Agent(Shell):
         self._checks = self._make_checks()
         self._connection: Connection | None = None
         self._guard: LogGuard | None = None
-        self._mirror: OutputMirror | None = None
+        self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
         self._over = asyncio.Event()
         self._is_left = False
         self._failed = False
@@ -270,12 +213,12 @@ class Agent(Shell):
         duties = [
             linking,
             serving,
-            asyncio.create_task(self._prune_logs(), name="logs"),
+            asyncio.create_task(self._output.prune(self.has_inventory), name="logs"),
             asyncio.create_task(self._watch_kills(), name="kills"),
             asyncio.create_task(Systemd().accompany(self.has_inventory.wait(), self._status), name="systemd"),
         ]
         if self._options.shows_output:
-            self._mirror = OutputMirror(self._run_dir.logs, lambda: tuple(self.state.memory.workers))
+            self._output.show()
         end = asyncio.create_task(self._over.wait(), name="end")
         try:
             await asyncio.wait([end, *duties], return_when=asyncio.FIRST_COMPLETED)
@@ -294,8 +237,7 @@ class Agent(Shell):
             if self._accelerators:
                 await self._accelerators.close()
             await self._sockets.close()
-            if self._mirror is not None:
-                await asyncio.to_thread(self._mirror.close)
+            await self._output.close()
             probes.close()
             self._memory_server.close()
             await self._copies.close()
@@ -408,11 +350,8 @@ class Agent(Shell):
         self._over.set()
 
     def log_tail(self, worker: WorkerId) -> str:
-        """See Shell. At most LOG_TAIL_BYTES bytes, of which secrets are blotted out; those that are not UTF-8 are
-        replaced."""
-        path = worker_log(self._run_dir.logs, worker.rpartition(".")[0], worker)
-        masked = PATTERN_MASK.overwrite(tail(path, LOG_TAIL_BYTES + REACH_BYTES))
-        return masked[-LOG_TAIL_BYTES:].decode(errors="replace")
+        """See Shell."""
+        return self._output.log_tail(worker)
 
     def held_states(self) -> list[HeldState]:
         """See Shell."""
@@ -424,8 +363,8 @@ class Agent(Shell):
             self._regions.set_inventory(self._link.pid, message.kept)
         elif isinstance(message, MemoryReserved | ReserveFailed):
             self._regions.receive(message)
-        elif isinstance(message, Exited) and self._mirror is not None:
-            self._mirror.ended(message.worker)
+        elif isinstance(message, Exited):
+            self._output.ended(message.worker)
         super().fork_server_said(message)
         if isinstance(message, Exited) and not self.state.memory.workers:
             self._link.renew()
@@ -540,14 +479,6 @@ class Agent(Shell):
         except BadRunDir as error:
             logger.error("%s; the fork server's inventory says which workers live", error)
             return Remembered()
-
-    async def _prune_logs(self) -> None:
-        """Once the living workers are known, and now and then."""
-        await self.has_inventory.wait()
-        while True:
-            living = frozenset(self.state.memory.workers)
-            await asyncio.to_thread(prune_logs, self._options, self._run_dir, living)
-            await asyncio.sleep(_PRUNE_EVERY_S)
 
     # --- NATS ------------------------------------------------------------------------------------
 
@@ -818,29 +749,6 @@ def credentials_of(options: Options) -> Credentials | None:
         return Credentials(key, path) if key.has_certificate else None
     except (BadKey, BadCertificate) as error:
         raise BadCertificate(f"{path}: its certificate cannot be used ({error}); enroll the node again") from None
-
-
-def make_room(options: Options, run_dir: RunDir) -> None:
-    """Where the volume is full, logs of ended workers go before anything is written."""
-    usage = shutil.disk_usage(run_dir.path)
-    if usage.free >= Limits.of(run_dir.path, None, None).reserve_bytes:
-        return
-    logger.error("the volume of %s is full (%d of %d bytes free)", run_dir.path, usage.free, usage.total)
-    with contextlib.suppress(BadRunDir):  # without the memory this agent does not know which workers live
-        prune_logs(options, run_dir, frozenset(run_dir.recall().workers))
-
-
-def prune_logs(options: Options, run_dir: RunDir, living: frozenset[WorkerId]) -> None:
-    """See output_pruning.py."""
-    try:
-        run_dir.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        limits = Limits.of(run_dir.logs, options.logs_max_age_s, options.logs_max_bytes)
-        count, size_bytes = prune(run_dir.logs, living, limits, time.time())
-    except OSError as error:
-        logger.error("cannot prune the workers' logs: %s", error)
-        return
-    if count:
-        logger.warning("removed the logs of %d ended workers (%d bytes)", count, size_bytes)
 
 
 def _wall_clock_us() -> int:
