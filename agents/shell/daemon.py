@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
 from datetime import UTC, datetime
@@ -51,33 +50,24 @@ from unicrond.agents.core.state import (
     RunCheck,
     StateHeld,
     Unreadable,
-    WorkerDisconnected,
-    WorkerSaid,
 )
 from unicrond.agents.health import preflight
 from unicrond.agents.health.doctor_checks import Checks
 from unicrond.agents.health.health_check import Health
 from unicrond.agents.health.node_faults import NodeFaults
 from unicrond.agents.host import host_resources as host
-from unicrond.agents.host import oom_kill_counts as kill_counts
-from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
-from unicrond.agents.host.task_users import not_separated, visible_environment
 from unicrond.agents.kubernetes.place import NodeObject
 from unicrond.agents.memory.copies import StateCopier
 from unicrond.agents.memory.regions import MemoryRegions
 from unicrond.agents.memory.server import MemoryServer
-from unicrond.agents.output.flight_recorders import Flights
 from unicrond.agents.output.query_service import answer
-from unicrond.agents.protocol.flight import Flight
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.memory_exchange import TLS
 from unicrond.agents.protocol.messages import (
     Exited,
     FromForkServer,
-    FromWorker,
     GroupMembership,
-    Hello,
     Inventory,
     MemoryReserved,
     ReleaseMemory,
@@ -89,14 +79,13 @@ from unicrond.agents.protocol.peers import plain, write_schema
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
-from unicrond.agents.shell.fork_server_link import ForkLink
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.outbox import Outbox
+from unicrond.agents.shell.process_keeper import KillWatch, ProcessKeeper
 from unicrond.agents.shell.progress_watch import MarkFiles
 from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
-from unicrond.agents.shell.worker_sockets import WorkerSockets
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.nats.commands import NatsCommandFeed, UnreadCommand
 from unicrond.events.nats.connection import Connection
@@ -105,7 +94,7 @@ from unicrond.events.nats.terms import Terms
 from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.worker_queries import logs_subject
 from unicrond.events.trust.keys import BadKey, read_key
-from unicrond.events.vocabulary import CoordinatorStarted, MemoryService, Name, NodeJoined, WorkerId
+from unicrond.events.vocabulary import CoordinatorStarted, ExitCause, MemoryService, Name, NodeJoined, WorkerId
 from unicrond.events.wire.envelope import Recorded
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 
@@ -120,7 +109,6 @@ _DRAIN_TIMEOUT_S = 5.0
 _RETIRE_TIMEOUT_S = 10.0
 #: Of the grace time, what is kept for ending workers that the coordinator has not moved away, and for the last words.
 _END_S = 5.0
-_COUNT_EVERY_S = 1.0
 
 
 class Agent(Shell):
@@ -136,34 +124,14 @@ class Agent(Shell):
         self._namesakes = DuplicateAgents(self._boot, run_dir.previous_boot, options.heartbeat_s)
         self._look_for_namesakes = asyncio.Event()
         self._superseded_by = 0
-        #: Of two looks, the older first: a kill is counted a little before its end is seen.
-        self._kills = (kill_counts.look(),) * 2
+        self._kills = KillWatch(run_dir)
         outbox = Outbox(options.node, self._boot, _wall_clock_us)
         self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
         super().__init__(self._config(), self._recall(), outbox, MarkFiles(run_dir.marks))
-        self._sockets = WorkerSockets(
-            run_dir.agent_socket,
-            on_connected=self.worker_connected,
-            on_message=self._worker_said,
-            on_disconnected=self._worker_disconnected,
-        )
-        self._flights = Flights(self._sockets.send)
-        self._link = ForkLink(
-            run_dir,
-            arguments=[
-                *("--address", options.address),
-                *("--lease-s", str(options.lease_s)),
-                *("--memory-max-bytes", str(self._memory_bytes() // (2 * options.slots))),
-                *self._separation(),
-                *options.fork_server_arguments,
-            ],
-            on_message=self.fork_server_said,
-            on_death=self._fork_server_died,
-            environment=visible_environment(os.environ, options.pass_env) if options.users else os.environ,
-            separates=bool(options.users),
-        )
+        state_max_bytes = self._memory_bytes() // (2 * options.slots)
+        self._processes = ProcessKeeper(self, options, run_dir, self._kills, state_max_bytes, self._fork_server_died)
         # Each slot's own state, and as many copies of others'.
-        self._regions = MemoryRegions(self._link.send, most=2 * options.slots)
+        self._regions = MemoryRegions(self._processes.tell_fork_server, most=2 * options.slots)
         self._credentials = credentials_of(options)
         self._copies = StateCopier(options.node, self._regions, self._credentials)
         self._exchange_port, self._token = run_dir.exchange()
@@ -171,7 +139,7 @@ class Agent(Shell):
             self._regions, self._token, lambda held: self.feed(StateHeld(held_state=held)), self._credentials
         )
         self._accelerators: AcceleratorWatch | None = None
-        self._node_faults = NodeFaults(self._link.kill, self._report_xid)
+        self._node_faults = NodeFaults(self._processes.kill_fork_server, self._report_xid)
         self._health = Health(options.node, options.slots, options.accelerators, self.feed)
         self._checks = self._make_checks()
         self._connection: Connection | None = None
@@ -196,7 +164,7 @@ class Agent(Shell):
             logs=str(run_dir.logs),
             users=options.users,
             gpu=options.gpu_type or gpu_type(self._accelerator_driver.models if self._accelerator_driver else ()),
-            vanished=kill_counts.cause(run_dir.recall_kills(), self._kills[1]),
+            vanished=self._kills.cause_since_last_agent(),
         )
 
     async def run(self) -> int:
@@ -204,17 +172,17 @@ class Agent(Shell):
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._hand_over if self._options.hand_over else self._drain)
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
-        await self._sockets.start()
+        await self._processes.start()
         probes = await probe.serve(self._run_dir.probe_socket, self.condition)
         self._serve_memory()
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
-        linking = asyncio.create_task(self._link.run(), name="fork-link")
+        linking = asyncio.create_task(self._processes.keep_fork_server(), name="fork-link")
         serving = asyncio.create_task(self._serve_nats(), name="nats")
         duties = [
             linking,
             serving,
             asyncio.create_task(self._output.prune(self.has_inventory), name="logs"),
-            asyncio.create_task(self._watch_kills(), name="kills"),
+            asyncio.create_task(self._kills.run(), name="kills"),
             asyncio.create_task(Systemd().accompany(self.has_inventory.wait(), self._status), name="systemd"),
         ]
         if self._options.shows_output:
@@ -236,7 +204,7 @@ class Agent(Shell):
             await asyncio.gather(end, *duties, return_exceptions=True)
             if self._accelerators:
                 await self._accelerators.close()
-            await self._sockets.close()
+            await self._processes.close()
             await self._output.close()
             probes.close()
             self._memory_server.close()
@@ -256,8 +224,8 @@ class Agent(Shell):
         """What this agent does or waits for, for probes and systemd."""
         if self.state.phase in ("draining", "leaving", "left"):
             return probe.Condition(is_ready=False, status="leaves")
-        if not self._link.serves:
-            return probe.Condition(is_ready=False, status=self._link.trouble or "waits for its fork server")
+        if trouble := self._processes.trouble:
+            return probe.Condition(is_ready=False, status=trouble)
         if self._connection is None or self._connection.trouble:
             why = "waits for NATS" if self._connection is None else self._connection.trouble
             return probe.Condition(is_ready=False, status=why)
@@ -296,21 +264,6 @@ class Agent(Shell):
         if isinstance(action, Append) and isinstance(action.event, NodeJoined):
             self._watch_accelerators()
 
-    def worker_connected(self, hello: Hello) -> None:
-        """See Shell."""
-        self._flights.connected(hello)
-        super().worker_connected(hello)
-
-    def _worker_said(self, worker: WorkerId, message: FromWorker) -> None:
-        if isinstance(message, Flight):  # an answer to a person, of which the core knows nothing
-            self._flights.receive(worker, message)
-        else:
-            self.feed(WorkerSaid(worker=worker, message=message))
-
-    def _worker_disconnected(self, worker: WorkerId) -> None:
-        self._flights.disconnected(worker)
-        self.feed(WorkerDisconnected(worker=worker))
-
     def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
         """See Shell. A membership goes with this node's passes to its peers."""
         message = plain(message)
@@ -318,11 +271,11 @@ class Agent(Shell):
             task, own = worker.rpartition(".")[0], self._credentials
             bare = msgspec.structs.replace(message, warrant="")
             message = own.with_passes(message, task, datetime.now(UTC)) if own else bare
-        self._sockets.send(worker, message)
+        self._processes.tell_worker(worker, message)
 
     def tell_fork_server(self, message: ToForkServer) -> None:
         """See Shell."""
-        self._link.send(plain(message, self._link.schema))
+        self._processes.tell_fork_server(message)
         if isinstance(message, ReleaseMemory):
             self._regions.drop(message.task)
 
@@ -341,8 +294,7 @@ class Agent(Shell):
 
     def disconnect(self, worker: WorkerId, why: str) -> None:
         """See Shell."""
-        logger.error("%s: connection refused, %s", worker, why)
-        self._sockets.disconnect(worker)
+        self._processes.disconnect(worker, why)
 
     def finish(self) -> None:
         """See Shell."""
@@ -360,48 +312,16 @@ class Agent(Shell):
     def fork_server_said(self, message: FromForkServer) -> None:
         """See Shell. The memory regions follow what the fork server holds."""
         if isinstance(message, Inventory):
-            self._regions.set_inventory(self._link.pid, message.kept)
+            self._regions.set_inventory(self._processes.fork_server_pid, message.kept)
         elif isinstance(message, MemoryReserved | ReserveFailed):
             self._regions.receive(message)
         elif isinstance(message, Exited):
             self._output.ended(message.worker)
         super().fork_server_said(message)
-        if isinstance(message, Exited) and not self.state.memory.workers:
-            self._link.renew()
 
-    def _fork_server_died(self) -> None:
+    def _fork_server_died(self, cause: ExitCause) -> None:
         self._regions.set_inventory(0, ())
-        self.feed(ForkServerDied(cause=kill_counts.cause(self._kills[0], kill_counts.look())))
-
-    async def _watch_kills(self) -> None:
-        """Write down the counts whenever they are others than before."""
-        written = None
-        while True:
-            self._kills = self._kills[1], kill_counts.look()
-            if self._kills[1] != written:
-                written = self._kills[1]
-                with contextlib.suppress(OSError):  # then the next agent knows less
-                    self._run_dir.remember_kills(written)
-            await asyncio.sleep(_COUNT_EVERY_S)
-
-    # --- separation ------------------------------------------------------------------------------
-
-    def _separation(self) -> list[str]:
-        """Flags of the fork server. Says what is not separated. Raises NoCgroup where a limit needs one."""
-        options = self._options
-        lacks, flags = "", [f"--limit={limit}" for limit in options.limits]
-        if options.users:
-            flags.append("--separate")
-            of_cgroups = [limit.name for limit in options.limits if limit.resource < 0]
-            try:
-                flags += ["--cgroup", str(prepare(options.cgroup or own_cgroup(), options.node, of_cgroups))]
-            except NoCgroup as error:
-                if options.cgroup or of_cgroups:
-                    raise
-                lacks = str(error)
-        for sentence in not_separated(options.users, lacks):
-            logger.warning("not separated: %s", sentence)
-        return flags
+        self.feed(ForkServerDied(cause=cause))
 
     # --- states in memory ------------------------------------------------------------------------
 
@@ -440,7 +360,7 @@ class Agent(Shell):
             options.node,
             options.address,
             lambda: findings_here(options),
-            self._link.sum,
+            self._processes.sum,
             self._run_dir.sum_socket,
             self._free_gpus,
             runs_as_others=bool(options.users),
@@ -603,7 +523,7 @@ class Agent(Shell):
             if self._checks.begin(data, respond):
                 return
             with contextlib.suppress(Exception):  # a requester that has gone does not concern this agent
-                logs, flight = self._run_dir.logs, self._flights.ask
+                logs, flight = self._run_dir.logs, self._processes.ask_flight
                 await respond(await answer(node, logs, self._pid_of, data, self._marks_of, flight))
 
         await connection.subscribe(logs_subject(node), on_request)
@@ -692,7 +612,7 @@ class Agent(Shell):
 
     async def _retire(self, linking: asyncio.Task[None]) -> None:
         """End the workers, the store and the fork server."""
-        self._link.retire()
+        self._processes.retire()
         if not (await asyncio.wait([linking], timeout=self._at_most_s(_RETIRE_TIMEOUT_S)))[0]:
             logger.error("the fork server does not end; see %s", self._run_dir.fork_server_log)
 
