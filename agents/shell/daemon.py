@@ -20,9 +20,7 @@ import contextlib
 import logging
 import signal
 import time
-from datetime import UTC, datetime
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -57,21 +55,14 @@ from unicrond.agents.health.health_check import Health
 from unicrond.agents.health.node_faults import NodeFaults
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.kubernetes.place import NodeObject
-from unicrond.agents.memory.copies import StateCopier
-from unicrond.agents.memory.regions import MemoryRegions
-from unicrond.agents.memory.server import MemoryServer
 from unicrond.agents.output.query_service import answer
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.memory_exchange import TLS
 from unicrond.agents.protocol.messages import (
     Exited,
     FromForkServer,
     GroupMembership,
-    Inventory,
-    MemoryReserved,
     ReleaseMemory,
-    ReserveFailed,
     ToForkServer,
     ToWorker,
 )
@@ -79,6 +70,8 @@ from unicrond.agents.protocol.peers import plain, write_schema
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
+from unicrond.agents.shell.memberships import Memberships, credentials_of
+from unicrond.agents.shell.memory_keeper import MemoryKeeper, memory_bytes, regions_most
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.process_keeper import KillWatch, ProcessKeeper
@@ -93,13 +86,10 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.terms import Terms
 from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.worker_queries import logs_subject
-from unicrond.events.trust.keys import BadKey, read_key
-from unicrond.events.vocabulary import CoordinatorStarted, ExitCause, MemoryService, Name, NodeJoined, WorkerId
+from unicrond.events.trust.keys import read_key
+from unicrond.events.vocabulary import CoordinatorStarted, ExitCause, Name, NodeJoined, WorkerId
 from unicrond.events.wire.envelope import Recorded
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
-
-if TYPE_CHECKING:
-    from unicrond.agents.memory.peer_tokens import Credentials  # needs an extra, and so does what it imports
 
 logger = logging.getLogger("unicrond.agents")
 
@@ -128,15 +118,12 @@ class Agent(Shell):
         outbox = Outbox(options.node, self._boot, _wall_clock_us)
         self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
         super().__init__(self._config(), self._recall(), outbox, MarkFiles(run_dir.marks))
-        state_max_bytes = self._memory_bytes() // (2 * options.slots)
+        state_max_bytes = memory_bytes(options) // regions_most(options)
         self._processes = ProcessKeeper(self, options, run_dir, self._kills, state_max_bytes, self._fork_server_died)
-        # Each slot's own state, and as many copies of others'.
-        self._regions = MemoryRegions(self._processes.tell_fork_server, most=2 * options.slots)
-        self._credentials = credentials_of(options)
-        self._copies = StateCopier(options.node, self._regions, self._credentials)
-        self._exchange_port, self._token = run_dir.exchange()
-        self._memory_server = MemoryServer(
-            self._regions, self._token, lambda held: self.feed(StateHeld(held_state=held)), self._credentials
+        credentials = credentials_of(options)
+        self._memberships = Memberships(lambda: self.state.memory.memberships, credentials)
+        self._memory = MemoryKeeper(
+            options, run_dir, credentials, ask=self._processes.tell_fork_server, on_copy=self._copy_stored
         )
         self._accelerators: AcceleratorWatch | None = None
         self._node_faults = NodeFaults(self._processes.kill_fork_server, self._report_xid)
@@ -174,7 +161,10 @@ class Agent(Shell):
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         await self._processes.start()
         probes = await probe.serve(self._run_dir.probe_socket, self.condition)
-        self._serve_memory()
+        if service := self._memory.serve():
+            self.state = msgspec.structs.replace(
+                self.state, config=msgspec.structs.replace(self.state.config, memory=service)
+            )
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
         linking = asyncio.create_task(self._processes.keep_fork_server(), name="fork-link")
         serving = asyncio.create_task(self._serve_nats(), name="nats")
@@ -207,8 +197,7 @@ class Agent(Shell):
             await self._processes.close()
             await self._output.close()
             probes.close()
-            self._memory_server.close()
-            await self._copies.close()
+            await self._memory.close()
             self.close()
             await self._health.close()
             await self._checks.close()
@@ -268,21 +257,18 @@ class Agent(Shell):
         """See Shell. A membership goes with this node's passes to its peers."""
         message = plain(message)
         if isinstance(message, GroupMembership):
-            task, own = worker.rpartition(".")[0], self._credentials
-            bare = msgspec.structs.replace(message, warrant="")
-            message = own.with_passes(message, task, datetime.now(UTC)) if own else bare
+            message = self._memberships.for_worker(worker, message)
         self._processes.tell_worker(worker, message)
 
     def tell_fork_server(self, message: ToForkServer) -> None:
         """See Shell."""
         self._processes.tell_fork_server(message)
         if isinstance(message, ReleaseMemory):
-            self._regions.drop(message.task)
+            self._memory.drop(message.task)
 
     def copy(self, order: CopyState) -> None:
         """See Shell."""
-        membership = self.state.memory.memberships.get(order.task)
-        self._copies.copy(order.task, order.shard, order.peers, membership.warrant if membership else "")
+        self._memory.copy(order, self._memberships.warrant(order.task))
 
     def inject_into_node(self, order: InjectIntoNode) -> None:
         """See Shell."""
@@ -307,42 +293,21 @@ class Agent(Shell):
 
     def held_states(self) -> list[HeldState]:
         """See Shell."""
-        return self._regions.states(self._options.node)
+        return self._memory.states()
 
     def fork_server_said(self, message: FromForkServer) -> None:
         """See Shell. The memory regions follow what the fork server holds."""
-        if isinstance(message, Inventory):
-            self._regions.set_inventory(self._processes.fork_server_pid, message.kept)
-        elif isinstance(message, MemoryReserved | ReserveFailed):
-            self._regions.receive(message)
-        elif isinstance(message, Exited):
+        self._memory.fork_server_said(message, self._processes.fork_server_pid)
+        if isinstance(message, Exited):
             self._output.ended(message.worker)
         super().fork_server_said(message)
 
+    def _copy_stored(self, state: HeldState) -> None:
+        self.feed(StateHeld(held_state=state))
+
     def _fork_server_died(self, cause: ExitCause) -> None:
-        self._regions.set_inventory(0, ())
+        self._memory.fork_server_died()
         self.feed(ForkServerDied(cause=cause))
-
-    # --- states in memory ------------------------------------------------------------------------
-
-    def _memory_bytes(self) -> int:
-        chosen = self._options.memory_bytes
-        return host.memory_total_bytes() // 4 if chosen is None else chosen
-
-    def _serve_memory(self) -> None:
-        """Take and give states, where the agent before did if that can be."""
-        if not self._memory_bytes():
-            return
-        options = self._options
-        self._memory_server.start(options.address, self._exchange_port)
-        try:
-            self._run_dir.remember_exchange(self._memory_server.port, self._token)
-        except OSError as error:
-            logger.error("cannot record the port for states (%s): the next agent takes another one", error)
-        token = TLS if self._credentials else self._token
-        service = MemoryService(node=options.node, host=options.address, port=self._memory_server.port, token=token)
-        config = msgspec.structs.replace(self.state.config, memory=service)
-        self.state = msgspec.structs.replace(self.state, config=config)
 
     # --- accelerators ----------------------------------------------------------------------------
 
@@ -653,22 +618,6 @@ def node_findings(options: Options) -> list[Finding]:
     )
     key = read_key(options.login.key) if options.login.key else None
     return preflight.findings(asked, preflight.look(asked, key))
-
-
-def credentials_of(options: Options) -> Credentials | None:
-    """Of the node, where its key carries a certificate and states do not travel in clear by order. Raises
-    BadCertificate."""
-    from unicrond.agents.memory.peer_tokens import Credentials
-    from unicrond.events.trust.certificates import BadCertificate
-
-    path = options.login.key
-    if options.states_in_clear or path is None:
-        return None
-    try:
-        key = read_key(path)
-        return Credentials(key, path) if key.has_certificate else None
-    except (BadKey, BadCertificate) as error:
-        raise BadCertificate(f"{path}: its certificate cannot be used ({error}); enroll the node again") from None
 
 
 def _wall_clock_us() -> int:
