@@ -24,13 +24,12 @@ from importlib import metadata
 
 import msgspec
 
-from unicrond.agents.accelerators.diagnosis import GpuFinding
+from unicrond.agents.accelerators.driver import GpuDriver
 from unicrond.agents.accelerators.gpu_type import gpu_type
-from unicrond.agents.accelerators.watch import AcceleratorWatch, open_driver
+from unicrond.agents.accelerators.watch import open_driver
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.known_event_log import difference
 from unicrond.agents.core.state import (
-    AcceleratorSaw,
     Action,
     Append,
     CopyState,
@@ -49,10 +48,6 @@ from unicrond.agents.core.state import (
     StateHeld,
     Unreadable,
 )
-from unicrond.agents.health import preflight
-from unicrond.agents.health.doctor_checks import Checks
-from unicrond.agents.health.health_check import Health
-from unicrond.agents.health.node_faults import NodeFaults
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.kubernetes.place import NodeObject
 from unicrond.agents.output.query_service import answer
@@ -70,6 +65,7 @@ from unicrond.agents.protocol.peers import plain, write_schema
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
+from unicrond.agents.shell.health_keeper import HealthKeeper, findings_here
 from unicrond.agents.shell.memberships import Memberships, credentials_of
 from unicrond.agents.shell.memory_keeper import MemoryKeeper, memory_bytes, regions_most
 from unicrond.agents.shell.options import Options
@@ -84,9 +80,7 @@ from unicrond.events.nats.commands import NatsCommandFeed, UnreadCommand
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.terms import Terms
-from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.worker_queries import logs_subject
-from unicrond.events.trust.keys import read_key
 from unicrond.events.vocabulary import CoordinatorStarted, ExitCause, Name, NodeJoined, WorkerId
 from unicrond.events.wire.envelope import Recorded
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
@@ -116,8 +110,8 @@ class Agent(Shell):
         self._superseded_by = 0
         self._kills = KillWatch(run_dir)
         outbox = Outbox(options.node, self._boot, _wall_clock_us)
-        self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
-        super().__init__(self._config(), self._recall(), outbox, MarkFiles(run_dir.marks))
+        driver = open_driver(options.accelerators, visible_gpus(), options.slots)
+        super().__init__(self._config(driver), self._recall(), outbox, MarkFiles(run_dir.marks))
         state_max_bytes = memory_bytes(options) // regions_most(options)
         self._processes = ProcessKeeper(self, options, run_dir, self._kills, state_max_bytes, self._fork_server_died)
         credentials = credentials_of(options)
@@ -125,10 +119,7 @@ class Agent(Shell):
         self._memory = MemoryKeeper(
             options, run_dir, credentials, ask=self._processes.tell_fork_server, on_copy=self._copy_stored
         )
-        self._accelerators: AcceleratorWatch | None = None
-        self._node_faults = NodeFaults(self._processes.kill_fork_server, self._report_xid)
-        self._health = Health(options.node, options.slots, options.accelerators, self.feed)
-        self._checks = self._make_checks()
+        self._health = HealthKeeper(self, options, run_dir, driver, self._processes)
         self._connection: Connection | None = None
         self._guard: LogGuard | None = None
         self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
@@ -139,7 +130,7 @@ class Agent(Shell):
         self._ended_by: signal.Signals | None = None
         self._ends_at_s = float("inf")
 
-    def _config(self) -> AgentConfig:
+    def _config(self, driver: GpuDriver | None) -> AgentConfig:
         options, run_dir = self._options, self._run_dir
         return AgentConfig(
             node=options.node,
@@ -150,7 +141,7 @@ class Agent(Shell):
             agent_socket=str(run_dir.agent_socket),
             logs=str(run_dir.logs),
             users=options.users,
-            gpu=options.gpu_type or gpu_type(self._accelerator_driver.models if self._accelerator_driver else ()),
+            gpu=options.gpu_type or gpu_type(driver.models if driver else ()),
             vanished=self._kills.cause_since_last_agent(),
         )
 
@@ -192,15 +183,13 @@ class Agent(Shell):
             for task in (end, *duties):
                 task.cancel()
             await asyncio.gather(end, *duties, return_exceptions=True)
-            if self._accelerators:
-                await self._accelerators.close()
+            await self._health.stop_watching()
             await self._processes.close()
             await self._output.close()
             probes.close()
             await self._memory.close()
             self.close()
             await self._health.close()
-            await self._checks.close()
             loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)
         if self._superseded_by:
@@ -251,7 +240,7 @@ class Agent(Shell):
             logger.info("%s", action.event.sentence())
         super().do(action)
         if isinstance(action, Append) and isinstance(action.event, NodeJoined):
-            self._watch_accelerators()
+            self._health.watch_accelerators()
 
     def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
         """See Shell. A membership goes with this node's passes to its peers."""
@@ -272,7 +261,7 @@ class Agent(Shell):
 
     def inject_into_node(self, order: InjectIntoNode) -> None:
         """See Shell."""
-        self.feed(NodeFaultInjected(command_id=order.command_id, reason=self._node_faults.inject(order.fault)))
+        self.feed(NodeFaultInjected(command_id=order.command_id, reason=self._health.inject(order.fault)))
 
     def check(self, order: RunCheck) -> None:
         """See Shell."""
@@ -308,53 +297,6 @@ class Agent(Shell):
     def _fork_server_died(self, cause: ExitCause) -> None:
         self._memory.fork_server_died()
         self.feed(ForkServerDied(cause=cause))
-
-    # --- accelerators ----------------------------------------------------------------------------
-
-    def _watch_accelerators(self) -> None:
-        """From when the log knows the node and its workers: an earlier report would mean nothing to readers."""
-        if self._accelerator_driver and not self._accelerators:
-            self._accelerators = AcceleratorWatch(self._accelerator_driver, self._workers_by_slot, self._found)
-
-    def _workers_by_slot(self) -> dict[int, WorkerId]:
-        return {record.slot: worker for worker, record in self.state.memory.workers.items() if not record.foreign}
-
-    def _make_checks(self) -> Checks:
-        options = self._options
-        return Checks(
-            options.node,
-            options.address,
-            lambda: findings_here(options),
-            self._processes.sum,
-            self._run_dir.sum_socket,
-            self._free_gpus,
-            runs_as_others=bool(options.users),
-        )
-
-    def _free_gpus(self) -> list[str]:
-        """Those of slots that no worker has."""
-        taken = {record.slot for record in self.state.memory.workers.values()}
-        return [gpu for slot, gpu in enumerate(visible_gpus()) if slot not in taken]
-
-    def _found(self, accelerator: str, worker: str, finding: GpuFinding) -> None:
-        self.feed(
-            AcceleratorSaw(
-                accelerator=accelerator,
-                worker=worker,
-                kind=finding.kind,
-                xid=finding.xid,
-                message=finding.message,
-                needs=finding.needs,
-                foretells=finding.foretells,
-            )
-        )
-
-    def _report_xid(self, code: int, worker: str) -> str:
-        if self._accelerators is None:
-            return (
-                "xid: no accelerator is watched here; start the agent with --accelerators fake to drill on a CPU node"
-            )
-        return self._accelerators.report_xid(code, worker)
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -485,7 +427,7 @@ class Agent(Shell):
 
         async def on_request(message: object) -> None:
             data, respond = message.data, message.respond  # type: ignore[attr-defined]  # a nats Msg
-            if self._checks.begin(data, respond):
+            if self._health.begin_check(data, respond):
                 return
             with contextlib.suppress(Exception):  # a requester that has gone does not concern this agent
                 logs, flight = self._run_dir.logs, self._processes.ask_flight
@@ -598,26 +540,6 @@ async def run_agent(options: Options) -> int:
         return await Agent(options, run_dir).run()
     finally:
         run_dir.release()
-
-
-def findings_here(options: Options) -> list[Finding]:
-    """As `node_findings`; none where all is on one machine: there most of it is meant."""
-    is_alone = not preflight.is_remote(options.nats) and preflight.is_loopback(options.address)
-    return [] if is_alone else node_findings(options)
-
-
-def node_findings(options: Options) -> list[Finding]:
-    """What is likely to go wrong on this node. Raises BadKey."""
-    asked = preflight.NodeFlags(
-        slots=options.slots,
-        address=options.address,
-        run_dir=options.run_dir,
-        logs_dir=options.logs_dir or options.run_dir,
-        memory_bytes=options.memory_bytes,
-        nats_is_remote=preflight.is_remote(options.nats),
-    )
-    key = read_key(options.login.key) if options.login.key else None
-    return preflight.findings(asked, preflight.look(asked, key))
 
 
 def _wall_clock_us() -> int:
