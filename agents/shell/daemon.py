@@ -1,16 +1,15 @@
-"""The node agent's shell: clocks, sockets, signals and NATS behind the ports of shell.py.
+"""The agent of one node: its keepers, composed behind the ports of shell.py, and the order of their start and end.
 
-Ends
-----
-* SIGTERM: the node is drained within `grace_s`, then it leaves; a second one changes nothing. With `hand_over` (a
-  restart): the agent goes, fork server and workers stay for the next one.
-* SIGINT: the node leaves, without a drain; again: at once. Workers, store and fork server end before the agent.
-* Exit codes: cli.py. What a signal ended is not 0: a place that is to be filled would count as done.
-* A newer agent of the same name (duplicate_agent.py): exit code EXIT_SUPERSEDED, the workers end; a later boot in the
-  log that no agent has: exit code 1, and the next boot is above it.
-* Told by the coordinator to leave for good: drained, exit code 0. Forgotten while it was away: its workers end, exit
-  code EXIT_FORGOTTEN; its supervisor starts the next one.
-* Anything unexpected: exit code 1 with a traceback; the agent's supervisor starts the next one.
+Rules
+-----
+* What the core asks for is handed to the keeper that does it; what a keeper sees is fed to the core. Where two keepers
+  are concerned, here is their order, and nothing else.
+* Keepers do not know each other, but for the processes and the departure, which are handed to those that need them.
+* At the end the duties stop first, NATS among them; then what they used, the workers' connections before the rest.
+* The workers outlive any failure of the agent.
+
+The keepers: process_keeper.py, memory_keeper.py, memberships.py, health_keeper.py, worker_output.py, node_queries.py,
+event_log_keeper.py, departure.py (signals and exit codes). What is decided: core/.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from importlib import metadata
 
@@ -33,13 +31,10 @@ from unicrond.agents.core.state import (
     Action,
     Append,
     CopyState,
-    Drain,
     ForkServerDied,
-    HandOver,
     HeldState,
     InjectIntoNode,
     Input,
-    LeaveNow,
     LogSeen,
     MachineSaw,
     NodeFaultInjected,
@@ -63,7 +58,8 @@ from unicrond.agents.protocol.messages import (
 )
 from unicrond.agents.protocol.peers import plain, write_schema
 from unicrond.agents.shell import probe
-from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents, DuplicateWatch
+from unicrond.agents.shell.departure import Departure
+from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
 from unicrond.agents.shell.health_keeper import HealthKeeper, findings_here
 from unicrond.agents.shell.memberships import Memberships, credentials_of
@@ -87,13 +83,6 @@ from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 
 logger = logging.getLogger("unicrond.agents")
 
-#: Of an agent whose node was forgotten while it was away: the next one joins anew.
-EXIT_FORGOTTEN = 5
-_DRAIN_TIMEOUT_S = 5.0
-_RETIRE_TIMEOUT_S = 10.0
-#: Of the grace time, what is kept for ending workers that the coordinator has not moved away, and for the last words.
-_END_S = 5.0
-
 
 class Agent(Shell):
     """One node's agent. `run` it once."""
@@ -107,13 +96,13 @@ class Agent(Shell):
             write_schema(run_dir.path, self._boot)
         self._namesakes = DuplicateAgents(self._boot, run_dir.previous_boot, options.heartbeat_s)
         self._look_for_namesakes = asyncio.Event()
-        self._superseded_by = 0
         self._kills = KillWatch(run_dir)
         outbox = Outbox(options.node, self._boot, _wall_clock_us)
         driver = open_driver(options.accelerators, visible_gpus(), options.slots)
         super().__init__(self._config(driver), self._recall(), outbox, MarkFiles(run_dir.marks))
         state_max_bytes = memory_bytes(options) // regions_most(options)
         self._processes = ProcessKeeper(self, options, run_dir, self._kills, state_max_bytes, self._fork_server_died)
+        self._departure = Departure(self, options, run_dir, self._processes)
         credentials = credentials_of(options)
         self._memberships = Memberships(lambda: self.state.memory.memberships, credentials)
         self._memory = MemoryKeeper(
@@ -123,12 +112,6 @@ class Agent(Shell):
         self._connection: Connection | None = None
         self._guard: LogGuard | None = None
         self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
-        self._over = asyncio.Event()
-        self._is_left = False
-        self._failed = False
-        #: The first signal that asked for the end, and when it is to be over by the loop's clock.
-        self._ended_by: signal.Signals | None = None
-        self._ends_at_s = float("inf")
 
     def _config(self, driver: GpuDriver | None) -> AgentConfig:
         options, run_dir = self._options, self._run_dir
@@ -147,9 +130,7 @@ class Agent(Shell):
 
     async def run(self) -> int:
         """Work until a signal or until the node has left; the exit code."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._hand_over if self._options.hand_over else self._drain)
-        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        self._departure.heed_signals()
         await self._processes.start()
         probes = await probe.serve(self._run_dir.probe_socket, self.condition)
         if service := self._memory.serve():
@@ -168,17 +149,17 @@ class Agent(Shell):
         ]
         if self._options.shows_output:
             self._output.show()
-        end = asyncio.create_task(self._over.wait(), name="end")
+        end = asyncio.create_task(self._departure.over.wait(), name="end")
         try:
             await asyncio.wait([end, *duties], return_when=asyncio.FIRST_COMPLETED)
             for duty in duties:
                 if duty.done() and not duty.cancelled() and (error := duty.exception()):
                     logger.critical("%s failed: the agent ends, its workers stay", duty.get_name(), exc_info=error)
-                    self._failed = True
-            if self._superseded_by:
+                    self._departure.fail()
+            if self._departure.is_superseded:
                 serving.cancel()  # no command that is the newer one's
                 await asyncio.gather(serving, return_exceptions=True)
-            await self._finish(linking)
+            await self._departure.finish(linking)
         finally:
             for task in (end, *duties):
                 task.cancel()
@@ -190,13 +171,8 @@ class Agent(Shell):
             await self._memory.close()
             self.close()
             await self._health.close()
-            loop.remove_signal_handler(signal.SIGTERM)
-            loop.remove_signal_handler(signal.SIGINT)
-        if self._superseded_by:
-            return EXIT_SUPERSEDED
-        if self.state.ends == "forgotten" and not self._ended_by:
-            return EXIT_FORGOTTEN
-        return 1 if self._failed else 128 + self._ended_by if self._ended_by else 0
+            self._departure.ignore_signals()
+        return self._departure.exit_code()
 
     def condition(self) -> probe.Condition:
         """What this agent does or waits for, for probes and systemd."""
@@ -231,8 +207,7 @@ class Agent(Shell):
     def core_failed(self, given: Input) -> None:
         """See Shell. Logs the exception and ends `run`; the workers stay."""
         logger.critical("the core failed on %r: the agent ends, its workers stay", given, exc_info=True)
-        self._failed = True
-        self._over.set()
+        self._departure.fail()
 
     def do(self, action: Action) -> None:
         """See Shell. Logs what is appended; the accelerators are watched once the node has joined."""
@@ -273,8 +248,7 @@ class Agent(Shell):
 
     def finish(self) -> None:
         """See Shell."""
-        self._is_left = True
-        self._over.set()
+        self._departure.leave()
 
     def log_tail(self, worker: WorkerId) -> str:
         """See Shell."""
@@ -322,7 +296,12 @@ class Agent(Shell):
             self.outbox.on_backward = guard.look
             await terms.ask()  # before the first word: the coordinator must be able to read it
             watch = DuplicateWatch(
-                connection, node, self._namesakes, self._look_for_namesakes, self._superseded, self._outrun
+                connection,
+                node,
+                self._namesakes,
+                self._look_for_namesakes,
+                self._departure.supersede,
+                self._departure.outrun,
             )
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch.run())
@@ -451,81 +430,6 @@ class Agent(Shell):
         logger.warning("a command is for a later agent of this name (boot %d): it is left to that one", boot)
         self._namesakes.note_logged(boot, time.monotonic())
         self._look_for_namesakes.set()
-
-    def _superseded(self, boot: int) -> None:
-        if self._superseded_by:
-            return
-        self._superseded_by, self.closed = boot, True
-        logger.critical(
-            "a newer agent of the name %s is at work (boot %d, this one has %d): this one ends. "
-            "Two nodes with one name? Give this one another (--node) before it is started again",
-            self._options.node,
-            boot,
-            self._boot,
-        )
-        self._over.set()
-
-    def _outrun(self, boot: int) -> None:
-        logger.critical(
-            "the log holds a later boot of %s (%d, this one has %d) and hears no agent under it: the log ignores "
-            "this agent. It ends; the next one gets a later boot",
-            self._options.node,
-            boot,
-            self._boot,
-        )
-        self._run_dir.write_boot(boot)
-        self._failed = True
-        self._over.set()
-
-    # --- the end ---------------------------------------------------------------------------------
-
-    def _drain(self) -> None:
-        if self._ended_by is not None:
-            logger.info("%s again: the node is leaving already", signal.SIGTERM.name)
-            return
-        self._ended_by, grace_s = signal.SIGTERM, self._options.grace_s
-        self._ends_at_s = asyncio.get_running_loop().time() + grace_s
-        logger.info("SIGTERM: the node is drained, then it leaves, within %g s", grace_s)
-        self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s - min(_END_S, grace_s / 2)))
-
-    def _hand_over(self) -> None:
-        self._ended_by = self._ended_by or signal.SIGTERM
-        logger.info("SIGTERM: this agent ends; its workers stay for the next one, at most %g s", self._options.lease_s)
-        self.feed(HandOver())
-        self._over.set()
-
-    def _interrupted(self) -> None:
-        self._ended_by = self._ended_by or signal.SIGINT
-        if self.state.phase == "leaving":
-            logger.warning("SIGINT again: not waiting for the workers")
-            self._is_left = True
-            self._over.set()
-            return
-        logger.info("SIGINT: ending the workers, then the node leaves (again: at once)")
-        self.feed(LeaveNow(reason="the agent was interrupted"))
-
-    async def _finish(self, linking: asyncio.Task[None]) -> None:
-        """What is still to be done before the connections go."""
-        if self._superseded_by:  # the log takes nothing of ours
-            if self._run_dir.belongs_to(self._superseded_by):
-                logger.warning("the newer agent works in %s too and keeps the workers", self._run_dir.path)
-                return
-            await self._retire(linking)
-            return
-        if not await self.outbox.drained(self._at_most_s(_DRAIN_TIMEOUT_S)):
-            logger.error("%d observations did not reach the log in time and were lost", len(self.outbox))
-        if self._is_left:
-            await self._retire(linking)
-
-    async def _retire(self, linking: asyncio.Task[None]) -> None:
-        """End the workers, the store and the fork server."""
-        self._processes.retire()
-        if not (await asyncio.wait([linking], timeout=self._at_most_s(_RETIRE_TIMEOUT_S)))[0]:
-            logger.error("the fork server does not end; see %s", self._run_dir.fork_server_log)
-
-    def _at_most_s(self, wanted_s: float) -> float:
-        """`wanted_s`, or what is left of the grace time; half a second at least."""
-        return max(0.5, min(wanted_s, self._ends_at_s - asyncio.get_running_loop().time()))
 
 
 async def run_agent(options: Options) -> int:
