@@ -26,7 +26,6 @@ from unicrond.agents.accelerators.driver import GpuDriver
 from unicrond.agents.accelerators.gpu_type import gpu_type
 from unicrond.agents.accelerators.watch import open_driver
 from unicrond.agents.core.agent_config import AgentConfig
-from unicrond.agents.core.known_event_log import difference
 from unicrond.agents.core.state import (
     Action,
     Append,
@@ -35,19 +34,12 @@ from unicrond.agents.core.state import (
     HeldState,
     InjectIntoNode,
     Input,
-    LogSeen,
-    MachineSaw,
     NodeFaultInjected,
     Remembered,
     RunCheck,
     StateHeld,
-    Unreadable,
 )
-from unicrond.agents.host import host_resources as host
-from unicrond.agents.kubernetes.place import NodeObject
-from unicrond.agents.output.query_service import answer
 from unicrond.agents.protocol.gpus import visible_gpus
-from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
     Exited,
     FromForkServer,
@@ -59,11 +51,11 @@ from unicrond.agents.protocol.messages import (
 from unicrond.agents.protocol.peers import plain, write_schema
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.departure import Departure
-from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
-from unicrond.agents.shell.event_log_guard import LogGuard
+from unicrond.agents.shell.event_log_keeper import EventLogKeeper
 from unicrond.agents.shell.health_keeper import HealthKeeper, findings_here
 from unicrond.agents.shell.memberships import Memberships, credentials_of
 from unicrond.agents.shell.memory_keeper import MemoryKeeper, memory_bytes, regions_most
+from unicrond.agents.shell.node_queries import NodeQueries
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.process_keeper import KillWatch, ProcessKeeper
@@ -72,14 +64,9 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.nats.commands import NatsCommandFeed, UnreadCommand
-from unicrond.events.nats.connection import Connection
-from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
-from unicrond.events.nats.terms import Terms
-from unicrond.events.queries.worker_queries import logs_subject
-from unicrond.events.vocabulary import CoordinatorStarted, ExitCause, Name, NodeJoined, WorkerId
+from unicrond.events.vocabulary import ExitCause, NodeJoined, WorkerId
 from unicrond.events.wire.envelope import Recorded
-from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
+from unicrond.events.wire.schemas import SCHEMA, told_version
 
 logger = logging.getLogger("unicrond.agents")
 
@@ -94,8 +81,6 @@ class Agent(Shell):
         self._boot = run_dir.next_boot(_wall_clock_us())
         with contextlib.suppress(OSError):  # then workers take it for an agent of the first schema
             write_schema(run_dir.path, self._boot)
-        self._namesakes = DuplicateAgents(self._boot, run_dir.previous_boot, options.heartbeat_s)
-        self._look_for_namesakes = asyncio.Event()
         self._kills = KillWatch(run_dir)
         outbox = Outbox(options.node, self._boot, _wall_clock_us)
         driver = open_driver(options.accelerators, visible_gpus(), options.slots)
@@ -109,9 +94,9 @@ class Agent(Shell):
             options, run_dir, credentials, ask=self._processes.tell_fork_server, on_copy=self._copy_stored
         )
         self._health = HealthKeeper(self, options, run_dir, driver, self._processes)
-        self._connection: Connection | None = None
-        self._guard: LogGuard | None = None
         self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
+        queries = NodeQueries(self, run_dir, self._processes, self._health)
+        self._log = EventLogKeeper(self, options, run_dir, self._departure, queries)
 
     def _config(self, driver: GpuDriver | None) -> AgentConfig:
         options, run_dir = self._options, self._run_dir
@@ -139,7 +124,7 @@ class Agent(Shell):
             )
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
         linking = asyncio.create_task(self._processes.keep_fork_server(), name="fork-link")
-        serving = asyncio.create_task(self._serve_nats(), name="nats")
+        serving = asyncio.create_task(self._log.run(), name="nats")
         duties = [
             linking,
             serving,
@@ -178,14 +163,9 @@ class Agent(Shell):
         """What this agent does or waits for, for probes and systemd."""
         if self.state.phase in ("draining", "leaving", "left"):
             return probe.Condition(is_ready=False, status="leaves")
-        if trouble := self._processes.trouble:
+        if trouble := self._processes.trouble or self._log.trouble:
             return probe.Condition(is_ready=False, status=trouble)
-        if self._connection is None or self._connection.trouble:
-            why = "waits for NATS" if self._connection is None else self._connection.trouble
-            return probe.Condition(is_ready=False, status=why)
-        if self._guard is not None and self._guard.trouble:
-            return probe.Condition(is_ready=False, status=f"waits for a person: {self._guard.trouble}")
-        has_joined = self.has_joined.is_set() and self._guard is not None and self._guard.is_sure
+        has_joined = self.has_joined.is_set() and self._log.is_sure
         return probe.Condition(is_ready=has_joined, status="joined" if has_joined else "waits for the log")
 
     def _status(self) -> str:
@@ -265,6 +245,15 @@ class Agent(Shell):
             self._output.ended(message.worker)
         super().fork_server_said(message)
 
+    def take(self, recorded: Recorded) -> None:
+        """See Shell. Logs the entry."""
+        logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
+        super().take(recorded)
+
+    def superseded(self, boot: int) -> None:
+        """See Shell. That agent is heard soon; one that is not belongs to no agent."""
+        self._log.look_for_agent(boot)
+
     def _copy_stored(self, state: HeldState) -> None:
         self.feed(StateHeld(held_state=state))
 
@@ -272,164 +261,12 @@ class Agent(Shell):
         self._memory.fork_server_died()
         self.feed(ForkServerDied(cause=cause))
 
-    # --- memory ----------------------------------------------------------------------------------
-
     def _recall(self) -> Remembered:
         try:
             return self._run_dir.recall()
         except BadRunDir as error:
             logger.error("%s; the fork server's inventory says which workers live", error)
             return Remembered()
-
-    # --- NATS ------------------------------------------------------------------------------------
-
-    async def _serve_nats(self) -> None:
-        """Everything that needs NATS. Workers do not: they start, train and are adopted without it."""
-        node = self._options.node
-        connection = self._connection = Connection(self._options.nats, name=f"agent {node}", login=self._options.login)
-        await connection.start(None)
-        try:
-            terms = Terms(connection, self._coordinator_started, lambda: guard.look())
-            guard = self._guard = LogGuard(
-                connection, terms, lambda: self.state.memory, lambda: self.read_seq, self._may_take_any_log
-            )
-            self.outbox.on_backward = guard.look
-            await terms.ask()  # before the first word: the coordinator must be able to read it
-            watch = DuplicateWatch(
-                connection,
-                node,
-                self._namesakes,
-                self._look_for_namesakes,
-                self._departure.supersede,
-                self._departure.outrun,
-            )
-            async with asyncio.TaskGroup() as group:
-                group.create_task(watch.run())
-                group.create_task(self._send_beats(connection))
-                group.create_task(terms.follow())
-                group.create_task(self._serve_logs(connection))
-                if self._options.kubernetes is not None:
-                    group.create_task(self._keep_node_object(connection, self._options.kubernetes))
-                await watch.alone(self.has_inventory)
-                while True:
-                    seen = await guard.wait_for_log()
-                    if difference(self.state.memory, seen, self.read_seq):
-                        terms.forget()
-                        await terms.ask()
-                    await self._use_log(connection, guard, seen)
-        finally:
-            await connection.close()
-
-    async def _use_log(self, connection: Connection, guard: LogGuard, seen: LogSeen) -> None:
-        """Obey this log and append to it, until another stands in its place. `seen`: by the last answer."""
-        joins = asyncio.Event()
-
-        async def work() -> None:
-            # With a key it has no right to make the consumer: the coordinator makes and fits it.
-            feed = NatsCommandFeed(
-                connection,
-                self._options.node,
-                on_unread=self._cannot_read,
-                makes_consumer=self._options.login.key is None,
-                on_interrupted=guard.look,
-            )
-            # Before the node joins: one that cannot be commanded must not be planned for.
-            await feed.follow(self.tasks_here(seen))
-            joins.set()
-            self.feed(seen)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.outbox.run(NatsEventLog(connection, session_gate=guard.trusts)))
-                group.create_task(self._take_commands(feed))
-
-        async with asyncio.TaskGroup() as group:
-            working = group.create_task(work())
-            await guard.wait_until_replaced(lambda now: self.feed(now) if joins.is_set() else None)
-            working.cancel()
-
-    async def _keep_node_object(self, connection: Connection, named: NodeObject) -> None:
-        from unicrond.agents.kubernetes.api import NodeApi
-        from unicrond.agents.kubernetes.keeper import KubernetesNode
-
-        api = NodeApi(named.url, named.name, named.account)
-        keeper = KubernetesNode(
-            api,
-            self._options.node,
-            named.cordon_means,
-            lambda held: self.feed(MachineSaw(hold=held.hold, reason=held.reason)),
-        )
-        await keeper.run(connection)
-
-    def _may_take_any_log(self) -> bool:
-        """This agent has just begun, and nothing of another log is left here; or a person has told it to."""
-        if self.has_joined.is_set() or not self.has_inventory.is_set():
-            return False
-        memory = self.state.memory
-        return self._options.new_log or not (memory.workers or memory.waiting or self.state.holds)
-
-    def _coordinator_started(self, event: CoordinatorStarted) -> None:
-        schema = min(SCHEMA, spoken_schema(event.version))
-        if schema != self.outbox.schema:
-            logger.info("the coordinator of term %d reads schema %d", event.term, schema)
-            self.outbox.schema = schema
-
-    async def _send_beats(self, connection: Connection) -> None:
-        beats = NatsBeatLog(connection)
-        await self.has_inventory.wait()  # before that the node can do nothing
-        loop = asyncio.get_running_loop()
-        due_s = loop.time()
-        while True:
-            kept_back, kept_back_us = self.outbox.backlog(time.monotonic())
-            envelope = self.beat(
-                load_milli=host.load_milli(),
-                memory_free_bytes=host.memory_free_bytes(),
-                kept_back=kept_back,
-                kept_back_us=kept_back_us,
-            )
-            await beats.publish(envelope)
-            due_s = max(due_s + self._options.heartbeat_s, loop.time())
-            await asyncio.sleep(due_s - loop.time())
-
-    async def _take_commands(self, feed: NatsCommandFeed) -> None:
-        await self.has_joined.wait()
-        await self.take_entries(feed)
-
-    def take(self, recorded: Recorded) -> None:
-        """See Shell. Logs the entry."""
-        logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
-        super().take(recorded)
-
-    def _cannot_read(self, order: UnreadCommand) -> None:
-        self.feed(Unreadable(command_id=order.command_id, cause=order.event_id, reason=order.reason))
-
-    async def _serve_logs(self, connection: Connection) -> None:
-        node = self._options.node
-
-        async def on_request(message: object) -> None:
-            data, respond = message.data, message.respond  # type: ignore[attr-defined]  # a nats Msg
-            if self._health.begin_check(data, respond):
-                return
-            with contextlib.suppress(Exception):  # a requester that has gone does not concern this agent
-                logs, flight = self._run_dir.logs, self._processes.ask_flight
-                await respond(await answer(node, logs, self._pid_of, data, self._marks_of, flight))
-
-        await connection.subscribe(logs_subject(node), on_request)
-
-    def _marks_of(self, task: Name) -> dict[WorkerId, Mark]:
-        files = MarkFiles(self._run_dir.marks)
-        running = (name for name in self.state.memory.workers if name.rpartition(".")[0] == task)
-        return {name: mark for name in running if (mark := files.mark(name)) is not None}
-
-    def _pid_of(self, worker: WorkerId) -> int:
-        known = self.state.memory.workers.get(worker)
-        return known.pid if known else 0
-
-    # --- others of our name ----------------------------------------------------------------------
-
-    def superseded(self, boot: int) -> None:
-        """See Shell. That agent is heard soon; one that is not belongs to no agent."""
-        logger.warning("a command is for a later agent of this name (boot %d): it is left to that one", boot)
-        self._namesakes.note_logged(boot, time.monotonic())
-        self._look_for_namesakes.set()
 
 
 async def run_agent(options: Options) -> int:
