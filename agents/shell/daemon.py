@@ -4,7 +4,7 @@ Rules
 -----
 * What the core asks for is handed to the keeper that does it; what a keeper sees is fed to the core. Where two keepers
   are concerned, here is their order, and nothing else.
-* Keepers do not know each other, but for the processes and the departure, which are handed to those that need them.
+* A keeper knows the agent as a Shell, and of the other keepers only those that it is given when it is made.
 * At the end the duties stop first, NATS among them; then what they used, the workers' connections before the rest.
 * The workers outlive any failure of the agent.
 
@@ -72,10 +72,10 @@ logger = logging.getLogger("unicrond.agents")
 
 
 class Agent(Shell):
-    """One node's agent. `run` it once."""
+    """Composes one node's agent of its keepers. `run` it once."""
 
     def __init__(self, options: Options, run_dir: RunDir) -> None:
-        """`run_dir` is claimed already. Raises NoDriver, BadCertificate, NoCgroup."""
+        """Take the claimed `run_dir`; start nothing yet. Raise NoDriver, NoCgroup, BadCertificate."""
         self._options = options
         self._run_dir = run_dir
         self._boot = run_dir.next_boot(_wall_clock_us())
@@ -114,7 +114,7 @@ class Agent(Shell):
         )
 
     async def run(self) -> int:
-        """Work until a signal or until the node has left; the exit code."""
+        """Work until a signal or until the node has left; return the exit code."""
         self._departure.heed_signals()
         await self._processes.start()
         probes = await probe.serve(self._run_dir.probe_socket, self.condition)
@@ -160,7 +160,7 @@ class Agent(Shell):
         return self._departure.exit_code()
 
     def condition(self) -> probe.Condition:
-        """What this agent does or waits for, for probes and systemd."""
+        """Return what this agent does or waits for, for probes and systemd."""
         if self.state.phase in ("draining", "leaving", "left"):
             return probe.Condition(is_ready=False, status="leaves")
         if trouble := self._processes.trouble or self._log.trouble:
@@ -270,7 +270,7 @@ class Agent(Shell):
 
 
 async def run_agent(options: Options) -> int:
-    """Claim the run directory and work in it until told to end; the exit code. Raises BadRunDir, NoDriver,
+    """Claim the run directory and work in it until the end; return the exit code. Raise BadRunDir, NoDriver,
     BadCertificate, NoCgroup."""
     run_dir = RunDir(options.run_dir, options.logs_dir)
     run_dir.claim()
@@ -288,7 +288,7 @@ def _wall_clock_us() -> int:
 
 
 def installed_version() -> str:
-    """The version of the installed package, "unknown" where it is not installed."""
+    """Return the version of the installed package, "unknown" where it is not installed."""
     try:
         return metadata.version("unicrond")
     except metadata.PackageNotFoundError:

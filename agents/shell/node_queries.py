@@ -3,6 +3,7 @@
 Rules
 -----
 * A request changes nothing: it is no input of the core and leaves no trace in the log.
+* One subscription takes them all; a check for doctor is known by its request, and answered when it has ended.
 * Whatever a request holds, it is answered or dropped; neither ends the agent, nor does a requester that has gone.
 
 What stands in an answer: output/query_service.py; the checks: health_keeper.py. Commands come by another way, through
@@ -26,7 +27,7 @@ from unicrond.events.vocabulary import Name, WorkerId
 
 
 class NodeQueries:
-    """Answers the requests about one node."""
+    """Answers the requests about one node. `processes` knows the flights of workers, `health` runs the checks."""
 
     def __init__(self, shell: Shell, run_dir: RunDir, processes: ProcessKeeper, health: HealthKeeper) -> None:
         self._shell = shell
@@ -49,10 +50,12 @@ class NodeQueries:
         await connection.subscribe(logs_subject(node), on_request)
 
     def _marks_of(self, task: Name) -> dict[WorkerId, Mark]:
+        """Return the marks of the task's workers that run here; one that has made none is left out."""
         files = MarkFiles(self._run_dir.marks)
         running = (name for name in self._shell.state.memory.workers if name.rpartition(".")[0] == task)
         return {name: mark for name in running if (mark := files.mark(name)) is not None}
 
     def _pid_of(self, worker: WorkerId) -> int:
+        """Return the pid of the worker's process, 0 where it does not run here."""
         record = self._shell.state.memory.workers.get(worker)
         return record.pid if record else 0
