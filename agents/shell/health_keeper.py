@@ -82,7 +82,7 @@ class HealthKeeper:
                 xid=finding.xid,
                 message=finding.message,
                 needs=finding.needs,
-                foretells=finding.foretells,
+                predicts_failure=finding.predicts_failure,
             )
         )
 
