@@ -30,8 +30,10 @@ from unicrond.agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.shell import probe
-from unicrond.agents.shell.daemon import Options, installed_version, node_findings, run_agent
+from unicrond.agents.shell.daemon import installed_version, run_agent
 from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
+from unicrond.agents.shell.health_keeper import node_findings
+from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.events.cli import command_line
 from unicrond.events.cli import environment_flags as variables

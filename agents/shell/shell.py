@@ -5,8 +5,8 @@ Rules
 * Everything that happens becomes an input to `core.handle` in one place, `feed`; every action of the core is carried
   out in one place, `do`. Both run in the event loop and never wait, so inputs are handled one after another.
 * What the next agent must know is written down before anything is done.
-* The connections to the outside are ports: the abstract methods. `daemon.py` implements them by sockets, files and
-  NATS, the simulator by models of these, which it kills at every point.
+* The connections to the outside are ports: the abstract methods. `daemon.py` and its keepers implement them by
+  sockets, files and NATS, the simulator by models of these, which it kills at every point.
 """
 
 from __future__ import annotations

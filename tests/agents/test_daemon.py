@@ -24,7 +24,7 @@ from tests.agents.node import decision, part
 from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
 from tests.other_users import USER, needs_root, opened
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.shell.daemon import EXIT_FORGOTTEN
+from unicrond.agents.shell.departure import EXIT_FORGOTTEN
 from unicrond.events.log.subjects import EVENT_STREAM, agent_consumer
 from unicrond.events.nats.commands import ensure_command_consumer
 from unicrond.events.nats.connection import Connection

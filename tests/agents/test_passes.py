@@ -24,7 +24,8 @@ from unicrond.agents.protocol.framing import Unframer, frame
 from unicrond.agents.protocol.memory import Memory, StateHead, digest_of
 from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching, ask, push
 from unicrond.agents.protocol.messages import GroupMembership, Passes
-from unicrond.agents.shell.daemon import Options, credentials_of
+from unicrond.agents.shell.memberships import credentials_of
+from unicrond.agents.shell.options import Options
 from unicrond.events.nats.connection import Login
 from unicrond.events.trust import membership_digest as roster
 from unicrond.events.trust.certificates import BadCertificate
