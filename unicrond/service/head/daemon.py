@@ -255,7 +255,7 @@ def _coordinator(config: Config, links: Links, orders: Orders, event_log: EventL
         skip=orders.skip,
         schema=config.write_schema,
         readmission=config.readmission,
-        taken_us=identity.taken_us if identity is not None else 0,
+        adopted_us=identity.adopted_us if identity is not None else 0,
     )
 
 
