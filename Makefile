@@ -11,11 +11,12 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation bench soak drill takeover bench-recovery stragglers resolve megatron-lm older-core lint clean help
+.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation bench soak drill takeover bench-recovery stragglers resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
 	@echo "make test     lint, types, layers and the whole test suite"
+	@echo "make check    in under 90 seconds: lint, types, layers, the house, pure cores, 25 seeds, what a change touches"
 	@echo "make install  only the environment"
 	@echo "make chaos    20 random SIGKILLs of worker, node, coordinator and nats-server; all must heal"
 	@echo "make endurance  100 faults of every kind, two at once among them, in one run; then nothing may tell of them"
@@ -66,6 +67,10 @@ ALONE := $(filter-out $(RIGS),$(wildcard tests/integration/test_*.py))
 test: lint
 	$(BIN)/pytest -n 2 --dist loadscope $(ALONE:%=--ignore=%)
 	$(BIN)/pytest $(ALONE)
+
+# What a change touches first. The contracts run on memory and file logs; `make test` runs them on NATS too.
+check: lint
+	UNICRON_FUZZ_SEEDS=25 $(BIN)/pytest -q -n 2 --dist loadscope -k "not nats" $$($(BIN)/python -m tests.check)
 
 browser: $(STAMP)
 	@command -v "$${UNICRON_CHROMIUM:-chromium}" || { echo "make browser needs chromium: apt-get install chromium"; exit 1; }

@@ -14,10 +14,31 @@ from pathlib import Path
 from tests import house
 
 ROOT = house.ROOT
-#: The pure cores, the codec, the contracts on memory and file logs, 25 seeds of the simulation.
-ALWAYS: tuple[str, ...] = ()
-#: Folders and files that are never run here, however touched: they start clusters, or take long.
-SLOW: tuple[str, ...] = ()
+#: What a test file names that starts a server, a process, a cluster or a browser, or brings torch.
+IMPURE = (
+    "nats_server",
+    "EmbeddedServer",
+    "DevCluster",
+    "serving(",
+    "running(",
+    "subprocess",
+    "AgentProcess",
+    "import torch",
+)
+#: Folders that start clusters, and pure files that take longer than `make check` has.
+SLOW = (
+    "tests/benchmarks/", "tests/browser/", "tests/containers/", "tests/gpu/", "tests/integration/",
+    "tests/megatron_lm/", "tests/slurm/", "tests/soak/", "tests/trainer/",
+    "tests/agents/test_fork_server.py", "tests/events/test_archive.py", "tests/planning/test_layouts.py",
+    "tests/planning/test_placement.py", "tests/planning/test_pools.py", "tests/planning/test_solve_cli.py",
+    "tests/planning/test_solver.py", "tests/planning/test_table.py", "tests/planning/test_throughput.py",
+    "tests/planning/test_throughput_calibration.py", "tests/replay/test_replayer.py", "tests/replay/test_simulate.py",
+    "tests/replay/test_timeline.py", "tests/replay/test_verify.py", "tests/simulation/test_fuzz_command.py",
+    "tests/unicrond/test_collector.py", "tests/unicrond/test_escalation.py", "tests/unicrond/test_noise.py",
+    "tests/unicrond/test_task_file.py",
+)  # fmt: skip
+#: Run though they name a server: they hold memory and file logs to the contract too.
+ALWAYS = ("tests/contracts/test_event_log.py", "tests/trainer/test_lifecycle.py", "tests/simulation/test_seeds.py")
 
 
 def changed() -> list[str]:
@@ -40,21 +61,33 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def test_files() -> dict[str, Path]:
+    """Return every test file by its path from the root."""
+    return {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+
+
 def touched(names: list[str]) -> list[str]:
-    """Return the test files that the changed files touch, in order."""
+    """Return the test files that the changed files touch, slow folders left out."""
     modules = {house.module_name(name) for name in names if name.endswith(".py")}
-    tests = sorted(path for path in (ROOT / "tests").rglob("test_*.py"))
     return [
         name
-        for name, path in ((path.relative_to(ROOT).as_posix(), path) for path in tests)
+        for name, path in test_files().items()
         if not name.startswith(SLOW) and (name in names or modules & set(imported_modules(path)))
+    ]
+
+
+def pure() -> list[str]:
+    """Return the test files that start nothing and are quick."""
+    return [
+        name
+        for name, path in test_files().items()
+        if name in ALWAYS or not (name.startswith(SLOW) or any(mark in path.read_text() for mark in IMPURE))
     ]
 
 
 def main() -> None:
     """Print the test files, a line each."""
-    first = touched(changed())
-    print("\n".join(dict.fromkeys([*first, *ALWAYS])))
+    print("\n".join(dict.fromkeys([*touched(changed()), *pure()])))
 
 
 if __name__ == "__main__":

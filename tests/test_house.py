@@ -10,10 +10,37 @@ import pytest
 
 from tests import house
 
-CEILINGS: dict[str, float] = {}
+CEILINGS: dict[str, float] = {
+    "circles of folders": 0,
+    "files in a circle of files": 0,
+    "most files in one room": 24,
+    "class names with several meanings": 0,
+    "files of at most 60 lines": 130,
+    "lines of imports": 6900,
+    "events: names that are participles or pronouns, %": 2.02,
+    "events: docstrings without a verb first, %": 22.42,
+    "events: docstrings that begin with a fragment, %": 0.87,
+    "events: public functions without a docstring, %": 0.22,
+    "unicrond: names that are participles or pronouns, %": 0.42,
+    "unicrond: docstrings without a verb first, %": 2.36,
+    "unicrond: docstrings that begin with a fragment, %": 0.0,
+    "unicrond: public functions without a docstring, %": 0.47,
+    "agents: names that are participles or pronouns, %": 0.87,
+    "agents: docstrings without a verb first, %": 3.19,
+    "agents: docstrings that begin with a fragment, %": 0.16,
+    "agents: public functions without a docstring, %": 1.75,
+    "replay: names that are participles or pronouns, %": 0.56,
+    "replay: docstrings without a verb first, %": 2.81,
+    "replay: docstrings that begin with a fragment, %": 0.0,
+    "replay: public functions without a docstring, %": 0.0,
+}
 
 #: File, or "file:function", and why it may be longer than 450 lines, or 60.
-LONG = {}
+LONG = {
+    "replay/simulation/checks/invariants.py": "all rules at one place: a table, and one small function for each",
+    "unicrond/core/planning/kernel_numba.py:useful": "one loop: numba compiles it as one, calls in it cost time",
+    "unicrond/core/planning/kernel_numba.py:answer": "one loop: numba compiles it as one, calls in it cost time",
+}
 
 
 @pytest.fixture(scope="module")

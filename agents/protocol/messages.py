@@ -121,7 +121,7 @@ class Committed(WireMessage, frozen=True, kw_only=True):
     sums: SamplesDigest = 0
 
 
-class ErrorReport(WireMessage, frozen=True, kw_only=True, tag="Trouble"):
+class ErrorReport(WireMessage, frozen=True, kw_only=True):
     """An exception or a broken collective, reported before anything else is done about it. `peer`: the other end of the
     broken connection, where that is known; `lost`: all members of the group to whom the connection was dead by then."""
 
@@ -145,7 +145,7 @@ class Degraded(GroupMessage, frozen=True, kw_only=True):
     others_us: Count
 
 
-class StragglerReport(StragglerMessage, frozen=True, kw_only=True, tag="Straggles"):
+class StragglerReport(StragglerMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
 
     compute_us: Count
@@ -154,7 +154,7 @@ class StragglerReport(StragglerMessage, frozen=True, kw_only=True, tag="Straggle
     since_us: Count
 
 
-class StragglerCleared(StragglerMessage, frozen=True, kw_only=True, tag="CaughtUp"):
+class StragglerCleared(StragglerMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.StragglerRecovered."""
 
 
@@ -174,13 +174,13 @@ class Busy(WireMessage, frozen=True, kw_only=True):
     at_most_us: Count
 
 
-class MembershipWait(WireMessage, frozen=True, kw_only=True, tag="Waits"):
+class MembershipWait(WireMessage, frozen=True, kw_only=True):
     """The worker follows the membership of `generation`, and has waited for the others for a while."""
 
     generation: Count
 
 
-class StopRequest(WireMessage, frozen=True, kw_only=True, tag="StopWanted"):
+class StopRequest(WireMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.StopRequested."""
 
     iteration: Count
@@ -188,7 +188,7 @@ class StopRequest(WireMessage, frozen=True, kw_only=True, tag="StopWanted"):
     left: bool = False
 
 
-class SaveFinished(WireMessage, frozen=True, kw_only=True, tag="Saved"):
+class SaveFinished(WireMessage, frozen=True, kw_only=True):
     """A checkpoint of `iteration` is on storage."""
 
     iteration: Count
@@ -197,7 +197,7 @@ class SaveFinished(WireMessage, frozen=True, kw_only=True, tag="Saved"):
     duration_us: Count
 
 
-class SaveError(WireMessage, frozen=True, kw_only=True, tag="Unsaved"):
+class SaveError(WireMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.SaveFailed."""
 
     iteration: Count
@@ -219,7 +219,7 @@ class Captured(WireMessage, frozen=True, kw_only=True):
     duration_us: Count
 
 
-class StateLoadReport(WireMessage, frozen=True, kw_only=True, tag="Taken"):
+class StateLoadReport(WireMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.StateLoaded."""
 
     generation: Count
@@ -275,12 +275,11 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
         return next((f"{text}.{self.warrant}" for name, text in self.by_node if name == node), "")
 
 
-class GroupMembership(WireMessage, frozen=True, kw_only=True, tag="Membership"):
+class GroupMembership(WireMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
-    `passes`: None: states travel in clear.
-    `warrant`: only between the agents of a run directory: that of the newest membership with this node, with its place
-    there (events/trust/membership_certificates.py); "": none.
+    `passes`: None: states travel in clear. `warrant`: only between the agents of a run directory: that of the newest
+    membership with this node, with its place there (events/trust/membership_certificates.py); "": none.
     """
 
     generation: Positive
@@ -302,7 +301,7 @@ class Quit(WireMessage, frozen=True, kw_only=True):
     reason: Text
 
 
-class InjectIntoWorker(WireMessage, frozen=True, kw_only=True, tag="Inject"):
+class InjectIntoWorker(WireMessage, frozen=True, kw_only=True):
     """Inject the ordered fault into this process (injection.py)."""
 
     fault: Fault
@@ -348,14 +347,14 @@ class Kill(WireMessage, frozen=True, kw_only=True):
     signal: Annotated[int, Meta(ge=1, le=64)]
 
 
-class ReserveMemory(WireMessage, frozen=True, kw_only=True, tag="Keep"):
+class ReserveMemory(WireMessage, frozen=True, kw_only=True):
     """Reserve memory for a shard's state; answered with MemoryReserved, whether it was there before or not."""
 
     task: Name
     shard: Count
 
 
-class ReleaseMemory(WireMessage, frozen=True, kw_only=True, tag="Forget"):
+class ReleaseMemory(WireMessage, frozen=True, kw_only=True):
     """Release the memory of the task's states; of all tasks' where `task` is ""."""
 
     task: Annotated[str, Meta(max_length=63)]
@@ -401,7 +400,7 @@ class ExitedAck(WireMessage, frozen=True, kw_only=True):
     worker: WorkerId
 
 
-class MemoryReserved(WireMessage, frozen=True, kw_only=True, tag="Kept"):
+class MemoryReserved(WireMessage, frozen=True, kw_only=True):
     """The fork server holds memory for the shard's state: its descriptor `fd`, at most `max_bytes` long."""
 
     task: Name
@@ -410,7 +409,7 @@ class MemoryReserved(WireMessage, frozen=True, kw_only=True, tag="Kept"):
     max_bytes: Count
 
 
-class ReserveFailed(WireMessage, frozen=True, kw_only=True, tag="KeepFailed"):
+class ReserveFailed(WireMessage, frozen=True, kw_only=True):
     """The fork server could not reserve the memory of this shard."""
 
     task: Name
@@ -444,8 +443,7 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 FromWorker: TypeAlias = (
     Hello | Ready | Regrouped | Parked | Committed | ErrorReport | Degraded | StragglerReport | StragglerCleared
     | Suspected | SaveFinished | SaveError | Captured | StateLoadReport | Completed | Busy | MembershipWait
-    | StopRequest
-    | Flight
+    | StopRequest | Flight
 )  # fmt: skip
 ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight
 ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ExitedAck | Sum

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
-import re
 import signal
 import sys
 from argparse import SUPPRESS, Namespace
@@ -14,21 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-import msgspec
-
 from unicrond.agents.accelerators.driver import Choice, NoDriver
 from unicrond.agents.fork_server.limits import exceeds_hard_limit
 from unicrond.agents.fork_server.limits import parse as limit
 from unicrond.agents.health import preflight
-from unicrond.agents.host import container
 from unicrond.agents.host.cgroup_root import NoCgroup
 from unicrond.agents.host.prctl import CAP_SYS_RESOURCE, capabilities
 from unicrond.agents.host.run_dir_paths import default_run_dir
 from unicrond.agents.host.task_users import BadUser, identities
 from unicrond.agents.kubernetes.node_object import CordonMeans
 from unicrond.agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
-from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.shell import flag_values as value
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.daemon import installed_version, run_agent
 from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
@@ -50,7 +45,6 @@ from unicrond.events.cli.command_line import (
     option,
     repeated,
     switch,
-    whole,
 )
 from unicrond.events.host import daemon_log as log_lines
 from unicrond.events.host import optional_dependencies as extras
@@ -58,11 +52,8 @@ from unicrond.events.host.init_process import InitProcess
 from unicrond.events.nats.url import parse_urls
 from unicrond.events.trust.keys import read_key
 from unicrond.events.trust.logins import agent_login
-from unicrond.events.vocabulary import NAME_PATTERN, Gpu
-from unicrond.events.wire.codec import RESERVED_NAMES
 
 #: The most slots of one node.
-SLOTS_MAX = 1024
 
 #: --supervise: after this many restarts within this time it gives up, so that the container is made anew.
 _RESTARTS, _RESTARTS_WITHIN_S = 10, 600.0
@@ -93,15 +84,21 @@ def parser() -> Parser:
     add(
         agent_parser,
         option("--nats", "URL[,URL]", "NATS server or cluster", type=parse_urls, required=True),
-        option("--node", "NAME", "this node's name, unique in the cluster; dots become -", type=_node, required=True),
+        option(
+            "--node",
+            "NAME",
+            "this node's name, unique in the cluster; dots become -",
+            type=value.node_name,
+            required=True,
+        ),
         option(
             "--slots",
             "N|auto",
             "workers at a time, one per GPU; auto: as many as visible GPUs, or without any as CPUs that may be used",
-            type=_slots,
+            type=value.slots,
             required=True,
         ),
-        option("--address", "IP", "where other nodes reach this one (%(default)s)", type=_address, default="127.0.0.1"),
+        option("--address", "IP", "where other nodes reach it (%(default)s)", type=value.address, default="127.0.0.1"),
         option("--run-dir", "DIR", "sockets, logs, memory ($XDG_RUNTIME_DIR/unicron/NAME)", type=Path),
         option(
             "--heartbeat-s", "S", "time between heartbeats (%(default)s)", type=number(0.05, 60, "seconds"), default=1.0
@@ -112,7 +109,7 @@ def parser() -> Parser:
             "GIB",
             "memory for training states, kept and copied between nodes; 0: none (a quarter of the host's, or of the "
             "container's limit)",
-            type=_gib,
+            type=value.gib,
         ),
         *_logs(),
         option(
@@ -122,7 +119,7 @@ def parser() -> Parser:
             choices=get_args(Choice),
             default="auto",
         ),
-        option("--gpu-type", "TYPE", "the type of the node's GPUs, as h100-80g (as NVML has it)", type=_gpu),
+        option("--gpu-type", "TYPE", "the type of the node's GPUs, as h100-80g (as NVML has it)", type=value.gpu),
         switch("--states-in-clear", "exchange training states between nodes in clear; the same on all nodes"),
         *_separation(),
         *_kubernetes(),
@@ -172,12 +169,12 @@ def _logs() -> tuple[Flag, ...]:
             choices=("files", "stdout"),
             default="files",
         ),
-        option("--logs-days", "DAYS", "how long to keep logs of workers that have ended (14)", type=_days),
+        option("--logs-days", "DAYS", "how long to keep logs of workers that have ended (14)", type=value.days),
         option(
             "--logs-gib",
             "GIB",
             "limit of all workers' logs; the oldest of ended workers go (4, or a tenth of a smaller volume)",
-            type=_gib,
+            type=value.gib,
         ),
     )
 
@@ -236,7 +233,7 @@ def _separation() -> tuple[Flag, ...]:
             "--run-as",
             "USER[,USER]",
             "users that tasks may run as, the first where a task names none (this agent's own user)",
-            type=_names,
+            type=value.name_list,
             default=(),
         ),
         repeated("--limit", "NAME=VALUE", "of each worker under --run-as: nofile=65536, memory.max=64G", type=limit),
@@ -245,7 +242,7 @@ def _separation() -> tuple[Flag, ...]:
             "--pass-env",
             "NAME[,NAME]",
             "variables of the agent that tasks may see under --run-as, beside PATH, LC_*, CUDA_*, NCCL_* and the like",
-            type=_names,
+            type=value.name_list,
             default=(),
         ),
     )
@@ -397,62 +394,6 @@ def _run(argv: Sequence[str] | None) -> int:
         raise UsageError(f"--accelerators: {error}") from None
     except NoCgroup as error:
         raise UsageError(f"--cgroup: {error}") from None
-
-
-def _node(text: str) -> str:
-    """Return the name that the cluster knows the node by: machines' names have dots, which separate NATS's subjects."""
-    text = text.replace(".", "-")
-    if not re.fullmatch(NAME_PATTERN, text):
-        raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63")
-    if text in RESERVED_NAMES:
-        reserved = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
-        raise ValueError(f"{text!r} cannot be a node's name ({reserved} are taken); give the node another name")
-    return text
-
-
-def _slots(text: str) -> int:
-    if text == "auto":
-        return min(SLOTS_MAX, len(visible_gpus()) or container.cpus())
-    try:
-        return whole(1, SLOTS_MAX)(text)
-    except ValueError:
-        raise ValueError(f"{text[:40]!r} is neither auto nor a whole number of 1 to {SLOTS_MAX}") from None
-
-
-def _gpu(text: str) -> str:
-    try:
-        return msgspec.convert(text, Gpu)
-    except msgspec.ValidationError:
-        raise ValueError(
-            f"{text[:40]!r} cannot name a type of GPU; use up to 63 of a-z, 0-9, -, _ and ., a letter or digit first"
-        ) from None
-
-
-def _address(text: str) -> str:
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not an IP address; give the one that other nodes use") from None
-    if address.is_unspecified or address.is_multicast:
-        raise ValueError(f"nothing can connect to {text}; give the address that other nodes use")
-    return text
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise ValueError(f"{text!r} has an empty name; give NAME or NAME,NAME")
-    return names
-
-
-def _days(text: str) -> float:
-    """Convert days to seconds."""
-    return number(0, 36_500, "days")(text) * 86_400.0
-
-
-def _gib(text: str) -> int:
-    """Convert GiB to bytes."""
-    return int(number(0, 65_536, "GiB")(text) * 2**30)
 
 
 if __name__ == "__main__":

@@ -82,12 +82,8 @@ class StateCollector(Collector):
         text = "Observations that a node holds back"
         yield _labelled("unicron_outbox_backlog", text, "node", ((node, backlog.entries) for node, backlog in backlogs))
         text = "Age of the oldest of them"
-        yield _labelled(
-            "unicron_outbox_backlog_seconds",
-            text,
-            "node",
-            ((node, backlog.oldest_us / 1e6) for node, backlog in backlogs),
-        )
+        ages = ((node, backlog.oldest_us / 1e6) for node, backlog in backlogs)
+        yield _labelled("unicron_outbox_backlog_seconds", text, "node", ages)
         text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))

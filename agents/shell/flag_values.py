@@ -1,0 +1,77 @@
+"""What the values of unicron-agent's flags may be: each function converts one, or raises ValueError in one line."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+import msgspec
+
+from unicrond.agents.host import container
+from unicrond.agents.protocol.gpus import visible_gpus
+from unicrond.events.cli.command_line import number, whole
+from unicrond.events.vocabulary import NAME_PATTERN, Gpu
+from unicrond.events.wire.codec import RESERVED_NAMES
+
+#: The most workers of a node.
+SLOTS_MAX = 1024
+
+
+def node_name(text: str) -> str:
+    """Return the name that the cluster knows the node by: machines' names have dots, which separate NATS's subjects."""
+    text = text.replace(".", "-")
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63")
+    if text in RESERVED_NAMES:
+        reserved = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
+        raise ValueError(f"{text!r} cannot be a node's name ({reserved} are taken); give the node another name")
+    return text
+
+
+def slots(text: str) -> int:
+    """Return the number of workers; "auto": GPUs, or else CPUs."""
+    if text == "auto":
+        return min(SLOTS_MAX, len(visible_gpus()) or container.cpus())
+    try:
+        return whole(1, SLOTS_MAX)(text)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is neither auto nor a whole number of 1 to {SLOTS_MAX}") from None
+
+
+def gpu(text: str) -> str:
+    """Return the type of GPU, checked."""
+    try:
+        return msgspec.convert(text, Gpu)
+    except msgspec.ValidationError:
+        raise ValueError(
+            f"{text[:40]!r} cannot name a type of GPU; use up to 63 of a-z, 0-9, -, _ and ., a letter or digit first"
+        ) from None
+
+
+def address(text: str) -> str:
+    """Return the IP address, checked."""
+    try:
+        parsed = ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not an IP address; give the one that other nodes use") from None
+    if parsed.is_unspecified or parsed.is_multicast:
+        raise ValueError(f"nothing can connect to {text}; give the address that other nodes use")
+    return text
+
+
+def name_list(text: str) -> tuple[str, ...]:
+    """Return the names between commas."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError(f"{text!r} has an empty name; give NAME or NAME,NAME")
+    return names
+
+
+def days(text: str) -> float:
+    """Convert days to seconds."""
+    return number(0, 36_500, "days")(text) * 86_400.0
+
+
+def gib(text: str) -> int:
+    """Convert GiB to bytes."""
+    return int(number(0, 65_536, "GiB")(text) * 2**30)
