@@ -198,7 +198,7 @@ class Story:
             return event.epoch == epoch
         return isinstance(
             event,
-            v.MembershipDecided | v.WorkerReady | v.WorkerParked | v.WorkerRegrouped | v.TransitionCompleted
+            v.MembershipDecided | v.WorkerReady | v.WorkerPaused | v.WorkerJoinedGroup | v.TransitionCompleted
             | v.WorkerExited | v.CommandFailed,
         )  # fmt: skip
 
@@ -209,7 +209,7 @@ class Story:
         event, incident = entry.envelope.event, life.incident
         if isinstance(event, v.TransitionCompleted):
             return event.incident == incident.id
-        if isinstance(event, v.DeadlinePassed):
+        if isinstance(event, v.DeadlineExpired):
             subject = event.deadline_id.partition(":")[2]
             return any(word in subject for word in (*life.names, *incident.tasks, incident.node) if word)
         if isinstance(event, v.PlanAdopted | v.CoordinatorStarted):

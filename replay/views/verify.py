@@ -43,11 +43,11 @@ from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.service.coordinator.code_identity import code_version
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
-OBSERVED = (v.DeadlinePassed, v.NodeLost, v.NodeReturned, v.RepairEnded)
+OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {
     field: value
-    for field, value in {"way": "fresh", "took_us": 0, "rows_reused": 0}.items()
+    for field, value in {"method": "fresh", "took_us": 0, "rows_reused": 0}.items()
     if field in v.PlanAdopted.__struct_fields__
 }
 
@@ -242,11 +242,11 @@ class Verifier:
     def _verify_observed(
         self,
         entry: Recorded,
-        event: v.DeadlinePassed | v.NodeLost | v.NodeReturned | v.RepairEnded,
+        event: v.DeadlineExpired | v.NodeLost | v.NodeReturned | v.RepairEnded,
         open_deadlines: set[str],
     ) -> None:
         based_on = entry.envelope.based_on
-        if isinstance(event, v.DeadlinePassed):
+        if isinstance(event, v.DeadlineExpired):
             if event.deadline_id not in open_deadlines:
                 raise Divergence(
                     entry.seq,

@@ -137,7 +137,7 @@ def test_sub_health_is_of_the_nodes_that_are_missing() -> None:
     cluster.lose(host)
     cluster.run()
     before = {part["cause"]: part["flop"] for part in told(cluster)["cluster"]["badput"]}
-    rate = cluster.state.plan.healthy_waf - cluster.state.plan.waf
+    rate = cluster.state.plan.waf_if_healthy - cluster.state.plan.waf
     cluster.now_us += 10 * SECOND_US
     cluster.train("big")
     after = {part["cause"]: part["flop"] for part in told(cluster)["cluster"]["badput"]}

@@ -57,7 +57,7 @@ def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
     assert named[DECISION].start_us == closed.detected_us and named[DECISION].end_us == named[REGROUPING].start_us
     assert (named[REGROUPING].end_us, named[FIRST_STEP].start_us) == (closed.resumed_us, closed.resumed_us)
     assert named[FIRST_STEP].end_us == root.end_us > closed.resumed_us
-    regrouped = [span for span in mine if span.name == "WorkerRegrouped"]
+    regrouped = [span for span in mine if span.name == "WorkerJoinedGroup"]
     assert regrouped and all(span.parent == named[REGROUPING].span for span in regrouped)
     assert any(span.name == "worker start" for span in mine), "that of the new worker is in it"
     assert len({span.span for span in mine}) == len(mine)

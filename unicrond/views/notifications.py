@@ -141,7 +141,7 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
 
 def _spares(state: ClusterState) -> list[Notice]:
     free = sum(node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned)
-    if free > sum(state.plan.workers.values()) or state.plan.waf >= state.plan.healthy_waf:
+    if free > sum(state.plan.workers.values()) or state.plan.waf >= state.plan.waf_if_healthy:
         return []
     out = [node.name for node in state.nodes.values() if node.status is NodeStatus.LOST or node.isolated]
     text = f"{state.plan.reason}\nout: {', '.join(out[:20]) or 'none'}"
