@@ -10,13 +10,13 @@ from unicrond.core.fold import fold
 from unicrond.core.state.state import ClusterState
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain
-from unicrond.events.wire.envelope import Recorded
 from unicrond.replay.reading.opening import open_source, require_reached, resolve, say
 from unicrond.replay.reading.progress import with_bar
 from unicrond.replay.reading.source import read
 from unicrond.replay.views.report import when
-from unicrond.views.goodput import GoodputTotals, account_event
+from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
+from unicrond.views.view import Step
 
 
 async def goodput_command(options: argparse.Namespace) -> int:
@@ -30,8 +30,7 @@ async def goodput_command(options: argparse.Namespace) -> int:
                     if after is not None and not after.covers(entry):
                         since, after = reading(totals, state), None
                     before, state = state, fold(state, entry)
-                    if isinstance(entry, Recorded):
-                        totals = account_event(totals, before, state, entry.envelope.event)
+                    totals = account_step(totals, Step(before, entry, state))
     require_reached(options.at, state.seq)
     if after is not None:  # it covers all that there is
         since = reading(totals, state)

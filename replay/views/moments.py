@@ -13,8 +13,9 @@ from unicrond.core.fold import fold
 from unicrond.core.replayer import policy_after
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
-from unicrond.events.wire.envelope import Entry, Recorded
-from unicrond.views.goodput import GoodputTotals, account_event
+from unicrond.events.wire.envelope import Entry
+from unicrond.views.goodput import GoodputTotals, account_step
+from unicrond.views.view import Step
 
 #: Entries between two stored states.
 EVERY = 250
@@ -71,9 +72,8 @@ class Moments:
 
 
 def _after(moment: Moment, entry: Entry) -> Moment:
-    state, totals, policy = fold(moment.state, entry), moment.totals, moment.policy
-    if isinstance(entry, Recorded):
-        totals = account_event(totals, moment.state, state, entry.envelope.event)
+    state, policy = fold(moment.state, entry), moment.policy
+    totals = account_step(moment.totals, Step(moment.state, entry, state))
     with suppress(ValueError):  # another version's policy; the one before is the nearest
         policy = policy_after(policy, entry)
     return Moment(state, totals, policy)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.replay.golden import LOGS
 from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.stories import random_life, trained
-from unicrond.core.fold import fold
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.work import iteration_flop
 from unicrond.core.worth.costs import costs_at, settle
@@ -25,23 +25,22 @@ from unicrond.ctl.main import main as ctl_main
 from unicrond.display.goodput_tables import hints
 from unicrond.events import vocabulary as v
 from unicrond.events.log.segments import read_entries
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry
 from unicrond.replay.cli import main as replay_main
 from unicrond.service.coordinator.snapshots import decode_snapshot, encode_snapshot, mark_of
-from unicrond.views.goodput import GoodputTotals, account_event, kinds_of, settle_totals
-from unicrond.views.goodput_keeper import READING_US, Bookkeeper
+from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle_totals
+from unicrond.views.goodput_keeper import READING_US, GoodputKeeper
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
 from unicrond.views.lemons import COUNT_MAX, count_signals, scores
+from unicrond.views.view import Step, steps
 
 GROUPS = ("detection", "transition", "sub-health")
 
 
 def follow(entries: Iterable[Entry], *, check: bool = False) -> tuple[ClusterState, GoodputTotals]:
     state, books = ClusterState(), GoodputTotals()
-    for entry in entries:
-        before, state = state, fold(state, entry)
-        if isinstance(entry, Recorded):
-            books = account_event(books, before, state, entry.envelope.event)
+    for step in steps(entries):
+        state, books = step.after, account_step(books, step)
         if check:
             assert_adds_up(state, books)
     return state, books
@@ -156,25 +155,25 @@ def test_mfu_is_committed_flop_over_worker_time_and_peak() -> None:
     assert told(cluster)["tasks"][0]["mfu"] is None
 
 
-def test_the_bookkeeper_remembers_sums_for_intervals() -> None:
+def test_the_goodput_keeper_remembers_sums_for_intervals() -> None:
     cluster = trained(3)
     for _ in range(8):
         cluster.now_us += 400 * SECOND_US
         cluster.train("big")
-    keeper, state, seen = Bookkeeper(), ClusterState(), [EMPTY_READING]
+    keeper, state, seen = GoodputKeeper(), ClusterState(), [EMPTY_READING]
     assert keeper.since(0) == EMPTY_READING
-    for entry in cluster.log:
-        before, state = state, fold(state, entry)
-        keeper.folded(before, state, entry)
-        assert keeper.books is not None
+    for step in steps(cluster.log):
+        state = step.after
+        keeper.feed(step)
+        assert keeper.totals is not None
         if state.now_us - seen[-1].at_us >= READING_US:
-            seen.append(reading(keeper.books, state))
+            seen.append(reading(keeper.totals, state))
     assert len(seen) > 3
     for one in seen[1:]:
         assert keeper.since(one.at_us) == keeper.since(one.at_us + 1) == one
     assert keeper.since(0) == seen[1], "what came before the first of them is not known"
-    assert keeper.books is not None
-    hour = report(reading(keeper.books, state), state, keeper.since(state.now_us - 3600 * SECOND_US // 2))
+    assert keeper.totals is not None
+    hour = report(reading(keeper.totals, state), state, keeper.since(state.now_us - 3600 * SECOND_US // 2))
     assert 1800 * SECOND_US <= hour["until_us"] - hour["from_us"] <= 1800 * SECOND_US + 2 * READING_US
 
 
@@ -204,9 +203,10 @@ def test_one_signal_or_one_failure_makes_no_lemon() -> None:
 
 @pytest.mark.parametrize(("sign", "points"), [("checksum", 3), ("gradient_norm", 1), ("loss", 1)])
 def test_numbers_that_data_may_explain_weigh_little(sign: v.CorruptionSign, points: int) -> None:
-    state = trained(5).state
+    cluster = trained(5)
+    state = cluster.state
     worker = next(iter(state.tasks["big"].workers.values()))
-    told = v.CorruptionSuspected(
+    suspicion = v.CorruptionSuspected(
         node="n1",
         task="big",
         worker=worker.worker,
@@ -217,7 +217,9 @@ def test_numbers_that_data_may_explain_weigh_little(sign: v.CorruptionSign, poin
         value=24.6,
         usual=2.4,
     )
-    (score,) = scores(count_signals({}, state, state, told))
+    entry = cluster.log[-1]
+    step = Step(state, replace(entry, envelope=replace(entry.envelope, event=suspicion)), state)
+    (score,) = scores(count_signals({}, step))
     assert (score.node, score.score) == (worker.node, points)
 
 
@@ -258,7 +260,7 @@ async def test_the_api_and_unicronctl_show_it(tmp_path: Path, capsys: pytest.Cap
     async with serving(tmp_path, list(healed_cluster().log)) as served:
         assert await asyncio.to_thread(ctl_main, ["--url", served.url, "goodput", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
-        state, books = served.coordinator.state, served.coordinator.bookkeeper.books
+        state, books = served.coordinator.state, served.coordinator.views.goodput.totals
         assert books is not None
         assert shown == json.loads(json.dumps(report(reading(books, state), state)))
         assert shown["cluster"]["failure_free_flop"] == costs_at(state, 0).failure_free_flop > 0

@@ -14,13 +14,12 @@ import yaml
 from prometheus_client.core import Metric
 
 from tests.unicrond.serving import healed_cluster
-from unicrond.core.fold import fold
-from unicrond.core.state.state import ClusterState
 from unicrond.service.api.metrics import exposition
+from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.event_log import statistics as log_figures
 from unicrond.service.event_log.append_times import AppendTimes
 from unicrond.service.event_log.statistics import Figures, LogVolume
-from unicrond.views.goodput_keeper import Bookkeeper
+from unicrond.views.view import steps
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "unicron.rules.yaml"
@@ -49,11 +48,11 @@ def known() -> dict[str, set[str]]:
     cluster.kill_host(cluster.hosts["n1"])
     cluster.lose(cluster.hosts["n1"])
     cluster.run()
-    state, keeper = ClusterState(), Bookkeeper()
-    for entry in cluster.log:
-        before, state = state, fold(state, entry)
-        keeper.folded(before, state, entry)
-    text = exposition(lambda: state, more=of_the_log, bookkeeper=keeper)().decode()
+    views = HeadViews()
+    for step in steps(cluster.log):
+        views.feed(step)
+    assert views.alarms() == []
+    text = exposition(lambda: cluster.state, more=of_the_log, views=views)().decode()
     found: dict[str, set[str]] = {}
     for name, labels in re.findall(r"^(unicron_\w+)(?:\{([^}]*)\})? ", text, re.M):
         found.setdefault(name, set()).update(re.findall(r"(\w+)=", labels))

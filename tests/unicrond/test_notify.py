@@ -15,26 +15,21 @@ from aiohttp import web
 
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.stories import trained
-from unicrond.core.fold import fold
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, Quarantined
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
 from unicrond.service.export.notifier import Notifier
-from unicrond.views.notifications import Notice, event_notices, standing, taken_over
+from unicrond.views.notifications import Notice, standing, step_notices, taken_over
+from unicrond.views.view import Step, steps
 
 SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story i7",))
 
 
 def notices(log: list[Entry]) -> list[Notice]:
-    found, state = [], ClusterState()
-    for entry in log:
-        before, state = state, fold(state, entry)
-        if isinstance(entry, Recorded):
-            found += event_notices(before, state, entry.envelope.event)
-    return found
+    return [notice for step in steps(log) for notice in step_notices(step)]
 
 
 def lost(cluster: MiniCluster, name: str) -> None:
@@ -114,13 +109,13 @@ async def until(what: Callable[[], object]) -> None:
     raise AssertionError("it never came")
 
 
-def notifier(
-    hands: Hands, config: Notify | None = None, courier: Any = None, lines: list[str] | None = None
-) -> Notifier:
+#: The body of /healthz.
+CALM: dict[str, Any] = {"status": "live", "trouble": "", "alarms": []}
+
+
+def notifier(hands: Hands, config: Notify | None = None, courier: Any = None) -> Notifier:
     config = config or Notify(to=(Destination(kind="command", argv=("x",)),))
-    state = ClusterState()
-    condition = lambda: {"status": "live", "trouble": "", "alarms": lines or []}  # noqa: E731
-    return Notifier(config, lambda: state, condition, lambda: True, hands, courier or hands.take, "here")  # type: ignore[arg-type]
+    return Notifier(config, lambda: True, hands, courier or hands.take, "here")  # type: ignore[arg-type]
 
 
 def sent(one: Notifier) -> list[Notification]:
@@ -135,36 +130,35 @@ def test_one_matter_is_one_message_and_not_again_before_its_time() -> None:
     one = notifier(hands)
     one._take(SEV1)
     one._take(SEV1._replace(title="SEV1: more of it"))
-    one.look()
+    one.look(CALM)
     assert sent(one) == [], "what belongs together is waited for"
     hands.now_us += 4_000_000
-    one.look()
+    one.look(CALM)
     (message,) = sent(one)
     assert len(message.notices) == 2 and "and 1 before it" in message.title and "go on with" in message.body
     for _ in range(5):
         one._take(SEV1)
         hands.now_us += 4_000_000
-        one.look()
+        one.look(CALM)
     assert sent(one) == [], "it was told"
     one._take(SEV1._replace(is_over=True, title="healed"))
     hands.now_us += 4_000_000
-    one.look()
+    one.look(CALM)
     assert [message.last.is_over for message in sent(one)] == [True]
     one._take(SEV1)
     hands.now_us += 4_000_000
-    one.look()
+    one.look(CALM)
     assert len(sent(one)) == 1, "it is a new matter after the old one was over"
 
 
 def test_no_secret_is_told() -> None:
     hands = Hands()
     config = Notify(to=(Destination(kind="command", argv=("x",)),))
-    told = {"status": "live", "trouble": "", "alarms": []}
-    hide = lambda text: text.replace("hunter2", "***")  # noqa: E731
-    one = Notifier(config, ClusterState, lambda: told, lambda: True, hands, hands.take, hide=hide)  # type: ignore[arg-type]
+    hide = lambda _, text: text.replace("hunter2", "***")  # noqa: E731
+    one = Notifier(config, lambda: True, hands, hands.take, hide=hide)  # type: ignore[arg-type]
     one._take(SEV1._replace(title="wrong password hunter2", text="hunter2 was refused"))
     hands.now_us += 4_000_000
-    one.look()
+    one.look(CALM)
     (message,) = sent(one)
     assert "hunter2" not in message.title + message.body + json.dumps(message.to_json())
 
@@ -174,40 +168,41 @@ def test_what_is_over_and_was_never_told_is_not() -> None:
     one = notifier(hands)
     one._take(SEV1._replace(is_over=True))
     hands.now_us += 4_000_000
-    one.look()
+    one.look(CALM)
     assert sent(one) == []
 
 
 def test_trouble_is_told_when_it_comes_and_when_it_goes() -> None:
     hands, lines = Hands(), ["disk: 3 MiB free"]
-    one = notifier(hands, lines=lines)
+    one, condition = notifier(hands), CALM | {"alarms": lines}
     for line in ("disk: 3 MiB free", "disk: 2 MiB free"):
         lines[:] = [line]
-        one.look()
+        one.look(condition)
         hands.now_us += 4_000_000
-    one.look()
+    one.look(condition)
     assert len(sent(one)) == 1
     lines.clear()
-    one.look()
+    one.look(condition)
     hands.now_us += 4_000_000
-    one.look()
+    one.look(condition)
     assert [message.last.is_over for message in sent(one)] == [True]
 
 
 def test_only_the_coordinator_that_leads_tells_and_says_when_it_begins_to() -> None:
     hands, leads = Hands(), False
     state, lines = ClusterState(term=3), ["disk: 3 MiB free"]
-    condition = lambda: {"status": "standby", "trouble": "", "alarms": lines}  # noqa: E731
+    condition = {"status": "standby", "trouble": "", "alarms": lines}
     config = Notify(to=(Destination(kind="command", argv=("x",)),))
-    one = Notifier(config, lambda: state, condition, lambda: leads, hands, hands.take)  # type: ignore[arg-type]
+    one = Notifier(config, lambda: leads, hands, hands.take)  # type: ignore[arg-type]
+    one.feed(Step(state, Quarantined(9, 0, "unicron.v1.obs.n1.X", "not JSON", 0), state))
     one._take(SEV1)
     for _ in range(2):
-        one.look()
+        one.look(condition)
         hands.now_us += 4_000_000
     assert sent(one) == [], "another leads"
     leads = True
     for _ in range(2):
-        one.look()
+        one.look(condition)
         hands.now_us += 4_000_000
     assert sorted(message.last.rule for message in sent(one)) == ["takeover", "trouble"]
 
@@ -222,7 +217,7 @@ async def test_a_message_is_tried_again_and_its_failure_is_an_alarm() -> None:
 
     one = notifier(hands, Notify(to=(Destination(kind="command", argv=("x",)),), group_s=0.0), courier)
     one._take(SEV1)
-    running = asyncio.create_task(one.run())
+    running = asyncio.create_task(one.run(lambda: CALM))
     async with asyncio.timeout(10):
         await until(one.alarms)
         assert "command cannot be reached: HTTP status 503" in one.alarms()[0]
@@ -322,7 +317,7 @@ async def test_a_command_gets_the_message_and_is_bounded(tmp_path: Path) -> None
 
 async def test_the_heartbeat_goes_on_only_while_all_is_well() -> None:
     async with listening() as (url, got):
-        state, status, asked = ClusterState(), "live", 0
+        status, asked = "live", 0
 
         def told() -> dict[str, object]:
             nonlocal asked
@@ -330,8 +325,8 @@ async def test_the_heartbeat_goes_on_only_while_all_is_well() -> None:
             return {"status": status, "trouble": "", "alarms": []}
 
         config = Notify(heartbeat_url=f"{url}/ping", heartbeat_s=0.02)
-        one = Notifier(config, lambda: state, told, lambda: True)
-        running = asyncio.create_task(one.run())
+        one = Notifier(config, lambda: True)
+        running = asyncio.create_task(one.run(told))
         async with asyncio.timeout(10):
             await until(lambda: len(got) > 2)
             status, seen, asked = "log takes nothing", len(got), 0

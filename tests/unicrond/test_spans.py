@@ -16,22 +16,20 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, trained
 from unicrond.agents.fork_server.telemetry import resource_attributes
 from unicrond.agents.protocol.messages import Launch
-from unicrond.core.fold import fold
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.intake.config import Config, ConfigError, check
-from unicrond.views.goodput_keeper import Bookkeeper
 from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
+from unicrond.views.view import Step, steps
 
 
 def spans_of(log: Iterable[Entry]) -> list[Span]:
-    found, state, spans = [], ClusterState(), Spans()
-    for entry in log:
-        before, state = state, fold(state, entry)
-        if isinstance(entry, Recorded):
-            found += spans.feed(before, state, entry)
-    return found
+    ended: list[Span] = []
+    view = Spans(lambda spans, _: ended.extend(spans))
+    for step in steps(log):
+        view.feed(step)
+    return ended
 
 
 def killed(seed: int) -> MiniCluster:
@@ -92,15 +90,18 @@ def test_a_command_outside_of_incidents_is_a_trace_of_its_own() -> None:
 def test_a_command_that_failed_says_why() -> None:
     cluster = trained(2)
     commands = [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, v.Command)]
-    state, spans = ClusterState(), Spans()
-    for entry in cluster.log:
-        before, state = state, fold(state, entry)
+    state, ended = ClusterState(), list[Span]()
+    view = Spans(lambda spans, _: ended.extend(spans))
+    for step in steps(cluster.log):
+        _, entry, state = step
         event = entry.envelope.event
         if isinstance(event, v.CommandApplied) and event.command_id == commands[0].command_id:
             break
-        spans.feed(before, state, entry)
+        view.feed(step)
+    ended.clear()
     failed = v.CommandFailed(node=commands[0].node, command_id=commands[0].command_id, reason="no memory")
-    (span,) = spans.feed(state, state, Recorded(9, state.now_us, _with(entry, failed)))
+    view.feed(Step(state, Recorded(9, state.now_us, _with(entry, failed)), state))
+    (span,) = ended
     assert span.error == "no memory" and span.about["unicron.node"] == commands[0].node
 
 
@@ -111,14 +112,12 @@ def _with(entry: Recorded, event: v.AnyEvent) -> Any:
 
 
 def test_phases_are_counted_for_metrics() -> None:
-    keeper, state = Bookkeeper(), ClusterState()
-    cluster = killed(1)
-    for entry in cluster.log:
-        before, state = state, fold(state, entry)
-        keeper.folded(before, state, entry)
+    spans, cluster = Spans(), killed(1)
+    for step in steps(cluster.log):
+        spans.feed(step)
     (closed,) = cluster.state.closed
-    assert keeper.phases[DETECTION] == (1, closed.detected_us - closed.occurred_us)
-    assert all(times == 1 for times, _ in keeper.phases.values())
+    assert spans.phases[DETECTION] == (1, closed.detected_us - closed.occurred_us)
+    assert all(times == 1 for times, _ in spans.phases.values())
 
 
 @contextlib.asynccontextmanager

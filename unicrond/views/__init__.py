@@ -1,4 +1,4 @@
 """What is shown and decides nothing: goodput, lemons, notifications, spans, plan previews, spares.
 
-Each view reads entries and states; none is imported by `unicrond/core`.
+Each view takes steps (`view.py`) or a state; none is imported by `unicrond/core`.
 """

@@ -37,6 +37,7 @@ from unicrond.core.worth.costs import plus, worth, worth_in_health
 from unicrond.core.worth.waf import linear_flops, worth_stays
 from unicrond.events import vocabulary as v
 from unicrond.views import lemons
+from unicrond.views.view import Step
 
 PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
 NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"
@@ -107,8 +108,12 @@ class GoodputTotals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     isolated_slots: int = 0
 
 
-def account_event(totals: GoodputTotals, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> GoodputTotals:
-    """Return the totals after `event`, which led from one state to the other."""
+def account_step(totals: GoodputTotals, step: Step) -> GoodputTotals:
+    """Return the totals after a step; the same object where it changes none."""
+    before, _, after = step
+    event = step.event
+    if event is None:
+        return totals
     with_slots = _with_slots_out(totals, before, after) if after.nodes is not before.nodes else totals
     if (
         after.ledger is not before.ledger
@@ -119,7 +124,7 @@ def account_event(totals: GoodputTotals, before: ClusterState, after: ClusterSta
         totals = _accrued(settle_totals(totals, after.now_us), with_slots, before, after)
     if isinstance(event, v.WorkerJoinedGroup) and after.incidents is not before.incidents:
         totals = _lost_work(totals, before, after, event)
-    signals = lemons.count_signals(totals.signals, before, after, event)
+    signals = lemons.count_signals(totals.signals, step)
     return totals if signals is totals.signals else replace(totals, signals=signals)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
+from unicrond.views.view import Step
 
 SCORE_MIN = 8.0
 LEMON_RATIO = 3.0
@@ -64,9 +65,10 @@ class Score(NamedTuple):
         return "; ".join(f"{SIGNALS[name].text} x{count} = {points:g}" for name, count, points in self.parts)
 
 
-def count_signals(signals: _Signals, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> _Signals:
-    """Return the counts after an event; the same object where it says nothing of any node."""
-    node, name = _signal(before, after, event)
+def count_signals(signals: _Signals, step: Step) -> _Signals:
+    """Return the counts after a step; the same object where it says nothing of any node."""
+    before, _, after = step
+    node, name = _signal(before, after, step.event)
     if node and node in after.nodes:
         signals = _add_signal(signals, node, name)
     if after.incidents is not before.incidents:
@@ -99,7 +101,7 @@ def scores(signals: Mapping[str, Mapping[str, int]]) -> list[Score]:
     return sorted(rows, key=lambda entry: (-entry.score, entry.node))
 
 
-def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> tuple[str, str]:
+def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None) -> tuple[str, str]:
     """Return the node that an event speaks against, and the signal; "" where it does not."""
     match event:
         case v.NodeIsolated() if not _was_isolated(before, event.node) and _was_isolated(after, event.node):

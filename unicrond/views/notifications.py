@@ -15,7 +15,7 @@ Rules
 -----
 * A notice has a key: notices under one key are about one matter. Those of an incident share its id, so that they are
   sent together. `is_over`: the matter of that key is settled.
-* `event_notices` looks at one entry, `standing` at what holds at a moment: a level, sent once until it is over;
+* `step_notices` looks at one step, `standing` at what holds at a moment: a level, sent once until it is over;
   `taken_over` at a coordinator's beginning.
 
 What does not live here: who gets them and how often (service/notifier.py, service/couriers.py).
@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
+from unicrond.views.view import Step
 
 Rule: TypeAlias = Literal[
     "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "refused"
@@ -48,8 +49,10 @@ class Notice(NamedTuple):
     is_over: bool = False
 
 
-def event_notices(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> list[Notice]:
-    """Return the notices that an entry gives rise to."""
+def step_notices(step: Step) -> list[Notice]:
+    """Return the notices that a step gives rise to."""
+    before, _, after = step
+    event = step.event
     notices = [*_incident_notices(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):

@@ -16,19 +16,19 @@ Rules
 * A command outside of every incident is a trace of its own, and so is a start.
 * An incident that takes others over has their spans. What came before the reading began is not there.
 
-What does not live here: how spans leave the process (service/tracing.py).
+What does not live here: how spans leave the process (service/export/tracing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
 from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Recorded
+from unicrond.views.view import Step, View
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
@@ -50,6 +50,13 @@ class Span(NamedTuple):
     end_us: int
     about: About
     error: str = ""
+
+
+class PhaseDuration(NamedTuple):
+    """How often a phase happened, and how long all of them took together."""
+
+    times: int = 0
+    total_us: int = 0
 
 
 class _SpanDraft(NamedTuple):
@@ -81,17 +88,37 @@ class _Track:
     closed: Incident | None = None
 
 
-class Spans:
-    """Makes spans of entries, which it gets in order."""
+def _ignore_spans(_spans: Sequence[Span], _state: ClusterState) -> None:
+    pass
 
-    def __init__(self) -> None:
+
+class Spans(View):
+    """Makes spans of steps. `on_end`: called with the spans that have ended and the state by then; must neither raise
+    nor wait. `phases`: of transitions, since the reading began."""
+
+    def __init__(self, on_end: Callable[[Sequence[Span], ClusterState], None] = _ignore_spans) -> None:
+        self._on_end = on_end
+        self.begin()
+
+    def begin(self) -> None:
+        """Start again at the log's beginning."""
+        self.phases = dict.fromkeys(PHASES, PhaseDuration())
         self._tracks: dict[str, _Track] = {}
         #: By command id; starts by worker id as well.
         self._orders: dict[str, _PendingCommand] = {}
 
-    def feed(self, before: ClusterState, after: ClusterState, entry: Recorded) -> list[Span]:
-        """Take the entry that has led from one state to the other; return the spans that have ended with it."""
-        event, now_us = entry.envelope.event, entry.recorded_at_us
+    def feed(self, step: Step) -> None:
+        """Take the next step, and pass on the spans that have ended with it."""
+        event = step.event
+        spans = self._ended_with(step.before, step.after, event, step.entry.recorded_at_us) if event is not None else []
+        for span in spans:
+            if span.name in self.phases:
+                times, total_us = self.phases[span.name]
+                self.phases[span.name] = PhaseDuration(times + 1, total_us + span.end_us - span.start_us)
+        if spans:
+            self._on_end(spans, step.after)
+
+    def _ended_with(self, before: ClusterState, after: ClusterState, event: v.AnyEvent, now_us: int) -> list[Span]:
         spans: list[Span] = []
         if before.incidents is not after.incidents:
             self._open_and_close(before, after)

@@ -135,7 +135,7 @@ class Api:
             coordinator.outbox_backlog,
             lambda: coordinator.around.metrics(),
             lambda: process.leads,
-            coordinator.bookkeeper,
+            coordinator.views,
         )
 
     def application(self) -> web.Application:

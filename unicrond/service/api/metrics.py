@@ -26,7 +26,7 @@ from unicrond.core.worth.costs import costs_at
 from unicrond.display.cluster_tables import NODE_STATUSES, node_status, stragglers
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.views.goodput_keeper import Bookkeeper
+from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.views.goodput_report import reading, report
 
 TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
@@ -54,11 +54,11 @@ class StateCollector(Collector):
         outbox_backlog: Callable[[], Mapping[str, OutboxBacklog]] = dict,
         more: Callable[[], Iterable[Metric]] = list,
         leads: Callable[[], bool] = lambda: True,
-        bookkeeper: Bookkeeper | None = None,
+        views: HeadViews | None = None,
     ) -> None:
         self._leads = leads
         self._get = get
-        self._bookkeeper = bookkeeper or Bookkeeper()
+        self._views = HeadViews() if views is None else views
         self._alarms = alarms
         self._fault = fault
         self._trouble = trouble
@@ -131,16 +131,16 @@ class StateCollector(Collector):
         yield InfoMetricFamily("unicron_build", "The coordinator's code", value=about)
         text = "Transitions by phase, since this process began (docs/operate/traces.md)"
         phases = SummaryMetricFamily("unicron_transition_phase_seconds", text, labels=["phase"])
-        for name, lasted in self._bookkeeper.phases.items():
+        for name, lasted in self._views.spans.phases.items():
             phases.add_metric([name], lasted.times, lasted.total_us / 1e6)
         yield phases
 
     def _goodput(self, state: ClusterState) -> Iterator[Metric]:
         """Yield what `unicronctl goodput` says."""
-        books = self._bookkeeper.books
-        if books is None:
+        totals = self._views.goodput.totals
+        if totals is None:
             return
-        goodput = report(reading(books, state), state)
+        goodput = report(reading(totals, state), state)
         text = "Weighted FLOP: goodput and the badput by cause add up to failure_free (docs/operate/goodput.md)"
         work = goodput["cluster"]
         rows = [("goodput", "", work["goodput_flop"])]
@@ -173,12 +173,12 @@ def exposition(
     outbox_backlog: Callable[[], Mapping[str, OutboxBacklog]] = dict,
     more: Callable[[], Iterable[Metric]] = list,
     leads: Callable[[], bool] = lambda: True,
-    bookkeeper: Bookkeeper | None = None,
+    views: HeadViews | None = None,
 ) -> Callable[[], bytes]:
     """Return a function that renders the text exposition format. `trouble`: why the log takes nothing, or "". `more`:
     the metrics of other parts of this process."""
     registry = CollectorRegistry(auto_describe=False)
-    collector = StateCollector(get, alarms or Alarms(), fault, trouble, outbox_backlog, more, leads, bookkeeper)
+    collector = StateCollector(get, alarms or Alarms(), fault, trouble, outbox_backlog, more, leads, views)
     registry.register(collector)  # type: ignore[no-untyped-call,unused-ignore]
     return lambda: generate_latest(registry)
 

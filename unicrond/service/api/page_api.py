@@ -78,13 +78,13 @@ class PageApi:
     async def goodput(self, request: web.Request) -> web.Response:
         """Answer with the goodput up to the newest entry of the log; of the last `last_s` seconds, if that is given.
         503 where the books have failed."""
-        state, bookkeeper = self._coordinator.state, self._coordinator.bookkeeper
-        books, last_s = bookkeeper.books, number_in(request, "last_s")
-        if books is None:
+        state, goodput = self._coordinator.state, self._coordinator.views.goodput
+        totals, last_s = goodput.totals, number_in(request, "last_s")
+        if totals is None:
             return error(503, "goodput: the books have failed; the coordinator's log says why")
         peak_flops = (number_in(request, "peak_tflops") or 0) * 1e12
-        since = bookkeeper.since(state.now_us - last_s * 1_000_000) if last_s else EMPTY_READING
-        body = report(reading(books, state), state, since, peak_flops)
+        since = goodput.since(state.now_us - last_s * 1_000_000) if last_s else EMPTY_READING
+        body = report(reading(totals, state), state, since, peak_flops)
         return web.json_response(body)  # the standard library's JSON: integers of any size
 
 

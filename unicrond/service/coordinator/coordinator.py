@@ -54,7 +54,7 @@ from unicrond.service.coordinator.code_identity import code_version
 from unicrond.service.coordinator.event_log_health import outbox_backlog_lines
 from unicrond.service.coordinator.follower import Follower
 from unicrond.service.coordinator.heartbeat_watch import NodeWatch
-from unicrond.service.coordinator.hooks import Surroundings
+from unicrond.service.coordinator.hooks import HeadViews, Surroundings
 from unicrond.service.coordinator.plan_precompute import Foresight
 from unicrond.service.coordinator.repairs import RepairOutcome, Repairs
 from unicrond.service.coordinator.repairs import command as repair_command
@@ -87,15 +87,18 @@ class Coordinator(Follower):
         readmission: Readmission = _READMISSION,
         repair: Callable[[Repair], Awaitable[RepairOutcome]] | None = None,
         adopted_us: int = 0,
+        views: HeadViews | None = None,
+        live: asyncio.Event | None = None,
     ) -> None:
         """Take the parts of a coordinator. `severity`: what the configuration sets beside severity.py's table.
         `process`: HOST:PID, for the claim. `schema`: the newest that is written (events/wire/schemas.py). `skip`:
         entries of the log to pass over from now on (events/log/skips.py). `repair`: how nodes are repaired, where not
-        by the command of `readmission`. `adopted_us`: when a person last accepted a log by name (known_log.py)."""
-        super().__init__(event_log, clock, snapshots, skip)
+        by the command of `readmission`. `adopted_us`: when a person last accepted a log by name (known_log.py).
+        `views`: are fed with each step. `live`: set while it decides, for parts that are made before it."""
+        super().__init__(event_log, clock, snapshots, skip, views)
         self._watch = NodeWatch(beat_log, heartbeat_s, clock, self._tell_quarantined)
         self.liveness = self._watch.liveness
-        self.live = asyncio.Event()
+        self.live = asyncio.Event() if live is None else live
         self.around = Surroundings(requests=event_log)
         self._policy = policy
         self._heartbeat_s = heartbeat_s
@@ -240,11 +243,8 @@ class Coordinator(Follower):
 
     def standing_alarms(self) -> list[str]:
         """Return what a person has to look at now, a line each."""
-        return (
-            self.alarms.standing(self._clock.wall_us())
-            + outbox_backlog_lines(self.outbox_backlog())
-            + self.around.alarms()
-        )
+        outbox_backlog = outbox_backlog_lines(self.outbox_backlog())
+        return super().standing_alarms() + outbox_backlog + self.around.alarms()
 
     def outbox_backlog(self) -> dict[str, OutboxBacklog]:
         """Return for each node that is heard what it cannot append."""
@@ -265,7 +265,6 @@ class Coordinator(Follower):
             self._breaker.folded(before, self.state, event)
         self._watch.folded(event, live=self.live.is_set())
         if self.live.is_set():
-            self.around.folded(before, self.state, entry)
             level = logging.DEBUG if isinstance(event, StepCommitted) else logging.INFO
             log.log(level, "%d %s", entry.seq, event.sentence())
 
@@ -325,7 +324,9 @@ class Coordinator(Follower):
 
     def _keep_snapshot(self) -> None:
         if self._snapshots is not None and self._mark is not None and self._snapshots.is_due(self.state.seq):
-            self._group.create_task(self._snapshots.save(self.state, self._mark, self._skips, self.bookkeeper.books))
+            self._group.create_task(
+                self._snapshots.save(self.state, self._mark, self._skips, self.views.goodput.totals)
+            )
 
     async def _step(self) -> None:
         """Look at the whole state once. When it returns without appending, the state calls for nothing more."""

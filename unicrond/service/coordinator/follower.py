@@ -4,6 +4,7 @@ Rules
 -----
 * `state` is always the fold of everything up to `state.seq`. Entries come through an inbox, so that a burst of them is
   folded before the state is looked at once.
+* Each entry that is folded is a step, which all views take (views/view.py); nothing is decided from them.
 * The first reading may begin from a snapshot; to be cut off in it does no harm.
 * A state that breaks the rules, though the fold made it, is a bug of ours: nothing more is decided (`fault` says why).
 """
@@ -27,8 +28,9 @@ from unicrond.events.vocabulary import EntrySkipped
 from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.clock import Clock
+from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.coordinator.snapshots import LogMark, Snapshots, mark_of
-from unicrond.views.goodput_keeper import Bookkeeper
+from unicrond.views.view import Step
 
 log = logging.getLogger("unicrond")
 
@@ -41,11 +43,18 @@ class Follower:
     """Reads and folds a log. `caught_up`: it has folded the log as it was at the start. `skip`: entries to pass
     over."""
 
-    def __init__(self, event_log: EventLog, clock: Clock, snapshots: Snapshots | None, skip: Sequence[int]) -> None:
+    def __init__(
+        self,
+        event_log: EventLog,
+        clock: Clock,
+        snapshots: Snapshots | None,
+        skip: Sequence[int],
+        views: HeadViews | None = None,
+    ) -> None:
         self.state = ClusterState()
         self.caught_up = asyncio.Event()
         self.alarms = Alarms()
-        self.bookkeeper = Bookkeeper()
+        self.views = HeadViews() if views is None else views
         #: Why nothing more is decided, in one line; empty as long as all is well.
         self.fault = ""
         self._event_log = event_log
@@ -76,7 +85,7 @@ class Follower:
 
     def standing_alarms(self) -> list[str]:
         """Return what a person has to look at now, a line each."""
-        return self.alarms.standing(self._clock.wall_us())
+        return self.alarms.standing(self._clock.wall_us()) + self.views.alarms()
 
     async def unwritten_skips(self) -> list[EntrySkipped]:
         """Return the events that tell every reader which entries this coordinator was ordered to pass over."""
@@ -93,7 +102,7 @@ class Follower:
             self._require_sound_state()
             return
         self.state = ClusterState()  # to be cut off in the middle does no harm
-        self.bookkeeper.begin()
+        self.views.begin()
         await self._read_first(until_seq)
         self.caught_up.set()
 
@@ -108,7 +117,8 @@ class Follower:
         usable = self._snapshots is not None and not fresh
         restored = await self._snapshots.restore(self._event_log, self._skips) if usable and self._snapshots else None
         if restored is not None:
-            self.state, self._mark, self.bookkeeper.books = restored
+            self.state, self._mark, books = restored
+            self.views.goodput.resume(books)
             self._cause = self._mark.event_id
         first_seq = self.state.seq + 1
         await self._read_up(until_seq, needed)
@@ -142,7 +152,7 @@ class Follower:
         self._mark = mark_of(entry)
         entry = apply_skips(entry, self._skips)
         self.state = fold(before, entry)
-        self.bookkeeper.folded(before, self.state, entry)
+        self.views.feed(Step(before, entry, self.state))
         if isinstance(entry, Quarantined):
             self._tell_quarantined(entry)
         else:

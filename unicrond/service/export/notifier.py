@@ -3,8 +3,8 @@
 
 Rules
 -----
-* The coordinator's loop never waits: it only puts notices on a list. A queue that is full drops its oldest message and
-  logs that. Nothing is decided from any of this.
+* The coordinator's loop never waits: as a view of the log, this only puts notices on a list. A queue that is full drops
+  its oldest message and logs that. Nothing is decided from any of this.
 * Only of what is new, and only by the coordinator that decides: entries that are read again after a start, or while
   another one leads, give no notices. One that takes over says so, with the open incidents.
 * One matter, one message: notices of one key within `group_s` go together; the same again within `repeat_s` does not go
@@ -27,11 +27,11 @@ from typing import Any
 import aiohttp
 
 from unicrond.core.state.state import ClusterState
-from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.coordinator.clock import CLOCK, Clock
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
-from unicrond.views.notifications import Notice, event_notices, standing, taken_over
+from unicrond.views.notifications import Notice, standing, step_notices, taken_over
+from unicrond.views.view import Step, View
 
 log = logging.getLogger("unicrond")
 
@@ -41,22 +41,21 @@ PAUSE_MAX_S = 300.0
 LOOK_S = 1.0
 
 
-class Notifier:
-    """Notifies people. `condition`: the body of /healthz; `leads`: this coordinator decides. `courier`: the transport.
-    `hide`: maps a text to its form without secrets."""
+class Notifier(View):
+    """Notifies people. `leads`: this coordinator decides. `courier`: the transport. `hide`: maps a text to its form
+    without the secrets that a state knows."""
 
     def __init__(
         self,
         config: Notify,
-        get: Callable[[], ClusterState],
-        condition: Callable[[], Mapping[str, Any]],
         leads: Callable[[], bool],
         clock: Clock = CLOCK,
         courier: Callable[[Destination, Notification], Awaitable[None]] = deliver,
         cluster: str = "",
-        hide: Callable[[str], str] = str,
+        hide: Callable[[ClusterState, str], str] = lambda _, text: text,
     ) -> None:
-        self._config, self._get, self._condition, self._leads = config, get, condition, leads
+        self._config, self._leads = config, leads
+        self._state = ClusterState()
         self._was_leading = False
         self._hide = hide
         self._clock = clock
@@ -71,59 +70,55 @@ class Notifier:
         self._wake = [asyncio.Event() for _ in config.to]
         self._failures = [""] * len(config.to)
 
-    def folded(self, before: ClusterState, after: ClusterState, entry: Entry) -> None:
-        """Queue the notices of a new entry. Never raises, never waits."""
-        if not self._config.to or not isinstance(entry, Recorded):
-            return
-        try:
-            for notice in event_notices(before, after, entry.envelope.event):
+    def feed(self, step: Step) -> None:
+        """Queue the notices of a new step, if this coordinator leads. Never waits."""
+        self._state = step.after
+        if self._config.to and self._leads():
+            for notice in step_notices(step):
                 self._take(notice)
-        except Exception:  # to tell people is never worth the cluster
-            log.exception("notify: entry %d", entry.seq)
 
     def alarms(self) -> list[str]:
         """Return the destinations that cannot be reached, a line each."""
         return [line for line in self._failures if line]
 
-    async def run(self) -> None:
-        """Deliver notices until cancelled."""
+    async def run(self, condition: Callable[[], Mapping[str, Any]]) -> None:
+        """Deliver notices until cancelled. `condition`: returns the body of /healthz."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._look())
+            group.create_task(self._look(condition))
             for number in range(len(self._config.to)):
                 group.create_task(self._carry(number))
             if self._config.heartbeat_url:
-                group.create_task(self._beat())
+                group.create_task(self._beat(condition))
 
     # --- what is told ----------------------------------------------------------------------------
 
     def _take(self, notice: Notice) -> None:
-        notice = notice._replace(title=self._hide(notice.title), text=self._hide(notice.text))
+        notice = notice._replace(title=self._hide(self._state, notice.title), text=self._hide(self._state, notice.text))
         since_us, waiting = self._grouped.get(notice.key, (self._clock.monotonic_us(), []))
         self._grouped[notice.key] = since_us, [*waiting, notice]
 
-    async def _look(self) -> None:
+    async def _look(self, condition: Callable[[], Mapping[str, Any]]) -> None:
         while True:
             await asyncio.sleep(min(LOOK_S, self._config.group_s / 2 or LOOK_S))
             if self._config.to:
                 try:
-                    self.look()
+                    self.look(condition())
                 except Exception:
                     log.exception("notify")
 
-    def look(self) -> None:
+    def look(self, condition: Mapping[str, Any]) -> None:
         """Queue what holds now, and send what has waited long enough. Another coordinator that leads notifies by
-        itself."""
+        itself. `condition`: the body of /healthz."""
         was_leading, self._was_leading = self._was_leading, self._leads()
         if not self._was_leading:
             self._standing = {}
             self._grouped.clear()
             return
-        for notice in taken_over(self._get()) if not was_leading else ():
+        for notice in taken_over(self._state) if not was_leading else ():
             self._take(notice)
         no_progress_us = int(self._config.no_progress_s * 1e6)
-        condition = self._condition()
         lines = [line for line in (condition["trouble"], *condition["alarms"]) if line]
-        now = {notice.key: notice for notice in standing(self._get(), self._clock.wall_us(), no_progress_us, lines)}
+        now = {notice.key: notice for notice in standing(self._state, self._clock.wall_us(), no_progress_us, lines)}
         for key, notice in now.items():
             if key not in self._standing:
                 self._take(notice)
@@ -186,10 +181,10 @@ class Notifier:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
-    async def _beat(self) -> None:
+    async def _beat(self, condition: Callable[[], Mapping[str, Any]]) -> None:
         timeout = aiohttp.ClientTimeout(total=min(10.0, self._config.heartbeat_s))
         while True:
-            if self._condition()["status"] == "live":
+            if condition()["status"] == "live":
                 try:
                     async with (
                         aiohttp.ClientSession(timeout=timeout) as session,

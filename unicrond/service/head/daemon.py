@@ -56,6 +56,7 @@ from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.event_log_health import LogKeeper
 from unicrond.service.coordinator.garbage_collection import short_pauses
+from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
 from unicrond.service.coordinator.snapshots import Snapshots
 from unicrond.service.coordinator.state_lock import InUse, sole_user
@@ -66,7 +67,7 @@ from unicrond.service.event_log.known_event_log import KnownLog
 from unicrond.service.event_log.retention import LogLife
 from unicrond.service.event_log.stream_probe import StreamProbe
 from unicrond.service.head.early_listener import porch
-from unicrond.service.head.exporters import telling
+from unicrond.service.head.exporters import Exporters
 from unicrond.service.head.from_config import access_of, beside, server_of
 from unicrond.service.head.head import Head, other_heads, this_process
 from unicrond.service.head.startup import StartupStatus, StoppedBySignal, reach, unless_stopped
@@ -242,7 +243,9 @@ async def _start(server: EmbeddedServer) -> None:
     log.info("nats-server at %s (%s, pid %s)", server.url, "adopted" if adopted else "started", server.pid)
 
 
-def _coordinator(config: Config, links: Links, orders: Orders, event_log: EventLog) -> Coordinator:
+def _coordinator(
+    config: Config, links: Links, orders: Orders, event_log: EventLog, views: HeadViews, live: asyncio.Event
+) -> Coordinator:
     identity = KnownLog(Path(config.state_dir)).read()
     return Coordinator(
         event_log,
@@ -256,6 +259,8 @@ def _coordinator(config: Config, links: Links, orders: Orders, event_log: EventL
         schema=config.write_schema,
         readmission=config.readmission,
         adopted_us=identity.adopted_us if identity is not None else 0,
+        views=views,
+        live=live,
     )
 
 
@@ -268,7 +273,9 @@ async def _serve_until_stopped(
     appends = AppendTimes(time.monotonic)
     stream = NatsEventLog(links.connection, extra_headers=beside(config), on_duration=appends.took)
     event_log = ArchivedLog(stream, config.archive)
-    coordinator = _coordinator(config, links, orders, event_log)
+    live = asyncio.Event()
+    exporters = Exporters(config, live.is_set)
+    coordinator = _coordinator(config, links, orders, event_log, exporters.views, live)
     coordinator.around.requests = NatsEventLog(links.asking, on_duration=appends.took)
     _warn(config, orders)
     probe = _probe(links, coordinator)
@@ -299,7 +306,8 @@ async def _serve_until_stopped(
         if server is not None:
             work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
         work += _keep_logins(config, links, coordinator, api)
-        work += telling(config, coordinator, api)
+        work += exporters.start(api.condition)
+        coordinator.around.add_alarms(exporters.alarms)
         coordinator.around.add_alarms(lambda: unsaved_lines(coordinator.state))
         if config.nats_tls or config.api_tls:
             work.append(asyncio.create_task(certificates.run(), name="certificates"))

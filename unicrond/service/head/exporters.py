@@ -1,54 +1,63 @@
-"""Starts what exports events to the outside: notices (notifier.py), traces (tracing.py).
+"""Exports events to the outside: notices (notifier.py), traces (tracing.py).
 
-Where the configuration names no destination, nothing starts.
+Where the configuration names no destination, nothing is made and nothing starts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from unicrond.core.state.state import ClusterState
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.intake.config import Config
-from unicrond.service.api.api import Api
 from unicrond.service.api.redaction import mask_of
-from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.export.notifier import Notifier
-from unicrond.views.spans import Span
+from unicrond.views.spans import Span, Spans
+
+if TYPE_CHECKING:
+    from unicrond.service.export.tracing import Tracing  # needs an extra
 
 
-def telling(config: Config, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
-    """Start the exporters that the configuration asks for, and return their tasks. Raises MissingExtra."""
-    return _notices(config, coordinator, api) + _traces(config, coordinator)
+class Exporters:
+    """Exports what the configuration asks for, while this head leads. `views`: for the coordinator, which feeds them.
+    Raises MissingExtra."""
+
+    def __init__(self, config: Config, leads: Callable[[], bool]) -> None:
+        self._leads = leads
+        self._notifier: Notifier | None = None
+        if config.notify.to or config.notify.heartbeat_url:
+            self._notifier = Notifier(config.notify, leads, hide=_without_secrets)
+        self._tracing = _tracing(config.traces_url) if config.traces_url else None
+        notifiers = [self._notifier] if self._notifier is not None else []
+        self.views = HeadViews(*notifiers, spans=Spans(self._on_end))
+
+    def start(self, condition: Callable[[], Mapping[str, Any]]) -> list[asyncio.Task[None]]:
+        """Start to export, and return the tasks. `condition`: returns the body of /healthz."""
+        tasks: list[asyncio.Task[None]] = []
+        if self._notifier is not None:
+            tasks.append(asyncio.create_task(self._notifier.run(condition), name="notifier"))
+        if self._tracing is not None:
+            tasks.append(asyncio.create_task(self._tracing.run(), name="traces"))
+        return tasks
+
+    def alarms(self) -> list[str]:
+        """Return what does not reach the outside, a line each."""
+        return self._notifier.alarms() if self._notifier is not None else []
+
+    def _on_end(self, spans: Sequence[Span], state: ClusterState) -> None:
+        if self._tracing is not None and self._leads():
+            self._tracing.ended(spans, mask_of(state).text)
 
 
-def _notices(config: Config, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
-    if not config.notify.to and not config.notify.heartbeat_url:
-        return []
-    notifier = Notifier(
-        config.notify,
-        lambda: coordinator.state,
-        api.condition,
-        coordinator.live.is_set,
-        hide=lambda text: mask_of(coordinator.state).text(text),
-    )
-    coordinator.around.folded = notifier.folded
-    coordinator.around.add_alarms(notifier.alarms)
-    return [asyncio.create_task(notifier.run(), name="notifier")]
-
-
-def _traces(config: Config, coordinator: Coordinator) -> list[asyncio.Task[None]]:
-    if not config.traces_url:
-        return []
+def _tracing(url: str) -> Tracing:
     extras.require("traces_url", "otel")
     from unicrond.service.export.tracing import Tracing
 
-    tracing = Tracing(config.traces_url)
+    return Tracing(url)
 
-    def ended(spans: Sequence[Span]) -> None:
-        """Export the spans if this coordinator leads, without secrets."""
-        if coordinator.live.is_set():
-            tracing.ended(spans, mask_of(coordinator.state).text)
 
-    coordinator.bookkeeper.ended = ended
-    return [asyncio.create_task(tracing.run(), name="traces")]
+def _without_secrets(state: ClusterState, text: str) -> str:
+    return mask_of(state).text(text)

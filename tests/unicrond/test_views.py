@@ -1,0 +1,69 @@
+"""The runner of views: one step for each entry, and a view that raises harms nobody else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.unicrond.stories import trained
+from unicrond.core.state.state import ClusterState
+from unicrond.events.wire.envelope import Quarantined
+from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.views.view import Step, View, Views, steps
+
+
+class _Recorder(View):
+    """Keeps the numbers of the entries; raises at one of them."""
+
+    def __init__(self, bad_seq: int = 0) -> None:
+        self.seqs: list[int] = []
+        self._bad_seq = bad_seq
+
+    def begin(self) -> None:
+        self.seqs.clear()
+
+    def feed(self, step: Step) -> None:
+        if step.entry.seq == self._bad_seq:
+            raise KeyError("a bug")
+        self.seqs.append(step.entry.seq)
+
+
+def test_steps_hang_together_and_end_with_the_fold() -> None:
+    cluster = trained(2)
+    chain = list(steps(cluster.log))
+    assert chain[0].before == ClusterState() and chain[-1].after == cluster.state
+    assert all(step.after is after.before for step, after in pairwise(chain))
+    assert [step.event for step in chain] == [entry.envelope.event for entry in cluster.log]
+    assert Step(cluster.state, Quarantined(9, 0, "x", "not JSON", 0), cluster.state).event is None
+
+
+def test_a_view_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = trained(2)
+    broken, whole = _Recorder(bad_seq=3), _Recorder()
+    views = Views(broken)
+    views.add(whole)
+    for step in steps(cluster.log):
+        views.feed(step)
+    assert broken.seqs == [1, 2] and whole.seqs == [entry.seq for entry in cluster.log]
+    kind = type(cluster.log[2].envelope.event).__name__
+    assert views.alarms() == [f"the view _Recorder ends at entry 3 ({kind}); nothing else is concerned"]
+    assert caplog.text.count("restart the coordinator without its snapshot") == 1 and "a bug" in caplog.text
+    views.begin()
+    views.feed(next(steps(cluster.log)))
+    assert broken.seqs == whole.seqs == [1] and views.alarms() == []
+
+
+def test_a_head_says_that_there_is_no_goodput_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    views = HeadViews()
+    monkeypatch.setattr("unicrond.views.goodput_keeper.account_step", fail)
+    for step in steps(trained(2).log):
+        views.feed(step)
+    assert views.goodput.totals is None and [line.split(" ends")[0] for line in views.alarms()] == [
+        "the view GoodputKeeper"
+    ]
+    views.begin()
+    assert views.goodput.totals is not None
