@@ -16,7 +16,7 @@ from unicrond.replay.reading.source import read
 from unicrond.replay.views.report import when
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 
 async def goodput_command(options: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ async def goodput_command(options: argparse.Namespace) -> int:
                     if after is not None and not after.covers(entry):
                         since, after = reading(totals, state), None
                     before, state = state, fold(state, entry)
-                    totals = account_step(totals, Step(before, entry, state))
+                    totals = account_step(totals, LogStep(before, entry, state))
     require_reached(options.at, state.seq)
     if after is not None:  # it covers all that there is
         since = reading(totals, state)

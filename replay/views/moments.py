@@ -15,7 +15,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Entry
 from unicrond.views.goodput import GoodputTotals, account_step
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 #: Entries between two stored states.
 EVERY = 250
@@ -73,7 +73,7 @@ class Moments:
 
 def _after(moment: Moment, entry: Entry) -> Moment:
     state, policy = fold(moment.state, entry), moment.policy
-    totals = account_step(moment.totals, Step(moment.state, entry, state))
+    totals = account_step(moment.totals, LogStep(moment.state, entry, state))
     with suppress(ValueError):  # another version's policy; the one before is the nearest
         policy = policy_after(policy, entry)
     return Moment(state, totals, policy)

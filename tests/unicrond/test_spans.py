@@ -21,7 +21,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
-from unicrond.views.view import Step, steps
+from unicrond.views.view import LogStep, steps
 
 
 def spans_of(log: Iterable[Entry]) -> list[Span]:
@@ -100,7 +100,7 @@ def test_a_command_that_failed_says_why() -> None:
         view.feed(step)
     ended.clear()
     failed = v.CommandFailed(node=commands[0].node, command_id=commands[0].command_id, reason="no memory")
-    view.feed(Step(state, Recorded(9, state.now_us, _with(entry, failed)), state))
+    view.feed(LogStep(state, Recorded(9, state.now_us, _with(entry, failed)), state))
     (span,) = ended
     assert span.error == "no memory" and span.about["unicron.node"] == commands[0].node
 

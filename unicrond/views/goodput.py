@@ -37,7 +37,7 @@ from unicrond.core.worth.costs import plus, worth, worth_in_health
 from unicrond.core.worth.waf import linear_flops, worth_stays
 from unicrond.events import vocabulary as v
 from unicrond.views import lemons
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
 NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"
@@ -108,7 +108,7 @@ class GoodputTotals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     isolated_slots: int = 0
 
 
-def account_step(totals: GoodputTotals, step: Step) -> GoodputTotals:
+def account_step(totals: GoodputTotals, step: LogStep) -> GoodputTotals:
     """Return the totals after a step; the same object where it changes none."""
     before, _, after = step
     event = step.event

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 Rule: TypeAlias = Literal[
     "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "refused"
@@ -49,7 +49,7 @@ class Notice(NamedTuple):
     is_over: bool = False
 
 
-def step_notices(step: Step) -> list[Notice]:
+def step_notices(step: LogStep) -> list[Notice]:
     """Return the notices that a step gives rise to."""
     before, _, after = step
     event = step.event

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 
 from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
@@ -107,7 +107,7 @@ class Spans(View):
         #: By command id; starts by worker id as well.
         self._orders: dict[str, _PendingCommand] = {}
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Take the next step, and pass on the spans that have ended with it."""
         event = step.event
         spans = self._ended_with(step.before, step.after, event, step.entry.recorded_at_us) if event is not None else []
