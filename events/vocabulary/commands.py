@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unicrond.events.vocabulary.base import Command, Value
+from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import Name, Serial, SomeDuration, Text, WorkerId, Workers
 from unicrond.events.vocabulary.phrases import count
 from unicrond.events.vocabulary.services import StoreAddress
@@ -67,7 +68,7 @@ class StopWorker(Command, frozen=True, kw_only=True):
     task: Name
     worker: WorkerId
     reason: Text
-    kill: bool = False
+    kill: bool = always(False)
 
     def sentence(self) -> str:
         """See Event."""

@@ -37,9 +37,9 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
 
     term: FirstSerial
     version: Text
-    policy: dict[Name, Setting] = {}
-    severity: dict[ErrorKind, SeverityLevel] = {}
-    process: Text = ""
+    policy: dict[Name, Setting] = always({})
+    severity: dict[ErrorKind, SeverityLevel] = always({})
+    process: Text = always("")
     adopted_us: Micros = 0
 
     def sentence(self) -> str:
@@ -83,7 +83,7 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     reason: Text
     detection_flop: Work = always(0.0)
     transition_flop: Work = always(0.0)
-    sub_health_flops: Flops = 0
+    sub_health_flops: Flops = always(0)
     micro_batches_lost: Count = 0
 
     def sentence(self) -> str:

@@ -22,11 +22,11 @@ class Fault(Value, frozen=True, kw_only=True):
     """
 
     kind: FaultKind
-    worker: WorkerOrNone = ""
-    at_iteration: Iteration = 0
-    phase: FaultPhase = ""
+    worker: WorkerOrNone = always("")
+    at_iteration: Iteration = always(0)
+    phase: FaultPhase = always("")
     seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = always(0.0)
-    xid: Small = 0
+    xid: Small = always(0)
     excluded_from_blame: bool = False
 
     def on(self, node: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from unicrond.events.vocabulary.base import Observation, Value
+from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
     Boot,
     Count,
@@ -55,8 +56,8 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     store: StoreAddress
     agent_boot: Boot
     version: Text
-    workers: tuple[RunningWorker, ...] = ()
-    memory: MemoryService | None = None
+    workers: tuple[RunningWorker, ...] = always(())
+    memory: MemoryService | None = always(None)
     users: tuple[User, ...] = ()
     since_boot: Boot = 0
     gpu: Gpu = ""

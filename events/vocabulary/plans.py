@@ -76,12 +76,12 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     basis: Text
     trigger: Text
     reason: Text
-    healthy: dict[Name, Workers] = {}
-    waf_if_healthy: Flops = 0
+    healthy: dict[Name, Workers] = always({})
+    waf_if_healthy: Flops = always(0)
     transition_flop: Work = always(0.0)
     method: PlanMethod = always("fresh")
-    took_us: Duration = 0
-    rows_reused: Small = 0
+    took_us: Duration = always(0)
+    rows_reused: Small = always(0)
     healthy_gpus: dict[Name, Gpu] = {}
 
     def sentence(self) -> str:

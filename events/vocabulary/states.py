@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unicrond.events.vocabulary.base import Observation, WorkerObservation
+from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
     Count,
     Duration,
@@ -72,7 +73,7 @@ class SnapshotStored(Observation, frozen=True, kw_only=True):
     origin: Name
     size_bytes: Count
     duration_us: Duration
-    shards: Workers = 0
+    shards: Workers = always(0)
 
     def sentence(self) -> str:
         """See Event."""
@@ -106,10 +107,10 @@ class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     iteration: Iteration
     size_bytes: Count
     duration_us: Duration
-    tried: tuple[Text, ...] = ()
-    storage_iteration: Iteration = 0
-    saved_us: Micros = 0
-    resharded_from: Text = ""
+    tried: tuple[Text, ...] = always(())
+    storage_iteration: Iteration = always(0)
+    saved_us: Micros = always(0)
+    resharded_from: Text = always("")
 
     def sentence(self) -> str:
         """See Event."""

@@ -30,11 +30,11 @@ from unicrond.events.vocabulary.shape import Shape
 class ModelSpec(Value, frozen=True, kw_only=True):
     """A GPT in Megatron-core's terms."""
 
-    layers: Size = 2
-    hidden: Size = 64
-    heads: Size = 4
-    seq: Size = 64
-    vocab: Size = 256
+    layers: Size = always(2)
+    hidden: Size = always(64)
+    heads: Size = always(4)
+    seq: Size = always(64)
+    vocab: Size = always(256)
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = always(0.0)
     precision: Precision = "fp32"
 
@@ -47,11 +47,11 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 
     lr: LearningRate = always(1e-3)
     min_lr: Annotated[float, Meta(ge=0.0)] = always(0.0)
-    warmup_iterations: Iteration = 0
-    decay_iterations: FirstIteration | None = None
+    warmup_iterations: Iteration = always(0)
+    decay_iterations: FirstIteration | None = always(None)
     weight_decay: Annotated[float, Meta(ge=0.0)] = always(0.01)
     clip_grad: Annotated[float, Meta(ge=0.0)] = always(1.0)
-    distributed: bool = False
+    distributed: bool = always(False)
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):
@@ -59,10 +59,10 @@ class CheckpointSpec(Value, frozen=True, kw_only=True):
     rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
     """
 
-    dir: Text = ""
-    interval: Iteration | None = None
-    keep: Size = 2
-    memory_interval: Iteration | None = None
+    dir: Text = always("")
+    interval: Iteration | None = always(None)
+    keep: Size = always(2)
+    memory_interval: Iteration | None = always(None)
 
 
 #: A variable in a task's environment: the number of its lanes.
@@ -82,9 +82,9 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
     layouts of a task: as many as that has.
     """
 
-    tp: SomeWorkers = 1
-    pp: SomeWorkers = 1
-    throughput: dict[str, Flops] = {}
+    tp: SomeWorkers = always(1)
+    pp: SomeWorkers = always(1)
+    throughput: dict[str, Flops] = always({})
     micro_batch: Small = 0
     vpp: SomeWorkers = 1
     ep: SomeWorkers = 1
@@ -102,7 +102,7 @@ class GpuSpec(Value, frozen=True, kw_only=True):
     """
 
     gpu: Gpu
-    layouts: tuple[LayoutSpec, ...] = ()
+    layouts: tuple[LayoutSpec, ...] = always(())
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):
@@ -122,23 +122,23 @@ class TaskSpec(Value, frozen=True, kw_only=True):
 
     name: Name
     weight: Annotated[float, Meta(gt=0.0, le=1e6)] = always(1.0)
-    min_workers: SomeWorkers = 1
-    max_workers: SomeWorkers = 1
-    tp: SomeWorkers = 1
-    pp: SomeWorkers = 1
+    min_workers: SomeWorkers = always(1)
+    max_workers: SomeWorkers = always(1)
+    tp: SomeWorkers = always(1)
+    pp: SomeWorkers = always(1)
     entry: Text = always("gpt")
-    args: tuple[Text, ...] = ()
-    env: dict[str, Text] = {}
-    cwd: Text = ""
+    args: tuple[Text, ...] = always(())
+    env: dict[str, Text] = always({})
+    cwd: Text = always("")
     model: ModelSpec = always(ModelSpec())
     optimizer: OptimizerSpec = always(OptimizerSpec())
-    data: Text = ""
-    global_batch: Size = 8
-    micro_batch: Size = 1
-    iterations: FirstIteration = 100
+    data: Text = always("")
+    global_batch: Size = always(8)
+    micro_batch: Size = always(1)
+    iterations: FirstIteration = always(100)
     seed: Count = always(1234)
     checkpoint: CheckpointSpec = always(CheckpointSpec())
-    throughput: dict[str, Flops] = {}
+    throughput: dict[str, Flops] = always({})
     backend: Literal["auto", "gloo", "nccl"] = always("auto")
     #: "exact": no bit of a sum depends on the replicas or their number. "float": the sum follows the deal.
     accumulation: Literal["float", "exact"] = always("float")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unicrond.events.vocabulary.base import PlacedObservation, Value, WorkerObservation
+from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import (
     CorruptionSign,
     Count,
@@ -51,7 +52,7 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     loss: float
     duration_us: Duration
     micro_batches_by_rank: tuple[Small, ...]
-    redone: Small = 0
+    redone: Small = always(0)
     checksums: Checksums | None = None
 
     def sentence(self) -> str:

@@ -104,7 +104,7 @@ class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     exit_code: ExitCode | None
     signal: Signal | None
     expected: bool
-    log_tail: LongText = ""
+    log_tail: LongText = always("")
     cause: ExitCause = always("unknown")
     iteration: Iteration = 0
     computed: Small = 0
@@ -131,8 +131,8 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     iteration: Iteration
     phase: Phase
     message: Text
-    detail: LongText = ""
-    peer: WorkerOrNone = ""
+    detail: LongText = always("")
+    peer: WorkerOrNone = always("")
     lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
 
     def sentence(self) -> str:
