@@ -14,7 +14,7 @@ from unicrond.agents.host import host_resources as host
 from unicrond.agents.host import oom_kill_counts as kill_counts
 from unicrond.agents.host.container import Mount, cgroup_mounts, oom_counter, places
 from unicrond.agents.host.oom_kill_counts import KillCounts, cause
-from unicrond.agents.shell import cli
+from unicrond.agents.shell import cli, flag_values
 
 ROOT_MOUNT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
 #: Of a pod under containerd with cgroup v1: the kernel names the machine's path, the mount begins at the container.
@@ -221,9 +221,9 @@ def test_a_real_limit_counts_for_states_and_heartbeats(limited: Path) -> None:
 
 def test_slots_by_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--nats", "nats://h:1", "--node", "n1", "--run-dir", str(tmp_path), "--slots", "auto"]
-    monkeypatch.setattr(cli, "visible_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(flag_values, "visible_gpus", lambda: ["0", "1", "2"])
     assert cli.parse(words).slots == 3
-    monkeypatch.setattr(cli, "visible_gpus", list)
+    monkeypatch.setattr(flag_values, "visible_gpus", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(container, "cpu_limit", lambda: 2.5)
     assert cli.parse(words).slots == 2

@@ -105,7 +105,11 @@ async def test_one_that_waits_without_end_says_it_once(tmp_path: Path, caplog: p
         waiting = asyncio.create_task(connect(server.url, name="agent n1", login=Login(key=path), timeout_s=None))
         await asyncio.sleep(0.5)
         assert not waiting.done()
-        said = [one.getMessage() for one in caplog.records if one.name.startswith("events") and one.levelname != "INFO"]
+        said = [
+            one.getMessage()
+            for one in caplog.records
+            if one.name.startswith("unicrond.events") and one.levelname != "INFO"
+        ]
         assert said == ["the certificate of NATS has expired; on the head: unicrond tls-init --renew"]
         certified.serve()
         await server.renew()
