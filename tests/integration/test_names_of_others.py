@@ -46,9 +46,7 @@ def test_processes_of_an_agent_run_no_code_of_the_working_folder(project: Path, 
 def test_script_of_a_worker_imports_the_packages_beside_it(project: Path) -> None:
     (project / "train.py").write_text("from agents.policy import NAME\nprint(NAME)\n")
     lines = (
-        "from pathlib import Path",
         "from unicrond.agents.trainer.entry.worker import run_script",
-        "from unicrond.events.vocabulary import TaskSpec",
         "run_script('train.py', [])",
     )
     completed = run(project, sys.executable, "-P", "-c", "\n".join(lines))

@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,7 +97,7 @@ def _run(spec: TaskSpec) -> int:
 
             entry.main(spec)
         else:
-            _run_script(spec)
+            run_script(spec.entry, spec.args)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -107,11 +108,12 @@ def _run(spec: TaskSpec) -> int:
     return 0
 
 
-def _run_script(spec: TaskSpec) -> None:
-    script = Path(spec.entry)
+def run_script(entry: str, args: Sequence[str]) -> None:
+    """Run the program as `python SCRIPT ARGS` would: modules beside it can be imported. FileNotFoundError."""
+    script = Path(entry)
     if not script.is_file():
         raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path or set cwd")
-    sys.argv = [str(script), *spec.args]
+    sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
     runpy.run_path(str(script), run_name="__main__")
 
