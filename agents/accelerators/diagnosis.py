@@ -58,7 +58,7 @@ class GpuFinding:
     xid: int = 0
     warning: bool = False
     needs: RepairNeed = ""
-    foretells: bool = False
+    predicts_failure: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +108,9 @@ def _code(
         kind=kind,
         message=message,
         xid=event.code,
-        warning=kind is not None or not is_known(event.code) or row.foretells,
+        warning=kind is not None or not is_known(event.code) or row.predicts_failure,
         needs=needs if kind in _BROKEN else "",
-        foretells=kind is None and row.foretells,
+        predicts_failure=kind is None and row.predicts_failure,
     )
     return replace(history, codes={**history.codes, event.code: (now_s, workers)}), (finding,)
 
@@ -164,7 +164,7 @@ def _reading(
         findings += _growth(history, before, now, now_s)
     corrected, rise = _corrected(history.corrected, now, now_s)
     if rise:
-        findings.append(GpuFinding(kind=None, message=rise, warning=True, foretells=True))
+        findings.append(GpuFinding(kind=None, message=rise, warning=True, predicts_failure=True))
     throttled = {reason: history.throttled.get(reason, 0) + 1 for reason in now.throttles}
     news_s = dict(history.news_s)
     for topic, message in _news(before, now, throttled):

@@ -30,7 +30,7 @@ class Xid:
     advice: str
     kind: ErrorKind | None
     recurring: bool = False
-    foretells: bool = False
+    predicts_failure: bool = False
 
     @property
     def needs(self) -> RepairNeed:
@@ -54,7 +54,7 @@ XIDS: tuple[Xid, ...] = (
     Xid((48, 171, 172), "uncorrectable double-bit ECC error", "diagnose", "ecc_error"),
     Xid((63,), "row remapping recorded", "none", None),
     Xid((64,), "row remapping failed", "reset the GPU", "ecc_error"),
-    Xid((92,), "high rate of single-bit ECC errors", "none", None, foretells=True),
+    Xid((92,), "high rate of single-bit ECC errors", "none", None, predicts_failure=True),
     Xid((94,), "contained ECC error", "restart the program", "gpu_fault"),
     Xid((95,), "uncontained ECC error", "reboot the node", "ecc_error"),
     Xid((74, 144, 145, 146, 147, 148, 149, 150), "NVLink error", "diagnose the link", "nvlink_error"),

@@ -30,7 +30,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hello_wait_s: float = 2.0
     #: At most one StepCommitted of a task is reported in this time.
     commit_interval_s: float = 1.0
-    #: At most one StateKept of a shard is reported in this time: memory is written to much more often.
+    #: At most one SnapshotStored of a shard is reported in this time: memory is written to much more often.
     held_interval_s: float = 10.0
     #: Where this node's agent receives and serves training states; None: nowhere.
     memory: MemoryService | None = None

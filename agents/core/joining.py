@@ -156,13 +156,13 @@ def log_seen(transition: Transition, log: LogSeen) -> None:
     if is_another:
         forget_log(transition)
     if log.identity:
-        taken_us = max(transition.memory.log_taken_us, log.taken_us)
-        if (log.identity, log.last_seq, taken_us) != (
+        adopted_us = max(transition.memory.log_adopted_us, log.adopted_us)
+        if (log.identity, log.last_seq, adopted_us) != (
             transition.memory.log,
             transition.memory.log_seq,
-            transition.memory.log_taken_us,
+            transition.memory.log_adopted_us,
         ):
-            transition.remember(log=log.identity, log_seq=log.last_seq, log_taken_us=taken_us)
+            transition.remember(log=log.identity, log_seq=log.last_seq, log_adopted_us=adopted_us)
     transition.state = replace(transition.state, log_seen=True)
     if is_another and transition.state.phase == "up":
         join(transition)
@@ -173,12 +173,12 @@ def forget_log(transition: Transition) -> None:
     """Forget all that belongs to another log, and stop its workers."""
     memory = Remembered(
         since_boot=transition.memory.since_boot,
-        log_taken_us=transition.memory.log_taken_us,
+        log_adopted_us=transition.memory.log_adopted_us,
         workers={w: replace(record, foreign=True) for w, record in transition.memory.workers.items()},
         foreign_gone=tuple(transition.memory.ended_workers),
     )
     transition.state = replace(
-        transition.state, memory=memory, sums={}, summed={}, lead_tells={}, confirming=frozenset()
+        transition.state, memory=memory, sums={}, summed={}, leader_confirms={}, confirming=frozenset()
     )
     transition.state = replace(transition.state, holds=frozenset(), untold={})
     transition.actions += [ForgetLog(), TellForkServer(message=ReleaseMemory(task=""))]

@@ -10,7 +10,7 @@ Rules
 * A NATS server that came back with an empty store has lost the known log. An agent makes none; it waits, as it does
   before another log.
 * A person's order is in the log itself: `unicrond run --new-log` and `unicrond restore` put the time of the order into
-  CoordinatorStarted (`taken_us`), and so does every later coordinator. An order that is younger than the one that the
+  CoordinatorStarted (`adopted_us`), and so does every later coordinator. An order that is younger than the one that the
   agent remembers is carried out, whatever log it remembers; a log that only looks new has no such order.
 * An agent that starts on a node without workers and without states has nothing to lose: it takes the log that is there.
 """
@@ -43,4 +43,4 @@ def difference(memory: Remembered, log: LogSeen | None, read_seq: int = 0) -> st
 
 def is_taken(memory: Remembered, log: LogSeen) -> bool:
     """Return whether a person has adopted this log by name since the agent last heard of such an order."""
-    return log.taken_us > memory.log_taken_us
+    return log.adopted_us > memory.log_adopted_us

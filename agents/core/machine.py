@@ -26,8 +26,8 @@ Memberships
   to start the first one is acknowledged until an entry comes after the last one's end (shell.py). Their term is fenced
   as a command's is; they are not answered.
 * An incomplete one has no effect (events/vocabulary/placements.py); parts outlive the agent.
-* Where the leader confirms that a group has met (MembershipDecided.lead_tells), no other member that keeps its state is
-  reported.
+* Where the leader confirms that a group has met (MembershipDecided.leader_confirms), no other member that keeps its
+  state is reported.
 * A task's generation never goes back. The newest one is kept, and goes to every local worker of the task that is or
   ever was a member (leavers must hear that they leave), and to later connections too.
 

@@ -24,8 +24,8 @@ def decided(transition: Transition, event: MembershipDecided, term: int, warrant
     newest = transition.memory.memberships.get(event.task)
     if seats is None or (newest and event.generation <= newest.generation):
         return
-    generations = {**transition.state.lead_tells, event.task: event.generation if event.lead_tells else 0}
-    transition.state = replace(transition.state, lead_tells=newest_of(generations, MAX_TASKS))
+    generations = {**transition.state.leader_confirms, event.task: event.generation if event.leader_confirms else 0}
+    transition.state = replace(transition.state, leader_confirms=newest_of(generations, MAX_TASKS))
     _keep(transition, event, seats, warrant)
 
 
@@ -33,14 +33,14 @@ def to_report(transition: Transition, record: WorkerRecord, report: Regrouped) -
     """Return the report that a member is in its group as it is to be appended; None where the leader's stands for
     it."""
     membership = transition.memory.memberships.get(record.task)
-    if membership is None or not membership.generation == report.generation == transition.state.lead_tells.get(
+    if membership is None or not membership.generation == report.generation == transition.state.leader_confirms.get(
         record.task
     ):
-        return replace(report, others_dealt=0)
+        return replace(report, peers_assigned=0)
     if membership.members[0].worker == record.worker:
         return report
     keeps_state = report.source == "own" and record.worker not in membership.joiners
-    return None if keeps_state else replace(report, others_dealt=0)
+    return None if keeps_state else replace(report, peers_assigned=0)
 
 
 def _keep(transition: Transition, event: MembershipDecided, seats: tuple[SeatRun, ...], warrant: str) -> None:

@@ -35,7 +35,7 @@ from unicrond.agents.protocol.messages import (
     Regrouped,
     SaveError,
     SaveFinished,
-    StateLoaded,
+    StateLoadReport,
     StopRequest,
     StragglerCleared,
     StragglerReport,
@@ -50,17 +50,17 @@ from unicrond.events.vocabulary import (
     HangSuspected,
     Observation,
     SaveFailed,
-    StateTaken,
-    StopAsked,
+    StateLoaded,
+    StopRequested,
     StragglerObserved,
     StragglerRecovered,
     TaskCompleted,
     WorkerBusy,
     WorkerId,
-    WorkerParked,
+    WorkerJoinedGroup,
+    WorkerPaused,
     WorkerReady,
-    WorkerRegrouped,
-    WorkerWaits,
+    WorkerWaiting,
 )
 
 #: Shorter work is not reported.
@@ -70,23 +70,23 @@ BUSY_TOLD_AFTER_S = 1.0
 SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
 #: Reports that become an observation as they are: the event has the message's fields, and names the worker.
 Reported: TypeAlias = (
-    Regrouped | Parked | ErrorReport | Degraded | StragglerReport | StragglerCleared | Suspected | StateLoaded
+    Regrouped | Parked | ErrorReport | Degraded | StragglerReport | StragglerCleared | Suspected | StateLoadReport
     | SaveFinished | Completed | Busy | MembershipWait | StopRequest | SaveError
 )  # fmt: skip
 REPORTED: dict[type[Reported], type[Observation]] = {
-    Regrouped: WorkerRegrouped,
-    Parked: WorkerParked,
+    Regrouped: WorkerJoinedGroup,
+    Parked: WorkerPaused,
     ErrorReport: ErrorReported,
     Degraded: DegradationObserved,
     StragglerReport: StragglerObserved,
     StragglerCleared: StragglerRecovered,
     Suspected: CorruptionSuspected,
-    StateLoaded: StateTaken,
+    StateLoadReport: StateLoaded,
     SaveFinished: CheckpointSaved,
     Completed: TaskCompleted,
     Busy: WorkerBusy,
-    MembershipWait: WorkerWaits,
-    StopRequest: StopAsked,
+    MembershipWait: WorkerWaiting,
+    StopRequest: StopRequested,
     SaveError: SaveFailed,
 }
 
@@ -161,7 +161,7 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             pass_on(transition, record, message)
         case Degraded() | StragglerReport() | StragglerCleared() | Suspected():
             pass_on(transition, record, message)
-        case StateLoaded() | MembershipWait() | SaveError():
+        case StateLoadReport() | MembershipWait() | SaveError():
             pass_on(transition, record, message)
         case Busy():
             busy(transition, record, message)
@@ -252,6 +252,6 @@ def accelerator_saw(transition: Transition, saw: AcceleratorSaw) -> None:
             xid=saw.xid,
             message=saw.message[:MAX_TEXT],
             needs=saw.needs,
-            foretells=saw.foretells,
+            predicts_failure=saw.predicts_failure,
         )
     )

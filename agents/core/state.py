@@ -70,7 +70,7 @@ class WorkerRecord(_StateStruct, frozen=True, kw_only=True):
     member: bool = False
     #: The generation that it reported last.
     generation: int = 0
-    #: The newest generation and iteration that were reported as WorkerRegrouped and CheckpointSaved.
+    #: The newest generation and iteration that were reported as WorkerJoinedGroup and CheckpointSaved.
     regrouped: int = 0
     saved: int = 0
     completed: bool = False
@@ -117,7 +117,7 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
     #: The log that all this is about: its birth, its end at the last look, when a person adopted it (known_log.py).
     log: str = ""
     log_seq: int = 0
-    log_taken_us: int = 0
+    log_adopted_us: int = 0
     #: The highest (term, epoch) that a command came with.
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, WorkerRecord] = {}
@@ -176,9 +176,9 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
     sums: dict[Name, CommitSum] = {}
     #: Per task, the last commit that entered a sum.
     summed: dict[Name, Position] = {}
-    #: Task -> the newest generation, where its leader confirms for all (MembershipDecided.lead_tells). The next agent
-    #: need not know: its additional reports do no harm.
-    lead_tells: dict[Name, int] = {}
+    #: Task -> the newest generation, where its leader confirms for all (MembershipDecided.leader_confirms). The next
+    #: agent need not know: its additional reports do no harm.
+    leader_confirms: dict[Name, int] = {}
     #: Tasks whose commit timer runs.
     paced: frozenset[Name] = frozenset()
     #: "task/shard" of all that the node's memory is known to hold.
@@ -288,7 +288,7 @@ class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
     xid: int
     message: str
     needs: RepairNeed = ""
-    foretells: bool = False
+    predicts_failure: bool = False
 
 
 class MachineSaw(_StateStruct, frozen=True, kw_only=True):
@@ -300,12 +300,12 @@ class MachineSaw(_StateStruct, frozen=True, kw_only=True):
 
 class LogSeen(_StateStruct, frozen=True, kw_only=True):
     """The log can be reached. `identity`: its stream's birth, "" where that is unknown. `last_seq`: its end. `term`:
-    its newest, 0: unknown. `taken_us`: when a person last adopted a log by name, according to this log."""
+    its newest, 0: unknown. `adopted_us`: when a person last adopted a log by name, according to this log."""
 
     identity: str
     last_seq: int = 0
     term: int = 0
-    taken_us: int = 0
+    adopted_us: int = 0
 
 
 class Appended(_StateStruct, frozen=True, kw_only=True):

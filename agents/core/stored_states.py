@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from unicrond.agents.core.state import ArmTimer, CopyState, HeldState, PendingCommand, TellForkServer
 from unicrond.agents.core.transaction import Transition
 from unicrond.agents.protocol.messages import Captured, ReleaseMemory
-from unicrond.events.vocabulary import MemoryService, StateKept
+from unicrond.events.vocabulary import MemoryService, SnapshotStored
 
 #: A log that syncs each entry takes some 800 in a second.
 TELL_APART_S = 0.002
@@ -75,12 +75,12 @@ def _stagger_s(transition: Transition, task: str) -> float:
 
 
 def tell_held(transition: Transition, held_state: HeldState) -> None:
-    """Append StateKept; the next of the same shard waits `held_interval_s` seconds."""
+    """Append SnapshotStored; the next of the same shard waits `held_interval_s` seconds."""
     key = f"{held_state.task}/{held_state.shard}"
     transition.state = replace(transition.state, untold={**transition.state.untold, key: None})
     transition.actions.append(ArmTimer(name="held", key=key, after_s=transition.config.held_interval_s))
     transition.append(
-        StateKept(
+        SnapshotStored(
             node=transition.config.node,
             task=held_state.task,
             shard=held_state.shard,

@@ -85,12 +85,12 @@ class Ready(WireMessage, frozen=True, kw_only=True):
 
 
 class Regrouped(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.WorkerRegrouped."""
+    """See unicrond.events.vocabulary.WorkerJoinedGroup."""
 
     dealt: Count
     duration_us: Count
     source: StateSource
-    others_dealt: Count = 0
+    peers_assigned: Count = 0
 
 
 class Parked(GroupMessage, frozen=True, kw_only=True):
@@ -181,7 +181,7 @@ class MembershipWait(WireMessage, frozen=True, kw_only=True, tag="Waits"):
 
 
 class StopRequest(WireMessage, frozen=True, kw_only=True, tag="StopWanted"):
-    """See unicrond.events.vocabulary.StopAsked."""
+    """See unicrond.events.vocabulary.StopRequested."""
 
     iteration: Count
     reason: Text
@@ -219,8 +219,8 @@ class Captured(WireMessage, frozen=True, kw_only=True):
     duration_us: Count
 
 
-class StateLoaded(WireMessage, frozen=True, kw_only=True, tag="Taken"):
-    """See unicrond.events.vocabulary.StateTaken."""
+class StateLoadReport(WireMessage, frozen=True, kw_only=True, tag="Taken"):
+    """See unicrond.events.vocabulary.StateLoaded."""
 
     generation: Count
     source: StateSource
@@ -443,7 +443,7 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 FromWorker: TypeAlias = (
     Hello | Ready | Regrouped | Parked | Committed | ErrorReport | Degraded | StragglerReport | StragglerCleared
-    | Suspected | SaveFinished | SaveError | Captured | StateLoaded | Completed | Busy | MembershipWait | StopRequest
+    | Suspected | SaveFinished | SaveError | Captured | StateLoadReport | Completed | Busy | MembershipWait | StopRequest
     | Flight
 )  # fmt: skip
 ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight

@@ -521,7 +521,7 @@ class Agent(Shell):
                 xid=finding.xid,
                 message=finding.message,
                 needs=finding.needs,
-                foretells=finding.foretells,
+                predicts_failure=finding.predicts_failure,
             )
         )
 
@@ -641,12 +641,12 @@ class Agent(Shell):
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
-            kept_back, kept_back_us = self.outbox.backlog(time.monotonic())
+            outbox_backlog, outbox_backlog_us = self.outbox.backlog(time.monotonic())
             envelope = self.beat(
                 load_milli=host.load_milli(),
                 memory_free_bytes=host.memory_free_bytes(),
-                kept_back=kept_back,
-                kept_back_us=kept_back_us,
+                outbox_backlog=outbox_backlog,
+                outbox_backlog_us=outbox_backlog_us,
             )
             await beats.publish(envelope)
             due_s = max(due_s + self._options.heartbeat_s, loop.time())

@@ -169,7 +169,7 @@ class LogGuard:
                     identity=str(info["created"]),
                     last_seq=int(info["state"]["last_seq"]),
                     term=claim.term if claim else 0,
-                    taken_us=claim.taken_us if claim else 0,
+                    adopted_us=claim.adopted_us if claim else 0,
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _AGAIN_MAX_S)

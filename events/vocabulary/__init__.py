@@ -42,18 +42,18 @@ AnyRequest: TypeAlias = (
     | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (
-    NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
+    NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerJoinedGroup | WorkerPaused
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | SaveFailed | TaskCompleted
-    | HangSuspected | WorkerBusy | WorkerWaits | StopAsked
+    | HangSuspected | WorkerBusy | WorkerWaiting | StopRequested
     | DegradationObserved | StragglerObserved | StragglerRecovered
-    | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
+    | CorruptionSuspected | AcceleratorReported | SnapshotStored | StateLoaded
     | PeersRemembered | NodeChecked
     | CommandApplied | CommandFailed | AnyRequest | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (
-    CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainBegun
-    | RepairEnded | IncidentEscalated | DeadlinePassed | EntrySkipped | PlanAdopted | MembershipPart | MembershipDecided
+    CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
+    | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart | MembershipDecided
     | PeersDecided | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated

@@ -29,8 +29,8 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     `policy`: the numbers that its decisions depend on, so that they can be made again from the log alone.
     `severity`: error kinds whose severity the configuration sets; the fold looks here first.
     `process`: the claimant, as HOST:PID; without it two claims of one term at the same time would look like one.
-    `taken_us`: when a person last had a coordinator adopt whatever log there was, by that one's clock; 0: never. Agents
-    take another log than theirs for their own where it is younger than what they know.
+    `adopted_us`: when a person last had a coordinator adopt whatever log there was, by that one's clock; 0: never.
+    Agents take another log than theirs for their own where it is younger than what they know.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -40,7 +40,7 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     policy: dict[Name, Setting] = {}
     severity: dict[ErrorKind, SeverityLevel] = {}
     process: Text = ""
-    taken_us: Micros = 0
+    adopted_us: Micros = 0
 
     def sentence(self) -> str:
         """See Event."""
@@ -96,7 +96,7 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
         )
 
 
-class DeadlinePassed(Decision, frozen=True, kw_only=True):
+class DeadlineExpired(Decision, frozen=True, kw_only=True):
     """A deadline has passed by the coordinator's monotonic clock."""
 
     deadline_id: Text

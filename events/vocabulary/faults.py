@@ -27,7 +27,7 @@ class Fault(Value, frozen=True, kw_only=True):
     phase: FaultPhase = ""
     seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = always(0.0)
     xid: Small = 0
-    spared: bool = False
+    excluded_from_blame: bool = False
 
     def on(self, node: str) -> str:
         """Say what is ordered, where and when."""

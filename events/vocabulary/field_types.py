@@ -98,7 +98,7 @@ CorruptionSign: TypeAlias = Literal["loss", "gradient_norm", "checksum"]
 #: The response that an error kind asks for: 1 reconfigure, 2 restart the process, 3 reattempt in place.
 SeverityLevel: TypeAlias = Literal[1, 2, 3]
 #: How a plan was computed: looked up in the table, solved with rows of an earlier solution, solved from nothing.
-PlanWay: TypeAlias = Literal["table", "incremental", "fresh"]
+PlanMethod: TypeAlias = Literal["table", "incremental", "fresh"]
 #: A fault that a person may order. The last two concern a node, the others a worker; kill either.
 FaultKind: TypeAlias = Literal["kill", "stop", "exception", "nan", "slow", "hang", "exit", "oom", "xid", "drop_network"]
 #: What the owner of a machine wants of it.

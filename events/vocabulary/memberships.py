@@ -46,8 +46,8 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     to take the state from the nodes' memory, so that the lead need not write it to storage. `stop`: why training is to
     end at the next boundary (hook.stop); "": it is not.
 
-    `lead_tells`: the first member's WorkerRegrouped says that all have met. Agents report no other member that keeps
-    its state: of a large group that is one event instead of one per member. Joiners are reported as ever.
+    `leader_confirms`: the first member's WorkerJoinedGroup says that all have met. Agents report no other member that
+    keeps its state: of a large group that is one event instead of one per member. Joiners are reported as ever.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -64,7 +64,7 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     mtbf_us: Micros = 0
     handover: bool = False
     stop: Text = ""
-    lead_tells: bool = False
+    leader_confirms: bool = False
 
     def sentence(self) -> str:
         """See Event."""

@@ -71,7 +71,7 @@ class NodeIsolated(Decision, frozen=True, kw_only=True):
         return f"node {self.node} isolated{until}: {self.reason}"
 
 
-class DrainBegun(Decision, frozen=True, kw_only=True):
+class DrainStarted(Decision, frozen=True, kw_only=True):
     """The workers of a node that is to be empty by a time leave it now, before that time is near."""
 
     is_noteworthy: ClassVar[bool] = True

@@ -143,11 +143,11 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     xid: Small
     message: Text
     needs: RepairNeed = ""
-    foretells: bool = False
+    predicts_failure: bool = False
 
     def sentence(self) -> str:
         """See Event."""
-        what = f" reports {self.kind}" if self.kind else " foretells a failure" if self.foretells else ""
+        what = f" reports {self.kind}" if self.kind else " foretells a failure" if self.predicts_failure else ""
         who = f" (worker {self.worker})" if self.worker else ""
         return f"accelerator {self.accelerator} of {self.node}{who}{what}: {self.message}{_NEEDS[self.needs]}"
 
@@ -205,8 +205,8 @@ class CommandFailed(Observation, frozen=True, kw_only=True):
 class Heartbeat(Observation, frozen=True, kw_only=True):
     """An agent lives. It is on the heartbeat stream, not on the event stream.
 
-    `kept_back`: observations that the event log has not taken for a second or more; `kept_back_us`: the oldest's age.
-    `read_seq`: the last entry of its commands that this agent has handled; 0: none yet.
+    `outbox_backlog`: observations that the event log has not taken for a second or more; `outbox_backlog_us`: the
+    oldest's age. `read_seq`: the last entry of its commands that this agent has handled; 0: none yet.
     """
 
     node: Name
@@ -215,8 +215,8 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     workers: Workers
     load_milli: Count
     memory_free_bytes: Count
-    kept_back: Count = 0
-    kept_back_us: Micros = 0
+    outbox_backlog: Count = 0
+    outbox_backlog_us: Micros = 0
     read_seq: Count = 0
 
     def sentence(self) -> str:

@@ -17,7 +17,7 @@ from unicrond.events.vocabulary.field_types import (
     Gpu,
     Micros,
     Name,
-    PlanWay,
+    PlanMethod,
     Size,
     Small,
     SomeDuration,
@@ -62,7 +62,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     """The cluster has this plan from now on. `waf` = sum of the assignments' waf, FLOP/s.
 
     `basis`: digest of the nodes and tasks that the plan was made for; another basis asks for a new plan.
-    `healthy`, `healthy_waf`: workers per task, and their WAF, were every node that has not left healthy.
+    `healthy`, `waf_if_healthy`: workers per task, and their WAF, were every node that has not left healthy.
     `healthy_gpus`: the type of GPU that each of these would be on, where there are several.
     `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
     `way`, `took_us`, `rows_reused`: how the plan was computed; the plan does not depend on it.
@@ -77,9 +77,9 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     trigger: Text
     reason: Text
     healthy: dict[Name, Workers] = {}
-    healthy_waf: Flops = 0
+    waf_if_healthy: Flops = 0
     transition_flop: Work = always(0.0)
-    way: PlanWay = always("fresh")
+    method: PlanMethod = always("fresh")
     took_us: Duration = 0
     rows_reused: Small = 0
     healthy_gpus: dict[Name, Gpu] = {}
@@ -87,7 +87,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """See Event."""
         shares = ", ".join(f"{a.task} {count(a.workers, 'worker')}" for a in self.assignments) or "no task runs"
-        took = f", {self.way} in {self.took_us} us" if self.took_us else ""
+        took = f", {self.method} in {self.took_us} us" if self.took_us else ""
         return f"plan {self.epoch} ({self.trigger}{took}): {shares}; {self.reason}"
 
     def nodes_named(self) -> Iterator[str]:

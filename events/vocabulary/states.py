@@ -56,7 +56,7 @@ class SaveFailed(WorkerObservation, frozen=True, kw_only=True):
         return f"task {self.task} could not save {whose} of iteration {self.iteration}: {self.reason}"
 
 
-class StateKept(Observation, frozen=True, kw_only=True):
+class SnapshotStored(Observation, frozen=True, kw_only=True):
     """The node's memory holds shard `shard` of the task's state after `iteration`. It is reported now and then.
 
     `origin`: the node whose worker captured it; another one's is a copy. `duration_us`: for how long training stood
@@ -93,7 +93,7 @@ _SOURCES: dict[StateSource, str] = {
 }
 
 
-class StateTaken(WorkerObservation, frozen=True, kw_only=True):
+class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
 
     `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest

@@ -46,28 +46,29 @@ class WorkerReady(WorkerObservation, frozen=True, kw_only=True):
         return f"worker {self.worker} on {self.node} is ready for a membership"
 
 
-class WorkerRegrouped(PlacedObservation, frozen=True, kw_only=True):
+class WorkerJoinedGroup(PlacedObservation, frozen=True, kw_only=True):
     """The worker is a member of `generation`'s group and goes on at `iteration`, the next to commit.
 
-    `dealt`: micro-batches of lost replicas that were assigned to this worker in that iteration. `others_dealt`: those
-    that were assigned to the other members, reported by a leader that confirms for all (MembershipDecided.lead_tells).
-    `duration_us`: from receiving the membership to being in the group. `source`: where its state came from.
+    `dealt`: micro-batches of lost replicas that were assigned to this worker in that iteration. `peers_assigned`: those
+    that were assigned to the other members, reported by a leader that confirms for all
+    (MembershipDecided.leader_confirms). `duration_us`: from receiving the membership to being in the group. `source`:
+    where its state came from.
     """
 
     dealt: Small
     duration_us: Duration
     source: StateSource
-    others_dealt: Small = 0
+    peers_assigned: Small = 0
 
     def sentence(self) -> str:
         """See Event."""
-        shares = [(self.dealt, "it"), (self.others_dealt, "the others")]
+        shares = [(self.dealt, "it"), (self.peers_assigned, "the others")]
         dealt = [f", {count(n, 'micro-batch', 'micro-batches')} assigned to {whom}" for n, whom in shares if n]
         where = f"generation {self.generation} at iteration {self.iteration} after {seconds(self.duration_us)}"
         return f"worker {self.worker} is in {where}, state from {self.source}{''.join(dealt)}"
 
 
-class WorkerParked(PlacedObservation, frozen=True, kw_only=True):
+class WorkerPaused(PlacedObservation, frozen=True, kw_only=True):
     """The worker left its group at an iteration boundary for a membership without it, and waits to be ended.
 
     `iteration`: the last one that it committed.
@@ -160,7 +161,7 @@ class WorkerBusy(WorkerObservation, frozen=True, kw_only=True):
         return f"{where} is busy with {self.what}, for at most {seconds(self.at_most_us)}"
 
 
-class WorkerWaits(WorkerObservation, frozen=True, kw_only=True):
+class WorkerWaiting(WorkerObservation, frozen=True, kw_only=True):
     """The worker has answered to the membership of `generation`, and has waited for a while for the others."""
 
     generation: Serial
@@ -170,7 +171,7 @@ class WorkerWaits(WorkerObservation, frozen=True, kw_only=True):
         return f"worker {self.worker} on {self.node} waits for the others of generation {self.generation}"
 
 
-class StopAsked(WorkerObservation, frozen=True, kw_only=True):
+class StopRequested(WorkerObservation, frozen=True, kw_only=True):
     """The program wants its training to end before the last iteration (hook.stop), and says why.
 
     `left`: it has left the training loop after `iteration`, which it has committed; its state is saved.

@@ -14,7 +14,7 @@ from unicrond.replay.reading.progress import show
 from unicrond.replay.views.report import when
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 
 class _Interval(View):
@@ -24,7 +24,7 @@ class _Interval(View):
         self.totals, self.since = GoodputTotals(), EMPTY_READING
         self._after = after
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Add the next step."""
         if self._after is not None and not self._after.covers(step.entry):
             self.since, self._after = reading(self.totals, step.before), None

@@ -14,7 +14,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Entry
 from unicrond.views.goodput import GoodputTotals, account_step
-from unicrond.views.view import Step, View, steps
+from unicrond.views.view import LogStep, View, steps
 
 #: Entries between two stored states.
 EVERY = 250
@@ -41,7 +41,7 @@ class Moments(View):
         self._last = _FIRST
         self._cursor = (0, _FIRST)
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Add the next step."""
         self._last = _moment(self._last, step)
         self.entries.append(step.entry)
@@ -70,7 +70,7 @@ class Moments(View):
         return moment
 
 
-def _moment(before: Moment, step: Step) -> Moment:
+def _moment(before: Moment, step: LogStep) -> Moment:
     """Return the moment after the step, which follows the moment before it."""
     policy = before.policy
     with suppress(ValueError):  # another version's policy; the one before is the nearest

@@ -23,7 +23,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
 from unicrond.events.vocabulary.times import EPOCH, format_time
 from unicrond.events.wire.envelope import Recorded
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 KINDS = ("node", "task", "incident", "plan")
 
@@ -62,7 +62,7 @@ class Index(View):
     #: Epoch -> the sequence number of its PlanAdopted.
     plans: dict[int, int] = field(default_factory=dict)
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Add the next step."""
         before, entry, self.state = step
         if self.state.plan.epoch != before.plan.epoch:
@@ -70,7 +70,7 @@ class Index(View):
         if self.state.incidents is not before.incidents:
             self._follow_incidents(step)
 
-    def _follow_incidents(self, step: Step) -> None:
+    def _follow_incidents(self, step: LogStep) -> None:
         before, entry, _ = step
         now = self.state.incidents
         ended = [name for name in before.incidents if name not in now]
@@ -137,7 +137,7 @@ class Story(View):
         life = index.incidents.get(subject.name) if subject.kind == "incident" else None
         self._life = life
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Add the next step."""
         before, entry, after = step
         if not isinstance(entry, Recorded):
@@ -198,7 +198,7 @@ class Story(View):
             return event.epoch == epoch
         return isinstance(
             event,
-            v.MembershipDecided | v.WorkerReady | v.WorkerParked | v.WorkerRegrouped | v.TransitionCompleted
+            v.MembershipDecided | v.WorkerReady | v.WorkerPaused | v.WorkerJoinedGroup | v.TransitionCompleted
             | v.WorkerExited | v.CommandFailed,
         )  # fmt: skip
 
@@ -209,7 +209,7 @@ class Story(View):
         event, incident = entry.envelope.event, life.incident
         if isinstance(event, v.TransitionCompleted):
             return event.incident == incident.id
-        if isinstance(event, v.DeadlinePassed):
+        if isinstance(event, v.DeadlineExpired):
             subject = event.deadline_id.partition(":")[2]
             return any(word in subject for word in (*life.names, *incident.tasks, incident.node) if word)
         if isinstance(event, v.PlanAdopted | v.CoordinatorStarted):

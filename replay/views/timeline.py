@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.worth.waf import linear_flops, waf
 from unicrond.events import vocabulary as v
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 #: The condition of a node that runs no task; that of a node which does is the names of its tasks.
 NODE_IDLE, NODE_LOST, NODE_LEFT, NODE_ISOLATED = "idle", "lost", "left", "isolated"
@@ -54,7 +54,7 @@ class Timeline(View):
     waf: list[WafPoint] = field(default_factory=list)
     state: ClusterState = field(default_factory=ClusterState)
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Add the next step."""
         before, _, self.state = step
         self.start_us = self.start_us or self.state.now_us

@@ -40,14 +40,14 @@ from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.events.wire.schemas import spoken_schema, told_version
 from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
-OBSERVED = (v.DeadlinePassed, v.NodeLost, v.NodeReturned, v.RepairEnded)
+OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {
     field: value
-    for field, value in {"way": "fresh", "took_us": 0, "rows_reused": 0}.items()
+    for field, value in {"method": "fresh", "took_us": 0, "rows_reused": 0}.items()
     if field in v.PlanAdopted.__struct_fields__
 }
 
@@ -128,7 +128,7 @@ class Verifier(View):
         self._beats = BeatCheck(beats)
         self._keep_state()
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Verify the next step."""
         before, entry, after = step
         self.findings.entries += 1
@@ -244,11 +244,11 @@ class Verifier(View):
     def _verify_observed(
         self,
         entry: Recorded,
-        event: v.DeadlinePassed | v.NodeLost | v.NodeReturned | v.RepairEnded,
+        event: v.DeadlineExpired | v.NodeLost | v.NodeReturned | v.RepairEnded,
         open_deadlines: set[str],
     ) -> None:
         based_on = entry.envelope.based_on
-        if isinstance(event, v.DeadlinePassed):
+        if isinstance(event, v.DeadlineExpired):
             if event.deadline_id not in open_deadlines:
                 raise Divergence(
                     entry.seq,

@@ -118,7 +118,7 @@ def decision(
     *,
     joiners: list[str] | None = None,
     parts: int = 0,
-    lead_tells: bool = False,
+    leader_confirms: bool = False,
 ) -> MembershipDecided:
     """A membership, with this node's workers as its members."""
     return MembershipDecided(
@@ -131,7 +131,7 @@ def decision(
         mtbf_us=9,
         handover=True,
         stop="enough",
-        lead_tells=lead_tells,
+        leader_confirms=leader_confirms,
         urgent=True,
         store=STORE,
         incident="",

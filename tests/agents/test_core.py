@@ -59,9 +59,9 @@ from unicrond.events.vocabulary import (
     TaskSpec,
     WorkerBusy,
     WorkerExited,
-    WorkerParked,
+    WorkerJoinedGroup,
+    WorkerPaused,
     WorkerReady,
-    WorkerRegrouped,
     WorkerStarted,
 )
 from unicrond.events.vocabulary.placements import members_of
@@ -429,7 +429,7 @@ def test_facts_of_workers_become_events(node: Node) -> None:
     node.say("a.1", trouble("connection_broken"))
     node.say("a.1", Parked(generation=2, iteration=5))
     node.say("a.1", Completed(iteration=9, loss=0.5, params_digest="x"))
-    for kind in (WorkerReady, WorkerRegrouped, CheckpointSaved, ErrorReported, WorkerParked, TaskCompleted):
+    for kind in (WorkerReady, WorkerJoinedGroup, CheckpointSaved, ErrorReported, WorkerPaused, TaskCompleted):
         assert len(node.of(kind)) == 1, kind
 
 

@@ -56,8 +56,8 @@ from unicrond.events.vocabulary import (
     StoreAddress,
     TaskSpec,
     WorkerExited,
+    WorkerJoinedGroup,
     WorkerReady,
-    WorkerRegrouped,
     WorkerStarted,
 )
 from unicrond.events.vocabulary.placements import runs_of
@@ -198,7 +198,7 @@ class Coordinator:
         await self.start(worker)
         await self.until(WorkerReady, worker=worker)
         await self.membership(generation, worker)
-        await self.until(WorkerRegrouped, worker=worker)
+        await self.until(WorkerJoinedGroup, worker=worker)
         await self.until(StepCommitted, worker=worker)
 
 
@@ -226,7 +226,7 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
     await coordinator.until(CommandApplied, command_id=order)
     await coordinator.until(WorkerReady)
     await coordinator.membership(1, "a.1")
-    await coordinator.until(WorkerRegrouped)
+    await coordinator.until(WorkerJoinedGroup)
     first = await coordinator.until(StepCommitted)
     second = await coordinator.until(StepCommitted)
     assert (first.first, first.last, second.first) == (1, 1, 2)
@@ -338,7 +338,7 @@ async def test_memberships_are_read_in_the_log(
     assert await follows() == {"a"}
     await coordinator.say(decision("b", 9, ["b.1"]))
     await coordinator.say(decision("a", 1, ["a.1"]))
-    await coordinator.until(WorkerRegrouped, worker="a.1", generation=1)
+    await coordinator.until(WorkerJoinedGroup, worker="a.1", generation=1)
     await coordinator.until(StepCommitted, generation=1)
 
     agent.process.terminate()
@@ -347,7 +347,7 @@ async def test_memberships_are_read_in_the_log(
     agent.start()
     await coordinator.until(NodeJoined)
     await coordinator.say(decision("a", 2, [], parts=1))
-    await coordinator.until(WorkerRegrouped, worker="a.1", generation=2)
+    await coordinator.until(WorkerJoinedGroup, worker="a.1", generation=2)
 
     await coordinator.stop("a.1")
     await coordinator.until(WorkerExited, worker="a.1")

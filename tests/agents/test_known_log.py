@@ -28,7 +28,7 @@ from unicrond.events.wire.schemas import SCHEMA, told_version
 
 __all__ = ["agent", "coordinator"]  # fixtures
 
-KNOWN = Remembered(log="first", log_seq=40, log_taken_us=7, fence=(3, 1))
+KNOWN = Remembered(log="first", log_seq=40, log_adopted_us=7, fence=(3, 1))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_what_makes_it_another(seen: LogSeen | None, read_seq: int, words: str) 
 
 
 def test_only_an_order_that_is_younger_counts() -> None:
-    assert not is_taken(KNOWN, LogSeen(identity="second", taken_us=7)), "one that was obeyed already"
-    assert is_taken(KNOWN, LogSeen(identity="second", taken_us=8))
+    assert not is_taken(KNOWN, LogSeen(identity="second", adopted_us=7)), "one that was obeyed already"
+    assert is_taken(KNOWN, LogSeen(identity="second", adopted_us=8))
 
 
-@pytest.mark.parametrize("seen", [LogSeen(identity="second", taken_us=5), LogSeen(identity="first", taken_us=5)])
+@pytest.mark.parametrize("seen", [LogSeen(identity="second", adopted_us=5), LogSeen(identity="first", adopted_us=5)])
 def test_the_node_joins_a_log_anew_that_a_person_has_taken(seen: LogSeen) -> None:
     node = Node()
     node.boot()
@@ -69,14 +69,14 @@ def test_the_node_joins_a_log_anew_that_a_person_has_taken(seen: LogSeen) -> Non
     node.say("a.1", committed(9, 4))
     assert node.of(StepCommitted) == []
     memory = node.state.memory
-    assert (memory.log, memory.log_seq, memory.log_taken_us, memory.fence) == (seen.identity, 0, 5, (0, 0))
+    assert (memory.log, memory.log_seq, memory.log_adopted_us, memory.fence) == (seen.identity, 0, 5, (0, 0))
     node.appended.clear()
     node.feed(seen)
     assert node.appended == []
 
 
-async def _claim(log: NatsEventLog, term: int, taken_us: int) -> None:
-    event = CoordinatorStarted(term=term, version=told_version("test", SCHEMA), taken_us=taken_us)
+async def _claim(log: NatsEventLog, term: int, adopted_us: int) -> None:
+    event = CoordinatorStarted(term=term, version=told_version("test", SCHEMA), adopted_us=adopted_us)
     await log.claim_term(
         Envelope(producer="coordinator", boot=term, number=1, term=term, observed_at_us=1, event=event)
     )

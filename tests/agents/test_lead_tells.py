@@ -1,4 +1,4 @@
-"""Where the lead tells that its group has met (MembershipDecided.lead_tells), the others are not reported."""
+"""Where the lead tells that its group has met (MembershipDecided.leader_confirms), the others are not reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.agents.node import CONFIG, Node, committed, decision, start
 from unicrond.agents.protocol.messages import Regrouped
-from unicrond.events.vocabulary import StateSource, StepCommitted, WorkerRegrouped
+from unicrond.events.vocabulary import StateSource, StepCommitted, WorkerJoinedGroup
 
 SLOTS = 4
 
@@ -27,23 +27,23 @@ def regroup(node: Node, worker: str, generation: int = 1, *, source: StateSource
     node.say(
         worker,
         Regrouped(
-            generation=generation, iteration=7, dealt=1, duration_us=9, source=source, others_dealt=others
+            generation=generation, iteration=7, dealt=1, duration_us=9, source=source, peers_assigned=others
         ),
     )  # fmt: skip
 
 
 def told(node: Node) -> list[tuple[str, int, int]]:
-    return [(event.worker, event.generation, event.others_dealt) for event in node.of(WorkerRegrouped)]
+    return [(event.worker, event.generation, event.peers_assigned) for event in node.of(WorkerJoinedGroup)]
 
 
 def test_the_lead_is_reported_with_all_that_it_says(node: Node) -> None:
-    node.tell(decision("a", 1, ["a.1", "a.2", "a.9"], lead_tells=True))
+    node.tell(decision("a", 1, ["a.1", "a.2", "a.9"], leader_confirms=True))
     regroup(node, "a.1", others=5)
     assert told(node) == [("a.1", 1, 5)]
 
 
 def test_another_member_that_keeps_its_state_is_not(node: Node) -> None:
-    node.tell(decision("a", 1, ["a.9", "a.1", "a.2"], lead_tells=True))
+    node.tell(decision("a", 1, ["a.9", "a.1", "a.2"], leader_confirms=True))
     regroup(node, "a.1", others=5)
     regroup(node, "a.2")
     assert not told(node)
@@ -51,7 +51,7 @@ def test_another_member_that_keeps_its_state_is_not(node: Node) -> None:
 
 
 def test_who_joins_or_took_a_state_is(node: Node) -> None:
-    node.tell(decision("a", 1, ["a.9", "a.1", "a.2", "a.3"], joiners=["a.1"], lead_tells=True))
+    node.tell(decision("a", 1, ["a.9", "a.1", "a.2", "a.3"], joiners=["a.1"], leader_confirms=True))
     regroup(node, "a.1", source="replica", others=5)
     regroup(node, "a.2", source="checkpoint")
     regroup(node, "a.3")
@@ -67,17 +67,17 @@ def test_each_is_where_the_lead_does_not_tell(node: Node) -> None:
 
 
 def test_the_word_holds_for_one_generation(node: Node) -> None:
-    node.tell(decision("a", 1, ["a.9", "a.1"], lead_tells=True))
+    node.tell(decision("a", 1, ["a.9", "a.1"], leader_confirms=True))
     node.tell(decision("a", 2, ["a.9", "a.1", "a.2"]))
     regroup(node, "a.1", 2)
-    node.tell(decision("a", 3, ["a.9", "a.1", "a.2"], lead_tells=True))
+    node.tell(decision("a", 3, ["a.9", "a.1", "a.2"], leader_confirms=True))
     regroup(node, "a.2", 2)
     regroup(node, "a.1", 3)
     assert told(node) == [("a.1", 2, 0), ("a.2", 2, 0)]
 
 
 def test_an_agent_that_does_not_know_reports_more_not_less(node: Node) -> None:
-    node.tell(decision("a", 1, ["a.9", "a.1"], lead_tells=True))
+    node.tell(decision("a", 1, ["a.9", "a.1"], leader_confirms=True))
     node.restart_agent()
     node.boot()
     node.hello("a.1")
@@ -92,6 +92,6 @@ def test_what_is_not_reported_closes_a_sum_as_well(node: Node) -> None:
     for iteration in (1, 2):
         node.say("a.1", committed(1, iteration))
     before = len(node.of(StepCommitted))
-    node.tell(decision("a", 2, ["a.1", "a.2"], lead_tells=True))
+    node.tell(decision("a", 2, ["a.1", "a.2"], leader_confirms=True))
     regroup(node, "a.2", 2)
     assert len(node.of(StepCommitted)) == before + 1

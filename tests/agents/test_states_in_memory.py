@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.agents.node import NODE, Node, membership, start
 from unicrond.agents.core.state import ArmTimer, CopyState, HeldState, StateHeld, TellForkServer
 from unicrond.agents.core.stored_states import TELL_APART_S
-from unicrond.agents.protocol.messages import Captured, ReleaseMemory, StateLoaded
+from unicrond.agents.protocol.messages import Captured, ReleaseMemory, StateLoadReport
 from unicrond.events.vocabulary import (
     DropState,
     Member,
@@ -15,8 +15,8 @@ from unicrond.events.vocabulary import (
     NodeJoined,
     PeersDecided,
     PeersRemembered,
-    StateKept,
-    StateTaken,
+    SnapshotStored,
+    StateLoaded,
 )
 from unicrond.events.vocabulary.placements import runs_of
 
@@ -47,14 +47,14 @@ def test_every_capture_is_copied_and_told_now_and_then() -> None:
     for iteration in (1, 2, 3):
         actions = node.say("a.1", capture(iteration))
         assert CopyState(task="a", shard=0, peers=(service("n2"),)) in actions
-    assert [event.iteration for event in node.of(StateKept)] == [1]
-    assert node.of(StateKept)[0].origin == NODE
+    assert [event.iteration for event in node.of(SnapshotStored)] == [1]
+    assert node.of(SnapshotStored)[0].origin == NODE
     node.fire("held", "a/0")
-    assert [event.iteration for event in node.of(StateKept)] == [1, 3]
+    assert [event.iteration for event in node.of(SnapshotStored)] == [1, 3]
     node.fire("held", "a/0")
     assert ("held", "a/0") not in node.timers, "nothing new: nothing is told, no timer runs"
     node.say("a.1", capture(4))
-    assert [event.iteration for event in node.of(StateKept)] == [1, 3, 4]
+    assert [event.iteration for event in node.of(SnapshotStored)] == [1, 3, 4]
 
 
 def test_nowhere_to_copy_to() -> None:
@@ -70,7 +70,7 @@ def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
     held = HeldState(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1)
     actions = node.feed(StateHeld(held_state=held))
     assert not any(isinstance(action, CopyState) for action in actions)
-    assert (node.of(StateKept)[0].task, node.of(StateKept)[0].origin) == ("b", "n3")
+    assert (node.of(SnapshotStored)[0].task, node.of(SnapshotStored)[0].origin) == ("b", "n3")
 
 
 def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
@@ -82,7 +82,7 @@ def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     )
     assert not node.appended
     node.boot()
-    assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "StateKept"]
+    assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "SnapshotStored"]
 
 
 def test_a_new_agent_says_where_copies_go_as_its_predecessor_wrote_it_down() -> None:
@@ -113,9 +113,9 @@ def test_the_nodes_of_a_task_tell_one_after_the_other() -> None:
     armed = [action for action in node.say("a.1", capture(1)) if isinstance(action, ArmTimer)]
     assert [(timer.name, timer.after_s) for timer in armed] == [("held", 3 * TELL_APART_S)]
     node.say("a.1", capture(2))
-    assert not node.of(StateKept)
+    assert not node.of(SnapshotStored)
     node.fire("held", "a/0")
-    assert [event.iteration for event in node.of(StateKept)] == [2], "the newest, when it is the node's turn"
+    assert [event.iteration for event in node.of(SnapshotStored)] == [2], "the newest, when it is the node's turn"
 
 
 def test_dropped_on_command() -> None:
@@ -125,14 +125,14 @@ def test_dropped_on_command() -> None:
     assert TellForkServer(message=ReleaseMemory(task="a")) in node.command(drop)
     assert node.answers("1.1.n1.10") == [""]
     node.fire("held", "a/0")
-    assert len(node.of(StateKept)) == 1
+    assert len(node.of(SnapshotStored)) == 1
 
 
 def test_where_a_worker_took_its_state_from() -> None:
     node = trained()
     node.say(
         "a.1",
-        StateLoaded(
+        StateLoadReport(
             generation=1,
             source="peer",
             iteration=9,
@@ -144,6 +144,6 @@ def test_where_a_worker_took_its_state_from() -> None:
             resharded_from="tp 2, pp 1",
         ),
     )
-    (told,) = node.of(StateTaken)
+    (told,) = node.of(StateLoaded)
     assert (told.worker, told.source, told.iteration, told.saved_us) == ("a.1", "peer", 9, 50)
     assert (told.tried, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")

@@ -108,7 +108,7 @@ class Cluster:
         self.say(node, v.WorkerReady(node=node, task=spec.name, worker=member.worker))
 
     def regrouped(self, task: str, member: Any, generation: int) -> Any:
-        return self.v.WorkerRegrouped(
+        return self.v.WorkerJoinedGroup(
             node=member.node, task=task, worker=member.worker, generation=generation, iteration=1, dealt=0,
             duration_us=1, source="own",
         )  # fmt: skip
@@ -202,14 +202,14 @@ def fold_times(rounds: Rounds) -> dict[str, float]:
 
     return {
         "fold StepCommitted": rounds.folds(rounds.step),
-        "fold WorkerRegrouped": rounds.of_member(lambda t, m: cluster.regrouped(t, m, 1)),
+        "fold WorkerJoinedGroup": rounds.of_member(lambda t, m: cluster.regrouped(t, m, 1)),
         "fold WorkerStarted": rounds.of_member(
             lambda t, m: v.WorkerStarted(node=m.node, task=t, worker=m.worker, pid=7)
         ),
         "fold CommandApplied": rounds.of_member(
             lambda _, m: v.CommandApplied(node=m.node, command_id=f"1.1.{m.node}.99")
         ),
-        "fold StateKept": rounds.of_member(lambda t, m: v.StateKept(node=m.node, task=t, **kept)),
+        "fold SnapshotStored": rounds.of_member(lambda t, m: v.SnapshotStored(node=m.node, task=t, **kept)),
         "fold WorkerExited": rounds.of_member(
             lambda t, m: v.WorkerExited(node=m.node, task=t, worker=m.worker, exit_code=None, signal=9, expected=False)
         ),
@@ -371,13 +371,13 @@ class Fault:
         taken = {"iteration": 6, "size_bytes": 10**10, "duration_us": 10**6, "storage_iteration": 5, "saved_us": 10**7}
         for member in membership.members:
             joins = member.worker in membership.joiners
-            regrouped = v.WorkerRegrouped(
+            regrouped = v.WorkerJoinedGroup(
                 node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7, dealt=0,
                 duration_us=10**5, source="replica" if joins else "own",
             )  # fmt: skip
             if joins:
                 place = {"node": member.node, "task": task, "worker": member.worker, "generation": self.generation}
-                self.say(member.node, v.StateTaken(**place, source="replica", **taken))
+                self.say(member.node, v.StateLoaded(**place, source="replica", **taken))
             if member is membership.members[0] or member.worker not in spoken_for:
                 self.say(member.node, regrouped)
         if membership.joiners:

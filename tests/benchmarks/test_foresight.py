@@ -157,5 +157,5 @@ def test_the_failure_path(benchmark: Any, size: tuple[int, int]) -> None:
 
     plan, healthy = benchmark(path)
     kernel.use("numpy")
-    assert plan is not None and plan.way == "table" and healthy is not None
+    assert plan is not None and plan.method == "table" and healthy is not None
     benchmark.extra_info["look_up_us"] = min(foresight.look_up(plan.solution.problem).took_us for _ in range(20))

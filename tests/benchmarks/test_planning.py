@@ -60,7 +60,7 @@ def test_answer(benchmark: Any, situation: Situation) -> None:
     planner = Planner()
     planner.refresh(situation)
     problem = situation.after(NodeLoss("node0003"))
-    assert benchmark(planner.answer, problem).way == "table"
+    assert benchmark(planner.answer, problem).method == "table"
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="one plan, from nothing")

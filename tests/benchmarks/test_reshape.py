@@ -23,11 +23,11 @@ from unicrond.local.dev import DevCluster, small_cluster
 #: Stage -> the event that ends it, the last of its kind; of orders the first.
 STAGES = {
     "asked -> all are told to leave": "MembershipDecided",
-    "-> the state is in memory, all parked": "WorkerParked",
+    "-> the state is in memory, all parked": "WorkerPaused",
     "-> all have ended": "TaskReshaped",
     "-> planned, and others ordered": "StartWorker",
     "-> their models are built": "WorkerReady",
-    "-> they have the state, and train": "WorkerRegrouped",
+    "-> they have the state, and train": "WorkerJoinedGroup",
 }
 FIRST = ("MembershipDecided", "StartWorker")
 
@@ -45,7 +45,7 @@ async def one_reshape(cluster: DevCluster, tp: int) -> dict[str, float]:
         seen[kind] = min(at_us, seen.get(kind, at_us)) if kind in FIRST else at_us
     times = [seen["ReshapeRequested"], *(seen[kind] for kind in STAGES.values())]
     spent = {stage: (after - start) / 1e3 for stage, start, after in zip(STAGES, times, times[1:], strict=False)}
-    still = (seen["WorkerRegrouped"] - seen["WorkerParked"]) / 1e3
+    still = (seen["WorkerJoinedGroup"] - seen["WorkerPaused"]) / 1e3
     return {**spent, "together": (times[-1] - times[0]) / 1e3, "of which nobody trains": still}
 
 

@@ -37,7 +37,7 @@ STAGES = {
     "-> its process is forked": "WorkerStarted",
     "-> its model is built": "WorkerReady",
     "-> its membership is decided": "MembershipDecided",
-    "-> it has state, and trains": "WorkerRegrouped",
+    "-> it has state, and trains": "WorkerJoinedGroup",
 }
 
 

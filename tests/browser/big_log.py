@@ -52,7 +52,7 @@ class BigCluster(Cluster):
             assignments=shares,
             waf=waf,
             healthy={share.task: share.workers for share in shares},
-            healthy_waf=waf,
+            waf_if_healthy=waf,
             trigger=f"{len(shares)} tasks launched",
             reason=f"{workers} of {workers} workers in use",
             took_us=840_000,

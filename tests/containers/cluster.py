@@ -185,7 +185,7 @@ class Watch:
         lines = await asyncio.to_thread(self.lines)
         events = [(line.type, line.envelope["event"]) for line in lines]
         redone = sum(event["redone"] for kind, event in events if kind == "StepCommitted")
-        dealt = sum(event.get("dealt", 0) for kind, event in events if kind == "WorkerRegrouped")
+        dealt = sum(event.get("dealt", 0) for kind, event in events if kind == "WorkerJoinedGroup")
         return {
             "incidents": len(state.closed)
             + len(state.incidents)

@@ -100,7 +100,7 @@ async def test_the_entry_that_fences_stays(nats_connection: Connection, tmp_path
         number=2,
         term=1,
         observed_at_us=1,
-        event=v.DeadlinePassed(deadline_id="x"),
+        event=v.DeadlineExpired(deadline_id="x"),
     )
     await log.append([decision], fence=fence)
     assert (await info(nats_connection))["state"]["first_seq"] == 1

@@ -73,9 +73,9 @@ def test_the_largest_cluster_is_let_in() -> None:
         (v.ReshapeRequested, "max_workers", 2**53 - 1),
         (v.StepCommitted, "last", 2**53 - 1),
         (v.StepCommitted, "duration_us", 2**62 - 1),
-        (v.WorkerRegrouped, "generation", 2**53 - 1),
+        (v.WorkerJoinedGroup, "generation", 2**53 - 1),
         (v.WorkerExited, "exit_code", 2**63 - 1),
-        (v.StateKept, "shards", 2**53 - 1),
+        (v.SnapshotStored, "shards", 2**53 - 1),
         (v.PlanAdopted, "epoch", 2**53 - 1),
     ],
 )

@@ -66,15 +66,15 @@ async def test_a_log_that_takes_nothing_is_told_though_the_head_has_nothing_to_w
             found = await health(url, lambda found: found["trouble"])
             assert found["status"] == "log takes nothing" and "--max-msgs=-1" in str(found["trouble"])
             os.kill(agent.fork_server(), signal.SIGKILL)  # the agent has something to say: it joins anew
-            found = await health(url, lambda found: found["kept_back"] and found["alarms"])
+            found = await health(url, lambda found: found["outbox_backlog"] and found["alarms"])
             assert "node n1 holds back" in str(found["alarms"])
-            assert "n1" in found["kept_back"]  # type: ignore[operator]
+            assert "n1" in found["outbox_backlog"]  # type: ignore[operator]
             assert "TROUBLE" in await said(url, "status") and "holds back" in await said(url, "nodes")
             shown = await asyncio.to_thread(metrics, url)
-            assert "unicron_log_takes_appends 0.0" in shown and 'unicron_kept_back{node="n1"}' in shown
+            assert "unicron_log_takes_appends 0.0" in shown and 'unicron_outbox_backlog{node="n1"}' in shown
 
             await edit(connection)
-            found = await health(url, lambda found: not found["trouble"] and not found["kept_back"])
+            found = await health(url, lambda found: not found["trouble"] and not found["outbox_backlog"])
             assert found["status"] == "live" and not found["alarms"]
 
             await api(connection, f"STREAM.DELETE.{EVENT_STREAM}", {})

@@ -55,8 +55,8 @@ async def test_nodes_are_emptied_by_plan_and_nothing_is_redone(tmp_path: Path) -
         assert not any(decided["urgent"] for decided in live.events("MembershipDecided")[1:])
         assert not any(stop.get("kill") for stop in live.events("StopWorker"))
         assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
-        assert sum(event.get("dealt", 0) for event in live.events("WorkerRegrouped")) == 0
-        assert {event["source"] for event in live.events("WorkerRegrouped")} <= {"own", "replica", "init"}
+        assert sum(event.get("dealt", 0) for event in live.events("WorkerJoinedGroup")) == 0
+        assert {event["source"] for event in live.events("WorkerJoinedGroup")} <= {"own", "replica", "init"}
         assert all(exited["expected"] for exited in live.events("WorkerExited"))
         assert not state.incidents_total and state.ledger.failures == 0
         await live.run("unicron-replay", "verify", "--nats", live.dev.nats_url)

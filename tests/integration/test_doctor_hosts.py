@@ -39,4 +39,4 @@ def test_doctor_over_three_hosts(tmp_path: Path) -> None:
     (storage,) = told["storage"]
     assert storage["about"] == "task t" and storage["what"].startswith("n3 does not see what n1 writes to ")
     # The pace of a task that has just begun is being learnt, whoever looks.
-    assert set(told["types"]) <= {"StepCommitted", "StateKept", "ThroughputCorrected"}, "training has not noticed"
+    assert set(told["types"]) <= {"StepCommitted", "SnapshotStored", "ThroughputCorrected"}, "training has not noticed"

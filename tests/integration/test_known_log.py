@@ -69,7 +69,7 @@ async def order(connection: Connection, claims: int) -> int:
             if isinstance(entry, Recorded) and isinstance(event := entry.envelope.event, CoordinatorStarted):
                 claims -= 1
                 if not claims:
-                    return event.taken_us
+                    return event.adopted_us
     raise AssertionError("the log has ended")
 
 

@@ -108,7 +108,7 @@ async def test_a_pipeline_loses_a_stage_and_trains_on_without_one(tmp_path: Path
         await dev.bring_back(node)
         await until(dev, "both nodes train", lambda task: len(task.workers) == 2 and task.confirmed)
         client = Client(dev.url)
-        taken = [event for event in told(client, "StateTaken") if event["resharded_from"]]
+        taken = [event for event in told(client, "StateLoaded") if event["resharded_from"]]
         assert taken and taken[0]["resharded_from"] == "tp 1, pp 2" and taken[0]["source"] in ("memory", "peer")
         state, _ = await dev.state()
         lost = sum(one.iterations_lost for one in state.closed)
@@ -153,7 +153,7 @@ async def test_the_plan_chooses_among_sizes_of_micro_batches(tmp_path: Path) -> 
         reshapes = [(e["micro_batch"], e["plan"] > 0) for e in told(client, "TaskReshaped")]
         assert reshapes[-2:] == [(2, True), (1, True)]
         assert told_again(client) <= 1, "the lead died, and the next one told of the step that it did not know was told"
-        assert not any(e["resharded_from"] for e in told(client, "StateTaken")), "the cut is the same"
+        assert not any(e["resharded_from"] for e in told(client, "StateLoaded")), "the cut is the same"
         await decides_again(dev)
 
 
@@ -162,7 +162,7 @@ async def test_the_plan_chooses_among_sizes_of_micro_batches(tmp_path: Path) -> 
 @pytest.mark.parametrize("moment", ["all leave", "state taken"])
 async def test_a_worker_is_killed_during_a_reshape(tmp_path: Path, moment: str) -> None:
     """As it is told to hand over, or as the first of the new ones has put the state together."""
-    kinds = {"all leave": "MembershipDecided", "state taken": "StateTaken"}
+    kinds = {"all leave": "MembershipDecided", "state taken": "StateLoaded"}
 
     async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=1.0) as dev:
         client = Client(dev.url)

@@ -72,7 +72,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         (worker,) = state.tasks["solo"].workers.values()
         os.kill(worker.pid, signal.SIGKILL)
         state = await until(cluster, "the worker is replaced", lambda s: healed(s, 1))
-        taken = await events(cluster, "StateTaken")
+        taken = await events(cluster, "StateLoaded")
         assert [event["source"] for event in taken] == ["init", "memory"]
         assert taken[-1]["iteration"] > 0 and taken[-1]["saved_us"] > 0
         assert state.closed[-1].iterations_lost <= 40 and state.closed[-1].state_from == "memory"
@@ -115,7 +115,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         assert membership is not None
         (mover,) = membership.members
         assert mover.node != worker.node
-        taken = await events(cluster, "StateTaken")
+        taken = await events(cluster, "StateLoaded")
         assert taken[-1]["source"] in ("memory", "peer"), "where the copy was, or from there"
         assert taken[-1]["iteration"] > before - 600
 
@@ -149,7 +149,7 @@ async def test_a_worker_and_a_node_are_lost_with_their_parts_of_the_state(tmp_pa
         state = await until(
             cluster, "two go on", lambda s: healed(s, 2) and s.tasks["solo"].progress.iteration > before + 40
         )
-        assert {event["source"] for event in await events(cluster, "StateTaken")} <= {"init", "replica"}
+        assert {event["source"] for event in await events(cluster, "StateLoaded")} <= {"init", "replica"}
         assert all(not incident.iterations_lost for incident in state.closed)
 
 

@@ -55,7 +55,7 @@ async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool,
         for never in ("NodeLost", "NodeIsolated", "IncidentEscalated", "ErrorReported", "CommandFailed"):
             assert not live.events(never), never
         assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
-        assert sum(event.get("dealt", 0) for event in live.events("WorkerRegrouped")) == 0
+        assert sum(event.get("dealt", 0) for event in live.events("WorkerJoinedGroup")) == 0
         assert all(exited["expected"] for exited in live.events("WorkerExited"))
         assert not state.incidents_total and not any(node.returns_us for node in state.nodes.values())
         assert state.ledger.failures == before.ledger.failures == 0

@@ -24,7 +24,7 @@ from unicrond.agents.protocol.messages import (
     Parked,
     Regrouped,
     SaveFinished,
-    StateLoaded,
+    StateLoadReport,
 )
 from unicrond.agents.protocol.sampling import Sampling, samples_digest
 from unicrond.agents.trainer.loop import corpus
@@ -462,8 +462,8 @@ def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Referen
         complete(run)
         assert regrouped(run, "t.2").source == "checkpoint"
         assert regrouped(run, "t.2").iteration == (2 if damaged else 3)
-        (taken,) = run.of(StateLoaded, "t.2")
-        assert isinstance(taken, StateLoaded)
+        (taken,) = run.of(StateLoadReport, "t.2")
+        assert isinstance(taken, StateLoadReport)
         assert (taken.source, taken.iteration) == ("checkpoint", 1 if damaged else 2)
         assert len(taken.tried) == damaged
         assert same(parameters(run), reference)

@@ -68,7 +68,7 @@ async def check_story(dev: DevCluster, reshapes: list[tuple[int, int, int]]) -> 
     assert ran[0][0] == 1 and all(last + 1 == first for (_, last), (first, _) in pairwise(ran))
     assert sum(step["redone"] for step in steps) == 0
     assert all(step["samples"] == 8 * (step["last"] - step["first"] + 1) for step in steps)
-    taken = [event for event in told(client, "StateTaken") if event["resharded_from"]]
+    taken = [event for event in told(client, "StateLoaded") if event["resharded_from"]]
     assert {event["source"] for event in taken} == {"peer"} and not told(client, "CheckpointSaved")
     assert [(e["tp"], e["pp"], e["max_workers"]) for e in told(client, "TaskReshaped")] == reshapes
     verified = await asyncio.to_thread(unicron_replay, "verify", "--nats", dev.nats_url)
@@ -125,7 +125,7 @@ async def test_a_task_changes_its_form_again_and_again(tmp_path: Path) -> None:
 
         await check_story(dev, [(2, 1, 4), (1, 2, 4), (1, 2, 2), (1, 2, 4)])
         client = Client(dev.url)
-        taken = [event["resharded_from"] for event in told(client, "StateTaken") if event["resharded_from"]]
+        taken = [event["resharded_from"] for event in told(client, "StateLoaded") if event["resharded_from"]]
         assert set(taken) == {"tp 1, pp 1", "tp 2, pp 1"}
         assert told(client, "TaskReshaped")[1]["reason"] == "one GPU is small"
         reasons = [event["reason"] for event in told(client, "MembershipDecided")]

@@ -74,7 +74,7 @@ async def test_the_state_comes_from_a_peer_through_tls(tmp_path: Path) -> None:
             await asyncio.to_thread(cluster.client.cordon, holder, drain=False, reason="test")
         await cluster.kill_node(worker.node)
         await until(cluster, "another node trains on", lambda s: healed(s, 1))
-        taken = (await events(cluster, "StateTaken"))[-1]
+        taken = (await events(cluster, "StateLoaded"))[-1]
         assert taken["source"] == "peer" and taken["iteration"] > 0
         assert "no copy of" not in cluster.agents[worker.node].output.read_text()
     finally:

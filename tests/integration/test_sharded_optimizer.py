@@ -31,7 +31,7 @@ from tests.integration.test_regroup import (
     stopped,
     task,
 )
-from unicrond.agents.protocol.messages import Parked, SaveFinished, StateLoaded
+from unicrond.agents.protocol.messages import Parked, SaveFinished, StateLoadReport
 from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -84,8 +84,8 @@ def lose_and_go_on(run: Rig, lost: Sequence[str], left: Sequence[str]) -> None:
     complete(run)
 
 
-def taken(run: Rig) -> list[StateLoaded]:
-    return [said for said in run.of(StateLoaded) if isinstance(said, StateLoaded) and said.generation > 1]
+def taken(run: Rig) -> list[StateLoadReport]:
+    return [said for said in run.of(StateLoadReport) if isinstance(said, StateLoadReport) and said.generation > 1]
 
 
 @pytest.mark.parametrize(

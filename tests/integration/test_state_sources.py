@@ -20,7 +20,7 @@ from unicrond.agents.memory.peer_tokens import Credentials
 from unicrond.agents.protocol import memory_exchange
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching
-from unicrond.agents.protocol.messages import Captured, Parked, Passes, SaveError, SaveFinished, StateLoaded
+from unicrond.agents.protocol.messages import Captured, Parked, Passes, SaveError, SaveFinished, StateLoadReport
 from unicrond.events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 
@@ -51,9 +51,9 @@ def stopped_worker(run: Rig, worker: str) -> bool:
     return stopped(run.pids[worker])
 
 
-def taken(run: Rig, worker: str) -> StateLoaded:
-    (message,) = run.of(StateLoaded, worker)
-    assert isinstance(message, StateLoaded)
+def taken(run: Rig, worker: str) -> StateLoadReport:
+    (message,) = run.of(StateLoadReport, worker)
+    assert isinstance(message, StateLoadReport)
     return message
 
 
@@ -238,7 +238,7 @@ def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, 
         run.tell(2, ["t.1", "t.2"], joiners=["t.2"])
         run.until(lambda: stopped(run.pids["t.1"]))
         run.signal("t.1", signal.SIGCONT)
-        run.until(lambda: run.of(StateLoaded, "t.2"))
+        run.until(lambda: run.of(StateLoadReport, "t.2"))
         run.tell(3, ["t.2"], also=["t.1"])
         run.until(lambda: run.of(Parked, "t.1") or run.completed)
         run.quit("t.1")

@@ -53,7 +53,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     "events/vocabulary/workers.py": [
         _SINCE,
         (r"(?s)(class WorkerExited\(.*?cause: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
-        (r"(?s)(class WorkerRegrouped\(.*?source: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
+        (r"(?s)(class WorkerJoinedGroup\(.*?source: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
     ],
     "events/vocabulary/training.py": [
         _SINCE,

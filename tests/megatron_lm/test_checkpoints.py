@@ -12,7 +12,7 @@ import pytest
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken
-from unicrond.agents.protocol.messages import Busy, StateLoaded
+from unicrond.agents.protocol.messages import Busy, StateLoadReport
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 #: With Adam: of SGD stock writes states that it cannot load itself.
@@ -48,8 +48,8 @@ def test_a_stock_checkpoint_starts_a_task(server: ForkServer, tmp_path: Path, wh
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
         outcome = ended(rig)
-        (taken, *_) = rig.of(StateLoaded)
-    assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("checkpoint", 5)
+        (taken, *_) = rig.of(StateLoadReport)
+    assert isinstance(taken, StateLoadReport) and (taken.source, taken.iteration) == ("checkpoint", 5)
     assert list(outcome.iterations) == [6, 7, 8, 9, 10]
     assert "consumed samples:           36" in outcome.logs["t.1"]
     assert whole.is_met_by(outcome.shards, "a stock checkpoint in a task")

@@ -49,7 +49,7 @@ async def test_a_stage_dies_and_its_layers_go_to_the_other_and_back_to_interleav
         client = Client(dev.url)
         reshapes = [(e["pp"], e.get("vpp", 1), e["plan"] > 0) for e in told(client, "TaskReshaped")]
         assert reshapes[-2:] == [(1, 1, True), (2, 2, True)], "before these the nodes came one by one"
-        from_where = [e["resharded_from"] for e in told(client, "StateTaken") if e["resharded_from"]]
+        from_where = [e["resharded_from"] for e in told(client, "StateLoaded") if e["resharded_from"]]
         assert [where for where, _ in groupby(from_where)][-2:] == ["tp 1, pp 2, vpp 2", "tp 1, pp 1"]
         state, _ = await dev.state()
         lost = sum(one.iterations_lost for one in state.closed)
@@ -85,7 +85,7 @@ async def test_a_node_dies_and_megatron_lm_trains_on_in_the_best_layout_and_retu
         reshapes = [(e["tp"], e["plan"] > 0) for e in told(client, "TaskReshaped")]
         assert reshapes[-2:] == [(1, True), (2, True)], "before these the nodes came one by one"
         assert told(client, "ReshapeRequested") == []
-        from_where = [e["resharded_from"] for e in told(client, "StateTaken") if e["resharded_from"]]
+        from_where = [e["resharded_from"] for e in told(client, "StateLoaded") if e["resharded_from"]]
         assert [where for where, _ in groupby(from_where)][-2:] == ["tp 2, pp 1", "tp 1, pp 1"]
         assert told_again(client) <= 1, "the lead died, and the next one told of the step that it did not know was told"
         state, _ = await dev.state()

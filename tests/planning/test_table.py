@@ -119,7 +119,7 @@ def test_what_the_table_does_not_hold_is_solved_to_the_same_plan(each_kernel: st
             d_running = situation.d_running_us(workers)
             problem = Problem(workers, d_running, situation.d_transition_us, tasks, situation.churn_us)
             answer = planner.answer(problem)
-            ways[answer.way] += 1
+            ways[answer.method] += 1
             assert answer.solution == solve(problem), seed
     assert min(ways["table"], ways["incremental"], ways["fresh"]) > 100
 
@@ -129,10 +129,10 @@ def test_a_problem_that_is_not_quite_the_expected_one_is_no_hit(change: dict[str
     situation, planner = two_tasks(), Planner()
     planner.refresh(situation)
     expected = situation.after(NodeLoss("n1"))
-    assert planner.answer(expected).way == "table"
+    assert planner.answer(expected).method == "table"
     other = replace(expected, tasks=(expected.tasks[0], replace(expected.tasks[1], **change)))  # type: ignore[arg-type]
     answer = planner.answer(other)
-    assert answer.way != "table"
+    assert answer.method != "table"
     assert answer.solution == solve(other)
 
 

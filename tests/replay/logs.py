@@ -128,7 +128,7 @@ def _troubles(scene: _Scene) -> None:
     )
     cluster.say(host, v.WorkerBusy(**about, what="evaluation", at_most_us=60 * SECOND_US))
     cluster.say(host, v.WorkerBusy(**about, what="", at_most_us=0))
-    cluster.say(host, v.WorkerWaits(**about, generation=told["generation"]))
+    cluster.say(host, v.WorkerWaiting(**about, generation=told["generation"]))
     cluster.say(host, v.PeersRemembered(node="n0", task=task, peers=()))
     cluster.say(host, v.StragglerRecovered(**told, **straggler, factor=1.01))
     cluster.say(host, v.CorruptionSuspected(**told, sign="loss", suspect="", value=float("inf"), usual=1.0))
@@ -152,7 +152,7 @@ def _states(scene: _Scene) -> None:
     )
     cluster.say(
         host,
-        v.StateKept(
+        v.SnapshotStored(
             node="n0",
             task="big",
             shard=0,
@@ -165,7 +165,7 @@ def _states(scene: _Scene) -> None:
     )
     cluster.say(
         host,
-        v.StateTaken(
+        v.StateLoaded(
             node="n0",
             task=task,
             worker=member.worker,
@@ -224,7 +224,7 @@ def _by_people(scene: _Scene) -> None:
     window = cluster.maintain("n3", after_s=10**10, for_s=600)  # to come by any clock that a copy may be stamped by
     cluster.append(v.MaintenanceCancelled(window=window, reason="by hand"), "api", term)
     cluster.drain_by("n3", 3600)
-    cluster.append(v.DrainBegun(node="n3", reason="no worker is on it"), "coordinator", term)
+    cluster.append(v.DrainStarted(node="n3", reason="no worker is on it"), "coordinator", term)
     cluster.run()
     cluster.uncordon("n3")
     cluster.append(v.NodeEnrolled(node="n4", key="U" + "A" * 55, expires_us=0), "api", term)
@@ -251,7 +251,7 @@ def _ends(scene: _Scene) -> None:
     lead = cluster.state.tasks["big"].membership
     assert lead is not None
     first = lead.members[0]
-    stop = v.StopAsked(node=first.node, task="big", worker=first.worker, iteration=iteration, reason="by hand")
+    stop = v.StopRequested(node=first.node, task="big", worker=first.worker, iteration=iteration, reason="by hand")
     cluster.say(cluster.hosts[first.node], stop)
     unsaved = v.SaveFailed(
         node=first.node, task="big", worker=first.worker, iteration=iteration, by="program", reason="OSError: no space"

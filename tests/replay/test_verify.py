@@ -53,10 +53,10 @@ def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
         entry
         for entry in log
         if isinstance(entry.envelope.event, v.Decision | v.Command)
-        and not isinstance(entry.envelope.event, v.CoordinatorStarted | v.NodeLost | v.DeadlinePassed)
+        and not isinstance(entry.envelope.event, v.CoordinatorStarted | v.NodeLost | v.DeadlineExpired)
     ]
     assert findings.decisions == len(decided) > 20
-    passed = [entry for entry in log if isinstance(entry.envelope.event, v.DeadlinePassed)]
+    passed = [entry for entry in log if isinstance(entry.envelope.event, v.DeadlineExpired)]
     assert findings.deadlines == len(passed)
     assert findings.entries == len(log)
 
@@ -113,7 +113,7 @@ def test_a_batch_that_a_crash_cut_short_is_no_difference_only_at_the_limit_of_a_
 
 def test_a_deadline_that_never_stood_is_found() -> None:
     cluster = troubled(5)
-    cluster.append(v.DeadlinePassed(deadline_id="symptom:i7"), "coordinator", cluster.state.term)
+    cluster.append(v.DeadlineExpired(deadline_id="symptom:i7"), "coordinator", cluster.state.term)
     with pytest.raises(Divergence, match=f"entry {len(cluster.log)} ") as caught:
         verify(cluster.log)
     assert "no such deadline existed" in caught.value.decided_again[0]

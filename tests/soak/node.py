@@ -323,9 +323,14 @@ class Node(Shell):
         due_s = loop.time() + self._heartbeat_s * (hash(self.name) % 1000) / 1000
         while True:
             await asyncio.sleep(max(0.0, due_s - loop.time()))
-            kept_back, kept_back_us = self.outbox.backlog(time.monotonic())
+            outbox_backlog, outbox_backlog_us = self.outbox.backlog(time.monotonic())
             await beats.publish(
-                self.beat(load_milli=100, memory_free_bytes=1 << 40, kept_back=kept_back, kept_back_us=kept_back_us)
+                self.beat(
+                    load_milli=100,
+                    memory_free_bytes=1 << 40,
+                    outbox_backlog=outbox_backlog,
+                    outbox_backlog_us=outbox_backlog_us,
+                )
             )
             due_s = max(due_s + self._heartbeat_s, loop.time())
 

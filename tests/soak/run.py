@@ -397,7 +397,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--heartbeat-s", type=float, default=1.0)
     parser.add_argument("--iteration-s", type=float, default=5.0)
-    parser.add_argument("--kept-every-s", type=float, default=10.0, help="StateKept per node and task; 0: none")
+    parser.add_argument("--kept-every-s", type=float, default=10.0, help="SnapshotStored per node and task; 0: none")
     parser.add_argument("--joins-per-s", type=float, default=200.0)
     parser.add_argument("--down-s", type=float, default=15.0, help="how long a node stays away")
     parser.add_argument("--patience-s", type=float, default=300.0, help="how long all tasks may take to be whole")

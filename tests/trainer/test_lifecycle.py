@@ -422,7 +422,7 @@ def test_a_member_tells_what_fell_to_the_others_too() -> None:
     driven.once(e.Compute, MembershipSuperseded("generation 2 is urgent"))
     driven.until(e.Compute)
     last = driven.told(Regrouped)[-1]
-    assert (last.generation, last.dealt, last.others_dealt) == (2, 0, 1)
+    assert (last.generation, last.dealt, last.peers_assigned) == (2, 0, 1)
 
 
 # --- which members report a break ----------------------------------------------------------------

@@ -26,7 +26,7 @@ BUSY = Busy(what="evaluation", at_most_us=5)
 @pytest.fixture
 def next_schema() -> Iterator[None]:
     """The next schema brings a message of workers, a field of another, and a part of what agents say."""
-    fields = {ErrorReport: {"lost": Since(NEXT)}, Fault: {"spared": Since(NEXT)}}
+    fields = {ErrorReport: {"lost": Since(NEXT)}, Fault: {"excluded_from_blame": Since(NEXT)}}
     with pytest.MonkeyPatch.context() as patch, younger(fields=fields):
         patch.setattr(Busy, "since", NEXT, raising=False)
         yield
@@ -34,7 +34,7 @@ def next_schema() -> Iterator[None]:
 
 @pytest.mark.usefixtures("next_schema")
 def test_an_agent_says_nothing_that_older_workers_refuse() -> None:
-    inject = InjectIntoWorker(fault=Fault(kind="kill", worker="t.1", spared=True))
+    inject = InjectIntoWorker(fault=Fault(kind="kill", worker="t.1", excluded_from_blame=True))
     assert plain(inject) == InjectIntoWorker(fault=Fault(kind="kill", worker="t.1"))
     assert plain(inject, NEXT) is inject
 

@@ -42,19 +42,26 @@ class Told(NamedTuple):
     peers: tuple[v.MemoryService, ...]
     mtbf_us: int
     joiners: tuple[str, ...]
-    lead_tells: bool
+    leader_confirms: bool
 
 
 def membership_of(event: v.MembershipDecided) -> Told:
     """What a decision tells; of one in parts the last members alone."""
     members, joiners = members_of(event.task, event.seats, event.size), joiners_of(event.task, event.seats)
     return Told(
-        event.generation, members, event.handover, event.stop, event.peers, event.mtbf_us, joiners, event.lead_tells
+        event.generation,
+        members,
+        event.handover,
+        event.stop,
+        event.peers,
+        event.mtbf_us,
+        joiners,
+        event.leader_confirms,
     )
 
 
 @contextmanager
-def no_lead_tells() -> Iterator[None]:
+def no_leader_confirms() -> Iterator[None]:
     """Each member tells for itself, as after a group that did not meet."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memberships, "_lead_confirms", lambda *_: False)
@@ -370,19 +377,19 @@ class MiniCluster:
             process.parked = True
             self.say(
                 host,
-                v.WorkerParked(
+                v.WorkerPaused(
                     node=host.name, task=task, worker=process.worker, generation=newest.generation, iteration=iteration
                 ),
             )
         lead = newest.members[0].worker if newest.members else ""
-        keeps = newest.lead_tells and self.source == "own"
+        keeps = newest.leader_confirms and self.source == "own"
         quiet = [name for name in fresh if keeps and name != lead and name not in newest.joiners]
         for name in fresh:
             host, process = living[name]
             process.generation = newest.generation
             if name in quiet:
                 continue  # its lead tells for it
-            regrouped = v.WorkerRegrouped(
+            regrouped = v.WorkerJoinedGroup(
                 node=host.name,
                 task=task,
                 worker=name,
@@ -391,7 +398,7 @@ class MiniCluster:
                 dealt=1,
                 duration_us=1000,
                 source=self.source,
-                others_dealt=len(quiet) if name == lead else 0,
+                peers_assigned=len(quiet) if name == lead else 0,
             )
             self.say(host, regrouped)
         return True
@@ -443,7 +450,7 @@ class MiniCluster:
         ]
         for name in standing:
             self._passed.add(name)
-            self.append(v.DeadlinePassed(deadline_id=name), "coordinator", self.state.term)
+            self.append(v.DeadlineExpired(deadline_id=name), "coordinator", self.state.term)
         return bool(standing)
 
     def moves(self) -> list:

@@ -21,7 +21,7 @@ async def running(
     heartbeat_s: float = 0.2,
     severity: Mapping[ErrorKind, SeverityLevel] | None = None,
     snapshots: Snapshots | None = None,
-    taken_us: int = 0,
+    adopted_us: int = 0,
     policy: Policy | None = None,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator that is live; it is cancelled at the end."""
@@ -32,7 +32,7 @@ async def running(
         heartbeat_s,
         severity=severity,
         snapshots=snapshots,
-        taken_us=taken_us,
+        adopted_us=adopted_us,
     )
     task = asyncio.create_task(coordinator.run())
     try:

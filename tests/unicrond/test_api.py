@@ -437,7 +437,9 @@ async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: 
         assert isinstance(command, v.InjectFault) and command.injection == f"f{answer['seq']}"
         assert command.node == member.node
         assert command.agent_boot == served.coordinator.state.nodes[member.node].agent_boot > 0
-        assert command.fault == v.Fault(kind="nan", worker=member.worker, at_iteration=99, phase="forward", spared=True)
+        assert command.fault == v.Fault(
+            kind="nan", worker=member.worker, at_iteration=99, phase="forward", excluded_from_blame=True
+        )
         assert not served.coordinator.state.injections, "passed on once"
 
 

@@ -17,7 +17,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus, Tally, Task, WorkerStatus
 from unicrond.core.state.workers_by_node import ByNode
 from unicrond.core.tasks.reconcile import all_in, staffing
-from unicrond.events.vocabulary import WorkerRegrouped
+from unicrond.events.vocabulary import WorkerJoinedGroup
 from unicrond.events.wire.envelope import Recorded
 
 COUNTS = Tally._COUNTS
@@ -43,7 +43,7 @@ def test_generations_by_the_leads_word(monkeypatch: pytest.MonkeyPatch) -> None:
     for entry in eventful(5):
         before, state = state, fold(state, entry)
         event = entry.envelope.event if isinstance(entry, Recorded) and state.tasks is not before.tasks else None
-        if isinstance(event, WorkerRegrouped):
+        if isinstance(event, WorkerJoinedGroup):
             task = state.tasks[event.task]
             assert task.membership is not None
             joined[event.worker] = max(event.generation, joined.get(event.worker, 0))

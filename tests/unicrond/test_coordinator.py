@@ -66,12 +66,12 @@ async def test_it_plans_and_starts_workers() -> None:
 async def test_a_persons_word_on_the_log_is_said_by_every_later_coordinator() -> None:
     """Also by another head, which has not heard it itself."""
     log = MemoryLog()
-    for taken_us, said_us in ((0, 0), (70, 70), (0, 70), (50, 70)):
-        async with running(log, taken_us=taken_us) as coordinator:
+    for adopted_us, said_us in ((0, 0), (70, 70), (0, 70), (50, 70)):
+        async with running(log, adopted_us=adopted_us) as coordinator:
             newest = [e async for e in log.read(0, until_seq=await log.last_seq())]
             claims = [e.envelope.event for e in newest if isinstance(e, Recorded)]
             claim = [claim for claim in claims if isinstance(claim, v.CoordinatorStarted)][-1]
-            assert (claim.term, claim.taken_us) == (coordinator.state.term, said_us)
+            assert (claim.term, claim.adopted_us) == (coordinator.state.term, said_us)
 
 
 async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
@@ -229,7 +229,7 @@ async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
 def test_a_decision_and_its_commands_are_one_batch(commands: list[int]) -> None:
     events: list[v.AnyEvent] = []
     for task, count in enumerate(commands):
-        events.append(v.DeadlinePassed(deadline_id=f"start:{task}"))
+        events.append(v.DeadlineExpired(deadline_id=f"start:{task}"))
         stop = v.StopWorker(command_id=f"1.1.n.{task}", node="n", epoch=1, task="t", worker="t.1", reason="")
         events += [stop] * count
     written = list(batches(events))

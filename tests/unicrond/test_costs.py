@@ -146,7 +146,7 @@ def test_a_node_lost_late_takes_its_silence_out_of_what_was_delivered() -> None:
     (closed,) = cluster.state.closed
     assert closed.detection_us >= SECOND_US
     assert closed.detection_flop == rate * closed.detection_us / SECOND_US
-    assert closed.sub_health_flops == cluster.state.plan.healthy_waf - cluster.state.plan.waf > 0
+    assert closed.sub_health_flops == cluster.state.plan.waf_if_healthy - cluster.state.plan.waf > 0
 
 
 def test_a_lost_node_takes_over_what_its_dead_worker_has_cost() -> None:
@@ -170,7 +170,7 @@ def test_without_faults_nothing_is_lost_once_all_train() -> None:
     cluster = trained(3)
     now_us = cluster.now_us
     start, end = costs_at(cluster.state, now_us), costs_at(cluster.state, now_us + 3600 * SECOND_US)
-    assert end.failure_free_flop - start.failure_free_flop == 3600 * cluster.state.plan.healthy_waf
+    assert end.failure_free_flop - start.failure_free_flop == 3600 * cluster.state.plan.waf_if_healthy
     assert end.delivered_flop - start.delivered_flop == 3600 * cluster.state.plan.waf
     assert end.sub_health_flop == start.sub_health_flop
 

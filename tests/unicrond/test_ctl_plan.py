@@ -66,7 +66,7 @@ async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Serv
         assert word in text.out
     assert told["gradients"]["big"] == {"sums": 1, "healing": 0, "results": 1}
     assert "gradients of a worker" in text.out and "in healing" in text.out
-    assert told["way"] == "fresh" and told["healthy"] == {"big": 3, "small": 1}
+    assert told["method"] == "fresh" and told["healthy"] == {"big": 3, "small": 1}
     status = await ctl("status", url=served.url)
     assert "delivered" in status.out and "sub-health" in status.out
 
@@ -150,8 +150,8 @@ async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:
         lost_n1(served)
         await served.until(PlanAdopted, seq)
         plan = served.coordinator.state.plan
-        assert plan.way == "table" and plan.took_us < 50_000
-        assert plan.healthy_waf > plan.waf, "one node of four is missing"
+        assert plan.method == "table" and plan.took_us < 50_000
+        assert plan.waf_if_healthy > plan.waf, "one node of four is missing"
         await table_of(served, plan.epoch)
 
 

@@ -30,7 +30,7 @@ def assert_nothing_was_lost(cluster: MiniCluster, since: int) -> None:
     assert decided and not any(each.urgent for each in decided)
     assert cluster.state.incidents_total == 0
     assert not any(stop.kill for stop in of(cluster, v.StopWorker, since))
-    assert {each.source for each in of(cluster, v.WorkerRegrouped, since)} <= {"own"}
+    assert {each.source for each in of(cluster, v.WorkerJoinedGroup, since)} <= {"own"}
     for task in cluster.state.tasks.values():
         assert task.progress.iteration == task.progress.best_iteration == cluster.iterations[task.name]
 
@@ -87,7 +87,7 @@ def test_where_there_is_room_elsewhere_they_leave_at_once(seed: int) -> None:
     cluster.drain_by(node, _HOUR_S)
     cluster.run()
     cluster.assert_whole()
-    (begun,) = of(cluster, v.DrainBegun)
+    (begun,) = of(cluster, v.DrainStarted)
     assert begun.reason == "the plan has room for its workers elsewhere"
     assert on_node(cluster, node) == [] and len(members(cluster, "big")) == 3
     cluster.train("big")
@@ -105,10 +105,10 @@ def test_an_end_of_another_task_makes_the_room() -> None:
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.drain_by(node, _HOUR_S)
     cluster.run()
-    assert not of(cluster, v.DrainBegun)
+    assert not of(cluster, v.DrainStarted)
     cluster.append(v.TaskCancelled(task="small", reason="test"), "api", cluster.state.term)
     cluster.run()
-    assert len(of(cluster, v.DrainBegun)) == 1 and on_node(cluster, node) == []
+    assert len(of(cluster, v.DrainStarted)) == 1 and on_node(cluster, node) == []
     assert len(members(cluster, "big")) == 3
 
 
@@ -117,7 +117,7 @@ def test_an_empty_node_is_drained_at_once() -> None:
     cluster.add_host("n0")
     cluster.drain_by("n0", _HOUR_S)
     cluster.run()
-    assert of(cluster, v.DrainBegun)[0].reason == "no worker is on it" and cluster.state.nodes["n0"].draining
+    assert of(cluster, v.DrainStarted)[0].reason == "no worker is on it" and cluster.state.nodes["n0"].draining
 
 
 def test_what_is_still_there_when_the_time_is_over_is_ended() -> None:
@@ -149,7 +149,7 @@ def test_another_cordon_or_an_uncordon_ends_the_old_deadlines() -> None:
     assert not [name for name in cluster.standing() if name.startswith(("drain:", "empty:"))]
     cluster.drain_by(node, 2 * _HOUR_S)
     for name in late:
-        cluster.append(v.DeadlinePassed(deadline_id=name), "coordinator", cluster.state.term)
+        cluster.append(v.DeadlineExpired(deadline_id=name), "coordinator", cluster.state.term)
     assert not cluster.state.nodes[node].draining and not cluster.state.nodes[node].overdue
 
 
@@ -270,7 +270,7 @@ def test_windows_that_cannot_be_are_refused() -> None:
 
 def foretell(cluster: MiniCluster, node: str) -> None:
     said = v.AcceleratorReported(
-        node=node, accelerator="GPU-1", worker="", kind=None, xid=92, message="XID 92: test", foretells=True
+        node=node, accelerator="GPU-1", worker="", kind=None, xid=92, message="XID 92: test", predicts_failure=True
     )
     cluster.say(cluster.hosts[node], said)
 
@@ -353,9 +353,9 @@ def test_every_decision_is_made_again_from_the_log() -> None:
     cluster.drain_by(third, _HOUR_S)
     cluster.append(v.TaskCancelled(task="small", reason="test"), "api", cluster.state.term)
     cluster.run()
-    assert of(cluster, v.DrainBegun) and of(cluster, v.NodeIsolated)
+    assert of(cluster, v.DrainStarted) and of(cluster, v.NodeIsolated)
     findings = verify(cluster.log)
-    assert findings.deadlines == len(of(cluster, v.DeadlinePassed)) and findings.decisions > 30
+    assert findings.deadlines == len(of(cluster, v.DeadlineExpired)) and findings.decisions > 30
 
 
 # --- preemption ----------------------------------------------------------------------------------
@@ -378,5 +378,5 @@ def test_a_heavier_task_takes_workers_at_a_boundary(seed: int) -> None:
     assert cluster.state.tasks["light"].progress.iteration == 4 and cluster.state.incidents_total == 0
     decided = [each for each in of(cluster, v.MembershipDecided, before) if each.task == "light"]
     assert decided and not any(each.urgent for each in decided)
-    regrouped = [each for each in of(cluster, v.WorkerRegrouped, before) if each.task == "light"]
+    regrouped = [each for each in of(cluster, v.WorkerJoinedGroup, before) if each.task == "light"]
     assert {each.source for each in regrouped} == {"own"} and not any(stop.kill for stop in of(cluster, v.StopWorker))

@@ -78,7 +78,7 @@ def test_clocks_by_what_nodes_said(state: ClusterState) -> None:
 def test_the_head(state: ClusterState) -> None:
     health = {"status": "log takes nothing", "trouble": "disk full", "alarms": ["the shared login"]}
     kept = {"n3": {"entries": 4.0, "oldest_s": 12.0}}
-    found = findings(state, {**health, "kept_back": kept}, [])
+    found = findings(state, {**health, "outbox_backlog": kept}, [])
     assert [one.about for one in found] == ["coordinator", "coordinator", "n3"]
     assert "disk full" in found[0].what and "holds back 4 observations, the oldest for 12 s" in found[2].what
     assert findings(ClusterState(), HEALTH, [])[0].what == "none has joined"

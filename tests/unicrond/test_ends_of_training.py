@@ -67,7 +67,7 @@ def test_ten_iterations_without_it_are_forgiven(cluster: MiniCluster) -> None:
 
 def stop(cluster: MiniCluster, worker: str, *, left: bool) -> None:
     node = cluster.state.tasks["big"].workers[worker].node
-    asked = v.StopAsked(node=node, task="big", worker=worker, iteration=3, reason="enough", left=left)
+    asked = v.StopRequested(node=node, task="big", worker=worker, iteration=3, reason="enough", left=left)
     cluster.say(cluster.hosts[node], asked)
 
 

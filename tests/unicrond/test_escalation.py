@@ -182,7 +182,7 @@ def test_of_two_equal_sides_the_one_that_keeps_the_newer_state_trains_on() -> No
     cluster.submit("big", max_workers=4)
     cluster.run()
     cluster.train("big", 1)
-    kept = v.StateKept(
+    kept = v.SnapshotStored(
         node="n3", task="big", shard=0, iteration=7, generation=1, origin="n3", size_bytes=1, duration_us=1, shards=1
     )
     cluster.say(cluster.hosts["n3"], kept)
@@ -422,7 +422,7 @@ def test_where_a_node_is_isolated_the_reporter_of_an_answered_break_leaves_by_th
     cluster.run_but_isolation()
     cluster.assert_whole()
     assert not said(cluster, v.IncidentEscalated, mark)
-    assert reporter in [parked.worker for parked in said(cluster, v.WorkerParked, mark)], "it handed over"
+    assert reporter in [parked.worker for parked in said(cluster, v.WorkerPaused, mark)], "it handed over"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

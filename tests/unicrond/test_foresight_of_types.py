@@ -93,7 +93,7 @@ async def test_a_lost_node_finds_its_plan() -> None:
     after = Survey(made.state, made.policy)
     told, healthy = sight.look_up(problem_of(after)), sight.look_up(healthy_problem_of(after))
     assert told is not None and healthy is not None
-    assert told.way == "table" and told.solution == solve(problem_of(after))
+    assert told.method == "table" and told.solution == solve(problem_of(after))
     running.cancel()
 
 
@@ -119,7 +119,7 @@ async def test_what_is_asked_ends_a_solve_ahead(monkeypatch: pytest.MonkeyPatch)
     lose(made, "fast1")
     problem = problem_of(Survey(made.state, made.policy))
     told = await sight.solve(problem)
-    assert told.way == "fresh" and told.solution == solve(problem)
+    assert told.method == "fresh" and told.solution == solve(problem)
     await until(lambda: len(ended) == 1)
     assert sight.table is not None and not sight.table.ahead
     begun.clear()
@@ -170,7 +170,7 @@ async def test_a_coordinator_looks_the_plan_up_and_its_log_verifies(tmp_path: Pa
         evidence = v.Evidence(beat_seq=1, beat_at_us=1)
         served.coordinator._post(v.NodeLost(node="fast0", evidence=evidence, reason="the test says so"))
         await served.until(v.PlanAdopted, seq)
-        assert served.coordinator.state.plan.way == "table"
+        assert served.coordinator.state.plan.method == "table"
         assert "fast0" not in str(served.coordinator.state.plan.assignments)
         last = await served.log.last_seq()
         entries = [entry async for entry in served.log.read(until_seq=last)]

@@ -254,7 +254,7 @@ async def test_the_log_replays_and_verifies() -> None:
         for entry in read:
             state = fold(state, entry)
         assert digest(state) == digest(coordinator.state)
-    assert [type(e.envelope.event) for e in read][-2:] == [v.DeadlinePassed, v.NodeForgotten]
+    assert [type(e.envelope.event) for e in read][-2:] == [v.DeadlineExpired, v.NodeForgotten]
     verifier = Verifier(bases(read))
     for step in steps(read):
         verifier.feed(step)

@@ -32,7 +32,7 @@ from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle
 from unicrond.views.goodput_keeper import READING_US, GoodputKeeper
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
 from unicrond.views.lemons import COUNT_MAX, count_signals, scores
-from unicrond.views.view import Step, steps
+from unicrond.views.view import LogStep, steps
 
 GROUPS = ("detection", "transition", "sub-health")
 
@@ -137,7 +137,7 @@ def test_sub_health_is_of_the_nodes_that_are_missing() -> None:
     cluster.lose(host)
     cluster.run()
     before = {part["cause"]: part["flop"] for part in told(cluster)["cluster"]["badput"]}
-    rate = cluster.state.plan.healthy_waf - cluster.state.plan.waf
+    rate = cluster.state.plan.waf_if_healthy - cluster.state.plan.waf
     cluster.now_us += 10 * SECOND_US
     cluster.train("big")
     after = {part["cause"]: part["flop"] for part in told(cluster)["cluster"]["badput"]}
@@ -218,7 +218,7 @@ def test_numbers_that_data_may_explain_weigh_little(sign: v.CorruptionSign, poin
         usual=2.4,
     )
     entry = cluster.log[-1]
-    step = Step(state, replace(entry, envelope=replace(entry.envelope, event=suspicion)), state)
+    step = LogStep(state, replace(entry, envelope=replace(entry.envelope, event=suspicion)), state)
     (score,) = scores(count_signals({}, step))
     assert (score.node, score.score) == (worker.node, points)
 

@@ -281,7 +281,7 @@ def test_in_health_the_task_is_on_its_better_type() -> None:
     cluster.run()
     plan = cluster.state.plan
     assert plan.healthy_gpus == {"big": FAST}
-    assert cluster.state.ledger.healthy == plan.healthy_waf == 1200
+    assert cluster.state.ledger.healthy == plan.waf_if_healthy == 1200
     assert plan.waf == 200
 
 

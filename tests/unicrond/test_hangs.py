@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_lead_tells, trained
+from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_leader_confirms, trained
 from unicrond.core.faults import hangs
 from unicrond.core.faults.hangs import judge, judge_all
 from unicrond.core.rules.deadlines import deadlines
@@ -123,7 +123,7 @@ def test_who_does_not_come_into_the_group_makes_it_meet_again(cluster: MiniClust
     others = [name for name in members(cluster) if name != late]
     for name in others:
         worker = task.workers[name]
-        regrouped = v.WorkerRegrouped(
+        regrouped = v.WorkerJoinedGroup(
             node=worker.node, task="big", worker=name, generation=task.generation, iteration=4, dealt=0, duration_us=1,
             source="own",
         )  # fmt: skip
@@ -279,10 +279,10 @@ def test_busy_for_longer_than_declared_is_a_hang_and_named_so(cluster: MiniClust
 
 def regroup_without_an_answer(cluster: MiniCluster) -> tuple[str, list[str]]:
     """An urgent membership that one of its members, the first named, does not follow; each tells for itself (where the
-    lead tells: test_lead_tells.py)."""
+    lead tells: test_leader_confirms.py)."""
     victim, silent, other = members(cluster)
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
-    with no_lead_tells():
+    with no_leader_confirms():
         while members(cluster) != [silent, other]:
             for move in cluster.moves():
                 move()
@@ -292,13 +292,13 @@ def regroup_without_an_answer(cluster: MiniCluster) -> tuple[str, list[str]]:
 def pass_meeting(cluster: MiniCluster) -> None:
     task = cluster.state.tasks["big"]
     name = f"meet:big#{task.generation}.{task.group.meetings}"
-    cluster.append(v.DeadlinePassed(deadline_id=name), "coordinator", cluster.state.term)
+    cluster.append(v.DeadlineExpired(deadline_id=name), "coordinator", cluster.state.term)
 
 
 def wait_for_others(cluster: MiniCluster, worker: str) -> None:
     task = cluster.state.tasks["big"]
     node = task.workers[worker].node
-    waits = v.WorkerWaits(node=node, task="big", worker=worker, generation=task.generation)
+    waits = v.WorkerWaiting(node=node, task="big", worker=worker, generation=task.generation)
     cluster.say(cluster.hosts[node], waits)
 
 
@@ -374,7 +374,7 @@ def test_what_the_reports_add_up_to_hides_no_verdict(data: st.DataObject) -> Non
     seats = tuple(v.Member(worker=name, node="n", replica=n, shard=0) for n, name in enumerate(names))
     membership = Membership(
         generation=2, members=seats, joiners=(), urgent=True, store=v.StoreAddress(host="h", port=1), decided_us=1,
-        lead_tells=data.draw(st.booleans()),
+        leader_confirms=data.draw(st.booleans()),
     )  # fmt: skip
     own = data.draw(st.sets(st.sampled_from(names)))
     workers = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_lead_tells, trained
+from tests.unicrond.cluster import SECOND_US, MiniCluster, members, no_leader_confirms, trained
 from unicrond.core.state.state import Membership, Severity, Task
 from unicrond.core.state.state_bytes import decode, digest, encode
 from unicrond.events import vocabulary as v
@@ -15,13 +15,13 @@ def decided(made: MiniCluster) -> list[v.MembershipDecided]:
     return [e.envelope.event for e in made.log if isinstance(e.envelope.event, v.MembershipDecided)]
 
 
-def lead_tells(made: MiniCluster) -> list[bool]:
-    return [event.lead_tells for event in decided(made)]
+def leader_confirms(made: MiniCluster) -> list[bool]:
+    return [event.leader_confirms for event in decided(made)]
 
 
 def reported(made: MiniCluster, generation: int) -> list[str]:
     events = [e.envelope.event for e in made.log]
-    return [e.worker for e in events if isinstance(e, v.WorkerRegrouped) and e.generation == generation]
+    return [e.worker for e in events if isinstance(e, v.WorkerJoinedGroup) and e.generation == generation]
 
 
 def killed(made: MiniCluster, place: int, task: str = "big") -> str:
@@ -39,7 +39,7 @@ def until_decided(made: MiniCluster, generation: int) -> Task:
 
 def regrouped(made: MiniCluster, worker: str, generation: int, **fields: object) -> None:
     node = made.state.tasks["big"].workers[worker].node
-    event = v.WorkerRegrouped(
+    event = v.WorkerJoinedGroup(
         node=node, task="big", worker=worker, generation=generation, iteration=4, dealt=0, duration_us=1, source="own"
     )
     made.say(made.hosts[node], replace(event, **fields))
@@ -56,12 +56,12 @@ def membership(made: MiniCluster) -> Membership:
 
 def test_a_fault_writes_one_report_per_membership_and_newcomer() -> None:
     made = trained(6)
-    assert lead_tells(made) == [False], "who has no state tells for itself"
+    assert leader_confirms(made) == [False], "who has no state tells for itself"
     victim = killed(made, 3)
     before = [worker for worker in members(made) if worker != victim]
     made.run()
     made.assert_whole()
-    assert lead_tells(made) == [False, True, True]
+    assert leader_confirms(made) == [False, True, True]
     (newcomer,) = {*members(made)} - {*before}
     assert reported(made, 2) == before[:1]
     assert sorted(reported(made, 3)) == sorted([before[0], newcomer])
@@ -75,7 +75,7 @@ def test_after_a_group_that_did_not_meet_each_member_tells() -> None:
     until_decided(made, 2)
     killed(made, 1)
     until_decided(made, 3)
-    assert lead_tells(made) == [False, True, False]
+    assert leader_confirms(made) == [False, True, False]
     made.run()
     made.assert_whole()
 
@@ -159,7 +159,7 @@ def test_who_is_left_out_is_remembered_in_its_group() -> None:
 def pass_meeting(made: MiniCluster) -> None:
     task = made.state.tasks["big"]
     name = f"meet:big#{task.generation}.{task.group.meetings}"
-    made.append(v.DeadlinePassed(deadline_id=name), "coordinator", made.state.term)
+    made.append(v.DeadlineExpired(deadline_id=name), "coordinator", made.state.term)
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -175,7 +175,7 @@ def test_nobody_is_ended_for_a_lead_that_is_silent_until_each_has_been_asked(sil
     assert "their lead has not said" in incident.message and incident.severity is Severity.SEV3
     made.pass_deadlines("symptom")
     until_decided(made, 3)
-    assert lead_tells(made) == [False, True, False]
+    assert leader_confirms(made) == [False, True, False]
     for name in members(made):
         if name != culprit:
             regrouped(made, name, 3)
@@ -233,7 +233,7 @@ def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
     replica = members(made)[:2]
     assert [made.state.tasks["big"].workers[worker].shard for worker in replica] == [0, 1]
     killed(made, 3)
-    with no_lead_tells():
+    with no_leader_confirms():
         generation = until_decided(made, 2).generation
     (incident,) = made.state.incidents
     for worker in replica:

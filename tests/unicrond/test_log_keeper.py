@@ -22,7 +22,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
 from unicrond.events.wire.envelope import Envelope, Recorded
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, kept_back_lines
+from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, outbox_backlog_lines
 
 
 class SmallServer(EmbeddedServer):
@@ -184,7 +184,7 @@ class Nodes:
         self.kept: dict[str, OutboxBacklog] = {}
         self.quiet_s = 0.0
 
-    def kept_back(self) -> dict[str, OutboxBacklog]:
+    def outbox_backlog(self) -> dict[str, OutboxBacklog]:
         return self.kept
 
     def quiet_us(self) -> int:
@@ -261,9 +261,9 @@ def test_what_nodes_keep_back_is_trouble_of_the_log_where_it_does_not_grow() -> 
     assert keeper.trouble == said
     nodes.quiet_s = 0.1
     assert keeper.trouble == "", "others append: it is these nodes' own trouble"
-    assert kept_back_lines(nodes.kept)[0].startswith("node n1 holds back 5 observations, the oldest for 7 s")
+    assert outbox_backlog_lines(nodes.kept)[0].startswith("node n1 holds back 5 observations, the oldest for 7 s")
     nodes.kept = {}
-    assert kept_back_lines(nodes.kept) == []
+    assert outbox_backlog_lines(nodes.kept) == []
 
 
 async def test_a_stream_that_refuses_is_told_and_no_server_is_ended_for_it(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def join(cluster: MiniCluster, name: str) -> None:
 def keep(cluster: MiniCluster, node: str, iteration: int, *, origin: str = "") -> None:
     cluster.say(
         cluster.hosts[node],
-        v.StateKept(
+        v.SnapshotStored(
             node=node,
             task="solo",
             shard=0,

@@ -24,7 +24,7 @@ from unicrond.service.export.notification_transports import Notification, Undeli
 from unicrond.service.export.notifier import Notifier
 from unicrond.service.head.exporters import Exporters
 from unicrond.views.notifications import Notice, standing, step_notices, taken_over
-from unicrond.views.view import Step, steps
+from unicrond.views.view import LogStep, steps
 
 SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story i7",))
 
@@ -195,7 +195,7 @@ def test_only_the_coordinator_that_leads_tells_and_says_when_it_begins_to() -> N
     condition = {"status": "standby", "trouble": "", "alarms": lines}
     config = Notify(to=(Destination(kind="command", argv=("x",)),))
     one = Notifier(config, lambda: leads, hands, hands.take)  # type: ignore[arg-type]
-    one.feed(Step(state, Quarantined(9, 0, "unicron.v1.obs.n1.X", "not JSON", 0), state))
+    one.feed(LogStep(state, Quarantined(9, 0, "unicron.v1.obs.n1.X", "not JSON", 0), state))
     one._take(SEV1)
     for _ in range(2):
         one.look(condition)

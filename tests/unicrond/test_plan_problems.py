@@ -92,7 +92,7 @@ def test_a_lost_node_asks_nothing_new_of_the_healthy_cluster() -> None:
     assert healthy_problem_of(Survey(cluster.state, Policy())) == healthy
     cluster.run()
     assert healthy_problem_of(Survey(cluster.state, Policy())) == healthy
-    assert cluster.state.plan.healthy_waf == solve(healthy).waf > cluster.state.plan.waf
+    assert cluster.state.plan.waf_if_healthy == solve(healthy).waf > cluster.state.plan.waf
     cluster.say(cluster.hosts["n1"], v.NodeLeft(node="n1", reason="for good"))
     assert healthy_problem_of(Survey(cluster.state, Policy())).workers == 3
 

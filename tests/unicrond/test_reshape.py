@@ -66,7 +66,7 @@ def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
     assert membership_of(leaving).handover and not membership_of(coming).handover
     (reshaped,) = decided(cluster, v.TaskReshaped, before)
     assert (reshaped.tp, reshaped.pp, reshaped.max_workers) == (2, 1, 4)
-    assert len(decided(cluster, v.WorkerParked, before)) == 4, "nobody is stopped before it has left"
+    assert len(decided(cluster, v.WorkerPaused, before)) == 4, "nobody is stopped before it has left"
     assert cluster.state.incidents_total == 0
     assert "task big reshaped" in cluster.state.plan.trigger
     at = cluster.iterations["big"]

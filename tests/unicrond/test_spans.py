@@ -21,7 +21,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
-from unicrond.views.view import Step, steps
+from unicrond.views.view import LogStep, steps
 
 
 def spans_of(log: Iterable[Entry]) -> list[Span]:
@@ -57,7 +57,7 @@ def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
     assert named[DECISION].start_us == closed.detected_us and named[DECISION].end_us == named[REGROUPING].start_us
     assert (named[REGROUPING].end_us, named[FIRST_STEP].start_us) == (closed.resumed_us, closed.resumed_us)
     assert named[FIRST_STEP].end_us == root.end_us > closed.resumed_us
-    regrouped = [span for span in mine if span.name == "WorkerRegrouped"]
+    regrouped = [span for span in mine if span.name == "WorkerJoinedGroup"]
     assert regrouped and all(span.parent == named[REGROUPING].span for span in regrouped)
     assert any(span.name == "worker start" for span in mine), "that of the new worker is in it"
     assert len({span.span for span in mine}) == len(mine)
@@ -100,7 +100,7 @@ def test_a_command_that_failed_says_why() -> None:
         view.feed(step)
     ended.clear()
     failed = v.CommandFailed(node=commands[0].node, command_id=commands[0].command_id, reason="no memory")
-    view.feed(Step(state, Recorded(9, state.now_us, _with(entry, failed)), state))
+    view.feed(LogStep(state, Recorded(9, state.now_us, _with(entry, failed)), state))
     (span,) = ended
     assert span.error == "no memory" and span.about["unicron.node"] == commands[0].node
 

@@ -115,4 +115,4 @@ def test_a_node_that_somebody_has_killed_again_and_again_does_not_flap(counts: b
 
 
 def test_in_old_logs_ordered_faults_count_as_they_did() -> None:
-    assert not v.Fault(kind="kill").spared
+    assert not v.Fault(kind="kill").excluded_from_blame

@@ -19,11 +19,11 @@ REPEATABLE = (
     v.ErrorReported
     | v.WorkerExited
     | v.WorkerReady
-    | v.WorkerRegrouped
-    | v.WorkerParked
+    | v.WorkerJoinedGroup
+    | v.WorkerPaused
     | v.CommandApplied
     | v.CommandFailed
-    | v.DeadlinePassed
+    | v.DeadlineExpired
     | v.TransitionCompleted
     | v.IncidentEscalated
 )

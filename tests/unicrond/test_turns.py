@@ -35,7 +35,7 @@ def wait(cluster: MiniCluster) -> None:
     least_us = min(standing.values())
     cluster.now_us += least_us
     for name in sorted(name for name, us in standing.items() if us <= least_us + SECOND_US):
-        cluster.append(v.DeadlinePassed(deadline_id=name), "coordinator", cluster.state.term)
+        cluster.append(v.DeadlineExpired(deadline_id=name), "coordinator", cluster.state.term)
     for name in cluster.state.tasks:
         cluster.train(name)
     cluster.run()

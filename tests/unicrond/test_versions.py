@@ -107,7 +107,7 @@ def test_an_agent_that_has_heard_all_is_told_nothing_again() -> None:
 def test_a_command_that_a_node_does_not_know_is_not_sent() -> None:
     made = cluster(old=FIRST, new=NEXT)
     for host in made.hosts.values():
-        kept = v.StateKept(
+        kept = v.SnapshotStored(
             node=host.name, task="a", shard=0, iteration=1, generation=1, origin=host.name, size_bytes=1, duration_us=1
         )
         made.say(host, kept)

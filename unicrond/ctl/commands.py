@@ -121,7 +121,7 @@ def _tally(words: list[str]) -> str:
 def nodes(options: argparse.Namespace) -> None:
     """Show the nodes, and what runs on them."""
     snapshot = snapshot_of(options)
-    table = nodes_table(snapshot.state, kept_back=snapshot.body.get("kept_back"))
+    table = nodes_table(snapshot.state, outbox_backlog=snapshot.body.get("outbox_backlog"))
     show_or_json(options, snapshot.body["state"]["nodes"], table)
 
 

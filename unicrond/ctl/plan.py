@@ -66,7 +66,7 @@ def plan_show(options: argparse.Namespace) -> None:
 def _summary(state: ClusterState) -> dict[str, str]:
     """Return the lines that describe the plan, by title."""
     plan = state.plan
-    healthy = planned_waf(state, plan.healthy_waf, plan.healthy)
+    healthy = planned_waf(state, plan.waf_if_healthy, plan.healthy)
     reused = f", {plan.rows_reused} rows reused" if plan.rows_reused else ""
     methods = {"table": "looked up in the table", "incremental": "solved on rows that stood", "fresh": "solved afresh"}
     return {
@@ -75,7 +75,7 @@ def _summary(state: ClusterState) -> dict[str, str]:
         "reason": plan.reason,
         **({"why": why(state)} if why(state) else {}),
         **({"layouts": layouts} if (layouts := why_layouts(state)) else {}),
-        "answered": f"{methods.get(plan.way, plan.way)} in {_microseconds(plan.took_us)}{reused}",
+        "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.took_us)}{reused}",
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",

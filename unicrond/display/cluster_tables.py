@@ -71,9 +71,9 @@ def _why(state: ClusterState, node: Node) -> str:
 
 
 def nodes_table(
-    state: ClusterState, rows_max: int | None = None, kept_back: Mapping[str, Mapping[str, float]] | None = None
+    state: ClusterState, rows_max: int | None = None, outbox_backlog: Mapping[str, Mapping[str, float]] | None = None
 ) -> Table:
-    """One row per node; with `rows_max`, those in trouble first and the rest summed up. `kept_back`: of /v1/state."""
+    """One row per node; with `rows_max`, those in trouble first and the rest summed up. `outbox_backlog`: of /v1/state."""
     used = {name: len(state.by_node.on(name)) for name in state.nodes}
     workers: dict[str, list[str]] = {}
     for task in state.tasks.values():
@@ -91,7 +91,7 @@ def nodes_table(
             "draining" if node_status(node) == "drained" and used[node.name] else node_status(node),
             f"{used[node.name]}/{node.slots}",
             ", ".join(workers.get(node.name, ())) or "-",
-            "; ".join(filter(None, (_keeps_back(kept_back, node), _why(state, node)))) or "-",
+            "; ".join(filter(None, (_keeps_back(outbox_backlog, node), _why(state, node)))) or "-",
         )
         for node in nodes
     ]
@@ -164,8 +164,8 @@ def departures(state: ClusterState) -> list[str]:
     return lines
 
 
-def _keeps_back(kept_back: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
-    kept = (kept_back or {}).get(node.name)
+def _keeps_back(outbox_backlog: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
+    kept = (outbox_backlog or {}).get(node.name)
     if kept is None:
         return ""
     return f"holds back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"

@@ -25,7 +25,7 @@ _CLOCK = "its clock is"
 
 
 def findings(state: ClusterState, answer: Mapping[str, Any], events: Sequence[EventLine]) -> list[Finding]:
-    """`answer`: /healthz, with `kept_back`. `events`: the last ones."""
+    """`answer`: /healthz, with `outbox_backlog`. `events`: the last ones."""
     nodes = sorted((node for node in state.nodes.values() if node.status is not NodeStatus.LEFT), key=lambda n: n.name)
     up = [node for node in nodes if node.status is NodeStatus.UP]
     return [
@@ -35,7 +35,7 @@ def findings(state: ClusterState, answer: Mapping[str, Any], events: Sequence[Ev
         *_of_addresses(up),
         *_of_services(state, up),
         *_of_clocks(events, {node.name for node in up}),
-        *_of_kept_back(answer.get("kept_back") or {}),
+        *_of_outbox_backlog(answer.get("outbox_backlog") or {}),
     ]
 
 
@@ -115,8 +115,8 @@ def _of_clocks(events: Iterable[EventLine], names: set[str]) -> Iterator[Finding
             yield Finding(name, f"{_CLOCK} {way}", "run a time service there (chrony)")
 
 
-def _of_kept_back(kept_back: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
-    for name, kept in kept_back.items():
+def _of_outbox_backlog(outbox_backlog: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
+    for name, kept in outbox_backlog.items():
         what = f"holds back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
         yield Finding(name, what, "look at its route and login to NATS (journalctl -u unicron-agent)")
 

@@ -172,11 +172,11 @@ def _plan(state: ClusterState, several: bool) -> dict[str, Any]:
         "trigger": plan.trigger,
         "reason": plan.reason,
         "why": why(state),
-        "way": plan.way,
+        "method": plan.method,
         "took_us": plan.took_us,
         "adopted_us": plan.adopted_us,
         "waf": float(plan.waf),
-        "healthy_waf": float(plan.healthy_waf),
+        "waf_if_healthy": float(plan.waf_if_healthy),
         "transition_flop": plan.transition_flop,
         "tasks": [
             {

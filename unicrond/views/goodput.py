@@ -37,7 +37,7 @@ from unicrond.core.worth.costs import plus, worth, worth_in_health
 from unicrond.core.worth.waf import linear_flops, worth_stays
 from unicrond.events import vocabulary as v
 from unicrond.views import lemons
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
 NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"
@@ -108,7 +108,7 @@ class GoodputTotals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     isolated_slots: int = 0
 
 
-def account_step(totals: GoodputTotals, step: Step) -> GoodputTotals:
+def account_step(totals: GoodputTotals, step: LogStep) -> GoodputTotals:
     """Return the totals after a step; the same object where it changes none."""
     before, _, after = step
     event = step.event
@@ -122,7 +122,7 @@ def account_step(totals: GoodputTotals, step: Step) -> GoodputTotals:
         or type(event) in _WORTH
     ):
         totals = _accrued(settle_totals(totals, after.now_us), with_slots, before, after)
-    if isinstance(event, v.WorkerRegrouped) and after.incidents is not before.incidents:
+    if isinstance(event, v.WorkerJoinedGroup) and after.incidents is not before.incidents:
         totals = _lost_work(totals, before, after, event)
     signals = lemons.count_signals(totals.signals, step)
     return totals if signals is totals.signals else replace(totals, signals=signals)
@@ -245,7 +245,7 @@ def _hand_over(totals: GoodputTotals, before: ClusterState, after: ClusterState)
 
 
 def _lost_work(
-    totals: GoodputTotals, before: ClusterState, after: ClusterState, event: v.WorkerRegrouped
+    totals: GoodputTotals, before: ClusterState, after: ClusterState, event: v.WorkerJoinedGroup
 ) -> GoodputTotals:
     """Charge the incident what a worker that goes on has to do once more."""
     task = before.tasks[event.task]

@@ -10,7 +10,7 @@ import msgspec
 from unicrond.core.state.state import ClusterState
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import EMPTY_READING, GoodputReading, reading
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 #: How often sums are remembered, so that the goodput of an interval can be computed; and how many: a month of them.
 READING_US, READINGS_MAX = 600_000_000, 30 * 24 * 6
@@ -27,7 +27,7 @@ class GoodputKeeper(View):
         self.totals: GoodputTotals | None = GoodputTotals()
         self._readings: deque[GoodputReading] = deque(maxlen=READINGS_MAX)
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Add a step to the totals."""
         totals, self.totals = self.totals, None  # and none they are if this raises
         if totals is not None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 SCORE_MIN = 8.0
 LEMON_RATIO = 3.0
@@ -65,7 +65,7 @@ class Score(NamedTuple):
         return "; ".join(f"{SIGNALS[name].text} x{count} = {points:g}" for name, count, points in self.parts)
 
 
-def count_signals(signals: _Signals, step: Step) -> _Signals:
+def count_signals(signals: _Signals, step: LogStep) -> _Signals:
     """Return the counts after a step; the same object where it says nothing of any node."""
     before, _, after = step
     node, name = _signal(before, after, step.event)

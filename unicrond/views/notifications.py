@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 Rule: TypeAlias = Literal[
     "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "refused"
@@ -49,7 +49,7 @@ class Notice(NamedTuple):
     is_over: bool = False
 
 
-def step_notices(step: Step) -> list[Notice]:
+def step_notices(step: LogStep) -> list[Notice]:
     """Return the notices that a step gives rise to."""
     before, _, after = step
     event = step.event
@@ -141,7 +141,7 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
 
 def _spares(state: ClusterState) -> list[Notice]:
     free = sum(node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned)
-    if free > sum(state.plan.workers.values()) or state.plan.waf >= state.plan.healthy_waf:
+    if free > sum(state.plan.workers.values()) or state.plan.waf >= state.plan.waf_if_healthy:
         return []
     out = [node.name for node in state.nodes.values() if node.status is NodeStatus.LOST or node.isolated]
     text = f"{state.plan.reason}\nout: {', '.join(out[:20]) or 'none'}"

@@ -4,7 +4,7 @@
       detection                 until it was in the log
       decision                  until the new membership was decided
       regrouping                until the last task hit went on training
-        WorkerRegrouped         each report of a worker, with its own duration
+        WorkerJoinedGroup         each report of a worker, with its own duration
       StartWorker, StopWorker   commands meanwhile to nodes of these tasks: from the log until the agent has obeyed
       worker start              from the command to start it until a worker has built its model
       first step                of each task
@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 
 from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
@@ -107,7 +107,7 @@ class Spans(View):
         #: By command id; starts by worker id as well.
         self._orders: dict[str, _PendingCommand] = {}
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Take the next step, and pass on the spans that have ended with it."""
         event = step.event
         spans = self._spans_of(step.before, step.after, event, step.entry.recorded_at_us) if event is not None else []
@@ -154,7 +154,7 @@ class Spans(View):
 
     def _happened(self, state: ClusterState, event: v.AnyEvent, now_us: int) -> None:
         """Note the times at which an incident's phases end."""
-        if not isinstance(event, v.MembershipDecided | v.WorkerRegrouped | v.StepCommitted):
+        if not isinstance(event, v.MembershipDecided | v.WorkerJoinedGroup | v.StepCommitted):
             return
         for name, track in self._tracks.items():
             broken = (track.closed or state.incidents[name]).generations.get(event.task)
@@ -167,7 +167,7 @@ class Spans(View):
             elif len(track.parts) < _CHILDREN_MAX:
                 about = _attributes(task=event.task, node=event.node, worker=event.worker)
                 about |= {"unicron.source": event.source, "unicron.micro_batches_dealt": event.dealt}
-                track.parts.append(_SpanDraft("WorkerRegrouped", now_us - event.duration_us, now_us, about))
+                track.parts.append(_SpanDraft("WorkerJoinedGroup", now_us - event.duration_us, now_us, about))
 
     def _open_command(self, state: ClusterState, command: v.Command, now_us: int) -> None:
         task, node = _task_of(command), command.node
@@ -234,7 +234,7 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
         part = _SpanDraft(FIRST_STEP, min(resumed_us, stepped_us), stepped_us, _attributes(task=task))
         yield _span(part, trace, root.span, f"{FIRST_STEP} {task}")
     for number, part in enumerate(track.parts):
-        yield _span(part, trace, parent if part.name == "WorkerRegrouped" else root.span, str(number))
+        yield _span(part, trace, parent if part.name == "WorkerJoinedGroup" else root.span, str(number))
 
 
 def _attributes(**about: str) -> dict[str, str | int]:

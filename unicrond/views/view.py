@@ -2,7 +2,7 @@
 
 Rules
 -----
-* A `Step` is one entry with the states before and after it. The log is folded once, by whoever reads it: a head
+* A `LogStep` is one entry with the states before and after it. The log is folded once, by whoever reads it: a head
   (service/coordinator/follower.py), a replay, a test. Views fold nothing.
 * `Views` feeds several. A view that raises is a bug of ours: it is closed, which is logged and is an alarm until the
   reading begins again, and the others go on.
@@ -24,7 +24,7 @@ log = logging.getLogger("unicrond")
 _EMPTY = ClusterState()
 
 
-class Step(NamedTuple):
+class LogStep(NamedTuple):
     """Holds one entry of the log, and the states before and after it."""
 
     before: ClusterState
@@ -44,7 +44,7 @@ class View(Protocol):
         """Forget everything: the reading begins anew. Does nothing where a view is fed only once."""
         return
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Take the next step. May raise what it likes."""
         ...
 
@@ -71,7 +71,7 @@ class Views:
         for view in self._views:
             view.begin()
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Feed the next step to all views that are open. Never raises."""
         for view in self._open:
             try:
@@ -83,7 +83,7 @@ class Views:
         """Return the views that are closed, a line each."""
         return list(self._alarms)
 
-    def _close(self, view: View, step: Step) -> None:
+    def _close(self, view: View, step: LogStep) -> None:
         event = step.event
         name, kind = type(view).__name__, "quarantined" if event is None else type(event).__name__
         self._open = tuple(other for other in self._open if other is not view)
@@ -92,8 +92,8 @@ class Views:
         log.exception("%s; restart the coordinator without its snapshot", message)
 
 
-def steps(entries: Iterable[Entry], state: ClusterState = _EMPTY) -> Iterator[Step]:
+def steps(entries: Iterable[Entry], state: ClusterState = _EMPTY) -> Iterator[LogStep]:
     """Fold the entries, which come after `state`, and yield a step for each."""
     for entry in entries:
         before, state = state, fold(state, entry)
-        yield Step(before, entry, state)
+        yield LogStep(before, entry, state)

@@ -182,7 +182,7 @@ def _report_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: i
             dealt=member.ledger.redone,
             duration_us=duration_us,
             source=source,
-            others_dealt=sum(verdict.redone) - verdict.redone[member.rank] if verdict.redone else 0,
+            peers_assigned=sum(verdict.redone) - verdict.redone[member.rank] if verdict.redone else 0,
         )
     )
     yield from report_commit(member)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unicrond.agents.protocol.messages import StateLoaded
+from unicrond.agents.protocol.messages import StateLoadReport
 from unicrond.agents.trainer.lifecycle.candidates import newest, ordered
 from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRows, LoadState, Log, Send
 from unicrond.agents.trainer.lifecycle.failures import StateLost
@@ -94,7 +94,7 @@ def report_loaded(
     iteration on storage."""
     nearer = source in ("memory", "peer")
     yield from Send(
-        StateLoaded(
+        StateLoadReport(
             generation=member.generation,
             source=source,
             iteration=member.last_iteration,

@@ -326,7 +326,7 @@ class CoreDriver:
                 self._timers[name] = self.world.clock.after(length_us, lambda name=name: self._pass(name))  # type: ignore[misc]
 
     def _pass(self, deadline: str) -> None:
-        self._resolve(v.DeadlinePassed(deadline_id=deadline))
+        self._resolve(v.DeadlineExpired(deadline_id=deadline))
         self._wake()
 
     def _mark_idle(self) -> None:

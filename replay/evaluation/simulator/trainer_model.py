@@ -189,13 +189,13 @@ class TrainerGroup:
             length_s += assumptions.redeal_s if target.urgent else 0.0
         return to_us(length_s)
 
-    def _joined_event(self, process: WorkerProcess, target: Membership, fresh: bool) -> v.WorkerRegrouped:
+    def _joined_event(self, process: WorkerProcess, target: Membership, fresh: bool) -> v.WorkerJoinedGroup:
         source: Literal["own", "replica", "checkpoint", "init"] = "own"
         if fresh:
             source = "checkpoint" if self.committed else "init"
         elif process.worker in target.joiners:
             source = "replica"
-        return v.WorkerRegrouped(
+        return v.WorkerJoinedGroup(
             node=self._name(process),
             task=self.task,
             worker=process.worker,
@@ -211,7 +211,7 @@ class TrainerGroup:
         for process in self.processes.values():
             if process.generation and process.worker not in staying:
                 process.generation = 0
-                event = v.WorkerParked(
+                event = v.WorkerPaused(
                     node=self._name(process),
                     task=self.task,
                     worker=process.worker,

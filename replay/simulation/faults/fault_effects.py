@@ -27,7 +27,7 @@ EDGE_KINDS = tuple(
     for kind in KINDS
     # A stranger that joins is used by plans until it is lost: that is another fault than a superfluous event.
     if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.MaintenancePlanned, v.InjectionRequested)
-    and kind.__name__ != "StopAsked"
+    and kind.__name__ != "StopRequested"
 )
 #: Seconds from SIGTERM to SIGKILL.
 _GRACE_S = 8.0
@@ -305,7 +305,7 @@ def _ill_accelerator(world: World, fault: SimulatedFault) -> None:
             kind: Any = None if foretold else fault.how or None
             needs: Any = "reboot" if kind == "gpu_broken" else ""
             saw = AcceleratorSaw(accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", needs=needs)
-            host.agent.feed(replace(saw, foretells=foretold))
+            host.agent.feed(replace(saw, predicts_failure=foretold))
             host.is_unhealthy = bool(fault.how)
             until(world, fault, lambda host=host: setattr(host, "is_unhealthy", False))  # type: ignore[misc]
 

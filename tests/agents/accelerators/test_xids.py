@@ -51,5 +51,5 @@ def test_the_document_has_the_very_table() -> None:
 
 def _response(row: Xid) -> str:
     if row.kind is None:
-        return "[foretells a failure](#a-failure-that-is-foretold)" if row.foretells else "reported only"
+        return "[foretells a failure](#a-failure-that-is-foretold)" if row.predicts_failure else "reported only"
     return f"`{row.kind}`, {SEVERITY[row.kind].name}" + ("; SEV1 when it recurs" if row.recurring else "")

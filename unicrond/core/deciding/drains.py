@@ -23,9 +23,9 @@ def begin_drains(batch: DecisionBatch) -> None:
         if node.draining or not node.cordoned or not node.schedulable:
             continue
         if not batch.state.by_node.on(name):
-            batch.add(v.DrainBegun(node=name, reason="no worker is on it"))
+            batch.add(v.DrainStarted(node=name, reason="no worker is on it"))
         elif survey.room_without(name, _has_room_without):
-            batch.add(v.DrainBegun(node=name, reason="the plan has room for its workers elsewhere"))
+            batch.add(v.DrainStarted(node=name, reason="the plan has room for its workers elsewhere"))
         if batch.events:
             return  # the next node is examined once this node's workers have a plan
 

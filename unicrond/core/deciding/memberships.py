@@ -161,7 +161,7 @@ def set_membership(
         mtbf_us=batch.survey.worker_mtbf_us // max(1, len(members)),
         handover=handover,
         stop=task.ending.stop,
-        lead_tells=_lead_confirms(task, members, joiners),
+        leader_confirms=_lead_confirms(task, members, joiners),
     )
     for event in split_decision(decision, batch.survey.policy.part_bytes):
         batch.add(event, audience.schemas)

@@ -76,7 +76,7 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
         trigger=_trigger(state),
         reason=(solution.reason + short)[:1024],
         healthy={task.name: workers for task, workers in healthy},
-        healthy_waf=min(healthy.waf, FLOPS_MAX),
+        waf_if_healthy=min(healthy.waf, FLOPS_MAX),
         transition_flop=_transition_flop(solution),
         healthy_gpus={t.name: gpu for (t, k), gpu in zip(healthy, healthy.gpus, strict=True) if k and gpu},
     )

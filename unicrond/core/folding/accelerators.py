@@ -31,7 +31,7 @@ def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, enve
     if node is None or node.status is not NodeStatus.UP:
         return state
     if event.kind is None:
-        expected = event.foretells and not node.isolated
+        expected = event.predicts_failure and not node.isolated
         message = f"{event.accelerator}: {event.message}"[:1024]
         return with_node(state, replace(node, foretold=message)) if expected else state
     if severity_of(event.kind, state.severity) is Severity.SEV1:

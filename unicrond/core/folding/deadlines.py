@@ -24,7 +24,7 @@ _HANDLERS = {
 }
 
 
-def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Envelope) -> ClusterState:
+def deadline_passed(state: ClusterState, event: v.DeadlineExpired, envelope: Envelope) -> ClusterState:
     """Apply an expired deadline; one that no longer applies changes nothing."""
     kind, _, subject = event.deadline_id.partition(":")
     if kind in ("symptom", "exit") and subject in state.incidents:

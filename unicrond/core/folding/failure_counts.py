@@ -27,7 +27,7 @@ def strike(
     log_tail: str = "",
 ) -> ClusterState:
     """Count an unexpected end of a worker against its node and its task, and open an incident."""
-    state = with_task(state, count_strike(state.tasks[task], worker, spared=is_ordered(worker, kind)))
+    state = with_task(state, count_strike(state.tasks[task], worker, excluded_from_blame=is_ordered(worker, kind)))
     fact = Fact(
         kind=kind,
         node=worker.node,
@@ -63,14 +63,14 @@ def count_ends(task: Task, evidence: Mapping[str, int]) -> Task:
 
 
 def count_strike(
-    task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False, spared: bool = False
+    task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False, excluded_from_blame: bool = False
 ) -> Task:
     """Count a failure of the worker, unless it is the one that was counted last (see Troubles). `broke`: the worker was
     given up since its group broke; that may be any member's fault, and is counted apart. `unclear`: another was as
     likely at fault. `spared`: an injected fault; neither it nor ends together with it count."""
     troubles, next_worker = task.troubles, task.numbers.next_worker
     below = troubles.struck_below
-    if spared:
+    if excluded_from_blame:
         mates = {mate.node for mate in task.workers.values() if mate.replica == worker.replica} | {worker.node, ""}
         below = below | dict.fromkeys(sorted(mates), next_worker)
         return replace(task, troubles=replace(troubles, struck_below=below))

@@ -23,7 +23,7 @@ def injection_requested(state: ClusterState, event: v.InjectionRequested, _: Env
 def inject_fault(state: ClusterState, event: v.InjectFault, _: Envelope) -> ClusterState:
     """Remove the request from the pending ones: its command has gone out to the node."""
     state = commands.count_command(state, event.node)
-    if event.fault.spared:
+    if event.fault.excluded_from_blame:
         state = _mark_injected(state, event.node, event.fault)
     return replace(state, injections={name: i for name, i in state.injections.items() if name != event.injection})
 

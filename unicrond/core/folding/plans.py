@@ -38,9 +38,9 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
         reason=event.reason,
         adopted_us=state.now_us,
         healthy=event.healthy,
-        healthy_waf=event.healthy_waf,
+        waf_if_healthy=event.waf_if_healthy,
         transition_flop=event.transition_flop,
-        way=event.way,
+        method=event.method,
         took_us=event.took_us,
         rows_reused=event.rows_reused,
         healthy_gpus=event.healthy_gpus,
@@ -106,7 +106,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         urgent=event.urgent,
         store=event.store,
         decided_us=state.now_us,
-        lead_tells=event.lead_tells,
+        leader_confirms=event.leader_confirms,
     )
     again = event.urgent and task.membership is not None and task.membership.members == members
     if again:

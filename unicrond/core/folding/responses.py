@@ -38,7 +38,11 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
     )
     task = with_worker(task, given_up(worker))
     task = strikes.count_strike(
-        task, worker, broke=broke, unclear=unclear, spared=not broke and strikes.is_ordered(worker, incident.kind)
+        task,
+        worker,
+        broke=broke,
+        unclear=unclear,
+        excluded_from_blame=not broke and strikes.is_ordered(worker, incident.kind),
     )
     return with_incident(with_task(state, task), incident)
 

@@ -13,7 +13,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
 
 
-def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterState:
+def state_kept(state: ClusterState, event: v.SnapshotStored, _: Envelope) -> ClusterState:
     """Record which iteration of a shard's state a known node holds in memory; a later one replaces it."""
     task = state.tasks.get(event.task)
     if task is None or event.node not in state.nodes:

@@ -93,7 +93,7 @@ def _with_iteration(progress: TaskProgress, iteration: int) -> TaskProgress:
     return replace(progress, iteration=iteration, best_iteration=max(iteration, progress.best_iteration))
 
 
-def stop_asked(state: ClusterState, event: v.StopAsked, _: Envelope) -> ClusterState:
+def stop_asked(state: ClusterState, event: v.StopRequested, _: Envelope) -> ClusterState:
     """Record that the task's program asks for its end; the first reason counts. Where all members have left the loop
     after the same iteration, the task is complete."""
     task = state.tasks.get(event.task)

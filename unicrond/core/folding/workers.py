@@ -53,15 +53,15 @@ def worker_ready(state: ClusterState, event: v.WorkerReady, _: Envelope) -> Clus
     return with_task(state, with_moved(task, worker, v.WorkerReady))
 
 
-def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope) -> ClusterState:
+def worker_regrouped(state: ClusterState, event: v.WorkerJoinedGroup, _: Envelope) -> ClusterState:
     """Record that the worker trains in `generation`; once all workers of an incident's tasks do, training resumes."""
     pair = find_worker(state, event.task, event.worker)
-    if pair is None or not can_move(pair[1], v.WorkerRegrouped) or event.generation > pair[0].generation:
+    if pair is None or not can_move(pair[1], v.WorkerJoinedGroup) or event.generation > pair[0].generation:
         return state
     task, worker = pair
     if event.generation < task.generation_of(worker):
         return state
-    task = with_moved(task, worker, v.WorkerRegrouped, generation=event.generation, busy="", busy_us=0)
+    task = with_moved(task, worker, v.WorkerJoinedGroup, generation=event.generation, busy="", busy_us=0)
     leads = task.membership is not None and task.membership.lead == worker.worker
     if leads and task.awaits_lead and event.generation == task.generation:
         task = _mark_met(task)
@@ -75,7 +75,7 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
         if broken is None or broken >= event.generation or incident.resumed_us:
             continue
         if not worker.shard:  # all shards of a replica get the same micro-batches
-            incident = replace(incident, redone=incident.redone + event.dealt + event.others_dealt)
+            incident = replace(incident, redone=incident.redone + event.dealt + event.peers_assigned)
         if event.source not in ("own", "replica"):
             incident = _without_survivors(incident, task, event)
         incident = replace(incident, computed=_computed_by_others(incident, task))
@@ -85,7 +85,7 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
     return state
 
 
-def _without_survivors(incident: Incident, task: Task, event: v.WorkerRegrouped) -> Incident:
+def _without_survivors(incident: Incident, task: Task, event: v.WorkerJoinedGroup) -> Incident:
     """Record what is lost where the task continues from a stored state: the iterations that were committed since are
     trained again, and the micro-batches of the iteration after the last one committed are discarded."""
     iterations_lost = max(0, task.progress.iteration - event.iteration + 1)
@@ -144,7 +144,7 @@ def _has_left_generation(task: Task | None, broken: int) -> bool:
     return task.generation > broken and task.confirmed
 
 
-def worker_waits(state: ClusterState, event: v.WorkerWaits, _: Envelope) -> ClusterState:
+def worker_waits(state: ClusterState, event: v.WorkerWaiting, _: Envelope) -> ClusterState:
     """Record the newest generation that the worker has answered."""
     pair = find_worker(state, event.task, event.worker)
     if pair is None or event.generation <= pair[1].answered:
@@ -162,12 +162,12 @@ def worker_busy(state: ClusterState, event: v.WorkerBusy, _: Envelope) -> Cluste
     return with_task(state, with_worker(task, replace(worker, busy=event.what, busy_us=busy_us)))
 
 
-def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> ClusterState:
+def worker_parked(state: ClusterState, event: v.WorkerPaused, _: Envelope) -> ClusterState:
     """Record that the worker has left its group and waits."""
     pair = find_worker(state, event.task, event.worker)
-    if pair is None or not can_move(pair[1], v.WorkerParked):
+    if pair is None or not can_move(pair[1], v.WorkerPaused):
         return state
-    return with_task(state, with_moved(*pair, v.WorkerParked))
+    return with_task(state, with_moved(*pair, v.WorkerPaused))
 
 
 def _ended_with_agent(state: ClusterState, node: str, envelope: Envelope) -> bool:

@@ -3,7 +3,7 @@
 Rules
 -----
 * A node that is to be empty by a time (`unicronctl drain --by`) is cordoned at once and keeps its workers: they are
-  worth most where they are. They leave it at an iteration boundary, at the cheapest moment (`DrainBegun`): as soon as
+  worth most where they are. They leave it at an iteration boundary, at the cheapest moment (`DrainStarted`): as soon as
   the present plan has room for all of them elsewhere, or there are none; and without that when the time is near.
 * Near: as long before it as starts and meetings may take at their limits.
 * When the time is over, what still runs there is ended.
@@ -87,7 +87,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
 # --- folds ---------------------------------------------------------------------------------------
 
 
-def drain_begun(state: ClusterState, event: v.DrainBegun) -> ClusterState:
+def drain_begun(state: ClusterState, event: v.DrainStarted) -> ClusterState:
     """Have the node's workers leave it."""
     node = state.nodes.get(event.node)
     return with_node(state, replace(node, draining=True)) if node and node.cordoned and node.empty_by_us else state

@@ -19,7 +19,7 @@ Rules
 | phase | is | until |
 |---|---|---|
 | in service | not isolated | NodeIsolated |
-| resting | the time is not over | DeadlinePassed `isolation:` |
+| resting | the time is not over | DeadlineExpired `isolation:` |
 | awaits a person | it needs hands, without a repair command | NodeUncordoned; a coordinator with such a command |
 | in repair | it needs hands; the head runs the repair command | RepairEnded: on to the check, or resting again |
 | away | a check is due, and the node is lost or has left | NodeJoined, NodeReturned |

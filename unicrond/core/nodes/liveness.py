@@ -166,7 +166,7 @@ class Liveness:
             if newest or (previous is not None and now_us - previous.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
                 self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
                 self._sign(beat.node, now_us)
-                (self._keeping.add if beat.kept_back else self._keeping.discard)(beat.node)
+                (self._keeping.add if beat.outbox_backlog else self._keeping.discard)(beat.node)
             return
         term, number = self._own_last
         is_one_missing = beat.agent_boot == term and beat.beat > number + 1
@@ -200,7 +200,7 @@ class Liveness:
         """Return, per node that is heard, the observations that its agent cannot append; most nodes have none."""
         keeping = ((name, self.beats[name]) for name in sorted(self._keeping))
         return {
-            name: OutboxBacklog(last.beat.kept_back, last.beat.kept_back_us)
+            name: OutboxBacklog(last.beat.outbox_backlog, last.beat.outbox_backlog_us)
             for name, last in keeping
             if last.beat is not None and now_us - last.heard_us <= self.limit_us
         }

@@ -164,7 +164,7 @@ class Answer:
     """A plan and how it came about. `rows_reused`: rows of the dynamic programme that were valid already."""
 
     solution: Solution
-    way: SolveMethod
+    method: SolveMethod
     rows_reused: int = 0
 
 

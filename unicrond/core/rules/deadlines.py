@@ -1,4 +1,4 @@
-"""Which deadlines stand, as data: the shell arms them on its monotonic clock and appends DeadlinePassed.
+"""Which deadlines stand, as data: the shell arms them on its monotonic clock and appends DeadlineExpired.
 
 Ids name their subject so exactly that one which comes late means nothing any more:
 `start:<worker>`, `meet:<task>#<generation>.<nth>`, `regroup:<task>#<generation>` (all leave; in older logs any),

@@ -70,7 +70,7 @@ def injection_request(order: FaultOrder, state: ClusterState, *, allowed: bool) 
         phase=order.phase,
         seconds=order.seconds,
         xid=order.xid,
-        spared=not order.counts,
+        excluded_from_blame=not order.counts,
     )
     return InjectionRequested(node=node, fault=fault)
 

@@ -84,7 +84,7 @@ TRIGGERS: Mapping[type[v.AnyEvent], tuple[IncidentTrigger, ...]] = {
     v.AcceleratorReported: _REPORTS,
     v.WorkerExited: _REPORTS,
     v.CommandFailed: _REPORTS,
-    v.DeadlinePassed: (_B.TIME_IS_UP, *_REPORTS),
+    v.DeadlineExpired: (_B.TIME_IS_UP, *_REPORTS),
     v.NodeLost: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER),
     v.NodeJoined: (_B.SYMPTOM_OPENS, _B.CAUSE_OPENS, _B.TAKEN_OVER),
     v.IncidentEscalated: (_B.WORKER_GIVEN_UP,),

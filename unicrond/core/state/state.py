@@ -231,7 +231,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def awaits_lead(self) -> bool:
         """Return whether the lead of the newest group is to say that it has met, and has not yet."""
-        return self.membership is not None and self.membership.lead_tells and not self.group.lead_confirmed
+        return self.membership is not None and self.membership.leader_confirms and not self.group.lead_confirmed
 
     @property
     def rest_joined(self) -> bool:
@@ -341,9 +341,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     adopted_us: int = 0
     healthy: dict[str, int] = {}
-    healthy_waf: int = 0
+    waf_if_healthy: int = 0
     transition_flop: float = always(0.0)
-    way: str = ""
+    method: str = ""
     took_us: int = 0
     rows_reused: int = 0
     healthy_gpus: dict[str, str] = {}
@@ -395,7 +395,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet. `schema`: what the coordinator of the
     present term reads and writes (events/wire/schemas.py). `check_limit_us`, `repair_limit_us`: how long its health
     checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
-    `log_taken_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
+    `log_adopted_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
     without end.
     """
@@ -422,7 +422,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     check_limit_us: int = 0
     repair_limit_us: int = 0
     logins: dict[str, NodeLogin] = {}
-    log_taken_us: int = 0
+    log_adopted_us: int = 0
     windows: dict[str, Window] = {}
     starvation_us: int = 0
     by_node_cache: ByNode | None = None

@@ -34,7 +34,7 @@ CALM_ITERATIONS = 10
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a node has last reported of the task's state in its memory (see unicrond.events.vocabulary.StateKept)."""
+    """What a node has last reported of the task's state in its memory (see unicrond.events.vocabulary.SnapshotStored)."""
 
     node: str
     shard: int
@@ -116,7 +116,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
     `stragglers`: members that are slower than the other replicas, by worker.
     `telling`: parts of the next membership, as far as they have come (events/vocabulary/placements.py).
-    `lead_confirmed`: the newest group's lead has said for all that they are in it (MembershipDecided.lead_tells).
+    `lead_confirmed`: the newest group's lead has said for all that they are in it (MembershipDecided.leader_confirms).
     `before`: the last membership of which a lead had said so, until the newest group has met.
     """
 

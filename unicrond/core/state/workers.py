@@ -69,7 +69,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The workers that train a task, as the log holds them (see unicrond.events.vocabulary.MembershipDecided).
 
-    `lead_tells`: see unicrond.events.vocabulary.MembershipDecided.
+    `leader_confirms`: see unicrond.events.vocabulary.MembershipDecided.
     """
 
     generation: int
@@ -78,7 +78,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     urgent: bool
     store: StoreAddress
     decided_us: int
-    lead_tells: bool = False
+    leader_confirms: bool = False
 
     @property
     def lead(self) -> str:
@@ -93,7 +93,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     @cached_property
     def spoken_for(self) -> frozenset[str]:
         """The workers that are in the group once its lead has said that it has met. Only to look up in."""
-        return self.names.difference(self.joiners) if self.lead_tells else NO_WORKERS
+        return self.names.difference(self.joiners) if self.leader_confirms else NO_WORKERS
 
 
 NO_WORKERS: frozenset[str] = frozenset()
@@ -180,7 +180,7 @@ class Tally:
         movers = [self.workers[name] for name in _differing(was, membership) if name in self.workers]
         kinds: Counter[Kind] = Counter()
         for kind, count in (self._kinds - _kinds(movers, was)).items():
-            kinds[kind._replace(newest=False, spoken_for=kind.member and membership.lead_tells)] += count
+            kinds[kind._replace(newest=False, spoken_for=kind.member and membership.leader_confirms)] += count
         return kinds + _kinds(movers, membership)
 
     def __eq__(self, _: object) -> bool:

@@ -119,7 +119,7 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
 def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> ClusterState:
     """Return `after` (the event) with its ledger carried on from `before`; the same object where no rate has
     changed."""
-    if type(event) in _FREE or (isinstance(event, v.WorkerRegrouped) and not _completes(after, event)):
+    if type(event) in _FREE or (isinstance(event, v.WorkerJoinedGroup) and not _completes(after, event)):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
         return after
@@ -148,7 +148,7 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
     return replace(after, ledger=_date_back(_hand_over(ledger, before, after), after))
 
 
-def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
+def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:
     """Return whether the join changes what trains: before the last one, the previous group trains on, or none does."""
     task = state.tasks.get(event.task)
     return task is not None and task.confirmed

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from unicrond.core.planning.solver import Solution
-from unicrond.events.vocabulary import AnyEvent, PlanAdopted, PlanWay
+from unicrond.events.vocabulary import AnyEvent, PlanAdopted, PlanMethod
 
 E = TypeVar("E", bound=AnyEvent)
 
@@ -20,7 +20,7 @@ class PlanAnswer(NamedTuple):
     """A plan problem's answer. `took_us`: from the question to the answer. `rows_reused`: of the solver's rows."""
 
     solution: Solution
-    way: PlanWay = "fresh"
+    method: PlanMethod = "fresh"
     took_us: int = 0
     rows_reused: int = 0
 
@@ -28,10 +28,10 @@ class PlanAnswer(NamedTuple):
 def with_provenance(event: E, answered: PlanAnswer) -> E:
     """Return the event; a plan with how it was made."""
     if isinstance(event, PlanAdopted):
-        return replace(event, way=answered.way, took_us=answered.took_us, rows_reused=answered.rows_reused)
+        return replace(event, method=answered.method, took_us=answered.took_us, rows_reused=answered.rows_reused)
     return event
 
 
 def without_provenance(event: E) -> E:
     """Return the event as `decide` gives it."""
-    return replace(event, way="fresh", took_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event
+    return replace(event, method="fresh", took_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event

@@ -3,7 +3,7 @@
 import { clock, h, show } from "./dom.js";
 
 const SHOWN = 400;
-const ROUTINE = new Set(["StepCommitted", "CommandApplied", "StateKept", "CheckpointSaved"]);
+const ROUTINE = new Set(["StepCommitted", "CommandApplied", "SnapshotStored", "CheckpointSaved"]);
 
 export class Log {
   constructor(source) {

@@ -28,7 +28,7 @@ export class Plan {
     this.seen = `${plan.epoch}/${view.seq}`;
     if (this.names.childElementCount !== view.nodes.length) show(this.names, view.nodes.map((node) => h("option", { value: node.name })));
     show(this.now, h("h2", {}, plan.epoch ? `Plan ${plan.epoch}` : "No plan yet"), plan.epoch ? [
-      h("p", {}, h("b", {}, plan.trigger), ". ", plan.reason), plan.why && h("p", {}, `Why: ${plan.why}`), h("p", { class: "faint" }, `adopted ${moment(plan.adopted_us)}, ${WAYS[plan.way] ?? plan.way} in ${span(plan.took_us)}; WAF ${worth(view, plan.waf, workersOf(plan.tasks))} of ${worth(view, plan.healthy_waf, Object.fromEntries(plan.tasks.map((one) => [one.task, one.healthy])))} in health`),
+      h("p", {}, h("b", {}, plan.trigger), ". ", plan.reason), plan.why && h("p", {}, `Why: ${plan.why}`), h("p", { class: "faint" }, `adopted ${moment(plan.adopted_us)}, ${WAYS[plan.method] ?? plan.method} in ${span(plan.took_us)}; WAF ${worth(view, plan.waf, workersOf(plan.tasks))} of ${worth(view, plan.waf_if_healthy, Object.fromEntries(plan.tasks.map((one) => [one.task, one.healthy])))} in health`),
       table(["task", "#workers", "#in health", "#WAF", ...(types ? ["GPU"] : [])], plan.tasks.map((one) => [one.task, one.workers, one.healthy, worth(view, one.waf, { [one.task]: one.workers }), ...(types ? [one.gpu || "-"] : [])]))] : []);
     if (this.epoch !== plan.epoch && !this.source.replay) { this.epoch = plan.epoch; this.foresee(); }
   }

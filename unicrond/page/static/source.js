@@ -162,7 +162,7 @@ export class Source extends EventTarget {
       if (seq < opened && !ERRORS.has(event.type)) return false; // of what came before only what it may have begun with
       if (["PlanAdopted", "CoordinatorStarted"].includes(event.type)) return true;
       if (event.incident === incident.id) return true;
-      if (["StepCommitted", "CommandApplied", "StateKept"].includes(event.type)) return false;
+      if (["StepCommitted", "CommandApplied", "SnapshotStored"].includes(event.type)) return false;
       return (event.node && event.node === incident.node) || incident.tasks.includes(event.task)
         || incident.tasks.includes(event.spec?.name) || (event.deadline_id ?? "").includes(incident.id);
     };

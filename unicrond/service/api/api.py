@@ -132,7 +132,7 @@ class Api:
             coordinator.alarms,
             lambda: coordinator.fault,
             process.trouble,
-            coordinator.kept_back,
+            coordinator.outbox_backlog,
             lambda: coordinator.around.metrics(),
             lambda: process.leads,
             coordinator.views,
@@ -233,11 +233,11 @@ class Api:
         alarms = coordinator.standing_alarms() + self._access.alarms()
         state = coordinator.state
         body = {"status": self.status(), "trouble": trouble, "alarms": alarms, "term": state.term, "seq": state.seq}
-        body |= {"kept_back": self._kept_back(), "leads": self._process.leads, "heads": self._process.heads}
+        body |= {"outbox_backlog": self._outbox_backlog(), "leads": self._process.leads, "heads": self._process.heads}
         return {**body, "weaker": self._process.weaker()}
 
-    def _kept_back(self) -> dict[str, dict[str, float]]:
-        backlogs = self._coordinator.kept_back().items()
+    def _outbox_backlog(self) -> dict[str, dict[str, float]]:
+        backlogs = self._coordinator.outbox_backlog().items()
         return {node: {"entries": backlog.entries, "oldest_s": backlog.oldest_us / 1e6} for node, backlog in backlogs}
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -250,7 +250,7 @@ class Api:
         mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
         public_state = redact_state(to_json(state), mask_of(state))
         body = {"digest": digest(state), "state": public_state, **derived(state, now_us)}
-        return answer({**body, "worker_mtbf_s": mtbf_s, "kept_back": self._kept_back()})
+        return answer({**body, "worker_mtbf_s": mtbf_s, "outbox_backlog": self._outbox_backlog()})
 
     async def plan_table(self, _: web.Request) -> web.Response:
         """Answer with the one-step table: a row for each event that may come next. 503 while there is none."""

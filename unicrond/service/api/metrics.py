@@ -51,7 +51,7 @@ class StateCollector(Collector):
         alarms: Alarms,
         fault: Callable[[], str] = str,
         trouble: Callable[[], str] = str,
-        kept_back: Callable[[], Mapping[str, OutboxBacklog]] = dict,
+        outbox_backlog: Callable[[], Mapping[str, OutboxBacklog]] = dict,
         more: Callable[[], Iterable[Metric]] = list,
         leads: Callable[[], bool] = lambda: True,
         views: HeadViews | None = None,
@@ -62,7 +62,7 @@ class StateCollector(Collector):
         self._alarms = alarms
         self._fault = fault
         self._trouble = trouble
-        self._kept_back = kept_back
+        self._outbox_backlog = outbox_backlog
         self._more = more
 
     def collect(self) -> Iterator[Metric]:
@@ -75,15 +75,18 @@ class StateCollector(Collector):
         yield _gauge("unicron_term", "Term of the active coordinator", state.term)
         yield _gauge("unicron_plan_epoch", "Epoch of the adopted plan", state.plan.epoch)
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
-        yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.healthy_waf)
+        yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.waf_if_healthy)
         yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
         yield _gauge("unicron_log_takes_appends", "1, or 0 while the log accepts nothing", float(not self._trouble()))
-        backlogs = self._kept_back().items()
+        backlogs = self._outbox_backlog().items()
         text = "Observations that a node holds back"
-        yield _labelled("unicron_kept_back", text, "node", ((node, backlog.entries) for node, backlog in backlogs))
+        yield _labelled("unicron_outbox_backlog", text, "node", ((node, backlog.entries) for node, backlog in backlogs))
         text = "Age of the oldest of them"
         yield _labelled(
-            "unicron_kept_back_seconds", text, "node", ((node, backlog.oldest_us / 1e6) for node, backlog in backlogs)
+            "unicron_outbox_backlog_seconds",
+            text,
+            "node",
+            ((node, backlog.oldest_us / 1e6) for node, backlog in backlogs),
         )
         text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
         costs = costs_at(state, state.now_us)._asdict().items()
@@ -171,7 +174,7 @@ def exposition(
     alarms: Alarms | None = None,
     fault: Callable[[], str] = str,
     trouble: Callable[[], str] = str,
-    kept_back: Callable[[], Mapping[str, OutboxBacklog]] = dict,
+    outbox_backlog: Callable[[], Mapping[str, OutboxBacklog]] = dict,
     more: Callable[[], Iterable[Metric]] = list,
     leads: Callable[[], bool] = lambda: True,
     views: HeadViews | None = None,
@@ -179,7 +182,7 @@ def exposition(
     """Return a function that renders the text exposition format. `trouble`: why the log takes nothing, or "". `more`:
     the metrics of other parts of this process."""
     registry = CollectorRegistry(auto_describe=False)
-    collector = StateCollector(get, alarms or Alarms(), fault, trouble, kept_back, more, leads, views)
+    collector = StateCollector(get, alarms or Alarms(), fault, trouble, outbox_backlog, more, leads, views)
     registry.register(collector)  # type: ignore[no-untyped-call,unused-ignore]
     return lambda: generate_latest(registry)
 

@@ -41,7 +41,7 @@ from unicrond.events.vocabulary import (
     AnyEvent,
     CheckNode,
     CoordinatorStarted,
-    DeadlinePassed,
+    DeadlineExpired,
     ErrorKind,
     SeverityLevel,
     StepCommitted,
@@ -51,7 +51,7 @@ from unicrond.events.wire.schemas import SCHEMA, lowered, since, told_version
 from unicrond.intake.readmission import Readmission
 from unicrond.service.coordinator.clock import CLOCK, Clock
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.service.coordinator.event_log_health import kept_back_lines
+from unicrond.service.coordinator.event_log_health import outbox_backlog_lines
 from unicrond.service.coordinator.follower import Follower
 from unicrond.service.coordinator.heartbeat_watch import NodeWatch
 from unicrond.service.coordinator.hooks import HeadViews, Surroundings
@@ -86,15 +86,15 @@ class Coordinator(Follower):
         skip: Sequence[int] = (),
         readmission: Readmission = _READMISSION,
         repair: Callable[[Repair], Awaitable[RepairOutcome]] | None = None,
-        taken_us: int = 0,
+        adopted_us: int = 0,
         views: HeadViews | None = None,
         live: asyncio.Event | None = None,
     ) -> None:
         """Take the parts of a coordinator. `severity`: what the configuration sets beside severity.py's table.
         `process`: HOST:PID, for the claim. `schema`: the newest that is written (events/wire/schemas.py). `skip`:
         entries of the log to pass over from now on (events/log/skips.py). `repair`: how nodes are repaired, where not
-        by the command of `readmission`. `taken_us`: when a person last accepted a log by name (known_log.py). `views`:
-        are fed with each step. `live`: set while it decides, for parts that are made before it."""
+        by the command of `readmission`. `adopted_us`: when a person last accepted a log by name (known_log.py).
+        `views`: are fed with each step. `live`: set while it decides, for parts that are made before it."""
         super().__init__(event_log, clock, snapshots, skip, views)
         self._watch = NodeWatch(beat_log, heartbeat_s, clock, self._tell_quarantined)
         self.liveness = self._watch.liveness
@@ -105,10 +105,10 @@ class Coordinator(Follower):
         self._pending: list[AnyEvent] = []
         self.foresight = Foresight(clock.monotonic_us)
         self._answers = Answers(self.foresight)
-        self._timers = Timers(lambda name: self._post(DeadlinePassed(deadline_id=name)))
+        self._timers = Timers(lambda name: self._post(DeadlineExpired(deadline_id=name)))
         self._severity = dict(severity or {})
         self._process = process
-        self._taken_us = taken_us
+        self._adopted_us = adopted_us
         self._schema = schema
         self._readmission = readmission
         if repair is None and readmission.repair:
@@ -218,7 +218,7 @@ class Coordinator(Follower):
             policy=self._settings().numbers(),
             severity=self._severity,
             process=self._process,
-            taken_us=max(self._taken_us, self.state.log_taken_us),
+            adopted_us=max(self._adopted_us, self.state.log_adopted_us),
         )
         started = self._wrap(lowered(claim, self._schema) or claim, term)
         self._fence = await self._event_log.claim_term(started)
@@ -243,10 +243,10 @@ class Coordinator(Follower):
 
     def standing_alarms(self) -> list[str]:
         """Return what a person has to look at now, a line each."""
-        kept_back = kept_back_lines(self.kept_back())
-        return super().standing_alarms() + kept_back + self.around.alarms()
+        outbox_backlog = outbox_backlog_lines(self.outbox_backlog())
+        return super().standing_alarms() + outbox_backlog + self.around.alarms()
 
-    def kept_back(self) -> dict[str, OutboxBacklog]:
+    def outbox_backlog(self) -> dict[str, OutboxBacklog]:
         """Return for each node that is heard what it cannot append."""
         return self.liveness.backlogs(self._clock.monotonic_us())
 

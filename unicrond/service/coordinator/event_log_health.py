@@ -37,7 +37,7 @@ ROOM_BYTES = 64 * 1024 * 1024
 ROOM_SHARE = 0.1
 PROBE_EVERY_S = 2.0
 #: Observations that nodes have held back for less may be under way.
-KEPT_BACK_US = 3_000_000
+BACKLOG_US = 3_000_000
 SILENT_BUS = "NATS does not return the coordinator's own heartbeats"
 
 
@@ -68,7 +68,7 @@ class Probe(Protocol):
 class NodeReports(Protocol):
     """The coordinator, as the source of what nodes report about the log."""
 
-    def kept_back(self) -> dict[str, OutboxBacklog]:
+    def outbox_backlog(self) -> dict[str, OutboxBacklog]:
         """Return for each node what it cannot append."""
         ...
 
@@ -134,10 +134,10 @@ class LogKeeper:
     @property
     def _trouble_of_nodes(self) -> str:
         backlogs = (
-            {n: k for n, k in self._nodes.kept_back().items() if k.oldest_us >= KEPT_BACK_US} if self._nodes else {}
+            {n: k for n, k in self._nodes.outbox_backlog().items() if k.oldest_us >= BACKLOG_US} if self._nodes else {}
         )
         oldest_us = max((backlog.oldest_us for backlog in backlogs.values()), default=0)
-        if self._nodes is None or not backlogs or self._nodes.quiet_us() < oldest_us - KEPT_BACK_US // 2:
+        if self._nodes is None or not backlogs or self._nodes.quiet_us() < oldest_us - BACKLOG_US // 2:
             return ""
         entries = sum(backlog.entries for backlog in backlogs.values())
         names = ", ".join([*list(backlogs)[:3], *(["..."] if len(backlogs) > 3 else [])])
@@ -202,11 +202,11 @@ class LogKeeper:
         return True
 
 
-def kept_back_lines(backlogs: Mapping[str, OutboxBacklog]) -> list[str]:
+def outbox_backlog_lines(backlogs: Mapping[str, OutboxBacklog]) -> list[str]:
     """Return a line for each node that has held back observations for long."""
     return [
         f"node {name} holds back {backlog.entries} observations, the oldest for {backlog.oldest_us / 1e6:.0f} s: the "
         "log does not accept its appends"
         for name, backlog in backlogs.items()
-        if backlog.oldest_us >= KEPT_BACK_US
+        if backlog.oldest_us >= BACKLOG_US
     ]

@@ -30,7 +30,7 @@ from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.clock import Clock
 from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.coordinator.snapshots import LogMark, Snapshots, mark_of
-from unicrond.views.view import Step
+from unicrond.views.view import LogStep
 
 log = logging.getLogger("unicrond")
 
@@ -152,7 +152,7 @@ class Follower:
         self._mark = mark_of(entry)
         entry = apply_skips(entry, self._skips)
         self.state = fold(before, entry)
-        self.views.feed(Step(before, entry, self.state))
+        self.views.feed(LogStep(before, entry, self.state))
         if isinstance(entry, Quarantined):
             self._tell_quarantined(entry)
         else:

@@ -74,7 +74,7 @@ class Foresight:
             solution = await asyncio.to_thread(solve, problem)
             return PlanAnswer(solution, "fresh", self._monotonic_us() - asked_us)
         answer = await self._to_its_end(self._answer(problem))
-        return PlanAnswer(answer.solution, answer.way, self._monotonic_us() - asked_us, answer.rows_reused)
+        return PlanAnswer(answer.solution, answer.method, self._monotonic_us() - asked_us, answer.rows_reused)
 
     def look_from(self, survey: Survey) -> None:
         """Start from the state of a cluster at rest: ask for a new table if anything has changed."""

@@ -39,11 +39,11 @@ _AGAIN_S = 0.5
 
 class LogIdentity(msgspec.Struct, frozen=True):
     """The log that a head knows. `created`: the stream's birth, as NATS tells it. `mark`: the last entry that was
-    folded; None: any log is accepted. `taken_us`: when a person last accepted a log by name (Unix time), 0: never."""
+    folded; None: any log is accepted. `adopted_us`: when a person last accepted a log by name (Unix time), 0: never."""
 
     created: str
     mark: LogMark | None
-    taken_us: int = 0
+    adopted_us: int = 0
 
 
 class KnownLog:
@@ -85,10 +85,10 @@ class KnownLog:
     ) -> None:
         """Write down what was folded, until cancelled; write nothing while the log is not `sound`."""
         previous = self.read()
-        taken_us = previous.taken_us if previous is not None else 0
+        adopted_us = previous.adopted_us if previous is not None else 0
         while True:
             now, born = mark(), created()
-            if now is not None and born and sound() and (identity := LogIdentity(born, now, taken_us)) != previous:
+            if now is not None and born and sound() and (identity := LogIdentity(born, now, adopted_us)) != previous:
                 try:
                     self.write(identity)
                     previous = identity

@@ -31,7 +31,7 @@ from unicrond.intake.notify import Destination, Notify
 from unicrond.service.coordinator.clock import CLOCK, Clock
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
 from unicrond.views.notifications import Notice, standing, step_notices, taken_over
-from unicrond.views.view import Step, View
+from unicrond.views.view import LogStep, View
 
 log = logging.getLogger("unicrond")
 
@@ -70,7 +70,7 @@ class Notifier(View):
         self._wake = [asyncio.Event() for _ in config.to]
         self._failures = [""] * len(config.to)
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: LogStep) -> None:
         """Queue the notices of a new step, if this coordinator leads. Never waits."""
         self._state = step.after
         if self._config.to and self._leads():

@@ -258,7 +258,7 @@ def _coordinator(
         skip=orders.skip,
         schema=config.write_schema,
         readmission=config.readmission,
-        taken_us=identity.taken_us if identity is not None else 0,
+        adopted_us=identity.adopted_us if identity is not None else 0,
         views=views,
         live=live,
     )
