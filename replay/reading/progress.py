@@ -1,4 +1,4 @@
-"""A progress bar on stderr for logs that take a while; nothing where stderr is not a terminal."""
+"""Reads a log for a view, with a progress bar on stderr where that takes a while and stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,24 @@ from contextlib import ExitStack, aclosing
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from unicrond.replay.reading.source import LogChunk
+from unicrond.core.state.state import ClusterState
+from unicrond.events.log.point import Point
+from unicrond.replay.reading.source import LogChunk, Source, read
+from unicrond.views.view import View, steps
 
 SHOW_AFTER_S = 0.4
+
+
+async def show(source: Source, view: View, label: str, *, until: Point | None = None) -> ClusterState:
+    """Fold the log up to `until`, and feed each step to the view; return the last state. Raises LogError, and what the
+    view raises: nobody waits for anything else here."""
+    state = ClusterState()
+    async with aclosing(with_bar(read(source, until=until), label)) as chunks:
+        async for chunk in chunks:
+            for step in steps(chunk.entries, state):
+                view.feed(step)
+                state = step.after
+    return state
 
 
 async def with_bar(

@@ -9,13 +9,12 @@ from bisect import bisect_right
 from contextlib import suppress
 from typing import NamedTuple
 
-from unicrond.core.fold import fold
 from unicrond.core.replayer import policy_after
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Entry
 from unicrond.views.goodput import GoodputTotals, account_step
-from unicrond.views.view import LogStep
+from unicrond.views.view import LogStep, View, steps
 
 #: Entries between two stored states.
 EVERY = 250
@@ -32,8 +31,8 @@ class Moment(NamedTuple):
 _FIRST = Moment(ClusterState(), GoodputTotals(), Policy())
 
 
-class Moments:
-    """Finds any moment of a log; it takes every entry in order."""
+class Moments(View):
+    """Finds any moment of a log; it takes every step in order."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -42,10 +41,10 @@ class Moments:
         self._last = _FIRST
         self._cursor = (0, _FIRST)
 
-    def feed(self, entry: Entry) -> None:
-        """Add the next entry."""
-        self._last = _after(self._last, entry)
-        self.entries.append(entry)
+    def feed(self, step: LogStep) -> None:
+        """Add the next step."""
+        self._last = _moment(self._last, step)
+        self.entries.append(step.entry)
         self._times_us.append(self._last.state.now_us)
         if len(self.entries) % EVERY == 0:
             self._checkpoints.append(self._last)
@@ -65,15 +64,15 @@ class Moments:
         start, moment = self._cursor
         if not start <= count <= start + EVERY:
             start, moment = count - count % EVERY, self._checkpoints[count // EVERY]
-        for entry in self.entries[start:count]:
-            moment = _after(moment, entry)
+        for step in steps(self.entries[start:count], moment.state):
+            moment = _moment(moment, step)
         self._cursor = (count, moment)
         return moment
 
 
-def _after(moment: Moment, entry: Entry) -> Moment:
-    state, policy = fold(moment.state, entry), moment.policy
-    totals = account_step(moment.totals, LogStep(moment.state, entry, state))
+def _moment(before: Moment, step: LogStep) -> Moment:
+    """Return the moment after the step, which follows the moment before it."""
+    policy = before.policy
     with suppress(ValueError):  # another version's policy; the one before is the nearest
-        policy = policy_after(policy, entry)
-    return Moment(state, totals, policy)
+        policy = policy_after(policy, step.entry)
+    return Moment(step.after, account_step(before.totals, step), policy)

@@ -6,14 +6,12 @@ import argparse
 import asyncio
 import gc
 import sys
-from contextlib import aclosing
 
 from aiohttp import web
 
 from unicrond.events.cli.command_line import UsageError
 from unicrond.replay.reading.opening import as_json, open_source, say
-from unicrond.replay.reading.progress import with_bar
-from unicrond.replay.reading.source import read
+from unicrond.replay.reading.progress import show
 from unicrond.replay.views.moments import Moments
 from unicrond.replay.views.page_server import PageServer
 
@@ -21,10 +19,8 @@ from unicrond.replay.views.page_server import PageServer
 async def serve_command(options: argparse.Namespace) -> int:
     """Serve the page until interrupted. Loopback only: a log holds tasks' arguments and environments."""
     moments = Moments()
-    async with open_source(options) as source, aclosing(with_bar(read(source), "reading")) as chunks:
-        async for chunk in chunks:
-            for entry in chunk.entries:
-                moments.feed(entry)
+    async with open_source(options) as source:
+        await show(source, moments, "reading")
     if not moments.entries:
         raise UsageError("the log is empty: there is nothing to show")
     gc.freeze()  # what was read stays; what requests leave behind is collected again

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-from unicrond.core.fold import fold
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
 from unicrond.events.vocabulary.times import EPOCH, format_time
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Recorded
+from unicrond.views.view import LogStep, View
 
 KINDS = ("node", "task", "incident", "plan")
 
@@ -54,7 +54,7 @@ class IncidentLife:
 
 
 @dataclass
-class Index:
+class Index(View):
     """The subjects that a log has."""
 
     state: ClusterState = field(default_factory=ClusterState)
@@ -62,15 +62,16 @@ class Index:
     #: Epoch -> the sequence number of its PlanAdopted.
     plans: dict[int, int] = field(default_factory=dict)
 
-    def feed(self, entry: Entry) -> None:
-        """Add the next entry."""
-        before, self.state = self.state, fold(self.state, entry)
+    def feed(self, step: LogStep) -> None:
+        """Add the next step."""
+        before, entry, self.state = step
         if self.state.plan.epoch != before.plan.epoch:
             self.plans[self.state.plan.epoch] = entry.seq
         if self.state.incidents is not before.incidents:
-            self._follow_incidents(before, entry)
+            self._follow_incidents(step)
 
-    def _follow_incidents(self, before: ClusterState, entry: Entry) -> None:
+    def _follow_incidents(self, step: LogStep) -> None:
+        before, entry, _ = step
         now = self.state.incidents
         ended = [name for name in before.incidents if name not in now]
         explained: list[IncidentLife] = []
@@ -124,26 +125,25 @@ class _Steps:
     loss: float
 
 
-class Story:
-    """The account of one subject; it takes every entry in order."""
+class Story(View):
+    """The account of one subject; it takes every step in order."""
 
     def __init__(self, subject: Subject, index: Index) -> None:
         self._subject = subject
         self._index = index
-        self._state = ClusterState()
         self._lines: list[str] = []
         self._steps: dict[str, _Steps] = {}
         self._basis = (0, 0)
         life = index.incidents.get(subject.name) if subject.kind == "incident" else None
         self._life = life
 
-    def feed(self, entry: Entry) -> None:
-        """Add the next entry."""
-        before, self._state = self._state, fold(self._state, entry)
+    def feed(self, step: LogStep) -> None:
+        """Add the next step."""
+        before, entry, after = step
         if not isinstance(entry, Recorded):
             return
         event = entry.envelope.event
-        if not self._belongs(entry, before):
+        if not self._belongs(entry, before, after):
             return
         if isinstance(event, v.StepCommitted):
             self._add_steps(event)
@@ -151,7 +151,7 @@ class Story:
         if isinstance(event, v.CommandApplied):
             return
         self._flush_steps(event.tasks_named())
-        self._append_line(entry, self._remark(entry, before))
+        self._append_line(entry, self._remark(entry, before, after))
 
     def page(self) -> str:
         """Return title, what happened in order, and how it ended."""
@@ -160,7 +160,7 @@ class Story:
 
     # --- which entries -----------------------------------------------------------------------
 
-    def _belongs(self, entry: Recorded, before: ClusterState) -> bool:
+    def _belongs(self, entry: Recorded, before: ClusterState, after: ClusterState) -> bool:
         event = entry.envelope.event
         kind, name = self._subject
         if kind == "node":
@@ -180,7 +180,7 @@ class Story:
                 return life is not None and name in life.incident.generations
             return name in event.tasks_named()
         if kind == "plan":
-            return self._belongs_to_plan(entry, int(name))
+            return self._belongs_to_plan(entry, int(name), after.plan.epoch)
         return self._belongs_to_incident(entry)
 
     def _plan_changes_node(self, event: v.PlanAdopted, before: ClusterState) -> bool:
@@ -188,11 +188,11 @@ class Story:
         old = _tasks_on(name, before.plan.assignments.values())
         return old != _tasks_on(name, event.assignments)
 
-    def _belongs_to_plan(self, entry: Recorded, epoch: int) -> bool:
+    def _belongs_to_plan(self, entry: Recorded, epoch: int, epoch_in_force: int) -> bool:
         event = entry.envelope.event
         if isinstance(event, v.PlanAdopted):
             return event.epoch in (epoch, epoch + 1) and entry.seq == self._index.plans.get(event.epoch)
-        if self._state.plan.epoch != epoch:
+        if epoch_in_force != epoch:
             return False
         if isinstance(event, v.Command):
             return event.epoch == epoch
@@ -220,14 +220,14 @@ class Story:
 
     # --- how they are shown ------------------------------------------------------------------
 
-    def _remark(self, entry: Recorded, before: ClusterState) -> str:
+    def _remark(self, entry: Recorded, before: ClusterState, after: ClusterState) -> str:
         """Say what the entry meant, where its sentence does not."""
         event = entry.envelope.event
-        opened = self._state.incidents.get(f"i{entry.seq}")
+        opened = after.incidents.get(f"i{entry.seq}")
         if opened is not None and opened.id not in before.incidents:
             return f" -> opens incident {opened.id}, SEV{opened.severity.value}"
-        if self._state.incidents is not before.incidents:
-            for name, incident in self._state.incidents.items():
+        if after.incidents is not before.incidents:
+            for name, incident in after.incidents.items():
                 old = before.incidents.get(name)
                 if old is None or isinstance(event, v.Decision):
                     continue

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import aclosing
 
 from unicrond.events.cli.command_line import UsageError
 from unicrond.replay.reading.opening import as_json, open_source, require_reached, resolve, say
-from unicrond.replay.reading.progress import with_bar
-from unicrond.replay.reading.source import read
+from unicrond.replay.reading.progress import show
 from unicrond.replay.views.story import Index, NoSuchSubject, Story
 
 
@@ -16,20 +14,14 @@ async def story_command(options: argparse.Namespace) -> int:
     """Read the log twice, first for the subjects and then for the story, and print it."""
     async with open_source(options) as source:
         index, until = Index(), await resolve(source, options.at)
-        async with aclosing(with_bar(read(source, until=until), "looking")) as chunks:
-            async for chunk in chunks:
-                for entry in chunk.entries:
-                    index.feed(entry)
+        await show(source, index, "looking", until=until)
         require_reached(options.at, index.state.seq)
         try:
             subject = index.subject(options.subject)
         except NoSuchSubject as error:
             raise UsageError(f"SUBJECT: {error.args[0]}") from None
         story = Story(subject, index)
-        async with aclosing(with_bar(read(source, until=until), "telling")) as chunks:
-            async for chunk in chunks:
-                for entry in chunk.entries:
-                    story.feed(entry)
+        await show(source, story, "telling", until=until)
     page = story.page()
     say(as_json({"kind": subject.kind, "name": subject.name, "story": page.splitlines()}) if options.json else page)
     return 0

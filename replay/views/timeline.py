@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unicrond.core.fold import fold
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.worth.waf import linear_flops, waf
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.views.view import LogStep, View
 
 #: The condition of a node that runs no task; that of a node which does is the names of its tasks.
 NODE_IDLE, NODE_LOST, NODE_LEFT, NODE_ISOLATED = "idle", "lost", "left", "isolated"
@@ -44,8 +43,8 @@ class WafPoint(NamedTuple):
 
 
 @dataclass
-class Timeline:
-    """Feed it every entry in order, then `finish`."""
+class Timeline(View):
+    """Feed it every step in order, then `finish`."""
 
     start_us: int = 0
     end_us: int = 0
@@ -55,12 +54,12 @@ class Timeline:
     waf: list[WafPoint] = field(default_factory=list)
     state: ClusterState = field(default_factory=ClusterState)
 
-    def feed(self, entry: Entry) -> None:
-        """Add the next entry."""
-        before, self.state = self.state, fold(self.state, entry)
+    def feed(self, step: LogStep) -> None:
+        """Add the next step."""
+        before, _, self.state = step
         self.start_us = self.start_us or self.state.now_us
         self.end_us = self.state.now_us
-        if isinstance(entry, Recorded) and isinstance(entry.envelope.event, _ROUTINE):
+        if isinstance(step.event, _ROUTINE):
             return
         if self.state.closed is not before.closed and self.state.closed:
             self.incidents.append(self.state.closed[-1])

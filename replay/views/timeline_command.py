@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from contextlib import aclosing
 from pathlib import Path
 
 from unicrond.events.cli.command_line import UsageError
 from unicrond.replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
-from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.progress import show
 from unicrond.replay.reading.shown import REDACTOR
-from unicrond.replay.reading.source import read
 from unicrond.replay.views.timeline import Timeline
 from unicrond.replay.views.timeline_html import html_page
 from unicrond.replay.views.timeline_text import text_page
@@ -24,11 +22,7 @@ async def timeline_command(options: argparse.Namespace) -> int:
             _require_drawing(kind, path, options.file)
     timeline = Timeline()
     async with open_source(options) as source:
-        until = await resolve(source, options.at)
-        async with aclosing(with_bar(read(source, until=until), "drawing")) as chunks:
-            async for chunk in chunks:
-                for entry in chunk.entries:
-                    timeline.feed(entry)
+        await show(source, timeline, "drawing", until=await resolve(source, options.at))
     require_reached(options.at, timeline.state.seq)
     timeline.finish()
     title = f"{options.file or options.state_dir or options.url or ', '.join(options.nats)}"

@@ -13,7 +13,7 @@ Rules
 * Decisions of an old term are inert and not compared.
 * Another version or configuration is not an error by itself; it is named, since it may explain a difference.
 
-Pure: entries in, findings out. One pass over the log finds where decisions were based (`bases`), a second
+Pure: steps in, findings out. One pass over the log finds where decisions were based (`bases`), a second
 one decides again (`Verifier`).
 """
 
@@ -27,7 +27,6 @@ from typing import Any
 import msgspec
 
 from unicrond.core.decide import decide, needed_solves
-from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
@@ -42,6 +41,7 @@ from unicrond.events.wire.envelope import Entry, Recorded
 from unicrond.events.wire.schemas import spoken_schema, told_version
 from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.service.coordinator.code_identity import code_version
+from unicrond.views.view import LogStep, View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
 OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
@@ -111,8 +111,8 @@ def bases(entries: Iterable[Entry]) -> set[int]:
     }
 
 
-class Verifier:
-    """Verifies a log; it takes every entry in order, then `finish`. Raises Divergence at the first difference.
+class Verifier(View):
+    """Verifies a log; it takes every step in order, then `finish`. Raises Divergence at the first difference.
 
     `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order."""
 
@@ -129,13 +129,15 @@ class Verifier:
         self._beats = BeatCheck(beats)
         self._keep_state()
 
-    def feed(self, entry: Entry) -> None:
-        """Verify the next entry."""
+    def feed(self, step: LogStep) -> None:
+        """Verify the next step."""
+        before, entry, after = step
         self.findings.entries += 1
+        self._state = before
         if isinstance(entry, Recorded):
             self._beats.advance(entry.recorded_at_us, self._state)
             self._judge(entry)
-        before, self._state = self._state, fold(self._state, entry)
+        self._state = after
         if isinstance(entry, Recorded):
             event = entry.envelope.event
             if isinstance(event, v.CoordinatorStarted) and self._state.term > before.term:

@@ -13,7 +13,7 @@ from unicrond.events.log.heartbeat_evidence import merge_beats
 from unicrond.events.log.point import Point
 from unicrond.events.wire.envelope import Recorded
 from unicrond.replay.reading.opening import as_json, open_source, resolve, say
-from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.progress import show, with_bar
 from unicrond.replay.reading.source import Source, read
 from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
 
@@ -26,10 +26,7 @@ async def verify_command(options: argparse.Namespace) -> int:
         until = await resolve(source, options.at)
         verifier = await _verifier(source, until)
         try:
-            async with aclosing(with_bar(read(source, until=until), "deciding again")) as chunks:
-                async for chunk in chunks:
-                    for entry in chunk.entries:
-                        verifier.feed(entry)
+            await show(source, verifier, "deciding again", until=until)
             if until is None:  # else the point may cut the last batch in two: it is left out
                 verifier.finish()
         except Divergence as divergence:

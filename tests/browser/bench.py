@@ -22,6 +22,7 @@ from tests.browser.test_page import replayed
 from tests.replay.logs import troubled
 from tests.unicrond.serving import serving
 from unicrond.replay.views.moments import Moments
+from unicrond.views.view import steps
 
 #: How many entries stream while frames are watched.
 STREAMED = 5_000
@@ -83,8 +84,8 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
         await page.size(1280, 860)
         found = await live(page, options.nodes, options.entries)
     moments = Moments()
-    for entry in entries(options.nodes, options.entries):
-        moments.feed(entry)
+    for step in steps(entries(options.nodes, options.entries)):
+        moments.feed(step)
     async with replayed(moments) as url, browsing() as page:
         await page.size(1280, 860)
         found["replay_first_paint_ms"] = round(await first_paint_ms(page, url))
@@ -102,8 +103,8 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
 async def drawn(where: Path) -> None:
     """The pictures of the documents."""
     moments = Moments()
-    for entry in troubled(3, 30).log:
-        moments.feed(entry)
+    for step in steps(troubled(3, 30).log):
+        moments.feed(step)
     async with replayed(moments) as url, browsing() as page:
         await page.dark(True)
         await pictures(page, url, where, "replay", ("incidents",))

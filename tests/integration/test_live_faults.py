@@ -32,6 +32,7 @@ from unicrond.events.vocabulary import LANES
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import read
 from unicrond.replay.views.story import Index, Story, Subject
+from unicrond.views.view import steps
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
 SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3
@@ -450,14 +451,15 @@ async def test_each_incident_has_a_readable_story(live: Live) -> None:
     index = Index()
     async with open_nats([live.dev.nats_url], Login()) as source, aclosing(read(source)) as chunks:
         entries = [entry async for chunk in chunks for entry in chunk.entries]
-    for entry in entries:
-        index.feed(entry)
+    chain = list(steps(entries))
+    for step in chain:
+        index.feed(step)
     closed = index.state.closed
     assert len(closed) == live.incidents
     for incident in closed:
         story = Story(Subject("incident", incident.id), index)
-        for entry in entries:
-            story.feed(entry)
+        for step in chain:
+            story.feed(step)
         page = story.page()
         if incident.state_from or not incident.resumed_us:
             continue  # of the task that was given up

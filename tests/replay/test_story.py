@@ -14,20 +14,21 @@ from tests.unicrond.cluster import MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry
 from unicrond.replay.views.story import Index, NoSuchSubject, Story
+from unicrond.views.view import steps
 
 
 def index_of(entries: Sequence[Entry]) -> Index:
     index = Index()
-    for entry in entries:
-        index.feed(entry)
+    for step in steps(entries):
+        index.feed(step)
     return index
 
 
 def story(entries: Sequence[Entry], subject: str) -> str:
     index = index_of(entries)
     told = Story(index.subject(subject), index)
-    for entry in entries:
-        told.feed(entry)
+    for step in steps(entries):
+        told.feed(step)
     return told.page()
 
 

@@ -18,12 +18,13 @@ from unicrond.events.wire.envelope import Entry
 from unicrond.replay.views.timeline import NODE_LOST, TRAINING, Timeline
 from unicrond.replay.views.timeline_html import html_page, ticks_us
 from unicrond.replay.views.timeline_text import text_page
+from unicrond.views.view import steps
 
 
 def timeline_of(entries: Sequence[Entry]) -> Timeline:
     timeline = Timeline()
-    for entry in entries:
-        timeline.feed(entry)
+    for step in steps(entries):
+        timeline.feed(step)
     return timeline.finish()
 
 

@@ -24,14 +24,15 @@ from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.cli import main
 from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
 from unicrond.service.coordinator.code_identity import code_version
+from unicrond.views.view import steps
 
 HEARTBEAT_US = SECOND_US
 
 
 def verify(entries: Sequence[Entry], beats: Sequence[Recorded] = ()) -> Findings:
     verifier = Verifier(bases(entries), beats)
-    for entry in entries:
-        verifier.feed(entry)
+    for step in steps(entries):
+        verifier.feed(step)
     return verifier.finish()
 
 

@@ -25,6 +25,7 @@ from unicrond.events.wire.envelope import Envelope, Recorded
 from unicrond.replay.views.verify import Verifier, bases
 from unicrond.service.coordinator import coordinator
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.views.view import steps
 
 
 def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelope:
@@ -251,6 +252,6 @@ async def test_it_begins_another_term_when_it_is_asked_to_and_goes_on() -> None:
         assert coordinator.live.is_set() and not coordinator.fault
     assert [e.envelope.term for e in read if isinstance(e.envelope.event, v.StartWorker)] == [2]
     verifier = Verifier(bases(read))
-    for entry in read:
-        verifier.feed(entry)
+    for step in steps(read):
+        verifier.feed(step)
     assert verifier.finish().decisions >= 3

@@ -22,6 +22,7 @@ from unicrond.events.log.memory_log import MemoryLog
 from unicrond.events.wire.envelope import Envelope, Recorded
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Verifier, bases
+from unicrond.views.view import steps
 
 NODE = "n0"
 DAY_US = 86_400_000_000
@@ -253,7 +254,7 @@ async def test_the_log_replays_and_verifies() -> None:
         assert digest(state) == digest(coordinator.state)
     assert [type(e.envelope.event) for e in read][-2:] == [v.DeadlineExpired, v.NodeForgotten]
     verifier = Verifier(bases(read))
-    for entry in read:
-        verifier.feed(entry)
+    for step in steps(read):
+        verifier.feed(step)
     verified = verifier.finish()
     assert verified.deadlines == 1 and verified.decisions >= 1

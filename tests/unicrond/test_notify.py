@@ -22,6 +22,7 @@ from unicrond.intake.config import Config, ConfigError, check
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
 from unicrond.service.export.notifier import Notifier
+from unicrond.service.head.exporters import Exporters
 from unicrond.views.notifications import Notice, standing, step_notices, taken_over
 from unicrond.views.view import LogStep, steps
 
@@ -205,6 +206,22 @@ def test_only_the_coordinator_that_leads_tells_and_says_when_it_begins_to() -> N
         one.look(condition)
         hands.now_us += 4_000_000
     assert sorted(message.last.rule for message in sent(one)) == ["takeover", "trouble"]
+
+
+def test_views_of_a_head_take_notices_only_while_it_leads() -> None:
+    cluster, leads = trained(2), False
+    lost(cluster, "n1")
+    chain = list(steps(cluster.log))
+    exporters = Exporters(Config(notify=Notify(to=(Destination(kind="command", argv=("x",)),))), lambda: leads)
+    assert exporters._notifier is not None
+    for step in chain:
+        exporters.views.feed(step)
+    assert not exporters._notifier._grouped, "another head leads"
+    leads = True
+    for step in chain:
+        exporters.views.feed(step)
+    assert {notice.rule for _, notices in exporters._notifier._grouped.values() for notice in notices} == {"sev1"}
+    assert exporters.views.alarms() == [] and exporters.views.goodput.totals is not None
 
 
 async def test_a_message_is_tried_again_and_its_failure_is_an_alarm() -> None:

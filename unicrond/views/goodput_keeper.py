@@ -28,7 +28,7 @@ class GoodputKeeper(View):
         self._readings: deque[GoodputReading] = deque(maxlen=READINGS_MAX)
 
     def feed(self, step: LogStep) -> None:
-        """Account for a step."""
+        """Add a step to the totals."""
         totals, self.totals = self.totals, None  # and none they are if this raises
         if totals is not None:
             totals = account_step(totals, step)

@@ -110,7 +110,7 @@ class Spans(View):
     def feed(self, step: LogStep) -> None:
         """Take the next step, and pass on the spans that have ended with it."""
         event = step.event
-        spans = self._ended_with(step.before, step.after, event, step.entry.recorded_at_us) if event is not None else []
+        spans = self._spans_of(step.before, step.after, event, step.entry.recorded_at_us) if event is not None else []
         for span in spans:
             if span.name in self.phases:
                 times, total_us = self.phases[span.name]
@@ -118,7 +118,7 @@ class Spans(View):
         if spans:
             self._on_end(spans, step.after)
 
-    def _ended_with(self, before: ClusterState, after: ClusterState, event: v.AnyEvent, now_us: int) -> list[Span]:
+    def _spans_of(self, before: ClusterState, after: ClusterState, event: v.AnyEvent, now_us: int) -> list[Span]:
         spans: list[Span] = []
         if before.incidents is not after.incidents:
             self._open_and_close(before, after)

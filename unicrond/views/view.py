@@ -25,7 +25,7 @@ _EMPTY = ClusterState()
 
 
 class LogStep(NamedTuple):
-    """One entry of the log, and the states before and after it."""
+    """Holds one entry of the log, and the states before and after it."""
 
     before: ClusterState
     entry: Entry
@@ -38,7 +38,7 @@ class LogStep(NamedTuple):
 
 
 class View(Protocol):
-    """What is shown of a log. A view inherits from this class, so that it need not define `begin`."""
+    """Shows something of a log. A view inherits from this class, so that it need not define `begin`."""
 
     def begin(self) -> None:
         """Forget everything: the reading begins anew. Does nothing where a view is fed only once."""

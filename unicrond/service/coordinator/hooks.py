@@ -25,7 +25,7 @@ def _ignore_term() -> None:
 
 
 class HeadViews(Views):
-    """The views of a head: the goodput, the spans of incidents, and `more`."""
+    """Feeds the views of a head: the goodput, the spans of incidents, and `more`."""
 
     def __init__(self, *more: View, spans: Spans | None = None) -> None:
         self.goodput = GoodputKeeper()
