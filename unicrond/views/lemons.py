@@ -61,7 +61,7 @@ class Score(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The parts in words."""
+        """Return the parts in words."""
         return "; ".join(f"{SIGNALS[name].text} x{count} = {points:g}" for name, count, points in self.parts)
 
 

@@ -33,7 +33,7 @@ class LogStep(NamedTuple):
 
     @property
     def event(self) -> AnyEvent | None:
-        """The entry's event; None for one that is quarantined."""
+        """Return the entry's event; None for an entry that is quarantined."""
         return self.entry.envelope.event if isinstance(self.entry, Recorded) else None
 
 
