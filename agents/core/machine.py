@@ -49,9 +49,9 @@ Workers
 The life of an agent
 * adopting -> up: with the log in reach, the fork server's inventory and the Hellos of the workers in it (bounded)
   the node joins. Exits that happened while there was no agent come first.
-* Another log than the one remembered (known_log.py) is another cluster: nothing that is remembered holds there (terms
-  and worker ids begin anew), and the workers of the old one are ended and not reported. The shell hands in only one
-  that may be used (event_log_guard.py).
+* Another log than the one remembered (known_event_log.py) is another cluster: nothing that is remembered holds there
+  (terms and worker ids begin anew), and the workers of the old one are ended and not reported. The shell hands in only
+  one that may be used (event_log_guard.py).
 * The node joins again whenever its store's address changes (another fork server).
 * Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell then retires the fork server).
 * Drain: no new starts, NodeLeaving; the coordinator moves the workers away as it does for `unicronctl drain`. After the

@@ -114,7 +114,8 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
 
     #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
     since_boot: int = 0
-    #: The log that all this is about: its birth, its end at the last look, when a person adopted it (known_log.py).
+    #: The log that all this is about: its birth, its end at the last look, when a person adopted it
+    #: (known_event_log.py).
     log: str = ""
     log_seq: int = 0
     log_adopted_us: int = 0

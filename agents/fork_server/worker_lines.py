@@ -1,5 +1,5 @@
 """The workers' lines: each worker asks here for a connection to the agent, and gets one to itself
-(protocol/line.py)."""
+(protocol/worker_line.py)."""
 
 from __future__ import annotations
 

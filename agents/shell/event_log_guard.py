@@ -1,5 +1,5 @@
-"""Checks whether the log is still the one that this agent knows (known_log.py), and waits for a person where it is not,
-or where there is none any more.
+"""Checks whether the log is still the one that this agent knows (known_event_log.py), and waits for a person where it
+is not, or where there is none any more.
 
 The log is asked at the start, with each new connection, when a coordinator claims a term, when an append is
 acknowledged under a number that was used already, and every LOOK_EVERY_S. After the start a difference counts only when

@@ -43,7 +43,7 @@ BEAT_SUBJECTS = (f"{PREFIX}.beat.*",)
 #: Where the coordinator's own beats go round.
 OWN_BEATS_SUBJECT = f"{PREFIX}.beat.{COORDINATOR}"
 MAX_SUMMARY_CHARS = 160
-#: The header beside a membership for the nodes that read it (`warrants.py`).
+#: The header beside a membership for the nodes that read it (`membership_certificates.py`).
 WARRANT_HEADER = "Unicron-Warrant"
 
 

@@ -1,5 +1,5 @@
 """What is signed with the key of a certificate of the cluster's CA, and carries that certificate: passes of nodes
-(agents/memory/peer_tokens.py) and warrants of the head (warrants.py). Needs `cryptography`."""
+(agents/memory/peer_tokens.py) and warrants of the head (membership_certificates.py). Needs `cryptography`."""
 
 from __future__ import annotations
 

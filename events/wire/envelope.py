@@ -45,7 +45,7 @@ class Recorded(msgspec.Struct, frozen=True):
     """An envelope as the log holds it. `recorded_at_us`: when the log received it.
 
     `body`: its bytes, where they hold more than this version knows (`tolerance.py`); else b"". `warrant`: the
-    certificate that accompanies a membership, for the nodes that read it (`warrants.py`).
+    certificate that accompanies a membership, for the nodes that read it (`membership_certificates.py`).
     """
 
     seq: int

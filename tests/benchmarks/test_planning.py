@@ -166,7 +166,7 @@ def test_the_loop_goes_on(benchmark: Any) -> None:
 MEMORY = """
 import json, pathlib, re
 from tests.benchmarks.planning_clusters import cluster
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.table import Planner
 
 def resident(field):

@@ -22,7 +22,7 @@ Record = Callable[..., None]
 #: Seconds until the planner's compiled kernel has been used; 14 of CPU where it is compiled.
 _WARM = """
 import time
-from unicrond.core.planning import kernel
+from unicrond.core.planning import kernel_choice as kernel
 began_s = time.process_time()
 kernel.warm()
 print(time.process_time() - began_s)

@@ -19,7 +19,7 @@ from unicrond.events.host import optional_dependencies as extras
 COMMANDS = ("unicrond", "unicronctl", "unicron-agent", "unicron-replay")
 LOG = ROOT / "tests" / "golden" / "log_v1.bin"
 #: Of no use to who unpacks an sdist.
-NOT_SHIPPED = (".ci/", ".gitignore")
+NOT_SHIPPED = (".ci/", ".git-blame-ignore-revs", ".gitignore")
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ class Client:
         return self._object("POST", "/v1/tasks", body=spec)
 
     def goodput(self, peak_tflops: int = 0) -> dict[str, Any]:
-        """Return where the cluster's work and time went (core/goodput_report.py)."""
+        """Return where the cluster's work and time went (views/goodput_report.py)."""
         return self._object("GET", f"/v1/goodput?peak_tflops={peak_tflops}")
 
     def plan_table(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Client:
         return self._object("GET", "/v1/plan/table")
 
     def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
-        """Return how many nodes to keep back: core/spares.py. `mtbf_s`: of one worker; 0: as it is known."""
+        """Return how many nodes to keep back: views/spares.py. `mtbf_s`: of one worker; 0: as it is known."""
         with self._patient(_PLANS_S):
             return self._object("GET", f"/v1/plan/spares?repair_s={repair_s}&mtbf_s={mtbf_s}")
 

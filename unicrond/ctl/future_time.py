@@ -29,7 +29,7 @@ def span_s(text: str) -> float:
 
 
 def as_body(when: BeforeEnd | AtTime) -> dict[str, Any]:
-    """Convert the time to the form of the API (service/api.py, `_When`): a span is counted by the coordinator's
+    """Convert the time to the form of the API (service/api/api.py, `_When`): a span is counted by the coordinator's
     clock."""
     return {"at_us": when.time_us} if isinstance(when, AtTime) else {"in_s": when.span_us / 1e6}
 

@@ -1,4 +1,4 @@
-"""Likely problems on and between nodes, from the checks of their agents (service/node_checks.py). Pure.
+"""Likely problems on and between nodes, from the checks of their agents (service/api/node_checks.py). Pure.
 
 `answers`: the API's JSON, {"nodes", "facts", "links", "tried", "pairs", "storage", "silent"}.
 """

@@ -1,4 +1,4 @@
-"""A goodput report (core/goodput_report.py) as tables. Pure."""
+"""A goodput report (views/goodput_report.py) as tables. Pure."""
 
 from __future__ import annotations
 

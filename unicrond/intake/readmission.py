@@ -1,5 +1,5 @@
 """How isolated nodes return to service, as the operator configures it. The head runs the repair command:
-service/repairs.py."""
+service/coordinator/repairs.py."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ Rules
 * `step_notices` looks at one step, `standing` at what holds at a moment: a level, sent once until it is over;
   `taken_over` at a coordinator's beginning.
 
-What does not live here: who gets them and how often (service/notifier.py, service/couriers.py).
+What does not live here: who gets them and how often (service/export/notifier.py,
+service/export/notification_transports.py).
 """
 
 from __future__ import annotations

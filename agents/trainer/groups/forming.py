@@ -50,7 +50,7 @@ from unicrond.events.vocabulary import StoreAddress
 _NO_STANDBY = "-"
 #: Before the port of a member that reads `gloo_words`. (Older hooks read the port without it.)
 _SIGN = "+"
-#: Before the port of a member that sums by lanes (`gradients/lanes.py`): a zero, which older hooks read over.
+#: Before the port of a member that sums by lanes (`lifecycle/lanes.py`): a zero, which older hooks read over.
 _LANES = _SIGN + "0"
 _POLL_CUDA_S = 0.002
 #: While a device is made, the listening socket that appears is its own.

@@ -2,7 +2,7 @@
 
 Rules
 -----
-* Which membership is followed when, and what becomes of the group before: `lifecycle/meeting.py`.
+* Which membership is followed when, and what becomes of the group before: `lifecycle/membership_choice.py`.
 * With their positions the members tell each other which ends of their connections are theirs (`socket_peers.py`), so
   that a member that loses one can say whose the other end is.
 * A report names the losses that say something: where more than LOST_MAX connections have ended, nearly all of them are

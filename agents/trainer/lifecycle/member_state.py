@@ -22,7 +22,7 @@ _REASON_CHARS = 512
 class PendingWork:
     """The work that the last verdict has left: a transfer, and, if `assigns_next`, the assignment of the next
     iteration's micro-batches. `bits_tested`: a micro-batch has been computed for its bits alone
-    (`detection/determinism.py`)."""
+    (`process/determinism.py`)."""
 
     verdict: GroupVerdict
     transfer_pending: bool

@@ -22,7 +22,7 @@ Rules (who was left behind)
 * Such a member shows by what it holds, which a member before it holds too, or by an iteration that it cannot follow. It
   counts as one without state, and receives; what it holds, and its parts of sharded state, count for nothing.
 
-Rules (lanes, `gradients/lanes.py`)
+Rules (lanes, `lifecycle/lanes.py`)
 -----------------------------------
 * With lanes a member says besides what stands in its sums. That counts, not what it was assigned: all else is assigned
   anew. Two members may have the same in their sums, where one has given it to the other; it counts once.
@@ -61,7 +61,7 @@ Rules (sharded optimizer state, `optimizer_shards.py`)
   same step, once those that step first have done so.
 * Where those with state do not hold every part between them, the live state is lost: they count as members without
   state, and all take the newest that was saved. With tensor or pipeline parallel replicas that is so for all shards
-  where it is so for one (`lifecycle/meeting.py` puts it to the vote).
+  where it is so for one (`lifecycle/membership_choice.py` puts it to the vote).
 
 Pure: a function of the rows that the group exchanged. What does not live here: how rows travel (`group.py`), and
 what follows from the verdict (`lifecycle/regrouping.py`).

@@ -24,7 +24,7 @@ class WorkerSettings:
 
     `hang_floor_s`: no iteration is late before that. `start_s`: as long as nothing is known of its iterations.
     `checksum_every`: iterations from one comparison of the replicas' parameters to the next, 0: never. `standby_max`:
-    standby groups are kept for so many replicas at most, 0: never. `deterministic`: see detection/determinism.py.
+    standby groups are kept for so many replicas at most, 0: never. `deterministic`: see process/determinism.py.
     """
 
     fault_wait_s: float

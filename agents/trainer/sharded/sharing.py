@@ -7,8 +7,8 @@ Rules
 * `assemble`, for a capture: the whole state, at the first replica, in memory of the CPU.
 * All are collectives of the group, in the same order everywhere, and row by row, which bounds the memory they take.
 
-What does not live here: when they happen and what follows a fault (`lifecycle/dividing.py`), which member holds what
-(`lifecycle/shares.py`).
+What does not live here: when they happen and what follows a fault (`lifecycle/optimizer_state.py`), which member holds
+what (`lifecycle/shares.py`).
 """
 
 from __future__ import annotations

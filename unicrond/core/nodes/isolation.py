@@ -30,7 +30,7 @@ Rules
 NodeUncordoned clears a node from each of them.
 
 What does not live here: which nodes are isolated and why (deciding/ladder.py), the commands' processes
-(service/repairs.py, agents/health/health_check.py).
+(service/coordinator/repairs.py, agents/health/health_check.py).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failure seen; those in the log correct it (estimates.py).
     `transition_s`: D_transition, the expected length of a transition, until a task has had its first.
     `churn_s`: what moving a task of which nothing is broken costs on top, as time of its work; 0 = nothing.
-    `forget_s`: how long after a node has left in order it is forgotten; 0: never (forgetting.py).
+    `forget_s`: how long after a node has left in order it is forgotten; 0: never (node_removal.py).
     `starvation_s`: how long a task may wait without workers before its `min_workers` go first (starvation.py); 0 =
     without end. `part_bytes`: a membership whose seats take more is split into parts (events/vocabulary/placements.py).
     """

@@ -96,7 +96,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     person does. `foretold`: why its failure is expected (drains.py). `leaving`: its agent has announced its end; what
     ends there from then on is no failure. `since_boot`: the first agent of its run directory; commands for an earlier
     one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once it
-    is away (forgetting.py); `dismissed`: its agent was commanded to leave for that. `gpu`: the type of its GPUs, "":
+    is away (node_removal.py); `dismissed`: its agent was commanded to leave for that. `gpu`: the type of its GPUs, "":
     not reported (gpu_types.py).
     """
 

@@ -6,8 +6,8 @@
 | `TaskProgress` | what has been committed and saved | folding/training.py |
 | `Pace` | how long iterations and transitions take, and what throughput follows | folding/training.py, plans.py |
 | `GroupHealth` | how the newest membership fares: meetings, suspicions, stragglers | folding/plans.py, suspicions.py |
-| `Troubles` | what is held against nodes and against the task itself | folding/strikes.py |
-| `Copies` | where its state lies in nodes' memory | folding/kept_states.py, commands.py |
+| `Troubles` | what is held against nodes and against the task itself | folding/failure_counts.py |
+| `Copies` | where its state lies in nodes' memory | folding/stored_states.py, commands.py |
 | `Reshaping` | the layout that it is asked to have | folding/tasks.py |
 | `StarvationState` | how long it has waited for workers, or has had them in its turn | starvation.py |
 | `Ending` | why it stopped, and with which parameters | folding/tasks.py |

@@ -8,7 +8,7 @@
     GET  /v1/skips                         the entries that every reader passes over: {SEQ: why}
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
-    POST /v1/tasks/NAME/reshape            another layout or size: see core/reshape_order.py
+    POST /v1/tasks/NAME/reshape            another layout or size: see core/rules/reshape_requests.py
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/nodes/NAME/forget             {"leave", "reason"}
@@ -17,9 +17,9 @@
     POST /v1/nodes/NAME/enroll             {"key", "unused_h"}
     POST /v1/nodes/NAME/revoke             {"reason"}
     POST /v1/faults                        see fault_targets.py; 409 unless the configuration allows it
-    GET  /v1/goodput?peak_tflops=N&last_s=S   goodput and badput by cause (core/goodput_report.py); N: of one worker
+    GET  /v1/goodput?peak_tflops=N&last_s=S   goodput and badput by cause (views/goodput_report.py); N: of one worker
     GET  /v1/plan/table                    what would be planned after each event that may come next
-    GET  /v1/plan/spares?repair_s=S&mtbf_s=S   how many nodes of each type to keep back (core/spares.py)
+    GET  /v1/plan/spares?repair_s=S&mtbf_s=S   how many nodes of each type to keep back (views/spares.py)
     POST /v1/plan/whatif                   what would be planned if; changes nothing
     GET  /v1/logs/TASK?rank=R|worker=W&tail_bytes=N&offset=O
     GET  /v1/stacks/TASK?rank=R            what a worker's threads are doing

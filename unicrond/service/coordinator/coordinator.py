@@ -93,7 +93,7 @@ class Coordinator(Follower):
         """Take the parts of a coordinator. `severity`: what the configuration sets beside severity.py's table.
         `process`: HOST:PID, for the claim. `schema`: the newest that is written (events/wire/schemas.py). `skip`:
         entries of the log to pass over from now on (events/log/skips.py). `repair`: how nodes are repaired, where not
-        by the command of `readmission`. `adopted_us`: when a person last accepted a log by name (known_log.py).
+        by the command of `readmission`. `adopted_us`: when a person last accepted a log by name (known_event_log.py).
         `views`: are fed with each step. `live`: set while it decides, for parts that are made before it."""
         super().__init__(event_log, clock, snapshots, skip, views)
         self._watch = NodeWatch(beat_log, heartbeat_s, clock, self._tell_quarantined)

@@ -9,8 +9,8 @@ Rules
 * With it the healthy cluster's problem is solved, so that no lost node waits for that either.
 * The planner's rows belong to one thread at a time. While they are in use, others are solved from nothing. What waits
   for the thread may be cancelled (a term begins, or ends): the rows stay in use until the thread has ended.
-* With several types of GPU the likeliest events are solved one by one (planning/ahead.py). That ends at once where
-  another plan is to be solved, or another table is wanted.
+* With several types of GPU the likeliest events are solved one by one (planning/multi_type_lookahead.py). That ends at
+  once where another plan is to be solved, or another table is wanted.
 * A small cluster is planned in plain numpy within milliseconds; where that would take longer, the compiled
   kernel is loaded first, in the thread, never on the loop.
 * How a plan is obtained never changes the plan (`planning/table.py`).

@@ -1,4 +1,4 @@
-"""Sends notices (core/notices.py) to people at destinations (intake/notify.py) by transports
+"""Sends notices (views/notifications.py) to people at destinations (intake/notify.py) by transports
 (notification_transports.py).
 
 Rules

@@ -1,4 +1,4 @@
-"""Spans (core/spans.py) to a collector of OpenTelemetry, by OTLP over HTTP. Needs the extra `otel`.
+"""Spans (views/spans.py) to a collector of OpenTelemetry, by OTLP over HTTP. Needs the extra `otel`.
 
 Rules
 -----
