@@ -96,8 +96,8 @@ class CheckNode(Command, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """See Event."""
-        what = " ".join(self.argv) if self.argv else "its self-test"
-        return f"check node {self.node} by {what}, isolated because: {self.reason}"
+        request = " ".join(self.argv) if self.argv else "its self-test"
+        return f"check node {self.node} by {request}, isolated because: {self.reason}"
 
 
 class LeaveCluster(Command, frozen=True, kw_only=True):

@@ -148,9 +148,9 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """See Event."""
-        what = f" reports {self.kind}" if self.kind else " foretells a failure" if self.predicts_failure else ""
-        who = f" (worker {self.worker})" if self.worker else ""
-        return f"accelerator {self.accelerator} of {self.node}{who}{what}: {self.message}{_NEEDS[self.needs]}"
+        report = f" reports {self.kind}" if self.kind else " foretells a failure" if self.predicts_failure else ""
+        where = f" (worker {self.worker})" if self.worker else ""
+        return f"accelerator {self.accelerator} of {self.node}{where}{report}: {self.message}{_NEEDS[self.needs]}"
 
     def tasks_named(self) -> Iterator[str]:
         """See Event."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
+def count(number: int, singular: str, many: str | None = None) -> str:
     """Say how many there are, in words."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {singular if number == 1 else many or singular + 's'}"
 
 
 def seconds(duration_us: int) -> str:

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
         return all(len(set(replica[start : start + self.tp])) == 1 for start in starts)
 
     def __str__(self) -> str:
-        told = [f"tp {self.tp}", f"pp {self.pp}"]
-        told += [f"{name} {degree}" for name, degree in (("vpp", self.vpp), ("ep", self.ep)) if degree > 1]
-        told += [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
-        return ", ".join(told)
+        text = [f"tp {self.tp}", f"pp {self.pp}"]
+        text += [f"{name} {degree}" for name, degree in (("vpp", self.vpp), ("ep", self.ep)) if degree > 1]
+        text += [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
+        return ", ".join(text)

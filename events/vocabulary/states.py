@@ -51,10 +51,10 @@ class SaveFailed(WorkerObservation, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """See Event."""
-        whose = "a checkpoint" if self.by == "unicron" else "its program's checkpoint"
+        owner = "a checkpoint" if self.by == "unicron" else "its program's checkpoint"
         if not self.reason:
-            return f"task {self.task} saved {whose} again, of iteration {self.iteration}"
-        return f"task {self.task} could not save {whose} of iteration {self.iteration}: {self.reason}"
+            return f"task {self.task} saved {owner} again, of iteration {self.iteration}"
+        return f"task {self.task} could not save {owner} of iteration {self.iteration}: {self.reason}"
 
 
 class SnapshotStored(Observation, frozen=True, kw_only=True):

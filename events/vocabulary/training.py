@@ -177,10 +177,10 @@ class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """See Event."""
-        who = self.suspect or "an unknown worker"
+        subject = self.suspect or "an unknown worker"
         if self.sign == "checksum":
-            return f"parameters of {who} differ from other replicas' before iteration {self.iteration}"
+            return f"parameters of {subject} differ from other replicas' before iteration {self.iteration}"
         return (
-            f"{who} has a {self.sign.replace('_', ' ')} of {self.value:.4g} in iteration {self.iteration},"
+            f"{subject} has a {self.sign.replace('_', ' ')} of {self.value:.4g} in iteration {self.iteration},"
             f" usual is {self.usual:.4g}"
         )

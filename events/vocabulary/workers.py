@@ -63,7 +63,7 @@ class WorkerJoinedGroup(PlacedObservation, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """See Event."""
         shares = [(self.dealt, "it"), (self.peers_assigned, "the others")]
-        dealt = [f", {count(n, 'micro-batch', 'micro-batches')} assigned to {whom}" for n, whom in shares if n]
+        dealt = [f", {count(n, 'micro-batch', 'micro-batches')} assigned to {receiver}" for n, receiver in shares if n]
         where = f"generation {self.generation} at iteration {self.iteration} after {seconds(self.duration_us)}"
         return f"worker {self.worker} is in {where}, state from {self.source}{''.join(dealt)}"
 

@@ -33,7 +33,7 @@ FIRST = 1
 
 E = TypeVar("E", bound=Event)
 V = TypeVar("V", bound=msgspec.Struct)
-_SPOKEN = re.compile(r"\bschema([1-9][0-9]{0,5})\b")
+_VERSION_SCHEMA = re.compile(r"\bschema([1-9][0-9]{0,5})\b")
 
 
 def told_version(version: str, schema: int) -> str:
@@ -46,8 +46,8 @@ def told_version(version: str, schema: int) -> str:
 
 def spoken_schema(version: str) -> int:
     """The schema that the owner of a told version reads; FIRST where it names none."""
-    found = _SPOKEN.search(version)
-    return int(found.group(1)) if found else FIRST
+    fields = _VERSION_SCHEMA.search(version)
+    return int(fields.group(1)) if fields else FIRST
 
 
 def schema_of(event: Event) -> int:
@@ -80,9 +80,9 @@ def _beyond(value: Any, low: Any, path: str) -> list[str]:
     if isinstance(value, msgspec.Struct) and type(value) is type(low):
         names = value.__struct_fields__
         return [
-            what
+            where
             for name in names
-            for what in _beyond(getattr(value, name), getattr(low, name), f"{path}.{name}" if path else name)
+            for where in _beyond(getattr(value, name), getattr(low, name), f"{path}.{name}" if path else name)
         ]
     return [] if value == low else [path]
 
@@ -111,7 +111,7 @@ class _Field(NamedTuple):
 @functools.cache
 def _watched(kind: type[msgspec.Struct]) -> tuple[_Field, ...]:
     """The fields of a struct that can make it need more than FIRST."""
-    found = []
+    fields = []
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
         parts = _parts(hints[field.name])
@@ -122,8 +122,8 @@ def _watched(kind: type[msgspec.Struct]) -> tuple[_Field, ...]:
         if marks or nested:
             default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
             younger, kept = max([mark.schema for mark in whole], default=FIRST), any(mark.kept for mark in whole)
-            found.append(_Field(field.name, younger, kept, default, values, nested))
-    return tuple(found)
+            fields.append(_Field(field.name, younger, kept, default, values, nested))
+    return tuple(fields)
 
 
 def _parts(hint: Any) -> list[Any]:
@@ -137,13 +137,13 @@ def _needs(value: Any) -> int:
     if isinstance(value, msgspec.Struct):
         needs = FIRST
         for field in _watched(type(value)):
-            held = getattr(value, field.name)
-            if field.since > FIRST and held != field.default:
+            content = getattr(value, field.name)
+            if field.since > FIRST and content != field.default:
                 needs = max(needs, field.since)
             if field.is_nested:
-                needs = max(needs, _needs(held))
+                needs = max(needs, _needs(content))
             if field.values:
-                needs = max(needs, *(field.values[text][0] for text in _texts(held) if text in field.values), FIRST)
+                needs = max(needs, *(field.values[text][0] for text in _texts(content) if text in field.values), FIRST)
         return needs
     if isinstance(value, tuple):
         return max(map(_needs, value), default=FIRST)
@@ -160,14 +160,14 @@ def _lower(value: Any, schema: int) -> Any:
     if isinstance(value, msgspec.Struct):
         changes = {}
         for field in _watched(type(value)):
-            held = getattr(value, field.name)
+            content = getattr(value, field.name)
             if field.since > schema and not field.kept:
-                held = field.default
+                content = field.default
             if field.is_nested:
-                held = _lower(held, schema)
+                content = _lower(content, schema)
             if field.values:
-                held = _older(held, field.values, schema)
-            changes[field.name] = held
+                content = _older(content, field.values, schema)
+            changes[field.name] = content
         return msgspec.structs.replace(value, **changes)
     if isinstance(value, tuple):
         return tuple(_lower(item, schema) for item in value)

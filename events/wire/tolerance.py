@@ -35,7 +35,7 @@ def set_aside(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
     if kind is None:
         return None
     unknown: list[str] = []
-    message["event"] = {"type": kind.__name__, **_known(event, _info(kind), "$.event", unknown)}
+    message["event"] = {"type": kind.__name__, **_known_part(event, _info(kind), "$.event", unknown)}
     schema = message.get("schema")
     is_newer = type(schema) is int and schema > SCHEMA
     if is_newer:
@@ -45,7 +45,7 @@ def set_aside(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
 
 def without_unknown(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     """A tagged struct's plain map with the fields of `kind` alone, in the structs that it holds too."""
-    return {"type": value.get("type"), **_known(value, _info(kind), "$", [])}
+    return {"type": value.get("type"), **_known_part(value, _info(kind), "$", [])}
 
 
 @functools.cache
@@ -57,24 +57,26 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _known(value: Any, info: inspect.Type, path: str, unknown: list[str]) -> Any:
+def _known_part(value: Any, info: inspect.Type, path: str, unknown: list[str]) -> Any:
     """The plain value with the fields of `info` alone, in structs however deep; the others go to `unknown`."""
     match info:
         case inspect.StructType() if isinstance(value, dict):
             fields = {field.encode_name: field.type for field in info.fields}
             fields_here = fields.keys() | ({"type"} if path == "$.event" else set())
-            unknown.extend(f"{path}.{name} = {held!r}" for name, held in value.items() if name not in fields_here)
+            unknown.extend(f"{path}.{name} = {inner!r}" for name, inner in value.items() if name not in fields_here)
             return {
-                name: _known(held, fields[name], f"{path}.{name}", unknown)
-                for name, held in value.items()
+                name: _known_part(inner, fields[name], f"{path}.{name}", unknown)
+                for name, inner in value.items()
                 if name in fields
             }
         case inspect.VarTupleType() if isinstance(value, list):
-            return [_known(item, info.item_type, f"{path}[{at}]", unknown) for at, item in enumerate(value)]
+            return [_known_part(item, info.item_type, f"{path}[{at}]", unknown) for at, item in enumerate(value)]
         case inspect.DictType() if isinstance(value, dict):
-            return {key: _known(held, info.value_type, f"{path}[{key!r}]", unknown) for key, held in value.items()}
+            return {
+                key: _known_part(inner, info.value_type, f"{path}[{key!r}]", unknown) for key, inner in value.items()
+            }
         case inspect.UnionType():
             structs = [kind for kind in info.types if isinstance(kind, inspect.StructType)]
-            return _known(value, structs[0], path, unknown) if len(structs) == 1 else value
+            return _known_part(value, structs[0], path, unknown) if len(structs) == 1 else value
         case _:
             return value
