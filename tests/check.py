@@ -33,12 +33,16 @@ SLOW = (
     "tests/planning/test_placement.py", "tests/planning/test_pools.py", "tests/planning/test_solve_cli.py",
     "tests/planning/test_solver.py", "tests/planning/test_table.py", "tests/planning/test_throughput.py",
     "tests/planning/test_throughput_calibration.py", "tests/replay/test_replayer.py", "tests/replay/test_simulate.py",
-    "tests/replay/test_timeline.py", "tests/replay/test_verify.py", "tests/simulation/test_fuzz_command.py",
+    "tests/replay/test_timeline.py", "tests/replay/test_verify.py", "tests/simulation/",
     "tests/unicrond/test_collector.py", "tests/unicrond/test_escalation.py", "tests/unicrond/test_noise.py",
     "tests/unicrond/test_task_file.py",
 )  # fmt: skip
-#: Run though they name a server: they hold memory and file logs to the contract too.
-ALWAYS = ("tests/contracts/test_event_log.py", "tests/trainer/test_lifecycle.py", "tests/simulation/test_seeds.py")
+#: Run all the same: memory and file logs held to the contract, the trainer's pure core, the seeds of the simulation.
+ALWAYS = (
+    "tests/contracts/test_event_log.py",
+    "tests/trainer/test_lifecycle.py",
+    "tests/simulation/test_seeds.py::test_every_rule_holds_under_every_seed",
+)
 
 
 def changed() -> list[str]:
@@ -81,13 +85,13 @@ def pure() -> list[str]:
     return [
         name
         for name, path in test_files().items()
-        if name in ALWAYS or not (name.startswith(SLOW) or any(mark in path.read_text() for mark in IMPURE))
+        if not (name.startswith(SLOW) or any(mark in path.read_text() for mark in IMPURE))
     ]
 
 
 def main() -> None:
     """Print the test files, a line each."""
-    print("\n".join(dict.fromkeys([*touched(changed()), *pure()])))
+    print("\n".join(dict.fromkeys([*touched(changed()), *ALWAYS, *pure()])))
 
 
 if __name__ == "__main__":
