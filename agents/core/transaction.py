@@ -60,7 +60,7 @@ class Transition:
         self.state = replace(self.state, links={**self.state.links, worker: link})
 
     def append(self, event: Observation, caused_by: str = "", *, confirm: bool = False) -> None:
-        """Append `event` to the outbox. `confirm`: the core is told when the log holds it."""
+        """Append `event` to the outbox. `confirm`: feed the core an input once the log holds it."""
         self.actions.append(Append(event=event, caused_by=caused_by, confirm=confirm))
 
     def answer(self, order: PendingCommand, reason: str = "") -> None:
