@@ -89,7 +89,7 @@ class Request(Observation, frozen=True, kw_only=True):
         """Say what the person asks for."""
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"{self.wish()}{f' (asked by {self.by})' if self.by else ''}"
 
 

@@ -67,7 +67,7 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     leader_confirms: bool = False
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         members, joining = workers_in(self.seats), workers_in(run for run in self.seats if run.joins)
         joiners = f", {joining} joining" if joining else ""
         parts = f" and those of {count(self.parts, 'part')}" if self.parts else ""
@@ -78,7 +78,7 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
         )
 
     def nodes_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the nodes that it names."""
         for run in self.seats:
             yield run.node
 
@@ -95,12 +95,12 @@ class MembershipPart(BroadcastDecision, frozen=True, kw_only=True):
     seats: tuple[SeatRun, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         members = count(workers_in(self.seats), "member")
         return f"task {self.task} generation {self.generation}: {members} in part {self.part}"
 
     def nodes_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the nodes that it names."""
         for run in self.seats:
             yield run.node
 
@@ -111,7 +111,7 @@ class PeersDecided(BroadcastDecision, frozen=True, kw_only=True):
     peers: tuple[MemoryService, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         peers = ", ".join(peer.node for peer in self.peers) or "no node"
         return f"the state of task {self.task} is copied to {peers}"
 
@@ -127,5 +127,5 @@ class PeersRemembered(Observation, frozen=True, kw_only=True):
     peers: tuple[Name, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} knows {', '.join(self.peers) or 'no node'} as peers of task {self.task}"

@@ -63,12 +63,12 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     gpu: Gpu = ""
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         adopted = f", adopting {count(len(self.workers), 'worker')}" if self.workers else ""
         return f"node {self.node} joined with {count(self.slots, 'slot')} at {self.address}{adopted}"
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         for running in self.workers:
             yield running.task
 
@@ -82,7 +82,7 @@ class NodeLeft(Observation, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} left: {self.reason}"
 
 
@@ -98,7 +98,7 @@ class NodeLeaving(Observation, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} is drained and leaves within {self.grace_us / 1e6:g} s: {self.reason}"
 
 
@@ -114,7 +114,7 @@ class MachineReported(Observation, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"machine of node {self.node}: {self.hold or 'in use'}{': ' if self.reason else ''}{self.reason}"
 
 
@@ -147,13 +147,13 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     predicts_failure: bool = False
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         report = f" reports {self.kind}" if self.kind else " foretells a failure" if self.predicts_failure else ""
         where = f" (worker {self.worker})" if self.worker else ""
         return f"accelerator {self.accelerator} of {self.node}{where}{report}: {self.message}{_NEEDS[self.needs]}"
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         if self.worker:
             yield task_of(self.worker)
 
@@ -170,7 +170,7 @@ class NodeChecked(Observation, frozen=True, kw_only=True):
     detail: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         how = "passed" if self.passed else "failed"
         return f"node {self.node} {how} its health check in {seconds(self.duration_us)}: {self.detail}"
 
@@ -182,7 +182,7 @@ class CommandApplied(Observation, frozen=True, kw_only=True):
     command_id: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} applied command {self.command_id}"
 
 
@@ -199,7 +199,7 @@ class CommandFailed(Observation, frozen=True, kw_only=True):
     reads: Count = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} did not apply command {self.command_id}: {self.reason}"
 
 
@@ -221,5 +221,5 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     read_seq: Count = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} is alive, beat {self.beat}, {count(self.workers, 'worker')}"

@@ -85,13 +85,13 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     healthy_gpus: dict[Name, Gpu] = {}
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         shares = ", ".join(f"{a.task} {count(a.workers, 'worker')}" for a in self.assignments) or "no task runs"
         took = f", {self.method} in {self.took_us} us" if self.took_us else ""
         return f"plan {self.epoch} ({self.trigger}{took}): {shares}; {self.reason}"
 
     def nodes_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the nodes that it names."""
         for assignment in self.assignments:
             for replica in assignment.replicas:
                 yield from replica
@@ -99,7 +99,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
                 yield run.node
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         for assignment in self.assignments:
             yield assignment.task
 
@@ -117,7 +117,7 @@ class ThroughputCorrected(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         achieved = f"{self.flops:.3g} FLOP/s on {count(self.workers, 'worker')}"
         return f"task {self.task} achieves {achieved}: {self.reason}"
 
@@ -134,6 +134,6 @@ class FailureRateEstimated(Decision, frozen=True, kw_only=True):
     exposed_us: Micros
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         hours = self.worker_mtbf_us / 3.6e9
         return f"a worker fails every {hours:.4g} h, after {count(self.failures, 'failure')}"

@@ -32,7 +32,7 @@ class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
     duration_us: Duration
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"task {self.task} saved iteration {self.iteration} to {self.path} ({self.size_bytes} bytes)"
 
 
@@ -50,7 +50,7 @@ class SaveFailed(WorkerObservation, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         owner = "a checkpoint" if self.by == "unicron" else "its program's checkpoint"
         if not self.reason:
             return f"task {self.task} saved {owner} again, of iteration {self.iteration}"
@@ -76,7 +76,7 @@ class SnapshotStored(Observation, frozen=True, kw_only=True):
     shards: Workers = always(0)
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         copied = f", a copy from {self.origin}" if self.origin != self.node else ""
         return (
             f"node {self.node} keeps the state of task {self.task} after iteration {self.iteration} in memory"
@@ -113,7 +113,7 @@ class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     resharded_from: Text = always("")
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         anew = f", reassembled from shards of {self.resharded_from}" if self.resharded_from else ""
         tried = f", after {count(len(self.tried), 'source')} that failed" if self.tried else ""
         saved = f"; storage has {self.storage_iteration}, {seconds(self.saved_us)} saved" if self.saved_us else ""

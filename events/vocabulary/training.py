@@ -56,7 +56,7 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     checksums: Checksums | None = None
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         span = f"iteration {self.last}" if self.first == self.last else f"iterations {self.first}-{self.last}"
         redone = f", {count(self.redone, 'micro-batch', 'micro-batches')} redone" if self.redone else ""
         return f"task {self.task} committed {span}, loss {self.loss:.4g}{redone}"
@@ -84,7 +84,7 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     told: Small = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         place = f"{'waits in' if self.waiting else 'has left'} collective {self.entered}"
         stopped = ", its process is stopped" if self.stopped else ""
         busy = f", busy with {self.busy}" if self.busy else ""
@@ -108,7 +108,7 @@ class DegradationObserved(PlacedObservation, frozen=True, kw_only=True):
     others_us: Duration
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         against = f" against {seconds(self.others_us)}" if self.others_us else ""
         slowest = f"{self.slowest} is slowest, {seconds(self.compute_us)} per micro-batch{against}"
         return (
@@ -144,7 +144,7 @@ class StragglerObserved(StragglerSeen, frozen=True, kw_only=True):
     since_us: Micros
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"worker {self.straggler} (rank {self.rank}) on {self.straggler_node} is a straggler: it takes"
             f" {self.factor:.2f} times as long as the other replicas since iteration {self.since_iteration},"
@@ -156,7 +156,7 @@ class StragglerRecovered(StragglerSeen, frozen=True, kw_only=True):
     """A straggler is as quick as the other replicas again; `factor`: what is left."""
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"worker {self.straggler} (rank {self.rank}) on {self.straggler_node} no longer straggles, as of"
             f" iteration {self.iteration}: {self.factor:.2f} times the time of the other replicas"
@@ -176,7 +176,7 @@ class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
     usual: float
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         subject = self.suspect or "an unknown worker"
         if self.sign == "checksum":
             return f"parameters of {subject} differ from other replicas' before iteration {self.iteration}"

@@ -34,7 +34,7 @@ class WorkerStarted(WorkerObservation, frozen=True, kw_only=True):
     pid: Pid
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"worker {self.worker} started on {self.node} as process {self.pid}"
 
 
@@ -42,7 +42,7 @@ class WorkerReady(WorkerObservation, frozen=True, kw_only=True):
     """The worker has built its model and waits for a membership."""
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"worker {self.worker} on {self.node} is ready for a membership"
 
 
@@ -61,7 +61,7 @@ class WorkerJoinedGroup(PlacedObservation, frozen=True, kw_only=True):
     peers_assigned: Small = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         shares = [(self.dealt, "it"), (self.peers_assigned, "the others")]
         dealt = [f", {count(n, 'micro-batch', 'micro-batches')} assigned to {receiver}" for n, receiver in shares if n]
         where = f"generation {self.generation} at iteration {self.iteration} after {seconds(self.duration_us)}"
@@ -75,7 +75,7 @@ class WorkerPaused(PlacedObservation, frozen=True, kw_only=True):
     """
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"worker {self.worker} on {self.node} left its group for generation {self.generation}"
             f" after iteration {self.iteration}"
@@ -110,7 +110,7 @@ class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     computed: Small = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         how = f"exit code {self.exit_code}" if self.signal is None else f"signal {self.signal}"
         expected = ", as expected" if self.expected else ""
         return f"worker {self.worker} on {self.node} ended by {how}{_CAUSES[self.cause]}{expected}"
@@ -136,7 +136,7 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         lost = f", its connection to {self.peer}" if self.peer else ""
         return (
             f"worker {self.worker} on {self.node} reports {self.kind} in {self.phase}"
@@ -154,7 +154,7 @@ class WorkerBusy(WorkerObservation, frozen=True, kw_only=True):
     at_most_us: Duration
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         where = f"worker {self.worker} on {self.node}"
         if not self.what:
             return f"{where} is no longer busy"
@@ -167,7 +167,7 @@ class WorkerWaiting(WorkerObservation, frozen=True, kw_only=True):
     generation: Serial
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"worker {self.worker} on {self.node} waits for the others of generation {self.generation}"
 
 
@@ -182,6 +182,6 @@ class StopRequested(WorkerObservation, frozen=True, kw_only=True):
     left: bool = False
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         left = f", and has left the loop after iteration {self.iteration}" if self.left else ""
         return f"the program of worker {self.worker} on {self.node} asks to stop training{left}: {self.reason}"
