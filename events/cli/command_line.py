@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def epilog(self) -> str | None:
-        """The examples."""
+        """Return the examples."""
         return self._epilog() if callable(self._epilog) else self._epilog
 
     @epilog.setter

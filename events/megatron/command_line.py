@@ -40,7 +40,7 @@ class RefusedFlag:
 
     @property
     def name(self) -> str:
-        """The name of the parsed argument."""
+        """Return the name of the parsed argument."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     def refuses(self, value: object) -> bool:

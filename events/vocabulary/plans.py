@@ -54,7 +54,7 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape | None:
-        """The layout that the plan has chosen; None: the task's own."""
+        """Return the layout that the plan has chosen; None: the task's own."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch) if self.tp else None
 
 

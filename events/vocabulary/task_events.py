@@ -84,7 +84,7 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
     def wish(self) -> str:
@@ -120,7 +120,7 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
     def sentence(self) -> str:

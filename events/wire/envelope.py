@@ -37,7 +37,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def event_id(self) -> str:
-        """The event's id, "producer-boot-number"; also the NATS message id."""
+        """Return the event's id, "producer-boot-number"; also the NATS message id."""
         return f"{self.producer}-{self.boot}-{self.number}"
 
 
