@@ -31,7 +31,7 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     duration_us: int
     micro_batches_by_rank: tuple[int, ...]
-    redone: int
+    micro_batches_repeated: int
     checksums: Checksums | None = None
 
     def event(self, node: Name, task: Name) -> StepCommitted:
@@ -42,7 +42,7 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
 def _checksums(commit: Committed) -> Checksums | None:
     if not commit.checksum and not commit.sums:
         return None
-    return Checksums(after=commit.checked, parameters=commit.checksum, sums=commit.sums)
+    return Checksums(iteration=commit.checked, parameters=commit.checksum, sums=commit.sums)
 
 
 def position(commit: Committed) -> Position:
@@ -78,7 +78,7 @@ def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> Commit
             loss=commit.loss,
             duration_us=commit.duration_us,
             micro_batches_by_rank=commit.micro_batches_by_rank,
-            redone=commit.redone,
+            micro_batches_repeated=commit.micro_batches_repeated,
             checksums=_checksums(commit),
         )
     return CommitSum(
@@ -93,6 +93,6 @@ def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> Commit
         micro_batches_by_rank=tuple(
             a + b for a, b in zip(before.micro_batches_by_rank, commit.micro_batches_by_rank, strict=True)
         ),
-        redone=before.redone + commit.redone,
+        micro_batches_repeated=before.micro_batches_repeated + commit.micro_batches_repeated,
         checksums=_checksums(commit) or before.checksums,
     )

@@ -47,7 +47,7 @@ def left_early(record: WorkerRecord, mark: Mark | None) -> bool:
 def exited_before(transition: Transition, worker: WorkerId, end: Exit, log_tail: str) -> None:
     """Handle an exit of a worker that is not in the memory, or that was in the outbox of the agent before."""
     ended_worker = transition.memory.ended_workers.get(worker)
-    if (ended_worker and ended_worker.durable) or worker in transition.memory.foreign_gone:
+    if (ended_worker and ended_worker.durable) or worker in transition.memory.foreign_workers:
         transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
         return
     expected = ended_worker.expected if ended_worker else False
@@ -88,11 +88,11 @@ def tell_exit(
             worker=worker,
             exit_code=end.exit_code,
             signal=end.signal,
-            expected=expected,
+            is_expected=expected,
             log_tail="" if expected else log_tail,
             cause=end.cause,
             iteration=mark.iteration if mark else 0,
-            computed=computed(mark) if mark else 0,
+            micro_batches_finished=computed(mark) if mark else 0,
         ),
         confirm=True,
     )

@@ -116,7 +116,7 @@ def resume(config: AgentConfig, memory: Remembered) -> AgentState:
     """Return the state of an agent that starts, with what the one before it remembered (or an empty Remembered)."""
     if memory == Remembered():
         memory = Remembered(since_boot=config.agent_boot)
-    return AgentState(config=config, memory=memory, summed=dict(memory.reported))
+    return AgentState(config=config, memory=memory, summed=dict(memory.reported_commits))
 
 
 def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Action]]:  # noqa: C901  # one case for each kind of input
@@ -194,7 +194,7 @@ def _timer_fired(transition: Transition, fired: TimerFired) -> None:  # noqa: C9
         case "drain":
             joining.end_drain(transition)
         case "wait":
-            for waiting in transition.memory.waiting:
+            for waiting in transition.memory.waiting_starts:
                 if waiting.command.worker == fired.key:
                     lack = "no slot became free" if transition.state.store_port else "the fork server did not start"
                     starting.give_up_start(transition, waiting, f"{lack} in time")
@@ -211,7 +211,7 @@ def _appended(transition: Transition, event: Observation) -> None:
                 exits.remember_end(transition, worker, replace(exit_record, durable=True))
             transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
         case StepCommitted(task=task, generation=generation, last=last):
-            rest = {t: position for t, position in transition.memory.reported.items() if t != task}
-            transition.remember(reported=newest_of({**rest, task: (generation, last)}, MAX_TASKS))
+            rest = {t: position for t, position in transition.memory.reported_commits.items() if t != task}
+            transition.remember(reported_commits=newest_of({**rest, task: (generation, last)}, MAX_TASKS))
         case _:
             pass

@@ -199,11 +199,11 @@ def busy(transition: Transition, record: WorkerRecord, message: Busy) -> None:
     """Record the declared work. Short work is not reported, only work that has lasted for a while (machine.py, timer
     "busy")."""
     link = transition.state.links.get(record.worker, WorkerLink())
-    if link.busy_told and not message.what:
+    if link.busy_told and not message.section:
         pass_on(transition, record, message)
-    elif message.what:
+    elif message.section:
         transition.actions.append(ArmTimer(name="busy", key=record.worker, after_s=BUSY_TOLD_AFTER_S))
-    transition.link(record.worker, replace(link, busy=message if message.what else None, busy_told=False))
+    transition.link(record.worker, replace(link, busy=message if message.section else None, busy_told=False))
 
 
 def tell_busy(transition: Transition, worker: WorkerId) -> None:
@@ -230,13 +230,13 @@ def stalled(transition: Transition, stalled: Stalled) -> None:
             iteration=mark.iteration,
             phase=mark.phase,
             micro_batch=mark.micro_batch,
-            entered=mark.entered,
-            waiting=mark.waiting,
-            stopped=stalled.is_stopped,
+            collectives_entered=mark.entered,
+            is_waiting=mark.waiting,
+            is_stopped=stalled.is_stopped,
             still_us=stalled.still_us,
             limit_us=mark.limit_us,
-            busy=busy_with.what if busy_with and mark.phase == "busy" else "",
-            told=stalled.times,
+            section=busy_with.section if busy_with and mark.phase == "busy" else "",
+            report_number=stalled.times,
         )
     )
 
@@ -251,7 +251,7 @@ def accelerator_saw(transition: Transition, saw: AcceleratorSaw) -> None:
             kind=saw.kind,
             xid=saw.xid,
             message=saw.message[:MAX_TEXT],
-            needs=saw.needs,
+            repair_need=saw.repair_need,
             predicts_failure=saw.predicts_failure,
         )
     )

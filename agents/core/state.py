@@ -122,18 +122,18 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
     #: The highest (term, epoch) that a command came with.
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, WorkerRecord] = {}
-    waiting: tuple[PendingStart, ...] = ()
+    waiting_starts: tuple[PendingStart, ...] = ()
     memberships: dict[Name, GroupMembership] = {}
     #: Parts of memberships to come (events/vocabulary/placements.py).
-    tellings: dict[Name, PartialMembership] = {}
+    membership_parts: dict[Name, PartialMembership] = {}
     #: Command id -> "" for applied, else the reason of failure; the newest MAX_ANSWERED.
-    answered: dict[str, str] = {}
-    #: The newest MAX_GONE workers that have ended; written as "gone".
-    ended_workers: dict[WorkerId, EndedWorker] = msgspec.field(default_factory=dict, name="gone")
+    answers: dict[str, str] = {}
+    #: The newest MAX_GONE workers that have ended.
+    ended_workers: dict[WorkerId, EndedWorker] = {}
     #: Workers of a log that no longer exists, whose exits the fork server may still report.
-    foreign_gone: tuple[WorkerId, ...] = ()
+    foreign_workers: tuple[WorkerId, ...] = ()
     #: Per task, the last commit that the log holds from this node.
-    reported: dict[Name, Position] = {}
+    reported_commits: dict[Name, Position] = {}
 
 
 MAX_ANSWERED = 256
@@ -288,7 +288,7 @@ class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
     kind: ErrorKind | None
     xid: int
     message: str
-    needs: RepairNeed = ""
+    repair_need: RepairNeed = ""
     predicts_failure: bool = False
 
 

@@ -166,7 +166,7 @@ class ForkServer:
         inventory = Inventory(
             store_port=self._store.port,
             workers=self._workers.inventory(),
-            kept=self._memories.regions(),
+            reserved_memory=self._memories.regions(),
             schema=SCHEMA,
             separates=self._separates,
         )

@@ -134,7 +134,7 @@ def sum_with(torch: Any, pair: Pair, order: Sum, summation: Summation, ends_s: f
         trouble = f"the sum failed: {_first_line(error)}"
     took_us = round((time.monotonic() - began_s) * 1e6)
     _part(server, store, pair, prefix)
-    return PairSum(peer=pair.peer, trouble=trouble, took_us=took_us)
+    return PairSum(peer=pair.peer, trouble=trouble, duration_us=took_us)
 
 
 def _meet(torch: Any, pair: Pair, prefix: str, meet_by_s: float) -> tuple[Any, Any]:

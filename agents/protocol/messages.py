@@ -87,10 +87,10 @@ class Ready(WireMessage, frozen=True, kw_only=True):
 class Regrouped(GroupMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.WorkerJoinedGroup."""
 
-    dealt: Count
+    micro_batches_assigned: Count
     duration_us: Count
     source: StateSource
-    peers_assigned: Count = 0
+    micro_batches_assigned_elsewhere: Count = 0
 
 
 class Parked(GroupMessage, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class Committed(WireMessage, frozen=True, kw_only=True):
     loss: float
     duration_us: Count
     micro_batches_by_rank: tuple[Count, ...]
-    redone: Count
+    micro_batches_repeated: Count
     checked: Count = 0
     checksum: SamplesDigest = 0
     sums: SamplesDigest = 0
@@ -123,7 +123,7 @@ class Committed(WireMessage, frozen=True, kw_only=True):
 
 class ErrorReport(WireMessage, frozen=True, kw_only=True):
     """An exception or a broken collective, reported before anything else is done about it. `peer`: the other end of the
-    broken connection, where that is known; `lost`: all members of the group to whom the connection was dead by then."""
+    broken connection, where that is known; `lost_peers`: all members of the group to whom the connection was dead by then."""
 
     kind: ErrorKind
     generation: Count
@@ -132,7 +132,7 @@ class ErrorReport(WireMessage, frozen=True, kw_only=True):
     message: Text
     detail: LongText
     peer: WorkerOrNone = ""
-    lost: tuple[WorkerId, ...] = ()
+    lost_peers: tuple[WorkerId, ...] = ()
 
 
 class Degraded(GroupMessage, frozen=True, kw_only=True):
@@ -168,10 +168,10 @@ class Suspected(GroupMessage, frozen=True, kw_only=True):
 
 
 class Busy(WireMessage, frozen=True, kw_only=True):
-    """The program has begun the declared work `what`, for at most `at_most_us`; "": that work is over."""
+    """The program has begun the declared work `section`, for at most `limit_us`; "": that work is over."""
 
-    what: Text
-    at_most_us: Count
+    section: Text
+    limit_us: Count
 
 
 class MembershipWait(WireMessage, frozen=True, kw_only=True):
@@ -185,7 +185,7 @@ class StopRequest(WireMessage, frozen=True, kw_only=True):
 
     iteration: Count
     reason: Text
-    left: bool = False
+    has_left_loop: bool = False
 
 
 class SaveFinished(WireMessage, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class SaveError(WireMessage, frozen=True, kw_only=True):
     """See unicrond.events.vocabulary.SaveFailed."""
 
     iteration: Count
-    by: Saver
+    saver: Saver
     reason: Text
 
 
@@ -227,7 +227,7 @@ class StateLoadReport(WireMessage, frozen=True, kw_only=True):
     iteration: Count
     size_bytes: Count
     duration_us: Count
-    tried: tuple[Text, ...]
+    failed_sources: tuple[Text, ...]
     storage_iteration: Count
     saved_us: Count
     resharded_from: Text
@@ -426,7 +426,7 @@ class Inventory(WireMessage, frozen=True, kw_only=True):
 
     store_port: Annotated[int, Meta(ge=1, le=65535)]
     workers: tuple[InventoryWorker, ...]
-    kept: tuple[MemoryReserved, ...] = ()
+    reserved_memory: tuple[MemoryReserved, ...] = ()
     schema: Positive = 1
     separates: bool = False
 

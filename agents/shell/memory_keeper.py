@@ -84,7 +84,7 @@ class MemoryKeeper:
     def fork_server_said(self, message: FromForkServer, pid: int) -> None:
         """Follow what the fork server of that pid says of its memory."""
         if isinstance(message, Inventory):
-            self._regions.set_inventory(pid, message.kept)
+            self._regions.set_inventory(pid, message.reserved_memory)
         elif isinstance(message, MemoryReserved | ReserveFailed):
             self._regions.receive(message)
 

@@ -233,7 +233,7 @@ class Shell(ABC):
         if log is not None and difference(memory, log):
             return frozenset()
         running = frozenset(worker.task for worker in memory.workers.values() if not worker.foreign)
-        return running | {waiting.command.spec.name for waiting in memory.waiting}
+        return running | {waiting.command.spec.name for waiting in memory.waiting_starts}
 
     async def take_entries(self, feed: CommandFeed) -> None:
         """Handle the entries of the feed, and follow their tasks, without end.

@@ -69,12 +69,12 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class UnreachablePort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A port of a peer that this node cannot connect to. `what`: the service that listens there. `why`: the error."""
+    """A port of a peer that this node cannot connect to. `service`: the service that listens there. `reason`: the error."""
 
     peer: Name
-    what: Text
-    at: Text
-    why: Text
+    service: Text
+    address: Text
+    reason: Text
 
 
 class PairSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,13 +82,13 @@ class PairSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     peer: Name
     trouble: Text
-    took_us: Count = 0
+    duration_us: Count = 0
 
 
 class LinksReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer to LinksCheck. `no_sums`: why none was tried, "" where they were."""
 
-    unreached: tuple[UnreachablePort, ...]
+    unreachable_ports: tuple[UnreachablePort, ...]
     sums: tuple[PairSum, ...]
     no_sums: Text = ""
 
@@ -103,7 +103,7 @@ class StorageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     result: Literal["seen", "missing", "refused", "failed"]
     directory: Text
-    why: Text = ""
+    reason: Text = ""
     writable: bool = True
     runs_as_others: bool = False
 

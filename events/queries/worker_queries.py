@@ -61,7 +61,7 @@ class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a worker is, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
 
-    `entered`: the collectives across replicas that it has entered in `generation`; `waiting`: it has not left the last
+    `collectives_entered`: the collectives across replicas that it has entered in `generation`; `is_waiting`: it has not left the last
     of them. `still_us`: for how long the mark has not changed.
     """
 
@@ -70,8 +70,8 @@ class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     generation: Count
     iteration: Count
     micro_batch: Count
-    entered: Count
-    waiting: bool
+    collectives_entered: Count
+    is_waiting: bool
     still_us: Count
 
 

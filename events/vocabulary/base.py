@@ -77,12 +77,12 @@ class PlacedObservation(WorkerObservation, frozen=True, kw_only=True):
 class Request(Observation, frozen=True, kw_only=True):
     """A request of a person. Its producer is the API, whatever node it names.
 
-    `by`: the name of the token that came with it; "" where the API wants none.
+    `requester`: the name of the token that came with it; "" where the API wants none.
     """
 
     is_request: ClassVar[bool] = True
 
-    by: NameOrNone = ""
+    requester: NameOrNone = ""
 
     @abstractmethod
     def wish(self) -> str:
@@ -90,7 +90,7 @@ class Request(Observation, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        return f"{self.wish()}{f' (asked by {self.by})' if self.by else ''}"
+        return f"{self.wish()}{f' (asked by {self.requester})' if self.requester else ''}"
 
 
 class Decision(Event, frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     response: Text
     detection_us: Micros
     transition_us: Micros
-    micro_batches_redone: Count
+    micro_batches_repeated: Count
     reason: Text
     detection_flop: Work = always(0.0)
     transition_flop: Work = always(0.0)
@@ -92,7 +92,7 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
         return (
             f"incident {self.incident} closed by {self.response}: detected in {seconds(self.detection_us)},"
             f" transition {seconds(self.transition_us)},"
-            f" {count(self.micro_batches_redone, 'micro-batch', 'micro-batches')} redone{lost}"
+            f" {count(self.micro_batches_repeated, 'micro-batch', 'micro-batches')} repeated{lost}"
         )
 
 

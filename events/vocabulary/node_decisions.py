@@ -104,11 +104,11 @@ class RepairEnded(Decision, frozen=True, kw_only=True):
 
     node: Name
     isolation: FirstSerial
-    passed: bool
+    has_passed: bool
     duration_us: Duration
     detail: Text
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        how = "succeeded" if self.passed else "failed"
+        how = "succeeded" if self.has_passed else "failed"
         return f"the repair of node {self.node} {how} after {seconds(self.duration_us)}: {self.detail}"

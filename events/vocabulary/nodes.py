@@ -131,7 +131,7 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     """An accelerator of the node has failed or has news, outside any process of ours. `accelerator`: its name.
 
     `worker`: the one on it, "" = none. `kind` None: nothing has failed; that is news for people, unless it `foretells`
-    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states. `needs`:
+    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states. `repair_need`:
     what has to be done before it can be used again.
     """
 
@@ -143,14 +143,14 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     kind: ErrorKind | None
     xid: Small
     message: Text
-    needs: RepairNeed = ""
+    repair_need: RepairNeed = ""
     predicts_failure: bool = False
 
     def sentence(self) -> str:
         """Say it in one sentence."""
         report = f" reports {self.kind}" if self.kind else " foretells a failure" if self.predicts_failure else ""
         where = f" (worker {self.worker})" if self.worker else ""
-        return f"accelerator {self.accelerator} of {self.node}{where}{report}: {self.message}{_NEEDS[self.needs]}"
+        return f"accelerator {self.accelerator} of {self.node}{where}{report}: {self.message}{_NEEDS[self.repair_need]}"
 
     def tasks_named(self) -> Iterator[str]:
         """Yield the tasks that it names."""
@@ -165,13 +165,13 @@ class NodeChecked(Observation, frozen=True, kw_only=True):
 
     node: Name
     command_id: Text
-    passed: bool
+    has_passed: bool
     duration_us: Duration
     detail: Text
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        how = "passed" if self.passed else "failed"
+        how = "passed" if self.has_passed else "failed"
         return f"node {self.node} {how} its health check in {seconds(self.duration_us)}: {self.detail}"
 
 
@@ -187,7 +187,7 @@ class CommandApplied(Observation, frozen=True, kw_only=True):
 
 
 class CommandFailed(Observation, frozen=True, kw_only=True):
-    """The command was not obeyed. `reads`: the newest schema that the agent reads, where it could not read the command
+    """The command was not obeyed. `readable_schema`: the newest schema that the agent reads, where it could not read the command
     at all; else 0.
     """
 
@@ -196,7 +196,7 @@ class CommandFailed(Observation, frozen=True, kw_only=True):
     node: Name
     command_id: Text
     reason: Text
-    reads: Count = 0
+    readable_schema: Count = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""

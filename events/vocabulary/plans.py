@@ -65,7 +65,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     `healthy`, `waf_if_healthy`: workers per task, and their WAF, were every node that has not left healthy.
     `healthy_gpus`: the type of GPU that each of these would be on, where there are several.
     `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
-    `way`, `took_us`, `rows_reused`: how the plan was computed; the plan does not depend on it.
+    `way`, `duration_us`, `rows_reused`: how the plan was computed; the plan does not depend on it.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -80,14 +80,14 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     waf_if_healthy: Flops = always(0)
     transition_flop: Work = always(0.0)
     method: PlanMethod = always("fresh")
-    took_us: Duration = always(0)
+    duration_us: Duration = always(0)
     rows_reused: Small = always(0)
     healthy_gpus: dict[Name, Gpu] = {}
 
     def sentence(self) -> str:
         """Say it in one sentence."""
         shares = ", ".join(f"{a.task} {count(a.workers, 'worker')}" for a in self.assignments) or "no task runs"
-        took = f", {self.method} in {self.took_us} us" if self.took_us else ""
+        took = f", {self.method} in {self.duration_us} us" if self.duration_us else ""
         return f"plan {self.epoch} ({self.trigger}{took}): {shares}; {self.reason}"
 
     def nodes_named(self) -> Iterator[str]:

@@ -42,7 +42,11 @@ def when(state: ClusterState) -> str:
 def state_page(state: ClusterState) -> str:
     """Format the state for people: when, nodes, tasks, plan, incidents; the tables are those of `unicronctl`."""
     lines = [when(state), f"digest {digest(state)}"]
-    oddities = {"quarantined": state.quarantined, "duplicates": state.duplicates, "of an old term": state.inert}
+    oddities = {
+        "quarantined": state.quarantined_messages,
+        "duplicates": state.duplicates,
+        "of an old term": state.inert,
+    }
     if any(oddities.values()):
         lines.append("not folded: " + ", ".join(f"{count} {label}" for label, count in oddities.items() if count))
     plan = state.plan

@@ -63,9 +63,9 @@ def follow(run: RunHistory, entry: Entry, task: str) -> None:
             run.losses[event.last] = event.loss
             checksums = event.checksums
             if checksums is not None and checksums.parameters:
-                run.parameters[checksums.after] = checksums.parameters
+                run.parameters[checksums.iteration] = checksums.parameters
             if checksums is not None and checksums.sums:
-                run.sums[checksums.after + 1] = checksums.sums
+                run.sums[checksums.iteration + 1] = checksums.sums
             run.last = event.last
     elif getattr(event, "task", "") == task or task in getattr(event, "tasks", ()):
         run.entries.append((run.last, entry))

@@ -77,8 +77,11 @@ class Index(View):
         explained: list[IncidentLife] = []
         for name in ended:
             life = self.incidents[name]
-            if self.state.closed is not before.closed and self.state.closed[-1].id == name:
-                life.incident, life.last_seq = self.state.closed[-1], entry.seq
+            if (
+                self.state.closed_incidents is not before.closed_incidents
+                and self.state.closed_incidents[-1].id == name
+            ):
+                life.incident, life.last_seq = self.state.closed_incidents[-1], entry.seq
             else:
                 explained.append(self.incidents.pop(name))  # explained by the incident that is opened here
         for name, incident in now.items():
@@ -328,7 +331,7 @@ class Story(View):
             f"From the first sign (entry {life.first_seq}, {format_time(life.first_us)}) to its end (entry"
             f" {life.last_seq}) it took {whole_s:.3f} s.",
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
-            f" {incident.transition_us / 1e6:.3f} s later; {incident.redone} micro-batches were computed again,"
+            f" {incident.transition_us / 1e6:.3f} s later; {incident.micro_batches_repeated} micro-batches were computed again,"
             f"{_lost_work(incident)} {incident.symptoms} symptoms explained.",
         ]
 

@@ -162,7 +162,11 @@ def talk(launch: Launch) -> None:
                         assert isinstance(message, GroupMembership)
                         generation = message.generation
                         regrouped = Regrouped(
-                            generation=generation, iteration=iteration + 1, dealt=0, duration_us=1, source="own"
+                            generation=generation,
+                            iteration=iteration + 1,
+                            micro_batches_assigned=0,
+                            duration_us=1,
+                            source="own",
                         )
                         agent.sendall(frame(regrouped))
                 elif generation:
@@ -175,7 +179,7 @@ def talk(launch: Launch) -> None:
                         loss=1.0,
                         duration_us=10_000,
                         micro_batches_by_rank=(8,),
-                        redone=0,
+                        micro_batches_repeated=0,
                     )
                     agent.sendall(frame(committed))
         except OSError:

@@ -148,7 +148,7 @@ def committed(generation: int, iteration: int, *, loss: float = 1.0, samples: in
         loss=loss,
         duration_us=10,
         micro_batches_by_rank=(4, 4),
-        redone=0,
+        micro_batches_repeated=0,
     )
 
 
@@ -334,7 +334,7 @@ class Node:
     def check(self) -> None:
         slots = [worker.slot for worker in self.state.memory.workers.values()]
         assert len(slots) == len(set(slots)) <= self.config.slots
-        waiting = {w.command.worker for w in self.state.memory.waiting}
+        waiting = {w.command.worker for w in self.state.memory.waiting_starts}
         assert not waiting & self.state.memory.workers.keys()
         assert not self.state.memory.ended_workers.keys() & self.state.memory.workers.keys()
 

@@ -83,7 +83,7 @@ def both(store: Any, by: Summation, token: str, limit_s: float = 30.0) -> tuple[
 
 def test_two_nodes_sum_by_gloo_and_leave_nothing_in_the_store(store: Any) -> None:
     one, other = both(store, pair_sum.by_gloo, "a" * 16)
-    assert (one.peer, one.trouble, other.peer, other.trouble) == ("n1", "", "n0", "") and one.took_us > 0
+    assert (one.peer, one.trouble, other.peer, other.trouble) == ("n1", "", "n0", "") and one.duration_us > 0
     assert not [key for key in store.list_keys() if "a" * 16 in key]
 
 
@@ -231,7 +231,7 @@ def test_why_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "file"
     file.touch()
     seen = look(file, "write")
-    assert (seen.result, seen.why) == ("failed", "Not a directory")
+    assert (seen.result, seen.reason) == ("failed", "Not a directory")
 
     def refused(*_: Any, **__: Any) -> int:
         raise PermissionError(13, "Permission denied")
@@ -308,7 +308,9 @@ async def test_two_agents_sum_with_a_process_each(
         await asyncio.sleep(0)
     assert "already" in (await ask(one, encode(links(store, 0, "n2")))).error
     seen = [decode_report((await task).data, LinksReport) for task in (first, second)]
-    assert [(one.unreached, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [((), "", [""])] * 2
+    assert [(one.unreachable_ports, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [
+        ((), "", [""])
+    ] * 2
     assert not any(name.endswith(("a.sock", "b.sock")) for name in os.listdir(run_dir))  # noqa: PTH208
     assert eventually(lambda: children(server.pid) == before)
 

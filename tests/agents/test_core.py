@@ -94,7 +94,7 @@ def member(node: Node, worker: str, number: int, generation: int = 1) -> None:
 
 
 def regrouped(generation: int, iteration: int = 1) -> Regrouped:
-    return Regrouped(generation=generation, iteration=iteration, dealt=0, duration_us=5, source="own")
+    return Regrouped(generation=generation, iteration=iteration, micro_batches_assigned=0, duration_us=5, source="own")
 
 
 def trouble(kind: str) -> ErrorReport:
@@ -479,7 +479,7 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
         commit = msgspec.structs.replace(committed(1, iteration), checked=checked, checksum=checksum, sums=7 * checksum)
         node.say("a.1", commit)
     node.fire("commits", "a")
-    assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(after=2, parameters=6, sums=42)]
+    assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(iteration=2, parameters=6, sums=42)]
 
 
 @pytest.mark.parametrize(
@@ -582,13 +582,13 @@ def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says
 
 def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", Busy(what="evaluation", at_most_us=5_000_000))
-    node.say("a.1", Busy(what="", at_most_us=0))
+    node.say("a.1", Busy(section="evaluation", limit_us=5_000_000))
+    node.say("a.1", Busy(section="", limit_us=0))
     node.fire("busy", "a.1")
     assert not node.of(WorkerBusy), "it was over at once"
-    node.say("a.1", Busy(what="export", at_most_us=5_000_000))
+    node.say("a.1", Busy(section="export", limit_us=5_000_000))
     node.fire("busy", "a.1")
-    node.say("a.1", Busy(what="", at_most_us=0))
+    node.say("a.1", Busy(section="", limit_us=0))
     assert [event.what for event in node.of(WorkerBusy)] == ["export", ""]
 
 
@@ -791,7 +791,7 @@ def test_a_command_that_cannot_be_read_is_answered_once(node: Node) -> None:
     failed = [event for event in node.appended if isinstance(event, CommandFailed)]
     assert len(failed) == 2, "the same answer to the same command"
     assert failed[0] == failed[1]
-    assert (failed[0].command_id, failed[0].reads) == ("1.1.n1.7", SCHEMA)
+    assert (failed[0].command_id, failed[0].readable_schema) == ("1.1.n1.7", SCHEMA)
     assert failed[0].reason.endswith("$.event: unknown")
 
 

@@ -311,7 +311,7 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     memory.close()
 
     second = agent()
-    assert second.inventory().kept == (kept,)
+    assert second.inventory().reserved_memory == (kept,)
     again = opened(server.pid, kept)
     assert again.newest() == head
     again.close()
@@ -320,7 +320,7 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     assert second.next(MemoryReserved) == kept, "there already"
     second.send(ReleaseMemory(task="a"))
     third = agent()
-    assert third.inventory().kept == ()
+    assert third.inventory().reserved_memory == ()
     assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if "unicron" in os.readlink(fd)]  # noqa: PTH115
 
 

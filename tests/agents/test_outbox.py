@@ -211,11 +211,11 @@ async def test_the_largest_error_fits_into_an_event() -> None:
 async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all() -> None:
     log = MemoryLog()
     box = outbox()
-    failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", reads=2)
+    failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", readable_schema=2)
     remembered = PeersRemembered(node="n1", task="a", peers=())
     confirmed: list[int] = []
     # What is written for the next schema says so, and no log of today takes it: none is.
-    with younger(PeersRemembered, fields={CommandFailed: {"reads": Since(NEXT)}}):
+    with younger(PeersRemembered, fields={CommandFailed: {"readable_schema": Since(NEXT)}}):
         sending = asyncio.create_task(box.run(log))
         for event in (failed, remembered):
             box.put(event, on_durable=lambda: confirmed.append(box.schema))
@@ -223,7 +223,7 @@ async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all(
         sending.cancel()
     async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
         told = [entry.envelope.event async for entry in entries if isinstance(entry, Recorded)]
-    assert told == [replace(failed, reads=0)]
+    assert told == [replace(failed, readable_schema=0)]
     assert confirmed == [FIRST, FIRST], "what is not told is done with, too"
 
 

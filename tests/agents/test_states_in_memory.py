@@ -138,7 +138,7 @@ def test_where_a_worker_took_its_state_from() -> None:
             iteration=9,
             size_bytes=10,
             duration_us=5,
-            tried=("memory of iteration 10: no",),
+            failed_sources=("memory of iteration 10: no",),
             storage_iteration=4,
             saved_us=50,
             resharded_from="tp 2, pp 1",

@@ -47,7 +47,7 @@ def test_a_late_iteration_is_told_as_the_mark_says_after_all_that_was_committed(
     assert isinstance(steps, StepCommitted) and steps.last == 7
     assert isinstance(told, HangSuspected)
     assert (told.task, told.worker, told.generation, told.iteration) == ("a", "a.1", 1, 8)
-    assert (told.phase, told.micro_batch, told.entered, told.waiting) == ("backward", 2, 15, False)
+    assert (told.phase, told.micro_batch, told.collectives_entered, told.is_waiting) == ("backward", 2, 15, False)
     assert (told.still_us, told.limit_us) == (290_000, 300_000)
 
 

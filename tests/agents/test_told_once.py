@@ -107,7 +107,7 @@ def test_a_membership_in_parts(node: Node) -> None:
     (told,) = node.tell(decision("a", 1, ["a.4"], parts=2))
     assert isinstance(told, TellWorker) and isinstance(told.message, GroupMembership)
     assert [member.worker for member in told.message.members] == ["a.1", "a.2", "a.3", "a.4"]
-    assert not node.state.memory.tellings
+    assert not node.state.memory.membership_parts
 
 
 def test_parts_outlive_the_agent(node: Node) -> None:

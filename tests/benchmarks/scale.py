@@ -109,7 +109,7 @@ class Cluster:
 
     def regrouped(self, task: str, member: Any, generation: int) -> Any:
         return self.v.WorkerJoinedGroup(
-            node=member.node, task=task, worker=member.worker, generation=generation, iteration=1, dealt=0,
+            node=member.node, task=task, worker=member.worker, generation=generation, iteration=1, micro_batches_assigned=0,
             duration_us=1, source="own",
         )  # fmt: skip
 
@@ -372,7 +372,7 @@ class Fault:
         for member in membership.members:
             joins = member.worker in membership.joiners
             regrouped = v.WorkerJoinedGroup(
-                node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7, dealt=0,
+                node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7, micro_batches_assigned=0,
                 duration_us=10**5, source="replica" if joins else "own",
             )  # fmt: skip
             if joins:
@@ -459,7 +459,7 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
     began_ns = time.thread_time_ns()
     decide(Survey(state, cluster.policy), {})
     spent("first look", began_ns)
-    assert state.seq == first + TAIL - 1 and not state.quarantined
+    assert state.seq == first + TAIL - 1 and not state.quarantined_messages
     return found
 
 

@@ -55,7 +55,7 @@ class BigCluster(Cluster):
             waf_if_healthy=waf,
             trigger=f"{len(shares)} tasks launched",
             reason=f"{workers} of {workers} workers in use",
-            took_us=840_000,
+            duration_us=840_000,
         )
 
     def steps(self, iteration: int) -> None:
@@ -88,7 +88,7 @@ class BigCluster(Cluster):
         self.tell(
             v.TransitionCompleted(
                 incident=incident, response="restart the process", detection_us=40_000, transition_us=12_000_000,
-                micro_batches_redone=1, reason="the task trains again",
+                micro_batches_repeated=1, reason="the task trains again",
             )
         )  # fmt: skip
         self.members[task] = rest

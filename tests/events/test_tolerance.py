@@ -43,7 +43,7 @@ JOINED = said(
         node="n1", address="10.0.0.1", slots=3, store=StoreAddress(host="h", port=1), agent_boot=1, version="9.0"
     )
 )
-EXITED = said(WorkerExited(node="n1", task="t", worker="t.1", exit_code=1, signal=None, expected=False))
+EXITED = said(WorkerExited(node="n1", task="t", worker="t.1", exit_code=1, signal=None, is_expected=False))
 
 
 def with_more(envelope: Envelope, schema: int = SCHEMA + 1, **more: Any) -> bytes:

@@ -36,7 +36,7 @@ def joined() -> Envelope:
 
 
 def exited(code: int | None, signal: int | None) -> Envelope:
-    event = WorkerExited(node="n1", task="a", worker="a.1", exit_code=code, signal=signal, expected=False)
+    event = WorkerExited(node="n1", task="a", worker="a.1", exit_code=code, signal=signal, is_expected=False)
     return Envelope(producer="n1", boot=1, number=2, observed_at_us=1, event=event)
 
 
@@ -96,4 +96,4 @@ def test_the_golden_log_of_schema_0_still_folds_to_its_facts() -> None:
 def test_a_log_of_an_unknown_old_schema_is_quarantined_entry_by_entry() -> None:
     entries = list(read_entries(LOG_0))
     assert entries and all(isinstance(entry, Quarantined) for entry in entries)
-    assert replay(entries).quarantined == len(entries)
+    assert replay(entries).quarantined_messages == len(entries)

@@ -255,7 +255,7 @@ def test_a_replica_killed_in_mid_iteration_changes_nothing(rig: Start, spec: Tas
         assert same(parameters(run), expected)
         assert noted(run) == noted(unbroken)
         assert last_commit(run).micro_batches_by_rank == (6, 6)
-        assert last_commit(run).redone == 4
+        assert last_commit(run).micro_batches_repeated == 4
         check_samples(run)
 
 
@@ -287,7 +287,7 @@ def test_after_reduced_a_death_costs_no_recomputation(rig: Start, spec: TaskSpec
             run.signal(worker, signal.SIGCONT)
         complete(run)
         commit = run.iterations()[3]
-        assert (commit.generation, commit.redone, commit.micro_batches_by_rank) == (1, 0, (4, 4, 4))
+        assert (commit.generation, commit.micro_batches_repeated, commit.micro_batches_by_rank) == (1, 0, (4, 4, 4))
         assert same(parameters(run), reference)
 
 
@@ -405,7 +405,7 @@ def test_a_joiner_takes_its_state_from_a_replica(rig: Start, spec: TaskSpec) -> 
         assert regrouped(run, "t.3").source == "replica"
         assert 3 <= regrouped(run, "t.3").iteration <= 12
         assert last_commit(run).micro_batches_by_rank == (4, 4, 4)
-        assert last_commit(run).redone == 0
+        assert last_commit(run).micro_batches_repeated == 0
         check_samples(run)
         assert same(parameters(run), expected)
 
@@ -465,7 +465,7 @@ def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Referen
         (taken,) = run.of(StateLoadReport, "t.2")
         assert isinstance(taken, StateLoadReport)
         assert (taken.source, taken.iteration) == ("checkpoint", 1 if damaged else 2)
-        assert len(taken.tried) == damaged
+        assert len(taken.failed_sources) == damaged
         assert same(parameters(run), reference)
 
 

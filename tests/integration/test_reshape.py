@@ -176,7 +176,7 @@ def test_from_memory(start: Start, data: Path, unchanged: Unchanged, forms: tupl
         go_on(run, spec_of(data, after), new)
         (told,) = run.of(StateLoadReport, new[0])
         assert isinstance(told, StateLoadReport)
-        assert (told.source, told.iteration, told.tried) == ("peer", BOUNDARY, ())
+        assert (told.source, told.iteration, told.failed_sources) == ("peer", BOUNDARY, ())
         assert told.resharded_from == f"tp {before[0]}, pp {before[1]}"
         assert {regrouped(run, worker).iteration for worker in new} == {BOUNDARY + 1}
         check_samples(run)

@@ -85,7 +85,7 @@ def test_the_process_is_lost_and_its_nodes_memory_is_not(rig: Start, spec: TaskS
         assert regrouped(run, "t.2").source == "memory"
         assert regrouped(run, "t.2").iteration == kept + 1, "nothing that was kept is trained again"
         told = taken(run, "t.2")
-        assert (told.source, told.iteration, told.tried, told.storage_iteration) == ("memory", kept, (), 0)
+        assert (told.source, told.iteration, told.failed_sources, told.storage_iteration) == ("memory", kept, (), 0)
         assert told.size_bytes > 100_000 and told.saved_us > 0
         assert run.completed is not None and run.completed.params_digest == digest
 
@@ -99,7 +99,11 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: Tas
         restart(run)
         told = taken(run, "t.2")
         assert (told.source, told.iteration) == ("memory", kept - 1)
-        assert len(told.tried) == 1 and f"memory of iteration {kept}" in told.tried[0] and "digest" in told.tried[0]
+        assert (
+            len(told.failed_sources) == 1
+            and f"memory of iteration {kept}" in told.failed_sources[0]
+            and "digest" in told.failed_sources[0]
+        )
         assert run.completed is not None and run.completed.params_digest == digest
 
 
@@ -151,7 +155,7 @@ def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, diges
             run.tell(1, ["t.1"])
             run.until(lambda: len(run.of(SaveError)) >= 2)
             told = run.of(SaveError)[0]
-            assert isinstance(told, SaveError) and told.by == "unicron" and told.iteration == 1
+            assert isinstance(told, SaveError) and told.saver == "unicron" and told.iteration == 1
             assert told.reason.startswith(("NotADirectoryError", "FileExistsError"))
             run.until(lambda: stopped(run.pids["t.1"]))
             run.checkpoints.unlink()
@@ -206,7 +210,9 @@ def test_a_sharded_replica_takes_what_all_its_shards_have(rig: Start, spec: Task
         run.tell(2, ["t.3", "t.4"], joiners=["t.3", "t.4"], urgent=True)
         complete(run)
         assert taken(run, "t.3").iteration == taken(run, "t.4").iteration == kept - 1
-        assert "another shard" in taken(run, "t.3").tried[0] and "digest" in taken(run, "t.4").tried[0]
+        assert (
+            "another shard" in taken(run, "t.3").failed_sources[0] and "digest" in taken(run, "t.4").failed_sources[0]
+        )
         assert expected is not None and run.completed is not None
         assert run.completed.params_digest == expected.params_digest
 

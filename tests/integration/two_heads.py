@@ -168,7 +168,7 @@ class Publisher:
         workers = [(h.name, p) for h in self.cluster.hosts.values() for p in h.processes.values()]
         node, process = workers[number]
         event = v.WorkerExited(
-            node=node, task=process.task, worker=process.worker, exit_code=None, signal=9, expected=False
+            node=node, task=process.task, worker=process.worker, exit_code=None, signal=9, is_expected=False
         )
         host = self.cluster.hosts[node]
         key = (node, host.boot)

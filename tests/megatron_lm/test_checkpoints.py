@@ -99,7 +99,7 @@ def test_a_worker_dies_in_what_is_no_training(server: ForkServer, tmp_path: Path
         rig.start(*workers)
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
-        rig.until(lambda: any(isinstance(one, Busy) and one.what == what for one in rig.of(Busy, "t.1")))
+        rig.until(lambda: any(isinstance(one, Busy) and one.section == what for one in rig.of(Busy, "t.1")))
         rig.signal("t.1", signal.SIGKILL)
         rig.until(lambda: "t.1" in rig.exits)
         rig.tell(2, workers[1:], urgent=True)

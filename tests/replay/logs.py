@@ -106,9 +106,9 @@ def _troubles(scene: _Scene) -> None:
             **told,
             phase="reduce",
             micro_batch=1,
-            entered=3,
-            waiting=True,
-            stopped=False,
+            collectives_entered=3,
+            is_waiting=True,
+            is_stopped=False,
             still_us=4_000_000,
             limit_us=3_000_000,
         ),
@@ -126,8 +126,8 @@ def _troubles(scene: _Scene) -> None:
             **told, **straggler, factor=1.25, compute_us=125, others_us=100, since_iteration=1, since_us=1
         ),
     )
-    cluster.say(host, v.WorkerBusy(**about, what="evaluation", at_most_us=60 * SECOND_US))
-    cluster.say(host, v.WorkerBusy(**about, what="", at_most_us=0))
+    cluster.say(host, v.WorkerBusy(**about, section="evaluation", limit_us=60 * SECOND_US))
+    cluster.say(host, v.WorkerBusy(**about, section="", limit_us=0))
     cluster.say(host, v.WorkerWaiting(**about, generation=told["generation"]))
     cluster.say(host, v.PeersRemembered(node="n0", task=task, peers=()))
     cluster.say(host, v.StragglerRecovered(**told, **straggler, factor=1.01))
@@ -193,9 +193,9 @@ def _by_hand(scene: _Scene) -> None:
     cluster.append(check, "coordinator", term)
     cluster.say(
         cluster.hosts["n3"],
-        v.NodeChecked(node="n3", command_id=check.command_id, passed=False, duration_us=9, detail="by hand"),
+        v.NodeChecked(node="n3", command_id=check.command_id, has_passed=False, duration_us=9, detail="by hand"),
     )
-    repaired = v.RepairEnded(node="n3", isolation=1, passed=True, duration_us=9, detail="by hand")
+    repaired = v.RepairEnded(node="n3", isolation=1, has_passed=True, duration_us=9, detail="by hand")
     cluster.append(repaired, "coordinator", term)
     cluster.append(v.NodeReadmitted(node="n3", reason="by hand"), "coordinator", term)
     # An entry that is not there: to pass over one of these would change what the other tests count.
@@ -254,7 +254,12 @@ def _ends(scene: _Scene) -> None:
     stop = v.StopRequested(node=first.node, task="big", worker=first.worker, iteration=iteration, reason="by hand")
     cluster.say(cluster.hosts[first.node], stop)
     unsaved = v.SaveFailed(
-        node=first.node, task="big", worker=first.worker, iteration=iteration, by="program", reason="OSError: no space"
+        node=first.node,
+        task="big",
+        worker=first.worker,
+        iteration=iteration,
+        saver="program",
+        reason="OSError: no space",
     )
     cluster.say(cluster.hosts[first.node], unsaved)
     cluster.say(

@@ -58,7 +58,7 @@ def test_the_first_bit_that_differs_is_found(other: RunHistory, told: tuple[int,
 
 def test_checksums_are_those_of_the_iterations_that_a_commit_names() -> None:
     """Of the parameters that an iteration began with, and of its own sums; a commit without any says nothing."""
-    log = with_steps_changed(list(troubled(1).log), "big", 1, checksums=Checksums(after=4, parameters=7, sums=5))
+    log = with_steps_changed(list(troubled(1).log), "big", 1, checksums=Checksums(iteration=4, parameters=7, sums=5))
     found = history_of(log, "big")
     assert (found.parameters, found.sums) == ({4: 7}, {5: 5})
     plain = history_of(list(troubled(1).log), "big")

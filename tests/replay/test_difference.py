@@ -40,7 +40,7 @@ def test_closed_incidents_are_compared_by_id() -> None:
     cluster = troubled(2)
     found = differences(EMPTY, cluster.state)
     assert [each.path for each in found if each.path.startswith("closed.")] == [
-        f"closed.{incident.id}" for incident in cluster.state.closed
+        f"closed.{incident.id}" for incident in cluster.state.closed_incidents
     ]
 
 

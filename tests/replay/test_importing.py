@@ -63,11 +63,11 @@ async def test_a_server_keeps_numbers_producers_and_repetitions_but_not_times(
             assert isinstance(new, Recorded) and repr(new.envelope) == repr(old.envelope)
             assert new.recorded_at_us > old.recorded_at_us
     was, now = replay(entries), replay(copy)
-    assert (now.seq, now.duplicates, now.inert, now.quarantined) == (
+    assert (now.seq, now.duplicates, now.inert, now.quarantined_messages) == (
         was.seq,
         was.duplicates,
         was.inert,
-        was.quarantined,
+        was.quarantined_messages,
     )
     assert {name: task.progress.iteration for name, task in now.tasks.items()} == {
         name: task.progress.iteration for name, task in was.tasks.items()

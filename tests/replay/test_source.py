@@ -174,7 +174,7 @@ async def test_nats_and_its_export_give_the_same_digest_and_the_server_keeps_not
     assert some == entries[10:20]
     assert len(entries) == len(cluster.log) + 1
     state = replay(entries)
-    assert state.quarantined == 1
+    assert state.quarantined_messages == 1
     exported = FileSource(write_log(tmp_path / "log.bin", entries))
     assert digest(replay(await entries_of(exported))) == digest(state)
 

@@ -69,7 +69,7 @@ def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
         (v.PlanAdopted, {"waf": 1}),
         (v.MembershipDecided, {"urgent": False}),
         (v.StartWorker, {"replica": 9}),
-        (v.TransitionCompleted, {"micro_batches_redone": 77}),
+        (v.TransitionCompleted, {"micro_batches_repeated": 77}),
     ],
 )
 def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: dict[str, object]) -> None:

@@ -109,7 +109,13 @@ class Worker:
         iteration = self.node.clock.iteration() + 1
         self._committed = iteration - 1
         self.say(
-            Regrouped(generation=membership.generation, iteration=iteration, dealt=0, duration_us=1000, source=source)
+            Regrouped(
+                generation=membership.generation,
+                iteration=iteration,
+                micro_batches_assigned=0,
+                duration_us=1000,
+                source=source,
+            )
         )
         self.node.on_regrouped(self, membership)
 
@@ -132,7 +138,7 @@ class Worker:
                     loss=1.0,
                     duration_us=int(self.node.clock.iteration_s * 1e6),
                     micro_batches_by_rank=shares,
-                    redone=0,
+                    micro_batches_repeated=0,
                 )
             )
 

@@ -61,7 +61,7 @@ def told_of(shard: int, rank: int) -> list[Any]:
     membership = GroupMembership(
         generation=2, members=members, joiners=(), urgent=False, store=StoreAddress(host="127.0.0.1", port=1)
     )
-    account = ReplicaAccount(1, micro_batches=4, samples=4, samples_digest=0, loss_sum=1.0, tokens=1, redone=0)
+    account = ReplicaAccount(1, micro_batches=4, samples=4, samples_digest=0, loss_sum=1.0, tokens=1, repeated=0)
     total = Total(2, (account, account))
     for iteration in range(1, 61):
         rows = [Sighting(400_000, 4, 1.0, 0).row(), Sighting(500_000, 4, 1.0, 0).row()]

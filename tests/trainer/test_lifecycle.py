@@ -148,7 +148,7 @@ class Driven:
                 ledger = effect.ledger
                 return [
                     ReplicaAccount(
-                        ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.redone
+                        ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.repeated
                     )
                 ]
             case e.AskSaveSchedule():
@@ -424,7 +424,7 @@ def test_a_member_tells_what_fell_to_the_others_too() -> None:
     driven.once(e.Compute, MembershipSuperseded("generation 2 is urgent"))
     driven.until(e.Compute)
     last = driven.told(Regrouped)[-1]
-    assert (last.generation, last.dealt, last.peers_assigned) == (2, 0, 1)
+    assert (last.generation, last.micro_batches_assigned, last.micro_batches_assigned_elsewhere) == (2, 0, 1)
 
 
 # --- which members report a break ----------------------------------------------------------------

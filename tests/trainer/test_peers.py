@@ -18,15 +18,15 @@ from unicrond.events.vocabulary.field_defaults import Since
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 
 TROUBLE = ErrorReport(
-    kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost=("t.2",)
+    kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost_peers=("t.2",)
 )
-BUSY = Busy(what="evaluation", at_most_us=5)
+BUSY = Busy(section="evaluation", limit_us=5)
 
 
 @pytest.fixture
 def next_schema() -> Iterator[None]:
     """The next schema brings a message of workers, a field of another, and a part of what agents say."""
-    fields = {ErrorReport: {"lost": Since(NEXT)}, Fault: {"excluded_from_blame": Since(NEXT)}}
+    fields = {ErrorReport: {"lost_peers": Since(NEXT)}, Fault: {"excluded_from_blame": Since(NEXT)}}
     with pytest.MonkeyPatch.context() as patch, younger(fields=fields):
         patch.setattr(Busy, "since", NEXT, raising=False)
         yield
@@ -42,7 +42,7 @@ def test_an_agent_says_nothing_that_older_workers_refuse() -> None:
 @pytest.mark.usefixtures("next_schema")
 def test_a_worker_says_what_its_agent_reads() -> None:
     assert message_for(FIRST, BUSY) is None
-    assert message_for(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost=())
+    assert message_for(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost_peers=())
     assert message_for(NEXT, BUSY) is BUSY and message_for(NEXT, TROUBLE) is TROUBLE
 
 

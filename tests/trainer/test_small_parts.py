@@ -52,11 +52,11 @@ def test_the_total_is_of_exactly_all_micro_batches() -> None:
     sampling = Sampling(1, 4, 1, None)
     ledgers = [
         IterationLedger(2, [0, 2], finished=2, loss_sum=3.0, tokens=8),
-        IterationLedger(2, [1, 3], 2, 1.0, 8, redone=1),
+        IterationLedger(2, [1, 3], 2, 1.0, 8, repeated=1),
     ]
     total = Total(1, tuple(ledger.account(sampling) for ledger in ledgers))
     total.check(2, 4)
-    assert (total.loss, total.samples, total.redone, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))
+    assert (total.loss, total.samples, total.repeated, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))
     with pytest.raises(RuntimeError, match="4 of 5"):
         total.check(2, 5)
     with pytest.raises(RuntimeError):

@@ -240,8 +240,8 @@ class MiniCluster:
         process = host.processes.pop(worker)
         iteration, computed = self.computed.get(worker, (0, 0))
         exited = v.WorkerExited(
-            node=host.name, task=process.task, worker=worker, exit_code=None, signal=9, expected=False,
-            iteration=iteration, computed=computed,
+            node=host.name, task=process.task, worker=worker, exit_code=None, signal=9, is_expected=False,
+            iteration=iteration, micro_batches_finished=computed,
         )  # fmt: skip
         if host.up:
             self.say(host, exited)
@@ -268,7 +268,7 @@ class MiniCluster:
             phase="reduce",
             message=f"{kind} at {worker}",
             peer=peer,
-            lost=lost,
+            lost_peers=lost,
         )
         self.say(host, error)
 
@@ -309,9 +309,9 @@ class MiniCluster:
                     worker=command.worker,
                     exit_code=0,
                     signal=None,
-                    expected=True,
+                    is_expected=True,
                     iteration=iteration,
-                    computed=computed,
+                    micro_batches_finished=computed,
                 )
                 self.say(host, exited)
         elif isinstance(command, v.LeaveCluster):
@@ -345,7 +345,11 @@ class MiniCluster:
         self.say(
             host,
             v.NodeChecked(
-                node=host.name, command_id=command.command_id, passed=passed, duration_us=9, detail="as the test wants"
+                node=host.name,
+                command_id=command.command_id,
+                has_passed=passed,
+                duration_us=9,
+                detail="as the test wants",
             ),
         )
 
@@ -395,10 +399,10 @@ class MiniCluster:
                 worker=name,
                 generation=newest.generation,
                 iteration=iteration + 1,
-                dealt=1,
+                micro_batches_assigned=1,
                 duration_us=1000,
                 source=self.source,
-                peers_assigned=len(quiet) if name == lead else 0,
+                micro_batches_assigned_elsewhere=len(quiet) if name == lead else 0,
             )
             self.say(host, regrouped)
         return True

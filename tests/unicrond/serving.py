@@ -59,7 +59,7 @@ class Files:
         marks = {
             member.worker: WorkerMark(
                 worker=member.worker, phase="reduce" if rank else "forward", generation=2, iteration=11,
-                micro_batch=rank, entered=7, waiting=bool(rank), still_us=40_000 * (rank + 1),
+                micro_batch=rank, collectives_entered=7, is_waiting=bool(rank), still_us=40_000 * (rank + 1),
             )
             for rank, member in enumerate(members)
         }  # fmt: skip

@@ -94,7 +94,7 @@ def test_alarms_are_no_part_of_the_state() -> None:
         fold(state, refused(f"unicron.v1.obs.{name}.X", seq=state.seq + 1, at_us=state.now_us)) for name in ("n1", "x")
     )
     assert digest(known) == digest(unknown)
-    assert known.quarantined == state.quarantined + 1
+    assert known.quarantined_messages == state.quarantined_messages + 1
 
 
 async def write(served: Served, entry: Entry) -> None:

@@ -102,12 +102,15 @@ async def test_workers_have_rank_node_and_process(ctl: Ctl, served: Served) -> N
 async def test_one_thing_in_full(ctl: Ctl, served: Served) -> None:
     state = served.coordinator.state
     task, node = await ctl("describe", "task", "big"), await ctl("describe", "node", "n4")
-    incident = await ctl("describe", "incident", state.closed[0].id)
+    incident = await ctl("describe", "incident", state.closed_incidents[0].id)
     assert [task.code, node.code, incident.code] == [0, 0, 0], (task, node, incident)
-    assert "iteration" in task.out and state.closed[0].id in task.out and "last events" in task.out
+    assert "iteration" in task.out and state.closed_incidents[0].id in task.out and "last events" in task.out
     assert all(worker in task.out for worker in state.tasks["big"].workers)
     assert "lost" in node.out and "last events" in node.out and "node n4 joined" in node.out
-    assert state.closed[0].message in incident.out and f"unicronctl story {state.closed[0].id}" in incident.out
+    assert (
+        state.closed_incidents[0].message in incident.out
+        and f"unicronctl story {state.closed_incidents[0].id}" in incident.out
+    )
     data = json.loads((await ctl("describe", "task", "big", "--json")).out)
     assert data["task"]["iteration"] == state.tasks["big"].progress.iteration and len(data["workers"]) >= 1
     refused = await ctl("describe", "node", "n9")
@@ -250,7 +253,7 @@ async def test_story_and_verify_are_those_of_the_exported_log(
         await asyncio.to_thread(replayed, [*arguments, "--file", str(tmp_path / "log")])
         return capsys.readouterr().out
 
-    incident = served.coordinator.state.closed[0].id
+    incident = served.coordinator.state.closed_incidents[0].id
     for subject in (incident, "task:big", "node:n4"):
         told = await ctl("story", subject)
         assert told.code == 0 and told.out == await of_file("story", subject) != ""

@@ -76,23 +76,25 @@ class Agents(LogReader):
                 return NodeFacts(**told)
             case LinksCheck():
                 lost = [
-                    UnreachablePort(peer=peer.node, what=what, at=f"10.0.0.{peer.node[1:]}:7", why="connection refused")
+                    UnreachablePort(
+                        peer=peer.node, service=what, address=f"10.0.0.{peer.node[1:]}:7", reason="connection refused"
+                    )
                     for peer in check.peers
                     for what in peer.ports
                     if (node, peer.node) in self.cut
                 ]
                 sums = [
-                    PairSum(peer=pair.peer, trouble=self.bad_sums.get((node, pair.peer), ""), took_us=9)
+                    PairSum(peer=pair.peer, trouble=self.bad_sums.get((node, pair.peer), ""), duration_us=9)
                     for pair in check.pairs
                 ]
-                return LinksReport(unreached=tuple(lost), sums=tuple(sums))
+                return LinksReport(unreachable_ports=tuple(lost), sums=tuple(sums))
             case StorageCheck():
                 return self.stores(node, check)
 
     def stores(self, node: str, check: StorageCheck) -> StorageReport:
         more = {"directory": check.directory, "runs_as_others": self.runs_as_others}
         if node in self.refusing:
-            return StorageReport(result="refused", why="Permission denied", writable=False, **more)
+            return StorageReport(result="refused", reason="Permission denied", writable=False, **more)
         there = self.marks.setdefault(self.storage[node], set())
         if check.part == "write":
             there.add(check.token)

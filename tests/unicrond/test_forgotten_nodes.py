@@ -213,7 +213,7 @@ def test_what_a_forgotten_node_says_later_changes_nothing() -> None:
     before = cluster.state
     host = cluster.hosts[NODE]
     for event in (
-        v.WorkerExited(node=NODE, task="t", worker=worker, exit_code=None, signal=9, expected=False),
+        v.WorkerExited(node=NODE, task="t", worker=worker, exit_code=None, signal=9, is_expected=False),
         v.CommandApplied(node=NODE, command_id="1.1.n0.9"),
         v.NodeLeaving(node=NODE, grace_us=1, reason="test"),
         v.NodeLeft(node=NODE, reason="test"),

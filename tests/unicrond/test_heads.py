@@ -322,7 +322,7 @@ async def test_a_restart_on_the_same_machine_does_not_wait_for_its_own_lease() -
 
 def test_a_process_is_known_by_its_beginning() -> None:
     me = heads.this_process()
-    assert me.machine and me.began and not heads.is_gone(me)
+    assert me.machine and me.start_ticks and not heads.is_gone(me)
     assert same_machine.is_gone(me.machine, 2**22 + 1, 5) and not same_machine.is_gone("another", 2**22 + 1, 5)
     assert same_machine.is_gone(me.machine, 1, (same_machine.began(1) or 0) + 1)
     assert not same_machine.is_gone("", 2**22 + 1, 5)

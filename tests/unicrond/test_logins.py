@@ -62,7 +62,7 @@ def test_a_node_is_enrolled_joins_and_is_revoked() -> None:
     assert log.say(joined("n1"), "n1").logins["n1"].is_used
     assert log.say(enrolled(key=OTHER)).logins == {"n1": NodeLogin(key=OTHER)}, "another key is not used yet"
     assert log.say(v.NodeRevoked(node="n1", reason="gone")).logins == {}
-    assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined == 0
+    assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined_messages == 0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_refused(event: v.NodeEnrolled, why: str) -> None:
     before = log.say(enrolled()).logins
     after = log.say(event)
     assert after.logins == before
-    assert why in after.refused[-1].reason
+    assert why in after.refusals[-1].reason
 
 
 def test_a_key_that_is_not_used_in_time_ends() -> None:

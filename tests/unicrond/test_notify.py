@@ -46,7 +46,7 @@ def test_a_lost_node_is_one_matter_from_its_loss_to_its_cure() -> None:
     assert [notice.is_over for notice in of_it] == [False, True]
     assert len({notice.key for notice in of_it}) == 1
     assert "n1" in of_it[0].title and "unicron-replay story" in of_it[0].commands[0]
-    assert "micro-batches redone" in of_it[1].text
+    assert "micro-batches repeated" in of_it[1].text
 
 
 def test_spares_used_up_are_told_of_while_they_are() -> None:

@@ -126,7 +126,7 @@ async def test_a_forged_claim_stops_nobody() -> None:
     log._write([forged[1]])
     async with running(log) as coordinator:
         assert coordinator.state.term == 3
-        assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refused] == ["$.event.term"] * 2
+        assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refusals] == ["$.event.term"] * 2
 
 
 async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> None:
@@ -146,6 +146,6 @@ async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> No
         unread = Recorded(log._last_seq + 1, 1, forged)
         log._store([unread])
         log._take_in(unread)  # readers are not woken
-        coordinator._post(v.RepairEnded(node="n1", isolation=1, passed=True, duration_us=1, detail=""))
+        coordinator._post(v.RepairEnded(node="n1", isolation=1, has_passed=True, duration_us=1, detail=""))
         read = await entries_until(log, lambda e: isinstance(e, v.RepairEnded))
         assert read[-1].envelope.term == 2

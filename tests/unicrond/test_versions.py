@@ -90,7 +90,7 @@ def test_an_agent_that_comes_back_older_is_told_what_it_may_have_missed() -> Non
     generation = made.state.tasks["a"].generation
     made.hosts["n"].commands.clear()  # the older agent passes over it
     speak(made, "n", FIRST)
-    assert made.state.tasks["a"].group.unread == generation
+    assert made.state.tasks["a"].group.unread_generation == generation
     made.run()
     assert made.state.tasks["a"].confirmed
     assert made.state.incidents_total == 1, "the kill alone"
@@ -130,7 +130,9 @@ def test_under_a_coordinator_that_writes_schema_1_everything_is_schema_1() -> No
 def failed(made: MiniCluster, command: v.Command, reads: int) -> None:
     made.say(
         made.hosts[command.node],
-        v.CommandFailed(node=command.node, command_id=command.command_id, reason="cannot read it", reads=reads),
+        v.CommandFailed(
+            node=command.node, command_id=command.command_id, reason="cannot read it", readable_schema=reads
+        ),
     )
 
 
@@ -186,7 +188,7 @@ def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
             starts += isinstance(command, v.StartWorker)
             failed(made, command, reads=FIRST)
         made.pass_deadlines()
-    assert made.state.nodes["n"].unread > UNREAD_MAX
+    assert made.state.nodes["n"].unreadable_commands > UNREAD_MAX
     assert made.state.incidents_total >= 1
     assert starts <= UNREAD_MAX + 10, "then the rules for starts that fail hold"
 

@@ -55,7 +55,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         return state
     seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
     if not isinstance(entry, Recorded):
-        return replace(state, seq=seq, now_us=now_us, quarantined=state.quarantined + 1)
+        return replace(state, seq=seq, now_us=now_us, quarantined_messages=state.quarantined_messages + 1)
     envelope = entry.envelope
     event = envelope.event
     if admission.is_repetition(state, envelope):

@@ -39,8 +39,8 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
     for envelope in envelopes:
         after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
         description = f"{type(envelope.event).__name__} ({envelope.event.sentence()})"
-        if after.quarantined > state.quarantined:
-            raise DecidingStopped(f"a decision does not fit the state: {description}: {after.refused[-1].reason}")
+        if after.quarantined_messages > state.quarantined_messages:
+            raise DecidingStopped(f"a decision does not fit the state: {description}: {after.refusals[-1].reason}")
         if after.duplicates > state.duplicates or after.inert > state.inert:
             raise DecidingStopped(f"a decision looks like a repetition: {description}")
         state = after

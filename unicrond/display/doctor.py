@@ -65,7 +65,7 @@ def _check_versions(up: Sequence[Node], schema: int) -> Iterator[Finding]:
     versions: dict[str, list[str]] = defaultdict(list)
     for node in up:
         versions[node.version.partition("+")[0] or "unknown"].append(node.name)
-        if node.schema < schema or node.unread:
+        if node.schema < schema or node.unreadable_commands:
             symptom = f"its agent reads schema {node.schema}, the coordinator writes {schema}"
             yield Finding(node.name, symptom, "upgrade the agent (docs/operate/upgrading.md)")
     if len(versions) > 1:

@@ -68,7 +68,7 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def noteworthy(self) -> bool:
         """Return whether the event gets a line in the live view. The ordered end of a worker does not."""
-        expected = self.type == "WorkerExited" and self.envelope.get("event", {}).get("expected") is True
+        expected = self.type == "WorkerExited" and self.envelope.get("event", {}).get("is_expected") is True
         return self.type in NOTEWORTHY and not expected
 
     @property

@@ -138,7 +138,7 @@ class Detection:
         mark, channel = self._mark, self._channel
         phase, limit_us, began_us, timeout_us = mark.phase, mark.limit_us, now_us(), int(timeout_s * 1e6)
         self._busiest_s = max(self._busiest_s, timeout_s)
-        channel.send(Busy(what=name, at_most_us=timeout_us))
+        channel.send(Busy(section=name, limit_us=timeout_us))
         mark.phase = "busy"
         if limit_us:
             mark.limit_us = max(limit_us, mark.elapsed_us + timeout_us)
@@ -151,7 +151,7 @@ class Detection:
             if limit_us:
                 mark.limit_us = limit_us + took_us
             self._busy_us += took_us
-            channel.send(Busy(what="", at_most_us=0))
+            channel.send(Busy(section="", limit_us=0))
 
     def start_iteration(self, iteration: int) -> None:
         """Start the clock of an iteration, which begins or goes on in another group."""

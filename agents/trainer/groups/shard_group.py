@@ -147,7 +147,7 @@ class Rendezvous:
                     message=failure[:_MESSAGE_CHARS],
                     detail="",
                     peer="" if peer is None else self._workers[peer],
-                    lost=self._lost_workers if kind == "connection_broken" else (),  # a time-out ends them all
+                    lost_peers=self._lost_workers if kind == "connection_broken" else (),  # a time-out ends them all
                 )
             )
 

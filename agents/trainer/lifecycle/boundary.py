@@ -84,7 +84,7 @@ def _record_commit(member: MemberState, total: Total) -> Flow[int]:
         loss=total.loss,
         duration_us=duration_us,
         micro_batches_by_rank=total.micro_batches_by_rank,
-        redone=total.redone,
+        micro_batches_repeated=total.repeated,
     )
     member.commit_reported = False
     member.boundary_s = now_s

@@ -84,7 +84,7 @@ def leave_after_stop(member: MemberState) -> Flow[None]:
     if member.shares is None:
         if member.in_leader_replica:
             yield from save_and_wait(member)
-        yield from Send(StopRequest(iteration=member.last_iteration, reason=member.stop_reason, left=True))
+        yield from Send(StopRequest(iteration=member.last_iteration, reason=member.stop_reason, has_left_loop=True))
         yield from AwaitUrgent(max(_PARTING_S, 2.0 * member.pace_s))
     yield from SetPhase("done")
     yield from Flush(_FLUSH_S)

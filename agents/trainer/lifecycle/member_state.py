@@ -156,16 +156,20 @@ class MemberState:
         """Return the lanes of the sum; None: the sum follows the assignment."""
         return lanes_of(self.launch.spec)
 
-    def assign(self, verdict: GroupVerdict | None, *, redone: bool = False) -> None:
+    def assign(self, verdict: GroupVerdict | None, *, repeated: bool = False) -> None:
         """Assign what the verdict gives this member, or a fair share of an iteration of which no member has anything.
-        `redone`: what is new to it was another replica's."""
+        `repeated`: what is new to it was another replica's."""
         rank, size, ledger = self.rank, len(self.peers), self.ledger
         if isinstance(ledger, LaneLedger):
             lane_assignment = initial_assignment(size, ledger.lanes) if verdict is None else verdict.lane_assignment
             assert lane_assignment is not None
-            ledger.assign_lanes(lane_assignment, rank, verdict.redone[rank] if verdict is not None and redone else 0)
+            ledger.assign_lanes(
+                lane_assignment, rank, verdict.repeated[rank] if verdict is not None and repeated else 0
+            )
         else:
-            ledger.assign(range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], redone)
+            ledger.assign(
+                range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], repeated
+            )
 
     def stop(self, reason: str) -> StopRequest | None:
         """Note that the program wants training to end; return the message about it, None where it has been sent."""

@@ -115,7 +115,7 @@ def _apply(member: MemberState, pending_work: PendingWork) -> Flow[bool]:
         if verdict.final:
             text = f"{len(verdict.final)} of {member.buckets} buckets are final"
             yield from Log(f"iteration {verdict.iteration} goes on, {text}")
-        member.assign(verdict, redone=bool(member.ledger.assignment))
+        member.assign(verdict, repeated=bool(member.ledger.assignment))
     return False
 
 
@@ -179,10 +179,12 @@ def _report_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: i
         Regrouped(
             generation=member.generation,
             iteration=member.ledger.iteration,
-            dealt=member.ledger.redone,
+            micro_batches_assigned=member.ledger.repeated,
             duration_us=duration_us,
             source=source,
-            peers_assigned=sum(verdict.redone) - verdict.redone[member.rank] if verdict.redone else 0,
+            micro_batches_assigned_elsewhere=sum(verdict.repeated) - verdict.repeated[member.rank]
+            if verdict.repeated
+            else 0,
         )
     )
     yield from report_commit(member)

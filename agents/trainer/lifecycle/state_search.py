@@ -100,7 +100,7 @@ def report_loaded(
             iteration=member.last_iteration,
             size_bytes=loaded.size_bytes,
             duration_us=int((member.clock() - started_s) * 1e6),
-            tried=tuple(failures),
+            failed_sources=tuple(failures),
             storage_iteration=stored,
             saved_us=int(max(0, member.last_iteration - stored) * member.pace_s * 1e6) if nearer else 0,
             resharded_from=loaded.resharded_from,

@@ -333,7 +333,7 @@ class Saving:
 def unsaved(iteration: int, by: Saver, error: Exception | None = None) -> SaveError:
     """Return the message for the agent that a save has failed; `error` None: that it is saved again."""
     reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS] if error else ""
-    return SaveError(iteration=iteration, by=by, reason=reason)
+    return SaveError(iteration=iteration, saver=by, reason=reason)
 
 
 def _is_over(future: Future[Any] | None) -> bool:

@@ -209,7 +209,7 @@ class CoreDriver:
         if not host.up:
             return
         event = v.WorkerExited(
-            node=host.name, task=process.task, worker=process.worker, exit_code=1, signal=None, expected=False
+            node=host.name, task=process.task, worker=process.worker, exit_code=1, signal=None, is_expected=False
         )
         self._report(host, event)
         self._notice([process.task])
@@ -370,7 +370,7 @@ class CoreDriver:
         if host.up:
             took_us = to_us(_CHECK_S)
             report = v.NodeChecked(
-                node=host.name, command_id=command.command_id, passed=True, duration_us=took_us, detail="simulated"
+                node=host.name, command_id=command.command_id, has_passed=True, duration_us=took_us, detail="simulated"
             )
             self._report(host, report)
 
@@ -396,7 +396,7 @@ class CoreDriver:
             return
         self._end_process(host)
         event = v.WorkerExited(
-            node=host.name, task=process.task, worker=worker, exit_code=0, signal=None, expected=True
+            node=host.name, task=process.task, worker=worker, exit_code=0, signal=None, is_expected=True
         )
         self._report(host, event)
         self._notice([process.task])

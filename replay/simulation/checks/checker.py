@@ -143,9 +143,9 @@ class InvariantChecker:
                 self._cleared[node] = set()
             case v.CheckNode(command_id=command_id) if is_ruling:
                 self._checks.add(command_id)
-            case v.NodeChecked(node=node, command_id=command_id, passed=True) if command_id in self._checks:
+            case v.NodeChecked(node=node, command_id=command_id, has_passed=True) if command_id in self._checks:
                 self._cleared.setdefault(node, set()).add("check")
-            case v.RepairEnded(node=node, passed=True) if is_ruling:
+            case v.RepairEnded(node=node, has_passed=True) if is_ruling:
                 self._cleared.setdefault(node, set()).add("repair")
             case v.NodeUncordoned(node=node):
                 self._cleared.setdefault(node, set()).add("person")

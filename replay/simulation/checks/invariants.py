@@ -158,7 +158,7 @@ def decisions_take_effect(before: ClusterState, basis: ClusterState, entry: Entr
                     return f"{where} starts {start.worker}, though {then.numbers.next_worker} is the next free number"
         case v.MembershipPart(task=name, generation=generation, part=part) if part > 1:
             task = before.tasks.get(name)
-            telling = task.group.telling if task is not None else None
+            telling = task.group.membership_parts if task is not None else None
             if telling is None or (telling.generation, telling.parts + 1) != (generation, part):
                 return f"{where} {part} of {name}, generation {generation}, follows {telling}"
         case v.TransitionCompleted(incident=incident) if incident not in before.incidents:
@@ -237,7 +237,7 @@ def nodes_are_checked_empty(basis: ClusterState, check: v.CheckNode) -> str:
     """Check the order of a health check. `basis`: the state that it was decided in."""
     node = basis.nodes[check.node]
     workers = [worker for _, worker in basis.by_node.on(node.name)]
-    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.foretold and workers else ""
+    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.failure_forecast and workers else ""
 
 
 def innocents_stay(
@@ -253,7 +253,10 @@ def innocents_stay(
         nodes = {worker.node for worker in task.workers.values()} | {isolated.node}
         if 2 * len(nodes.intersection(bad_ends)) >= len(nodes):
             continue
-        clear = task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear.get(isolated.node, 0) >= strikes_max
+        clear = (
+            task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear_breaks.get(isolated.node, 0)
+            >= strikes_max
+        )
         if clear:
             return f"{isolated.node} is isolated, though it never had a fault: {isolated.reason}"
     return ""
@@ -267,8 +270,8 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
         return ""
     if not before.check_limit_us:
         return ""  # the head has no checks
-    if previous.needs in ("reboot", "replace", "other") and "repair" not in cleared:
-        return f"{node} is readmitted, which needs {previous.needs}, and no operator has been there"
+    if previous.repair_need in ("reboot", "replace", "other") and "repair" not in cleared:
+        return f"{node} is readmitted, which needs {previous.repair_need}, and no operator has been there"
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {previous.reason}"
 
 

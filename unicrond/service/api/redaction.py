@@ -35,10 +35,10 @@ def redact_state(state: dict[str, Any], mask: Mask = PATTERN_MASK) -> dict[str, 
         _hide_spec(task["spec"])
         for service in task.get("peers", ()):
             _hide_token(service)
-        for part in ("ending", "failures", "strikes"):
+        for part in ("reason", "stop", "save_failures"):
             if part in task:
                 task[part] = redact(task[part], hide)
-    for part in ("incidents", "closed", "refused"):
+    for part in ("incidents", "closed_incidents", "refusals"):
         if part in state:
             state[part] = redact(state[part], hide)
     return state

@@ -86,7 +86,7 @@ def unsaved_lines(state: ClusterState) -> list[str]:
     return [
         f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}"
         for task in state.active
-        for saver, reason in sorted(task.progress.unsaved.items())
+        for saver, reason in sorted(task.progress.save_failures.items())
     ]
 
 

@@ -156,8 +156,8 @@ class Follower:
         if isinstance(entry, Quarantined):
             self._tell_quarantined(entry)
         else:
-            if self.state.refused is not before.refused:
-                reason, on_subject = self.state.refused[-1].reason, subject(entry.envelope)
+            if self.state.refusals is not before.refusals:
+                reason, on_subject = self.state.refusals[-1].reason, subject(entry.envelope)
                 self._tell_quarantined(Quarantined(entry.seq, entry.recorded_at_us, on_subject, reason, 0))
             self._cause = entry.envelope.event_id
             event = entry.envelope.event
