@@ -123,7 +123,8 @@ class Committed(WireMessage, frozen=True, kw_only=True):
 
 class ErrorReport(WireMessage, frozen=True, kw_only=True):
     """An exception or a broken collective, reported before anything else is done about it. `peer`: the other end of the
-    broken connection, where that is known; `lost_peers`: all members of the group to whom the connection was dead by then."""
+    broken connection, where that is known; `lost_peers`: all members of the group to whom the connection was dead by
+    then."""
 
     kind: ErrorKind
     generation: Count

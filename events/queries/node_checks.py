@@ -69,7 +69,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class UnreachablePort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A port of a peer that this node cannot connect to. `service`: the service that listens there. `reason`: the error."""
+    """A port of a peer that this node cannot connect to. `service`: the service that listens there. `reason`: the
+    error."""
 
     peer: Name
     service: Text

@@ -61,8 +61,8 @@ class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a worker is, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
 
-    `collectives_entered`: the collectives across replicas that it has entered in `generation`; `is_waiting`: it has not left the last
-    of them. `still_us`: for how long the mark has not changed.
+    `collectives_entered`: the collectives across replicas that it has entered in `generation`; `is_waiting`: it has not
+    left the last of them. `still_us`: for how long the mark has not changed.
     """
 
     worker: WorkerId

@@ -88,11 +88,11 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        lost = f", {self.micro_batches_lost} finished ones thrown away" if self.micro_batches_lost else ""
+        discarded = f", {self.micro_batches_lost} finished ones thrown away" if self.micro_batches_lost else ""
         return (
             f"incident {self.incident} closed by {self.response}: detected in {seconds(self.detection_us)},"
             f" transition {seconds(self.transition_us)},"
-            f" {count(self.micro_batches_repeated, 'micro-batch', 'micro-batches')} repeated{lost}"
+            f" {count(self.micro_batches_repeated, 'micro-batch', 'micro-batches')} repeated{discarded}"
         )
 
 

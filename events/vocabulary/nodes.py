@@ -131,8 +131,8 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     """An accelerator of the node has failed or has news, outside any process of ours. `accelerator`: its name.
 
     `worker`: the one on it, "" = none. `kind` None: nothing has failed; that is news for people, unless it `foretells`
-    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states. `repair_need`:
-    what has to be done before it can be used again.
+    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states.
+    `repair_need`: what has to be done before it can be used again.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -187,8 +187,8 @@ class CommandApplied(Observation, frozen=True, kw_only=True):
 
 
 class CommandFailed(Observation, frozen=True, kw_only=True):
-    """The command was not obeyed. `readable_schema`: the newest schema that the agent reads, where it could not read the command
-    at all; else 0.
+    """The command was not obeyed. `readable_schema`: the newest schema that the agent reads, where it could not read
+    the command at all; else 0.
     """
 
     is_noteworthy: ClassVar[bool] = True

@@ -97,8 +97,8 @@ _SOURCES: dict[StateSource, str] = {
 class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
 
-    `failed_sources`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
-    source; `saved_us`: what training again from there would have taken, at the pace last measured.
+    `failed_sources`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the
+    farthest source; `saved_us`: what training again from there would have taken, at the pace last measured.
     `resharded_from`: the layout of what was taken, where it is another than the task's; else "".
     """
 
@@ -115,9 +115,9 @@ class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """Say it in one sentence."""
         anew = f", reassembled from shards of {self.resharded_from}" if self.resharded_from else ""
-        tried = f", after {count(len(self.failed_sources), 'source')} that failed" if self.failed_sources else ""
+        attempts = f", after {count(len(self.failed_sources), 'source')} that failed" if self.failed_sources else ""
         saved = f"; storage has {self.storage_iteration}, {seconds(self.saved_us)} saved" if self.saved_us else ""
         return (
             f"worker {self.worker} on {self.node} took the state after iteration {self.iteration} from"
-            f" {_SOURCES[self.source]} ({self.size_bytes} bytes in {seconds(self.duration_us)}){anew}{tried}{saved}"
+            f" {_SOURCES[self.source]} ({self.size_bytes} bytes in {seconds(self.duration_us)}){anew}{attempts}{saved}"
         )

@@ -26,8 +26,8 @@ from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class Checksums(Value, frozen=True, kw_only=True):
-    """Checksums of the first shard: of the parameters' bits after iteration `iteration`, and of the gradients' sums of the
-    iteration after it. 0: none was made.
+    """Checksums of the first shard: of the parameters' bits after `iteration`, and of the gradients' sums of
+    the iteration after it. 0: none was made.
     """
 
     iteration: Iteration
@@ -39,9 +39,9 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     """All replicas of `generation` committed the iterations `first` to `last`.
 
     `samples_digest`: sum mod 2**61 of sample_hash(iteration, sample) over every sample used. `micro_batches_by_rank`:
-    finished micro-batches per replica, in replica order. `micro_batches_repeated`: micro-batches that were computed again because a
-    replica was lost. `loss`: of iteration `last`. `duration_us`: wall time of `first` to `last`. `checksums`: the
-    newest that were made in these; None: none was.
+    finished micro-batches per replica, in replica order. `micro_batches_repeated`: micro-batches that were computed
+    again because a replica was lost. `loss`: of iteration `last`. `duration_us`: wall time of `first` to `last`.
+    `checksums`: the newest that were made in these; None: none was.
     """
 
     generation: Serial
@@ -69,10 +69,11 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
 class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     """A worker's iteration lasts longer than `limit_us`, more than three times the usual; its own agent reports it.
 
-    From the worker's phase mark (agents/protocol/marks.py): `collectives_entered` counts the collectives across replicas that it
-    has entered in `generation`; `is_waiting`: it has not left the last of them. `still_us`: for how long the mark has not
-    changed. `is_stopped`: the kernel shows the process as stopped. `section`: what it had declared to be busy with, for at
-    most so long (hook.section); "": nothing. `report_number`: how many reports of this iteration there are.
+    From the worker's phase mark (agents/protocol/marks.py): `collectives_entered` counts the collectives across
+    replicas that it has entered in `generation`; `is_waiting`: it has not left the last of them. `still_us`: for how
+    long the mark has not changed. `is_stopped`: the kernel shows the process as stopped. `section`: what it had
+    declared to be busy with, for at most so long (hook.section); "": nothing. `report_number`: which report of
+    this iteration it is, from 1; 0: not numbered.
     """
 
     phase: Phase
@@ -82,19 +83,17 @@ class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     is_stopped: bool
     still_us: Duration
     limit_us: Duration
-    #: What it had declared to be busy with, for at most so long (hook.section); "": nothing.
     section: Text = ""
-    #: How often that was told of this iteration.
     report_number: Small = 0
 
     def sentence(self) -> str:
         """Say it in one sentence."""
         place = f"{'waits in' if self.is_waiting else 'has left'} collective {self.collectives_entered}"
-        stopped = ", its process is stopped" if self.is_stopped else ""
+        process = ", its process is stopped" if self.is_stopped else ""
         busy = f", busy with {self.section}" if self.section else ""
         return (
             f"iteration {self.iteration} takes longer than {seconds(self.limit_us)}: worker {self.worker} on"
-            f" {self.node} last moved {seconds(self.still_us)} ago, in {self.phase}; it {place}{stopped}{busy}"
+            f" {self.node} last moved {seconds(self.still_us)} ago, in {self.phase}; it {place}{process}{busy}"
         )
 
 

@@ -49,10 +49,10 @@ class WorkerReady(WorkerObservation, frozen=True, kw_only=True):
 class WorkerJoinedGroup(PlacedObservation, frozen=True, kw_only=True):
     """The worker is a member of `generation`'s group and goes on at `iteration`, the next to commit.
 
-    `micro_batches_assigned`: micro-batches of lost replicas that were assigned to this worker in that iteration. `micro_batches_assigned_elsewhere`: those
-    that were assigned to the other members, reported by a leader that confirms for all
-    (MembershipDecided.leader_confirms). `duration_us`: from receiving the membership to being in the group. `source`:
-    where its state came from.
+    `micro_batches_assigned`: micro-batches of lost replicas that were assigned to this worker in that iteration.
+    `micro_batches_assigned_elsewhere`: those that were assigned to the other members, reported by a leader that
+    confirms for all (MembershipDecided.leader_confirms). `duration_us`: from receiving the membership to being in the
+    group. `source`: where its state came from.
     """
 
     micro_batches_assigned: Small
@@ -63,9 +63,11 @@ class WorkerJoinedGroup(PlacedObservation, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """Say it in one sentence."""
         shares = [(self.micro_batches_assigned, "it"), (self.micro_batches_assigned_elsewhere, "the others")]
-        dealt = [f", {count(n, 'micro-batch', 'micro-batches')} assigned to {receiver}" for n, receiver in shares if n]
+        assignments = [
+            f", {count(n, 'micro-batch', 'micro-batches')} assigned to {receiver}" for n, receiver in shares if n
+        ]
         where = f"generation {self.generation} at iteration {self.iteration} after {seconds(self.duration_us)}"
-        return f"worker {self.worker} is in {where}, state from {self.source}{''.join(dealt)}"
+        return f"worker {self.worker} is in {where}, state from {self.source}{''.join(assignments)}"
 
 
 class WorkerPaused(PlacedObservation, frozen=True, kw_only=True):
@@ -95,8 +97,8 @@ _CAUSES: dict[ExitCause, str] = {
 class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     """A worker's process ended. Exactly one of `exit_code` and `signal` is set.
 
-    `iteration`: the one that its mark named, 0 = none. `micro_batches_finished`: how many micro-batches of that it had finished, at
-    least; they are lost with it.
+    `iteration`: the one that its mark named, 0 = none. `micro_batches_finished`: how many micro-batches of that it had
+    finished, at least; they are lost with it.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -120,8 +122,8 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     """A worker has an error, and still lives or is about to die.
 
     `generation`: the newest that the worker had joined; a report that is older than its worker is void. `peer`: the
-    other end of the connection that broke, where that is known. `lost_peers`: all members of the group whose connections were
-    broken by then.
+    other end of the connection that broke, where that is known. `lost_peers`: all members of the group whose
+    connections were broken by then.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -137,10 +139,10 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        lost = f", its connection to {self.peer}" if self.peer else ""
+        connection = f", its connection to {self.peer}" if self.peer else ""
         return (
             f"worker {self.worker} on {self.node} reports {self.kind} in {self.phase}"
-            f" of iteration {self.iteration}{lost}: {self.message}"
+            f" of iteration {self.iteration}{connection}: {self.message}"
         )
 
 
@@ -183,5 +185,5 @@ class StopRequested(WorkerObservation, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        left = f", and has left the loop after iteration {self.iteration}" if self.has_left_loop else ""
-        return f"the program of worker {self.worker} on {self.node} asks to stop training{left}: {self.reason}"
+        departure = f", and has left the loop after iteration {self.iteration}" if self.has_left_loop else ""
+        return f"the program of worker {self.worker} on {self.node} asks to stop training{departure}: {self.reason}"

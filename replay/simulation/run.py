@@ -31,8 +31,8 @@ _GETTING_ON = ("tasks_train", "states_have_copies")
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outcome of a seed. `rule` "": every rule held. `faults`: those that were played.
 
-    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests. `micro_batches_repeated`:
-    micro-batches computed again, `iterations_lost`: both of closed incidents."""
+    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests.
+    `micro_batches_repeated`: micro-batches computed again, `iterations_lost`: both of closed incidents."""
 
     seed: int
     faults: tuple[SimulatedFault, ...]

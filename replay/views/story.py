@@ -331,8 +331,8 @@ class Story(View):
             f"From the first sign (entry {life.first_seq}, {format_time(life.first_us)}) to its end (entry"
             f" {life.last_seq}) it took {whole_s:.3f} s.",
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
-            f" {incident.transition_us / 1e6:.3f} s later; {incident.micro_batches_repeated} micro-batches were computed again,"
-            f"{_lost_work(incident)} {incident.symptoms} symptoms explained.",
+            f" {incident.transition_us / 1e6:.3f} s later; {incident.micro_batches_repeated} micro-batches were"
+            f" computed again,{_lost_work(incident)} {incident.symptoms} symptoms explained.",
         ]
 
 

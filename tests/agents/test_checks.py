@@ -182,9 +182,9 @@ def test_connections_that_stand_and_that_do_not(monkeypatch: pytest.MonkeyPatch)
         port = server.getsockname()[1]
         assert connect(port) is None
         lost = connect(port, source="192.0.2.1")
-        assert lost.why == "cannot assign requested address", "it begins at the node's own address"
+        assert lost.reason == "cannot assign requested address", "it begins at the node's own address"
     lost = connect(port)
-    assert (lost.peer, lost.what, lost.at, lost.why) == ("n2", "store", f"{HERE}:{port}", "connection refused")
+    assert (lost.peer, lost.service, lost.address, lost.reason) == ("n2", "store", f"{HERE}:{port}", "connection refused")
     monkeypatch.setattr(checks, "CONNECT_S", 0.2)
 
     async def never(*_: Any, **__: Any) -> Any:

@@ -167,7 +167,7 @@ def test_what_the_inventory_lacks_went_with_its_fork_server(node: Node) -> None:
     node.appended.clear()
     node.boot(port=4001)
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+    assert (exited.signal, exited.is_expected) == (SIGKILLED, False)
     assert node.of(NodeJoined)[0].workers == ()
 
 
@@ -342,7 +342,7 @@ def test_a_stop_is_quit_then_term_then_kill(node: Node) -> None:
     node.die("a.1", SIGKILLED)
     assert node.answers("1.1.n1.3") == [""]
     (exited,) = node.of(WorkerExited)
-    assert exited.expected and exited.log_tail == ""
+    assert exited.is_expected and exited.log_tail == ""
     assert node.of(ErrorReported) == []
 
 
@@ -371,7 +371,7 @@ def test_a_stop_goes_on_under_the_next_agent(node: Node) -> None:
     assert ("stop", "a.1") in node.timers
     node.die("a.1", EXIT_0)
     assert node.answers("1.1.n1.3") == [""]
-    assert node.of(WorkerExited)[0].expected
+    assert node.of(WorkerExited)[0].is_expected
 
 
 def test_a_stop_of_what_waits_ends_its_start(node: Node) -> None:
@@ -547,7 +547,7 @@ def test_an_unexpected_exit_is_told_with_its_cause_and_log(node: Node) -> None:
     assert (error.kind, error.detail, error.generation) == ("process_exit", "last words", 1)
     assert "OOM" in error.message
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.exit_code, exited.expected, exited.log_tail) == (9, None, False, "last words")
+    assert (exited.signal, exited.exit_code, exited.is_expected, exited.log_tail) == (9, None, False, "last words")
 
 
 def test_an_exit_before_ready_is_a_failed_start(node: Node) -> None:
@@ -567,7 +567,7 @@ def test_exit_0_in_mid_training_is_an_error_of_the_program(node: Node) -> None:
     (error,) = node.of(ErrorReported)
     assert (error.kind, error.iteration, error.phase) == ("left_early", 5, "step")
     assert "hook.stop(reason)" in error.message
-    assert not node.of(WorkerExited)[0].expected
+    assert not node.of(WorkerExited)[0].is_expected
 
 
 @pytest.mark.parametrize("says", ["done", "stop"])
@@ -577,7 +577,7 @@ def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says
         node.say("a.1", StopRequest(iteration=5, reason="enough"))
     node.die("a.1", EXIT_0, mark=mark_in("done" if says == "done" else "step"))
     assert not node.of(ErrorReported)
-    assert node.of(WorkerExited)[0].expected
+    assert node.of(WorkerExited)[0].is_expected
 
 
 def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
@@ -589,7 +589,7 @@ def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
     node.say("a.1", Busy(section="export", limit_us=5_000_000))
     node.fire("busy", "a.1")
     node.say("a.1", Busy(section="", limit_us=0))
-    assert [event.what for event in node.of(WorkerBusy)] == ["export", ""]
+    assert [event.section for event in node.of(WorkerBusy)] == ["export", ""]
 
 
 def test_a_cause_that_the_worker_told_is_not_told_again(node: Node) -> None:
@@ -613,7 +613,7 @@ def test_a_member_that_ends_with_0_has_completed(node: Node, was_member: bool, e
     else:
         running(node, "a.1", 1)
     node.die("a.1", EXIT_0)
-    assert node.of(WorkerExited)[0].expected is expected
+    assert node.of(WorkerExited)[0].is_expected is expected
 
 
 def test_an_exit_is_acknowledged_once_the_log_holds_it(node: Node) -> None:
@@ -647,14 +647,14 @@ def test_an_exit_that_died_in_the_outbox_is_told_by_the_next_agent(node: Node) -
     node.appended.clear()
     node.boot()
     (exited,) = node.of(WorkerExited)
-    assert exited.expected, "it was told to stop, which the agent before knew"
+    assert exited.is_expected, "it was told to stop, which the agent before knew"
 
 
 def test_a_dead_fork_server_took_its_workers_along(node: Node) -> None:
     member(node, "a.1", 1)
     node.kill_fork_server()
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+    assert (exited.signal, exited.is_expected) == (SIGKILLED, False)
 
 
 # --- leaving -------------------------------------------------------------------------------------
@@ -710,7 +710,7 @@ def test_a_drain_has_an_end(node: Node) -> None:
     assert TellForkServer(message=Kill(worker="a.1", signal=9)) in node.fire("stop", "a.1")
     assert isinstance(node.die("a.1", SIGKILLED)[-1], Finish)
     (exited,) = node.of(WorkerExited)
-    assert exited.expected and node.of(NodeLeft)
+    assert exited.is_expected and node.of(NodeLeft)
 
 
 def test_an_interrupt_ends_a_drain(node: Node) -> None:

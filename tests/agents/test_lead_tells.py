@@ -27,7 +27,8 @@ def regroup(node: Node, worker: str, generation: int = 1, *, source: StateSource
     node.say(
         worker,
         Regrouped(
-            generation=generation, iteration=7, micro_batches_assigned=1, duration_us=9, source=source, micro_batches_assigned_elsewhere=others
+            generation=generation, iteration=7, micro_batches_assigned=1, duration_us=9, source=source,
+            micro_batches_assigned_elsewhere=others
         ),
     )  # fmt: skip
 

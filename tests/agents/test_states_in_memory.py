@@ -146,4 +146,4 @@ def test_where_a_worker_took_its_state_from() -> None:
     )
     (told,) = node.of(StateLoaded)
     assert (told.worker, told.source, told.iteration, told.saved_us) == ("a.1", "peer", 9, 50)
-    assert (told.tried, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")
+    assert (told.failed_sources, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")

@@ -113,5 +113,5 @@ def test_the_cause_and_the_place_of_a_death_are_told(node: Node, status: int, oo
     exited = Exited(worker="a.1", pid=pid, status=status, oom=oom)  # type: ignore[arg-type]
     node.feed(ForkServerSaid(message=exited, mark=MARK))
     (ended,), (error,) = node.of(WorkerExited), node.of(ErrorReported)
-    assert (ended.cause, ended.expected) == (cause, False)
+    assert (ended.cause, ended.is_expected) == (cause, False)
     assert (error.kind, error.iteration, error.phase) == (kind, 8, "backward")

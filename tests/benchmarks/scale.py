@@ -109,8 +109,8 @@ class Cluster:
 
     def regrouped(self, task: str, member: Any, generation: int) -> Any:
         return self.v.WorkerJoinedGroup(
-            node=member.node, task=task, worker=member.worker, generation=generation, iteration=1, micro_batches_assigned=0,
-            duration_us=1, source="own",
+            node=member.node, task=task, worker=member.worker, generation=generation, iteration=1,
+            micro_batches_assigned=0, duration_us=1, source="own",
         )  # fmt: skip
 
     def step(self, task: str, iteration: int) -> Any:
@@ -372,8 +372,8 @@ class Fault:
         for member in membership.members:
             joins = member.worker in membership.joiners
             regrouped = v.WorkerJoinedGroup(
-                node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7, micro_batches_assigned=0,
-                duration_us=10**5, source="replica" if joins else "own",
+                node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7,
+                micro_batches_assigned=0, duration_us=10**5, source="replica" if joins else "own",
             )  # fmt: skip
             if joins:
                 place = {"node": member.node, "task": task, "worker": member.worker, "generation": self.generation}

@@ -90,7 +90,7 @@ async def test_every_fault_heals_and_leaves_no_bit_different(server: ForkServer,
         await whole(live, 2)
         for fault in FAULTS:
             await live.run("unicronctl", "--url", live.dev.url, "inject", *fault.split(), "--task", NAME, "--rank", "1")
-            await live.until(fault, lambda s, n=live.incidents: len(s.closed) > n)  # type: ignore[misc]
+            await live.until(fault, lambda s, n=live.incidents: len(s.closed_incidents) > n)  # type: ignore[misc]
             state = await whole(live, 3)
             one = state.closed_incidents[-1]
             told(f"{fault}: {one.kind}, {times(one)}, iteration {state.tasks[NAME].progress.iteration}")

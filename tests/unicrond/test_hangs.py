@@ -124,8 +124,8 @@ def test_who_does_not_come_into_the_group_makes_it_meet_again(cluster: MiniClust
     for name in others:
         worker = task.workers[name]
         regrouped = v.WorkerJoinedGroup(
-            node=worker.node, task="big", worker=name, generation=task.generation, iteration=4, micro_batches_assigned=0, duration_us=1,
-            source="own",
+            node=worker.node, task="big", worker=name, generation=task.generation, iteration=4,
+            micro_batches_assigned=0, duration_us=1, source="own",
         )  # fmt: skip
         cluster.say(cluster.hosts[worker.node], regrouped)
         cluster.hosts[worker.node].processes[name].generation = task.generation
@@ -404,9 +404,10 @@ def test_what_the_reports_add_up_to_hides_no_verdict(data: st.DataObject) -> Non
             task = replace(task, workers=without(task.workers, [name]))
         told = v.HangSuspected(
             node="n", task="a", worker=name, generation=data.draw(st.sampled_from([2, 2, 2, 1])), iteration=4,
-            phase="reduce", micro_batch=0, collectives_entered=data.draw(st.integers(7, 9)), is_waiting=data.draw(st.booleans()),
-            is_stopped=data.draw(st.integers(0, 12)) == 0, still_us=data.draw(st.sampled_from([0, 300, 400, 2999, 3000])),
-            limit_us=1000, section="x" if data.draw(st.integers(0, 12)) == 0 else "",
+            phase="reduce", micro_batch=0, collectives_entered=data.draw(st.integers(7, 9)),
+            is_waiting=data.draw(st.booleans()), is_stopped=data.draw(st.integers(0, 12)) == 0,
+            still_us=data.draw(st.sampled_from([0, 300, 400, 2999, 3000])), limit_us=1000,
+            section="x" if data.draw(st.integers(0, 12)) == 0 else "",
             report_number=data.draw(st.sampled_from([1, 1, 1, 1, 1, 0])),
         )  # fmt: skip
         task = replace(task, group=replace(task.group, suspicions=put(task.group.suspicions, name, told)))

@@ -222,8 +222,8 @@ def test_who_stands_in_the_exchange_that_the_others_have_left_is_found(stepped: 
             made.hosts[node],
             v.HangSuspected(
                 node=node, task="big", worker=worker, generation=2, iteration=made.iterations["big"] + 1,
-                phase="reduce", micro_batch=0, collectives_entered=1, is_waiting=True, is_stopped=False, still_us=4 * LIMIT_US,
-                limit_us=LIMIT_US, report_number=2,
+                phase="reduce", micro_batch=0, collectives_entered=1, is_waiting=True, is_stopped=False,
+                still_us=4 * LIMIT_US, limit_us=LIMIT_US, report_number=2,
             ),
         )  # fmt: skip
     kinds = [incident.kind for incident in made.state.incidents.values()]

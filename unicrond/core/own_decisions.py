@@ -26,7 +26,7 @@ from unicrond.events.wire.envelope import Envelope, Recorded
 
 #: So many batches without effect, one after the other, stop the appending.
 IDLE_MAX = 20
-_SUBSTANCE = ("nodes", "tasks", "incidents", "closed", "plan", "injections", "worker_mtbf_us", "term")
+_SUBSTANCE = ("nodes", "tasks", "incidents", "closed_incidents", "plan", "injections", "worker_mtbf_us", "term")
 
 
 class DecidingStopped(Exception):

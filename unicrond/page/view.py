@@ -76,7 +76,7 @@ def ranks_of(task: Task, hide: Callable[[str], str] = str) -> list[dict[str, Any
                 "iteration": still.iteration,
                 "micro_batch": still.micro_batch,
                 "collective": still.collectives_entered,
-                "waiting": still.is_waiting,
+                "is_waiting": still.is_waiting,
                 "still_us": still.still_us,
             }
         if slow := task.group.stragglers.get(member.worker):

@@ -243,8 +243,8 @@ class ReplicaAccount:
         is.)"""
         (loss_bits,) = struct.unpack("<q", struct.pack("<d", self.loss_sum))
         return [
-            self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens, self.repeated,
-            0, int(self.surplus),
+            self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens,
+            self.repeated, 0, int(self.surplus),
         ]  # fmt: skip
 
     @staticmethod

@@ -8,7 +8,8 @@ Rules
 * A program that is busy for longer than it has declared (hook.section) is a culprit by itself, too; one that is not
   late by that is not reported, and workers that wait for it are no victims.
 * Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
-  is longer). Only in logs older than `HangSuspected.report_number` nothing is judged before all members have been reported.
+  is longer). Only in logs older than `HangSuspected.report_number` nothing is judged before all members have been
+  reported.
     a worker outside the collective of the others, still for an iteration   -> hangs
     a worker outside it, but moving                                         -> is slow: nothing yet
     all wait in a collective, and all are reported                          -> it is the group: SEV3

@@ -34,10 +34,10 @@ class Lateness:
     """Of the suspicions of `generation`: `counts` per sign.
 
     `all`: every report; `stopped`, `busy`: of a process that is stopped, or overdue by its own word; `unnumbered`: of
-    an agent of an older version (HangSuspected.report_number). `waits`: in a collective; `long`: still for ALONE_LIMITS;
-    `patient`: both. `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last of them;
-    stand still outside. `silent`: the member without a report that was found last and may still be reported, "" where
-    there was none.
+    an agent of an older version (HangSuspected.report_number). `waits`: in a collective; `long`: still for
+    ALONE_LIMITS; `patient`: both. `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last
+    of them; stand still outside. `silent`: the member without a report that was found last and may still be reported,
+    "" where there was none.
     """
 
     __slots__ = ("counts", "generation", "silent", "suspicions", "workers")

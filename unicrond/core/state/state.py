@@ -90,14 +90,14 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
     `until_return`: that ends when an agent comes back without workers. `returns_us`: when it came back from the lost,
     since it was last isolated; the newest RETURNS_MAX. `schema`: what its agent reads (events/wire/schemas.py).
-    `unreadable_commands`: commands that it could not, since it joined. `loss_ordered`: somebody has ordered its loss; its next return is
-    none of these. `users`: that tasks may run as; empty: all run as its agent's own. `empty_by_us`: when it is to be
-    empty, 0: at no time; `overdue`: that time is over. `window`: the maintenance window that wants it so, "" where a
-    person does. `failure_forecast`: why its failure is expected (drains.py). `leaving`: its agent has announced its end; what
-    ends there from then on is no failure. `since_boot`: the first agent of its run directory; commands for an earlier
-    one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once it
-    is away (node_removal.py); `leave_ordered`: its agent was commanded to leave for that. `gpu`: the type of its GPUs, "":
-    not reported (gpu_types.py).
+    `unreadable_commands`: commands that it could not, since it joined. `loss_ordered`: somebody has ordered its loss;
+    its next return is none of these. `users`: that tasks may run as; empty: all run as its agent's own. `empty_by_us`:
+    when it is to be empty, 0: at no time; `overdue`: that time is over. `window`: the maintenance window that wants it
+    so, "" where a person does. `failure_forecast`: why its failure is expected (drains.py). `leaving`: its agent has
+    announced its end; what ends there from then on is no failure. `since_boot`: the first agent of its run directory;
+    commands for an earlier one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is
+    to be forgotten once it is away (node_removal.py); `leave_ordered`: its agent was commanded to leave for that.
+    `gpu`: the type of its GPUs, "": not reported (gpu_types.py).
     """
 
     name: str
@@ -281,18 +281,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A root cause and what was done about it.
 
-    `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
-    once a later one has formed. A worker that was no member broke none: the present one less 1.
-    `is_overdue`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
-    `place`: where in the training it happened, in words.
-    `lost_peers`: member that reported the newest group's break -> the peer that it lost, "" where it does not know;
-    `links`: to whom else, as far as it tells (see unicrond.events.vocabulary.ErrorReported.lost).
-    `occurred_us` is by the observer's clock; the other times are by the log's.
-    `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
-    where the state came from then.
-    `resumed_us`: when the last task hit went on training, 0 = not yet.
-    `micro_batches_finished`: by "task/replica", in which iteration workers of the broken generation ended, and with how many
-    micro-batches of it; `micro_batches_lost`: those that no survivor could keep.
+    `generations`: per task hit, the newest generation that the fault broke; the incident is healed there once a later
+    one has formed. A worker that was no member broke none: the present one less 1. `is_overdue`: the time to wait is
+    over: for a better explanation (SEV3), or for the process to end by itself. `place`: where in the training it
+    happened, in words. `lost_peers`: member that reported the newest group's break -> the peer that it lost, "" where
+    it does not know; `links`: to whom else, as far as it tells (see unicrond.events.vocabulary.ErrorReported.lost).
+    `occurred_us` is by the observer's clock; the other times are by the log's. `iterations_lost`: committed ones that
+    had to be trained again, since no live replica was left; `state_from`: where the state came from then. `resumed_us`:
+    when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
+    iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
+    that no survivor could keep.
     """
 
     id: str

@@ -40,7 +40,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
 
     `ordered_fault`: the fault ordered for it, which is not a strike. `answered_generation`: the last membership that it
-    said to wait in for the others. `section`: with what its program has declared, for at most `section_limit_us`; "" = nothing.
+    said to wait in for the others. `section`: with what its program has declared, for at most `section_limit_us`; "" =
+    nothing.
     """
 
     worker: str
