@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from unicrond.agents.protocol.messages import Committed
+from unicrond.agents.protocol.messages import IterationCommitted
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS
 from unicrond.events.vocabulary import Checksums, Name, StepCommitted, WorkerId
 
@@ -39,23 +39,23 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
         return StepCommitted(node=node, task=task, **msgspec.structs.asdict(self))
 
 
-def _checksums(commit: Committed) -> Checksums | None:
+def _checksums(commit: IterationCommitted) -> Checksums | None:
     if not commit.checksum and not commit.sums:
         return None
     return Checksums(iteration=commit.checked, parameters=commit.checksum, sums=commit.sums)
 
 
-def position(commit: Committed) -> Position:
+def position(commit: IterationCommitted) -> Position:
     """Return the position of the commit among all commits of its task."""
     return (commit.generation, commit.iteration)
 
 
-def urgent(commit: Committed) -> bool:
+def urgent(commit: IterationCommitted) -> bool:
     """Return whether the commit must be reported at once: its loss is not finite."""
     return not math.isfinite(commit.loss)
 
 
-def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
+def continues(before: CommitSum, worker: WorkerId, commit: IterationCommitted) -> bool:
     """Return whether the commit is the next one of the same sum."""
     return (
         before.worker == worker
@@ -65,7 +65,7 @@ def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
     )
 
 
-def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> CommitSum:
+def add(before: CommitSum | None, worker: WorkerId, commit: IterationCommitted) -> CommitSum:
     """Return the sum with one more commit; `before` is None or is continued by it."""
     if before is None:
         return CommitSum(

@@ -13,11 +13,11 @@ from unicrond.agents.core.state import ArmTimer, EndedWorker, WorkerRecord
 from unicrond.agents.core.transaction import MAX_TEXT, Transition
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Exited,
-    Forked,
     FromForkServer,
     Inventory,
     MemoryReserved,
+    ProcessExited,
+    ProcessForked,
     ReserveFailed,
     SpawnFailed,
 )
@@ -27,11 +27,11 @@ from unicrond.events.vocabulary import ExitCause, WorkerId
 def fork_server_said(transition: Transition, message: FromForkServer, log_tail: str, mark: Mark | None) -> None:
     """Dispatch a message of the fork server to its subject. `log_tail`, `mark`: of the worker that it names."""
     match message:
-        case Forked(worker=worker, pid=pid):
+        case ProcessForked(worker=worker, pid=pid):
             starting.started(transition, worker, pid)
         case SpawnFailed(worker=worker, reason=reason):
             spawn_failed(transition, worker, reason)
-        case Exited(worker=worker, pid=pid, status=status, oom=oom):
+        case ProcessExited(worker=worker, pid=pid, status=status, oom=oom):
             exits.exited(transition, worker, pid, Exit.of(status, oom), log_tail, mark)
             after_an_end(transition)
         case Inventory():

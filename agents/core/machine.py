@@ -108,7 +108,7 @@ from unicrond.agents.core.state import (
     WorkerSaid,
 )
 from unicrond.agents.core.transaction import Transition, newest_of
-from unicrond.agents.protocol.messages import ExitedAck
+from unicrond.agents.protocol.messages import ProcessExitAck
 from unicrond.events.vocabulary import Observation, StepCommitted, WorkerExited
 
 
@@ -209,7 +209,7 @@ def _appended(transition: Transition, event: Observation) -> None:
             exit_record = transition.memory.ended_workers.get(worker)
             if exit_record:
                 exits.remember_end(transition, worker, replace(exit_record, durable=True))
-            transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+            transition.actions.append(TellForkServer(message=ProcessExitAck(worker=worker)))
         case StepCommitted(task=task, generation=generation, last=last):
             rest = {t: position for t, position in transition.memory.reported_commits.items() if t != task}
             transition.remember(reported_commits=newest_of({**rest, task: (generation, last)}, MAX_TASKS))

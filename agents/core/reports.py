@@ -22,12 +22,12 @@ from unicrond.agents.protocol.flight import Flight
 from unicrond.agents.protocol.messages import (
     Busy,
     Captured,
-    Committed,
     Completed,
     Degraded,
     ErrorReport,
     FromWorker,
     Hello,
+    IterationCommitted,
     MembershipWait,
     Parked,
     Quit,
@@ -138,7 +138,7 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             connected(transition, message)
         case Ready():
             ready(transition, record)
-        case Committed():
+        case IterationCommitted():
             commits.committed(transition, record, message)
         case Regrouped():
             if message.generation <= record.regrouped:

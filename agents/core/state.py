@@ -239,8 +239,8 @@ class WorkerDisconnected(_StateStruct, frozen=True, kw_only=True):
 
 
 class ForkServerSaid(_StateStruct, frozen=True, kw_only=True):
-    """A message of the fork server. With Exited, `log_tail`: the last bytes of the worker's log; `mark`: its last
-    mark."""
+    """A message of the fork server. With ProcessExited, `log_tail`: the last bytes of the worker's log; `mark`: its
+    last mark."""
 
     message: FromForkServer
     log_tail: str = ""

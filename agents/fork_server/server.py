@@ -42,11 +42,11 @@ from unicrond.agents.fork_server.worker_process import HANDLED_SIGNALS, detach
 from unicrond.agents.fork_server.workers import Separation, Workers
 from unicrond.agents.host.prctl import adopt_orphans, drop_capabilities, gain_nothing
 from unicrond.agents.protocol.messages import (
-    ExitedAck,
     FromForkServer,
     Inventory,
     Kill,
     Launch,
+    ProcessExitAck,
     ReleaseMemory,
     ReserveMemory,
     Retire,
@@ -178,7 +178,7 @@ class ForkServer:
                 self._workers.spawn(message)
             case Kill(worker=worker, signal=number):
                 self._workers.kill(worker, number)
-            case ExitedAck(worker=worker):
+            case ProcessExitAck(worker=worker):
                 self._workers.acknowledged(worker)
             case ReserveMemory(task=task, shard=shard):
                 self._memories.reserve(task, shard)

@@ -29,17 +29,17 @@ from unicrond.agents.memory.regions import MemoryRegions, NoRegion
 from unicrond.agents.protocol.memory import Memory, TooLarge
 from unicrond.agents.protocol.memory_exchange import (
     SILENCE_TIMEOUT_S,
-    Accepted,
     Ask,
     BadPass,
     CopyStored,
     ExchangeFailed,
     Fetch,
-    Fetched,
+    FetchAnswer,
     HeadOf,
     HeldShard,
-    Holds,
+    HoldingsAnswer,
     Push,
+    PushAccepted,
     Request,
     RequestRefused,
     receive_into,
@@ -234,7 +234,8 @@ class MemoryServer:
             match request:
                 case Ask():
                     send_message(
-                        connection, Holds(shards=tuple(_held_shard(shard, memory) for shard, memory in opened.items()))
+                        connection,
+                        HoldingsAnswer(shards=tuple(_held_shard(shard, memory) for shard, memory in opened.items())),
                     )
                 case Fetch():
                     self._give(connection, opened[request.shard], request)
@@ -269,7 +270,7 @@ class MemoryServer:
             if reading is None:
                 raise _Refusal(f"iteration {request.iteration} is not in memory, or is being overwritten")
             head, view = reading
-            send_message(connection, Fetched(head=HeadOf.of(head)))
+            send_message(connection, FetchAnswer(head=HeadOf.of(head)))
             send(connection, view)
 
     def _take(self, connection: socket.socket, memory: Memory, push: Push) -> None:
@@ -287,7 +288,7 @@ class MemoryServer:
         if draft is None:
             raise _Refusal("another request is writing or reading the memory")
         try:
-            send_message(connection, Accepted())
+            send_message(connection, PushAccepted())
             digest = receive_into(connection, draft.view)
             draft.seal(head.iteration, head.generation, head.digest, head.layout, digest)
         except ValueError as error:

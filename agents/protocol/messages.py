@@ -101,7 +101,7 @@ class Parked(GroupMessage, frozen=True, kw_only=True):
     """
 
 
-class Committed(WireMessage, frozen=True, kw_only=True):
+class IterationCommitted(WireMessage, frozen=True, kw_only=True):
     """One iteration was committed; sent by the leader (first member) alone, after every step.
 
     The agent sums these up to at most one StepCommitted a second and task. `checksum`: of the parameters after
@@ -245,7 +245,7 @@ class Completed(WireMessage, frozen=True, kw_only=True):
 # --- fork server -> agent, on a worker's connection ----------------------------------------------
 
 
-class Connected(WireMessage, frozen=True, kw_only=True):
+class ConnectionOwner(WireMessage, frozen=True, kw_only=True):
     """The fork server has made this connection and handed it to this worker: all further messages are the worker's."""
 
     worker: WorkerId
@@ -368,7 +368,7 @@ class Retire(WireMessage, frozen=True, kw_only=True):
 # --- fork server -> agent ------------------------------------------------------------------------
 
 
-class Forked(WireMessage, frozen=True, kw_only=True):
+class ProcessForked(WireMessage, frozen=True, kw_only=True):
     """The fork server has started the worker's process."""
 
     worker: WorkerId
@@ -386,7 +386,7 @@ class SpawnFailed(WireMessage, frozen=True, kw_only=True):
 OomKill: TypeAlias = Literal["yes", "no", "maybe"]
 
 
-class Exited(WireMessage, frozen=True, kw_only=True):
+class ProcessExited(WireMessage, frozen=True, kw_only=True):
     """A worker's process has ended. `status`: as from os.waitpid. Repeated to a new agent until it is acknowledged."""
 
     worker: WorkerId
@@ -395,7 +395,7 @@ class Exited(WireMessage, frozen=True, kw_only=True):
     oom: OomKill = "no"
 
 
-class ExitedAck(WireMessage, frozen=True, kw_only=True):
+class ProcessExitAck(WireMessage, frozen=True, kw_only=True):
     """(agent -> fork server) the exit is known and in the outbox."""
 
     worker: WorkerId
@@ -442,10 +442,10 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Parked | Committed | ErrorReport | Degraded | StragglerReport | StragglerCleared
+    Hello | Ready | Regrouped | Parked | IterationCommitted | ErrorReport | Degraded | StragglerReport | StragglerCleared
     | Suspected | SaveFinished | SaveError | Captured | StateLoadReport | Completed | Busy | MembershipWait
     | StopRequest | Flight
 )  # fmt: skip
 ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight
-ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ExitedAck | Sum
-FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | MemoryReserved | ReserveFailed | Inventory
+ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ProcessExitAck | Sum
+FromForkServer: TypeAlias = ProcessForked | SpawnFailed | ProcessExited | MemoryReserved | ReserveFailed | Inventory

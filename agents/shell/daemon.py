@@ -41,9 +41,9 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
-    Exited,
     FromForkServer,
     GroupMembership,
+    ProcessExited,
     ReleaseMemory,
     ToForkServer,
     ToWorker,
@@ -65,7 +65,7 @@ from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
 from unicrond.events.vocabulary import ExitCause, NodeJoined, WorkerId
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 logger = logging.getLogger("unicrond.agents")
@@ -241,11 +241,11 @@ class Agent(Shell):
     def fork_server_said(self, message: FromForkServer) -> None:
         """See Shell. The memory regions follow what the fork server holds."""
         self._memory.fork_server_said(message, self._processes.fork_server_pid)
-        if isinstance(message, Exited):
+        if isinstance(message, ProcessExited):
             self._output.ended(message.worker)
         super().fork_server_said(message)
 
-    def take(self, recorded: Recorded) -> None:
+    def take(self, recorded: RecordedEvent) -> None:
         """See Shell. Logs the entry."""
         logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
         super().take(recorded)

@@ -27,7 +27,7 @@ from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.task_users import not_separated, visible_environment
 from unicrond.agents.output.flight_recorders import Flights
 from unicrond.agents.protocol.flight import Flight
-from unicrond.agents.protocol.messages import Exited, FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
+from unicrond.agents.protocol.messages import FromForkServer, FromWorker, Hello, ProcessExited, ToForkServer, ToWorker
 from unicrond.agents.protocol.peers import plain
 from unicrond.agents.protocol.sum_order import Sum
 from unicrond.agents.shell.fork_server_link import ForkLink
@@ -179,7 +179,7 @@ class ProcessKeeper:
 
     def _fork_server_said(self, message: FromForkServer) -> None:
         self._shell.fork_server_said(message)
-        if isinstance(message, Exited) and not self._shell.state.memory.workers:
+        if isinstance(message, ProcessExited) and not self._shell.state.memory.workers:
             self._link.renew()
 
 

@@ -46,12 +46,12 @@ from unicrond.agents.core.state import (
     WorkerConnected,
 )
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import Exited, FromForkServer, Hello, Inventory, ToForkServer, ToWorker
+from unicrond.agents.protocol.messages import FromForkServer, Hello, Inventory, ProcessExited, ToForkServer, ToWorker
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.progress_watch import ProgressWatch, Signs
 from unicrond.events.log.event_log import BROADCAST_TYPES, CommandFeed
 from unicrond.events.vocabulary import Command, Heartbeat, NodeJoined, StartWorker, StartWorkers, WorkerId
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered
 
 
@@ -214,7 +214,7 @@ class Shell(ABC):
         log_tail, mark = "", None
         if isinstance(message, Inventory):
             self.has_inventory.set()
-        elif isinstance(message, Exited):
+        elif isinstance(message, ProcessExited):
             log_tail, mark = self.log_tail(message.worker), self.watch.drop(message.worker)
         self.feed(ForkServerSaid(message=message, log_tail=log_tail, mark=mark))
         if isinstance(message, Inventory) and not self.closed:
@@ -256,7 +256,7 @@ class Shell(ABC):
                     return  # unfinished entries come again, to the next agent
                 self.read_seq = recorded.seq
 
-    def take(self, recorded: Recorded) -> None:
+    def take(self, recorded: RecordedEvent) -> None:
         """Handle one entry of the node's feed."""
         envelope, event, warrant = recorded.envelope, recorded.envelope.event, recorded.warrant
         if isinstance(event, Command):

@@ -41,7 +41,7 @@ from unicrond.events.vocabulary import (
     WorkerExited,
     workers_in,
 )
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of
 from unicrond.events.wire.tolerance import set_aside
 from unicrond.events.wire.upcast import NoStep, upcast
@@ -226,6 +226,6 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def body_of(entry: Recorded) -> bytes:
+def body_of(entry: RecordedEvent) -> bytes:
     """Return the entry's envelope as bytes, as it stands in the log."""
     return entry.body or encode(entry.envelope)

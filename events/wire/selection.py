@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 
-QUARANTINED = "Quarantined"
+QUARANTINED = "QuarantinedMessage"
 TYPE_NAMES: tuple[str, ...] = (*sorted(kind.__name__ for kind in get_args(v.AnyEvent)), QUARANTINED)
 
 
@@ -22,7 +22,7 @@ class Selection:
 
     def takes(self, entry: Entry) -> bool:
         """Say whether the entry is selected. Of a quarantined message nothing but its type is believed."""
-        if isinstance(entry, Quarantined):
+        if isinstance(entry, QuarantinedMessage):
             return not (self.node or self.task) and (not self.types or QUARANTINED in self.types)
         event = entry.envelope.event
         if self.types and type(event).__name__ not in self.types:

@@ -3,7 +3,7 @@
 Rules
 -----
 * An observation is a fact, and a fact with more to it than one understands is still a fact: its unknown fields are
-  set aside and the rest is read as strictly as ever. The log keeps the bytes as they came (`Recorded.body`).
+  set aside and the rest is read as strictly as ever. The log keeps the bytes as they came (`RecordedEvent.body`).
 * Decisions and commands stay strict: to obey half of an order is worse than to refuse it. A sender of orders writes
   them so that they can be read (`schemas.lowered`). The envelope is strict, too.
 * An unknown type is not an event.

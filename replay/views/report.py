@@ -9,14 +9,14 @@ from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.display.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table
 from unicrond.display.tables import clean, plain
 from unicrond.events.vocabulary.times import format_time
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 
 CLOSED_SHOWN = 10
 
 
 def entry_line(entry: Entry) -> str:
     """Format time, sequence number and the event's sentence."""
-    if isinstance(entry, Quarantined):
+    if isinstance(entry, QuarantinedMessage):
         sentence = f"quarantined, {entry.size_bytes} bytes on {entry.subject or 'an unknown subject'}: {entry.reason}"
     else:
         sentence = entry.envelope.event.sentence()

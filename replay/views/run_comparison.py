@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicrond.events.vocabulary import StepCommitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ def history_of(entries: Iterable[Entry], task: str) -> RunHistory:
 
 def follow(run: RunHistory, entry: Entry, task: str) -> None:
     """Add one more entry of the log to the run."""
-    if not isinstance(entry, Recorded):
+    if not isinstance(entry, RecordedEvent):
         return
     event = entry.envelope.event
     if isinstance(event, StepCommitted):

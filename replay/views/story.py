@@ -22,7 +22,7 @@ from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
 from unicrond.events.vocabulary.times import EPOCH, format_time
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.views.view import LogStep, View
 
 KINDS = ("node", "task", "incident", "plan")
@@ -143,7 +143,7 @@ class Story(View):
     def feed(self, step: LogStep) -> None:
         """Add the next step."""
         before, entry, after = step
-        if not isinstance(entry, Recorded):
+        if not isinstance(entry, RecordedEvent):
             return
         event = entry.envelope.event
         if not self._belongs(entry, before, after):
@@ -163,7 +163,7 @@ class Story(View):
 
     # --- which entries -----------------------------------------------------------------------
 
-    def _belongs(self, entry: Recorded, before: ClusterState, after: ClusterState) -> bool:
+    def _belongs(self, entry: RecordedEvent, before: ClusterState, after: ClusterState) -> bool:
         event = entry.envelope.event
         kind, name = self._subject
         if kind == "node":
@@ -191,7 +191,7 @@ class Story(View):
         old = _tasks_on(name, before.plan.assignments.values())
         return old != _tasks_on(name, event.assignments)
 
-    def _belongs_to_plan(self, entry: Recorded, epoch: int, epoch_in_force: int) -> bool:
+    def _belongs_to_plan(self, entry: RecordedEvent, epoch: int, epoch_in_force: int) -> bool:
         event = entry.envelope.event
         if isinstance(event, v.PlanAdopted):
             return event.epoch in (epoch, epoch + 1) and entry.seq == self._index.plans.get(event.epoch)
@@ -205,7 +205,7 @@ class Story(View):
             | v.WorkerExited | v.CommandFailed,
         )  # fmt: skip
 
-    def _belongs_to_incident(self, entry: Recorded) -> bool:
+    def _belongs_to_incident(self, entry: RecordedEvent) -> bool:
         life = self._life
         if life is None or entry.seq < life.first_seq or (life.last_seq and entry.seq > life.last_seq):
             return False
@@ -223,7 +223,7 @@ class Story(View):
 
     # --- how they are shown ------------------------------------------------------------------
 
-    def _remark(self, entry: Recorded, before: ClusterState, after: ClusterState) -> str:
+    def _remark(self, entry: RecordedEvent, before: ClusterState, after: ClusterState) -> str:
         """Say what the entry meant, where its sentence does not."""
         event = entry.envelope.event
         opened = after.incidents.get(f"i{entry.seq}")
@@ -246,7 +246,7 @@ class Story(View):
             return f" (sent to {', '.join(nodes)}{because})" if nodes else because
         return ""
 
-    def _append_line(self, entry: Recorded, remark: str) -> None:
+    def _append_line(self, entry: RecordedEvent, remark: str) -> None:
         event, envelope = entry.envelope.event, entry.envelope
         basis = (envelope.term, envelope.based_on)
         if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._basis:

@@ -20,9 +20,9 @@ from unicrond.agents.host.prctl import capabilities
 from unicrond.agents.protocol.flight import Flight, TellFlight
 from unicrond.agents.protocol.framing import Unframer, frame
 from unicrond.agents.protocol.messages import (
-    Committed,
     GroupMembership,
     Hello,
+    IterationCommitted,
     Launch,
     Quit,
     Ready,
@@ -171,7 +171,7 @@ def talk(launch: Launch) -> None:
                         agent.sendall(frame(regrouped))
                 elif generation:
                     iteration += 1
-                    committed = Committed(
+                    committed = IterationCommitted(
                         generation=generation,
                         iteration=iteration,
                         samples=8,

@@ -37,16 +37,16 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Committed,
-    Exited,
-    ExitedAck,
-    Forked,
     FromWorker,
     GroupMembership,
     Hello,
     Inventory,
     InventoryWorker,
+    IterationCommitted,
     Kill,
+    ProcessExitAck,
+    ProcessExited,
+    ProcessForked,
     Quit,
     Ready,
     Spawn,
@@ -139,8 +139,8 @@ def decision(
     )
 
 
-def committed(generation: int, iteration: int, *, loss: float = 1.0, samples: int = 8) -> Committed:
-    return Committed(
+def committed(generation: int, iteration: int, *, loss: float = 1.0, samples: int = 8) -> IterationCommitted:
+    return IterationCommitted(
         generation=generation,
         iteration=iteration,
         samples=samples,
@@ -176,7 +176,7 @@ class Node:
     log: str = "first"
     processes: dict[str, Process] = field(default_factory=dict)
     unforked: list[Spawn] = field(default_factory=list)
-    exits: dict[str, Exited] = field(default_factory=dict)
+    exits: dict[str, ProcessExited] = field(default_factory=dict)
     timers: dict[tuple[str, str], float] = field(default_factory=dict)
     appended: list[Observation] = field(default_factory=list)
     unconfirmed: list[Observation] = field(default_factory=list)
@@ -251,11 +251,11 @@ class Node:
         worker = spawn.launch.worker
         self.next_pid += 1
         self.processes[worker] = Process(pid=self.next_pid, slot=spawn.slot)
-        self.feed(ForkServerSaid(message=Forked(worker=worker, pid=self.next_pid)))
+        self.feed(ForkServerSaid(message=ProcessForked(worker=worker, pid=self.next_pid)))
 
     def die(self, worker: str, status: int, log_tail: str = "boom", mark: Mark | None = None) -> list[Action]:
         process = self.processes.pop(worker)
-        exited = Exited(worker=worker, pid=process.pid, status=status)
+        exited = ProcessExited(worker=worker, pid=process.pid, status=status)
         self.exits[worker] = exited
         return self.feed(ForkServerSaid(message=exited, log_tail=log_tail, mark=mark))
 
@@ -310,7 +310,7 @@ class Node:
             case TellForkServer(message=Kill(worker=worker, signal=number)):
                 if number in (signal.SIGTERM, signal.SIGKILL) and worker in self.processes:
                     self.processes[worker].quit = True
-            case TellForkServer(message=ExitedAck(worker=worker)):
+            case TellForkServer(message=ProcessExitAck(worker=worker)):
                 self.exits.pop(worker, None)
             case TellWorker(worker=worker, message=GroupMembership(generation=generation)):
                 process = self.processes[worker]

@@ -184,14 +184,19 @@ def test_connections_that_stand_and_that_do_not(monkeypatch: pytest.MonkeyPatch)
         lost = connect(port, source="192.0.2.1")
         assert lost.reason == "cannot assign requested address", "it begins at the node's own address"
     lost = connect(port)
-    assert (lost.peer, lost.service, lost.address, lost.reason) == ("n2", "store", f"{HERE}:{port}", "connection refused")
+    assert (lost.peer, lost.service, lost.address, lost.reason) == (
+        "n2",
+        "store",
+        f"{HERE}:{port}",
+        "connection refused",
+    )
     monkeypatch.setattr(checks, "CONNECT_S", 0.2)
 
     async def never(*_: Any, **__: Any) -> Any:
         await asyncio.sleep(60)
 
     monkeypatch.setattr(asyncio, "open_connection", never)
-    assert connect(port).why == "no answer within 0.2 s"
+    assert connect(port).reason == "no answer within 0.2 s"
 
 
 def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +209,7 @@ def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: py
 
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
     monkeypatch.setattr(asyncio, "open_connection", late)
-    assert connect(1).why == "no answer within 0.1 s" and closed == [True]
+    assert connect(1).reason == "no answer within 0.1 s" and closed == [True]
 
 
 # --- storage -------------------------------------------------------------------------------------

@@ -32,12 +32,12 @@ from unicrond.agents.protocol.messages import (
     Busy,
     Completed,
     ErrorReport,
-    ExitedAck,
     GroupMembership,
     Hello,
     Inventory,
     Kill,
     Parked,
+    ProcessExitAck,
     Quit,
     Regrouped,
     SaveFinished,
@@ -624,7 +624,7 @@ def test_an_exit_is_acknowledged_once_the_log_holds_it(node: Node) -> None:
     assert len(node.of(WorkerExited)) == 1
     (exited,) = node.of(WorkerExited)
     actions = node.feed(Appended(event=exited))
-    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [ExitedAck(worker="a.1")]
+    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [ProcessExitAck(worker="a.1")]
 
 
 def test_an_exit_whose_acknowledgement_was_lost_is_acknowledged_and_not_told_again(node: Node) -> None:

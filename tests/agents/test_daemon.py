@@ -61,7 +61,7 @@ from unicrond.events.vocabulary import (
     WorkerStarted,
 )
 from unicrond.events.vocabulary.placements import runs_of
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 E = TypeVar("E", bound=Observation)
@@ -125,7 +125,7 @@ class Coordinator:
         self.log = NatsEventLog(connection)
         self.number = 0
         self.entries = self.log.read(0)
-        self.seen: list[Recorded] = []
+        self.seen: list[RecordedEvent] = []
 
     async def command(self, make: Callable[[str], Command]) -> str:
         command = make(f"1.1.n1.{self.number + 1}")
@@ -186,7 +186,7 @@ class Coordinator:
         """The next event of a kind (with these fields) that was not read before."""
         async with asyncio.timeout(TIMEOUT_S):
             async for entry in self.entries:
-                assert isinstance(entry, Recorded), entry
+                assert isinstance(entry, RecordedEvent), entry
                 self.seen.append(entry)
                 event = entry.envelope.event
                 if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items()):
@@ -474,7 +474,7 @@ async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_co
     beats: list[Heartbeat] = []
     async with asyncio.timeout(TIMEOUT_S), aclosing(NatsBeatLog(nats_connection).subscribe()) as entries:
         async for entry in entries:
-            assert isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat)
+            assert isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, Heartbeat)
             beats.append(entry.envelope.event)
             if len(beats) >= 5 and beats[-1].read_seq == read_seq:
                 break

@@ -11,7 +11,15 @@ from tests.agents.node import Node, committed, stop
 from tests.agents.test_core import member
 from unicrond.agents.core.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import Degraded, Exited, Kill, Quit, StragglerCleared, StragglerReport, Suspected
+from unicrond.agents.protocol.messages import (
+    Degraded,
+    Kill,
+    ProcessExited,
+    Quit,
+    StragglerCleared,
+    StragglerReport,
+    Suspected,
+)
 from unicrond.events.vocabulary import (
     CorruptionSuspected,
     DegradationObserved,
@@ -110,7 +118,7 @@ def test_a_forced_stop_overtakes_one_in_good_order(node: Node) -> None:
 )
 def test_the_cause_and_the_place_of_a_death_are_told(node: Node, status: int, oom: str, cause: str, kind: str) -> None:
     pid = node.processes.pop("a.1").pid
-    exited = Exited(worker="a.1", pid=pid, status=status, oom=oom)  # type: ignore[arg-type]
+    exited = ProcessExited(worker="a.1", pid=pid, status=status, oom=oom)  # type: ignore[arg-type]
     node.feed(ForkServerSaid(message=exited, mark=MARK))
     (ended,), (error,) = node.of(WorkerExited), node.of(ErrorReported)
     assert (ended.cause, ended.is_expected) == (cause, False)

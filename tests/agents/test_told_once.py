@@ -26,7 +26,7 @@ from unicrond.events.vocabulary import (
     TaskSpec,
     WorkerStarted,
 )
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 
 @pytest.fixture
@@ -210,10 +210,10 @@ class Feed:
     async def follow(self, tasks: Collection[str]) -> None:
         self.diary.append(f"follow {','.join(sorted(tasks))}")
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         for seq, event in enumerate(self.events, 1):
             envelope = Envelope(producer="coordinator", boot=1, number=seq, term=1, observed_at_us=1, event=event)
-            yield Recorded(seq, 1, envelope)
+            yield RecordedEvent(seq, 1, envelope)
             self.diary.append(f"acknowledge {seq}")
             self.on_acknowledged()
 
@@ -262,7 +262,7 @@ async def test_an_agent_that_has_ended_acknowledges_nothing() -> None:
     feed = Feed(stop("b.1", 1), stop("b.1", 2))
     taking = made.take
 
-    def take(recorded: Recorded) -> None:
+    def take(recorded: RecordedEvent) -> None:
         taking(recorded)
         made.closed = True
 

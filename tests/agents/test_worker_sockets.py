@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import Connected, Hello, Ready
+from unicrond.agents.protocol.messages import ConnectionOwner, Hello, Ready
 from unicrond.agents.shell.worker_sockets import WorkerSockets
 
 
@@ -92,7 +92,7 @@ class Given:
         self.heard = heard
         self.writers: list[asyncio.StreamWriter] = []
 
-    async def say(self, *messages: Connected | Hello) -> asyncio.StreamReader:
+    async def say(self, *messages: ConnectionOwner | Hello) -> asyncio.StreamReader:
         reader, writer = await asyncio.open_unix_connection(str(self.heard.path))
         self.writers.append(writer)
         writer.write(b"".join(frame(message) for message in messages))
@@ -107,7 +107,7 @@ async def given(heard: Heard) -> AsyncIterator[Given]:
         writer.close()
 
 
-WHOSE = Connected(worker="a.1", task="a", pid=7)
+WHOSE = ConnectionOwner(worker="a.1", task="a", pid=7)
 HELLO = Hello(worker="a.1", task="a", pid=7, generation=0, ready=False)
 
 

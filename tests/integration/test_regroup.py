@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from tests.integration.regroup_rig import ADDRESS, ForkServer, Rig, storm
 from unicrond.agents.protocol.messages import (
-    Committed,
     ErrorReport,
     Hello,
+    IterationCommitted,
     Parked,
     Regrouped,
     SaveFinished,
@@ -190,7 +190,7 @@ def noted(run: Rig) -> dict[int, tuple[float, int, int]]:
     return {iteration: (commit.loss, commit.checksum, commit.sums) for iteration, commit in run.iterations().items()}
 
 
-def last_commit(run: Rig) -> Committed:
+def last_commit(run: Rig) -> IterationCommitted:
     return run.committed[-1]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import CPU, checkout
-from unicrond.agents.protocol.messages import Committed, Completed
+from unicrond.agents.protocol.messages import Completed, IterationCommitted
 from unicrond.agents.trainer.states import checkpoint
 from unicrond.events.vocabulary import TaskSpec
 
@@ -28,7 +28,7 @@ class Outcome:
     """`shards`: the last parameters, by shard. `logs`: of all workers, by worker."""
 
     completed: Completed
-    iterations: Mapping[int, Committed]
+    iterations: Mapping[int, IterationCommitted]
     shards: Sequence[Parameters]
     logs: Mapping[str, str]
 

@@ -11,7 +11,7 @@ import msgspec
 from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog
-from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.replay.reading.export import Export
 
 
@@ -294,9 +294,9 @@ def _oddities(cluster: MiniCluster) -> list[Entry]:
     stale = next(entry for entry in cluster.log if isinstance(entry.envelope.event, v.PlanAdopted))
     of_old_term = msgspec.structs.replace(stale.envelope, boot=10_000, number=1, term=1)
     return [
-        Recorded(last.seq + 1, later_us, last.envelope),
-        Quarantined(last.seq + 2, later_us, "unicron.v1.obs.n1.Nonsense", "$.event: unknown tag", 17),
-        Recorded(last.seq + 3, later_us - 500, of_old_term),
+        RecordedEvent(last.seq + 1, later_us, last.envelope),
+        QuarantinedMessage(last.seq + 2, later_us, "unicron.v1.obs.n1.Nonsense", "$.event: unknown tag", 17),
+        RecordedEvent(last.seq + 3, later_us - 500, of_old_term),
     ]
 
 
@@ -308,7 +308,7 @@ def write_log(path: Path, entries: list[Entry], batch: int = 100) -> Path:
     return path
 
 
-async def fill(log: EventLog, entries: list[Recorded]) -> None:
+async def fill(log: EventLog, entries: list[RecordedEvent]) -> None:
     """Append what a cluster said, as its coordinator and agents would."""
     for entry in entries:
         if isinstance(entry.envelope.event, v.CoordinatorStarted):

@@ -24,7 +24,7 @@ from unicrond.core.replayer import replay
 from unicrond.events.log.segments import FORMAT, MAGIC, read_entries
 from unicrond.events.wire import upcast
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.upcast import Message
 
 LOG_0 = Path(__file__).parents[1] / "golden" / "log_v0.bin"
@@ -56,7 +56,7 @@ def lower_1_to_0(body: bytes) -> bytes:
     return msgspec.msgpack.encode({**message, "schema": 0})
 
 
-def write_log_0(entries: Sequence[Recorded]) -> None:
+def write_log_0(entries: Sequence[RecordedEvent]) -> None:
     """One segment, as a version of schema 0 would have written it."""
 
     def frame(body: bytes) -> bytes:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 from unicrond.events.vocabulary import Checksums, StepCommitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.views.run_comparison import RunHistory, compare_runs, entries_between, history_of
 
 
@@ -19,7 +19,7 @@ def with_steps_changed(entries: list[Entry], task: str, since: int, **fields: ob
     """The log, in which the task's commits from that iteration on say something else."""
     changed: list[Entry] = []
     for entry in entries:
-        if isinstance(entry, Recorded) and isinstance(event := entry.envelope.event, StepCommitted):
+        if isinstance(entry, RecordedEvent) and isinstance(event := entry.envelope.event, StepCommitted):
             other = replace(event, **fields) if event.task == task and event.last >= since else event
             changed.append(replace(entry, envelope=replace(entry.envelope, event=other)))
         else:

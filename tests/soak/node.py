@@ -25,14 +25,14 @@ from unicrond.agents.core.state import (
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
     Captured,
-    Committed,
-    Exited,
-    Forked,
     GroupMembership,
     Hello,
     Inventory,
+    IterationCommitted,
     Kill,
     Parked,
+    ProcessExited,
+    ProcessForked,
     Quit,
     Ready,
     Regrouped,
@@ -130,7 +130,7 @@ class Worker:
         shares = tuple(dealt // count + (rank < dealt % count) for rank in range(count))
         for each in range(first, iteration + 1):
             self.say(
-                Committed(
+                IterationCommitted(
                     generation=membership.generation,
                     iteration=each,
                     samples=self.spec.global_batch,
@@ -284,7 +284,7 @@ class Node(Shell):
     def ended(self, worker: Worker, status: int) -> None:
         """A worker's process has ended."""
         if self.workers.pop(worker.name, None) is not None:
-            said = Exited(worker=worker.name, pid=worker.pid, status=status)
+            said = ProcessExited(worker=worker.name, pid=worker.pid, status=status)
             asyncio.get_running_loop().call_soon(self._say, said)
 
     def _spawn(self, work: Any) -> None:
@@ -384,7 +384,7 @@ class Node(Shell):
             self.ended(self.workers[message.worker], message.signal)
 
     def _born(self, worker: Worker) -> None:
-        self._say(Forked(worker=worker.name, pid=worker.pid))
+        self._say(ProcessForked(worker=worker.name, pid=worker.pid))
         if worker.name in self.workers:
             hello = Hello(worker=worker.name, task=worker.task, pid=worker.pid, generation=0, ready=False)
             self.worker_connected(hello)

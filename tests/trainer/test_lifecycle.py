@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from unicrond.agents.protocol.messages import (
-    Committed,
     Completed,
     GroupMembership,
+    IterationCommitted,
     Launch,
     Parked,
     Regrouped,
@@ -237,7 +237,7 @@ def test_an_iteration_in_its_order() -> None:
         "AnyShard", "Agree", "Settle", "SetPhase", "FaultPoint agreed", "Optimize", "Send", "Observe", "Clear",
         "StartClock", "FaultPoint committed", "SetPhase", "Save", "PrepareStandby", "SetPhase", "Compute",
     ]  # fmt: skip
-    assert [message.iteration for message in driven.told(Committed)] == [1]
+    assert [message.iteration for message in driven.told(IterationCommitted)] == [1]
 
 
 def test_a_training_from_the_seed_to_its_end() -> None:
@@ -245,7 +245,7 @@ def test_a_training_from_the_seed_to_its_end() -> None:
     assert driven.until() is None
     assert driven.member.state == "over"
     assert [message.source for message in driven.told(Regrouped)] == ["init"]
-    assert [message.iteration for message in driven.told(Committed)] == [1, 2]
+    assert [message.iteration for message in driven.told(IterationCommitted)] == [1, 2]
     assert [message.iteration for message in driven.told(Completed)] == [2]
     saved, told = driven.names().index("SaveAndWait"), driven.names().index("ParamsDigest")
     assert saved < told, "it says that it is complete before it has saved"
@@ -334,7 +334,7 @@ def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.E
     assert driven.member.stop("again") is None
     driven.once(seam, ProgramLeftLoop())
     assert driven.until() is None
-    assert len(driven.told(Committed)) == commits
+    assert len(driven.told(IterationCommitted)) == commits
     assert driven.member.state == "over"
 
 

@@ -16,7 +16,7 @@ from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.queries.collectives import Collective
 from unicrond.events.queries.worker_queries import LogsReply, WorkerMark
 from unicrond.events.vocabulary import AnyEvent, CoordinatorStarted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.intake.config import Config
 from unicrond.service.api.access import Access
@@ -132,7 +132,7 @@ class Served:
         with suppress(asyncio.CancelledError):
             await self._task
 
-    async def tell(self, story: list[Recorded]) -> None:
+    async def tell(self, story: list[RecordedEvent]) -> None:
         """Copy a MiniCluster's log into ours."""
         for entry in story:
             if isinstance(entry.envelope.event, CoordinatorStarted):
@@ -145,7 +145,7 @@ class Served:
         while True:
             async with asyncio.timeout(10):
                 entry = await self.coordinator.folded.get()
-            if isinstance(entry, Recorded) and entry.seq > after and isinstance(entry.envelope.event, kind):
+            if isinstance(entry, RecordedEvent) and entry.seq > after and isinstance(entry.envelope.event, kind):
                 return entry.seq
 
 
@@ -172,7 +172,7 @@ def healed_cluster() -> MiniCluster:
 @asynccontextmanager
 async def serving(
     logs: Path,
-    story: list[Recorded] | None = None,
+    story: list[RecordedEvent] | None = None,
     token: str = "",
     config: Config | None = None,
     schema: int = SCHEMA,

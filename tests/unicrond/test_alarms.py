@@ -18,15 +18,15 @@ from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.fold import fold
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.service.coordinator.alarms import STANDS_US, Alarms, unsaved_lines, written_by
 
 NOW_US = 1_700_000_000_000_000
 
 
-def refused(subject: str, seq: int = 9, at_us: int = NOW_US) -> Quarantined:
-    return Quarantined(seq, at_us, subject, "$.event.node: unreadable", 100)
+def refused(subject: str, seq: int = 9, at_us: int = NOW_US) -> QuarantinedMessage:
+    return QuarantinedMessage(seq, at_us, subject, "$.event.node: unreadable", 100)
 
 
 def test_who_wrote_it_follows_from_the_subject() -> None:

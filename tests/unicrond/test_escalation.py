@@ -15,7 +15,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus, WorkerStatus
 from unicrond.core.state.task_parts import CALM_ITERATIONS
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 SEEDS = range(20)
 
@@ -616,9 +616,11 @@ def test_a_task_that_gets_on_is_not_failed_for_what_ends_on_two_other_nodes(seed
 # --- severities that the configuration sets ------------------------------------------------------
 
 
-def started(severity: dict) -> Recorded:
+def started(severity: dict) -> RecordedEvent:
     event = v.CoordinatorStarted(term=1, version="t", severity=severity)
-    return Recorded(10**6, 1, Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=event))
+    return RecordedEvent(
+        10**6, 1, Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=event)
+    )
 
 
 def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
@@ -630,12 +632,12 @@ def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
     assert severity_of("nan_loss", state.severity) is Severity.SEV2
 
 
-def _next(state: ClusterState) -> Recorded:
+def _next(state: ClusterState) -> RecordedEvent:
     event = v.CoordinatorStarted(term=state.term + 1, version="t")
     envelope = Envelope(
         producer="coordinator", boot=state.term + 1, number=1, term=state.term + 1, observed_at_us=1, event=event
     )
-    return Recorded(state.seq + 1, 1, envelope)
+    return RecordedEvent(state.seq + 1, 1, envelope)
 
 
 def test_an_override_changes_the_response() -> None:

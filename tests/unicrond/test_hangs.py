@@ -422,5 +422,5 @@ def test_a_report_that_changes_nothing_looks_at_no_other(monkeypatch: pytest.Mon
     for worker in members(made)[:4]:
         suspect(made, worker, report_number=1)
     assert not looks
-    suspect(made, members(made)[4], told=1)
+    suspect(made, members(made)[4], report_number=1)
     assert looks == ["big"], "all wait"

@@ -14,7 +14,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog, LogUnavailable
 from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView, MemoryLease
 from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
 from unicrond.service.coordinator import same_machine
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -142,7 +142,7 @@ async def site() -> AsyncIterator[tuple[MemoryLog, MemoryLease, Callable[..., Ru
 async def terms(log: MemoryLog) -> list[str]:
     """Who claimed them."""
     read = [entry async for entry in log.read(until_seq=await log.last_seq())]
-    claims = [e.envelope.event for e in read if isinstance(e, Recorded)]
+    claims = [e.envelope.event for e in read if isinstance(e, RecordedEvent)]
     return [event.process for event in claims if isinstance(event, v.CoordinatorStarted)]
 
 

@@ -22,7 +22,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, write_key
 from unicrond.events.trust.logins import BadLogin, Role, User
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.intake.config import Config, ConfigError, NatsConfig, check, login_as
 from unicrond.service.event_log.consumers import Consumers, following
 from unicrond.service.trust.node_logins import expired, migration_line, remember, remembered
@@ -40,7 +40,7 @@ class Log:
     def say(self, event: v.AnyEvent, producer: str = "api") -> ClusterState:
         seq = self.state.seq + 1
         envelope = Envelope(producer=producer, boot=1, number=seq, observed_at_us=seq, event=event)
-        self.state = fold(self.state, Recorded(seq, seq, envelope))
+        self.state = fold(self.state, RecordedEvent(seq, seq, envelope))
         return self.state
 
 

@@ -18,7 +18,7 @@ from unicrond.agents.fork_server.telemetry import resource_attributes
 from unicrond.agents.protocol.messages import Launch
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
 from unicrond.views.view import LogStep, steps
@@ -100,12 +100,12 @@ def test_a_command_that_failed_says_why() -> None:
         view.feed(step)
     ended.clear()
     failed = v.CommandFailed(node=commands[0].node, command_id=commands[0].command_id, reason="no memory")
-    view.feed(LogStep(state, Recorded(9, state.now_us, _with(entry, failed)), state))
+    view.feed(LogStep(state, RecordedEvent(9, state.now_us, _with(entry, failed)), state))
     (span,) = ended
     assert span.error == "no memory" and span.about["unicron.node"] == commands[0].node
 
 
-def _with(entry: Recorded, event: v.AnyEvent) -> Any:
+def _with(entry: RecordedEvent, event: v.AnyEvent) -> Any:
     from msgspec.structs import replace
 
     return replace(entry.envelope, event=event)

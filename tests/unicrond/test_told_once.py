@@ -26,7 +26,7 @@ from unicrond.core.state.state import (
 from unicrond.core.state.task_parts import GroupHealth, TaskProgress
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Divergence, Verifier, bases
 from unicrond.views.view import steps
@@ -121,7 +121,7 @@ def test_a_torn_membership_verifies() -> None:
     verify(made.log)
 
 
-def verify(log: list[Recorded]) -> None:
+def verify(log: list[RecordedEvent]) -> None:
     verifier = Verifier(bases(log))
     for step in steps(log):
         verifier.feed(step)
@@ -199,7 +199,7 @@ def after_a_fault(state: ClusterState) -> list[v.AnyEvent]:
         node="gpu0100", task="gpt", worker="gpt.801", exit_code=None, signal=9, is_expected=False, log_tail=""
     )
     envelope = Envelope(producer="gpu0100", boot=1, number=1, observed_at_us=10, event=exited)
-    state = fold(state, Recorded(state.seq + 1, 11, envelope))
+    state = fold(state, RecordedEvent(state.seq + 1, 11, envelope))
     return decide(Survey(state, Policy()), {})
 
 

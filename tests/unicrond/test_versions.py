@@ -16,7 +16,7 @@ from unicrond.core.fold import fold
 from unicrond.core.state.state import UNREAD_MAX, ClusterState, WorkerStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.field_defaults import Since
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, beyond_schema, schema_of, told_version
 
 
@@ -198,7 +198,7 @@ def test_a_version_that_names_no_schema_is_of_the_first() -> None:
         node="n", address="h", slots=1, store=v.StoreAddress(host="h", port=1), agent_boot=1, version="0.1.0"
     )
     envelope = Envelope(producer="n", boot=1, number=1, observed_at_us=1, event=joined)
-    state = fold(ClusterState(), Recorded(1, 1, envelope))
+    state = fold(ClusterState(), RecordedEvent(1, 1, envelope))
     assert state.nodes["n"].schema == FIRST
     assert state.schema == FIRST
 

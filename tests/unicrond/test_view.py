@@ -150,7 +150,7 @@ async def test_plain_lines_tell_what_is_noteworthy(healed: MiniCluster) -> None:
         yield line(2, "CommandApplied", "machinery")
         yield line(3, "WorkerExited", "ended by signal 9", expected=False)
         yield line(4, "WorkerExited", "ended as told", expected=True)
-        yield EventLine(seq=5, recorded_at_us=0, type="Quarantined", quarantined="$.event.node: wrong")
+        yield EventLine(seq=5, recorded_at_us=0, type="QuarantinedMessage", quarantined="$.event.node: wrong")
         told.set()
         await asyncio.Event().wait()
 

@@ -29,9 +29,9 @@ import torch
 from unicrond.agents.protocol.marks import Marker, now_us
 from unicrond.agents.protocol.messages import (
     Busy,
-    Committed,
     Degraded,
     GroupMembership,
+    IterationCommitted,
     StragglerCleared,
     StragglerReport,
     Suspected,
@@ -222,7 +222,7 @@ class Detection:
         """Record the checksum of the sums of gradients of the iteration that was observed last."""
         self._sums = number
 
-    def with_checksums(self, commit: Committed) -> Committed:
+    def with_checksums(self, commit: IterationCommitted) -> IterationCommitted:
         """Return the commit with the checksums of the parameters that it began with, if all replicas have made the
         same, and of its sums."""
         if commit.iteration != self._iteration or not self._checksum:

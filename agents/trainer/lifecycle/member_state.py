@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from unicrond.agents.protocol.messages import Committed, GroupMembership, Launch, StopRequest
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch, StopRequest
 from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
 from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
@@ -64,7 +64,7 @@ class MemberState:
     has_trained: bool = False
     has_whole_state: bool = False
     save_schedule: SaveSchedule = NO_SAVE
-    last_commit: Committed | None = None
+    last_commit: IterationCommitted | None = None
     commit_reported: bool = False
     stop_reason: str = ""
     stop_agreed: bool = False

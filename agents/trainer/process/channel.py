@@ -32,13 +32,13 @@ from unicrond.agents.protocol.flight import TellFlight
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import (
     Busy,
-    Committed,
     Completed,
     ErrorReport,
     FromWorker,
     GroupMembership,
     Hello,
     InjectIntoWorker,
+    IterationCommitted,
     Launch,
     Quit,
     Ready,
@@ -59,7 +59,7 @@ QUIT_GRACE_S = 2.0
 _PAUSE_MIN_S = 0.02
 _PAUSE_MAX_S = 0.5
 _QUEUE_MAX_MESSAGES = 65536
-_REPEATED = (Regrouped, Committed, SaveFinished, Completed, Busy, StopRequest)
+_REPEATED = (Regrouped, IterationCommitted, SaveFinished, Completed, Busy, StopRequest)
 
 
 class AgentChannel:

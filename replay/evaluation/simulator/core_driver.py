@@ -36,7 +36,7 @@ from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState, Membership
 from unicrond.core.state.work import iteration_flop
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.evaluation.model.meter import CostPhase
 from unicrond.replay.evaluation.model.speeds import Speeds, fixed_speeds
@@ -258,7 +258,7 @@ class CoreDriver:
             event=event,
         )
         began_s = time.perf_counter()
-        self.state = fold(self.state, Recorded(self.state.seq + 1, now_us, envelope))
+        self.state = fold(self.state, RecordedEvent(self.state.seq + 1, now_us, envelope))
         self.work.fold_s += time.perf_counter() - began_s
         self.work.events += 1
 

@@ -27,7 +27,7 @@ from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand, starts
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import schema_of
 
 #: Name -> sentence; a test compares docs/design/simulation.md with this table.
@@ -87,7 +87,7 @@ class Violation(AssertionError):
 # --- when an entry becomes durable ---------------------------------------------------------------
 
 
-def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: Recorded) -> str:
+def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: RecordedEvent) -> str:
     """Check the events after a planned end. `after`: the state after the loss of a node that has announced its end, its
     return, or a report of the next agent before that."""
     event = entry.envelope.event
@@ -106,7 +106,7 @@ def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry:
 
 def newest_term_decides(newest_term: int, entry: Entry) -> str:
     """Check the fence: see events/log/event_log.py."""
-    if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, v.Decision | v.Command):
+    if not isinstance(entry, RecordedEvent) or not isinstance(entry.envelope.event, v.Decision | v.Command):
         return ""
     if isinstance(entry.envelope.event, v.CoordinatorStarted) or entry.envelope.term == newest_term:
         return ""
@@ -123,7 +123,7 @@ def leaders_stay(claim: v.CoordinatorStarted, sound_for_s: float, limit_s: float
     return f"{claimed} from a head that lives, and has reached the log for {sound_for_s:.1f} s"
 
 
-def commands_can_be_read(basis: ClusterState, entry: Recorded) -> str:
+def commands_can_be_read(basis: ClusterState, entry: RecordedEvent) -> str:
     """Check the schema of a command or decision. `basis`: the state that it was decided from."""
     event = entry.envelope.event
     if isinstance(event, v.CoordinatorStarted) or not isinstance(event, v.Decision | v.Command):
@@ -138,7 +138,7 @@ def commands_can_be_read(basis: ClusterState, entry: Recorded) -> str:
 def decisions_take_effect(before: ClusterState, basis: ClusterState, entry: Entry) -> str:
     """Check the hold: a coordinator that does not wait for its own events decides again what it has decided. `basis`:
     the state that it was decided in."""
-    if not isinstance(entry, Recorded) or entry.envelope.term != before.term:
+    if not isinstance(entry, RecordedEvent) or entry.envelope.term != before.term:
         return ""
     event, where = entry.envelope.event, f"entry {entry.seq}: {type(entry.envelope.event).__name__}"
     match event:
@@ -275,7 +275,7 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {previous.reason}"
 
 
-def layouts_are_the_plans(before: ClusterState, entry: Recorded) -> str:
+def layouts_are_the_plans(before: ClusterState, entry: RecordedEvent) -> str:
     """Check a reshaping. `before`: the state that the entry meets."""
     event = entry.envelope.event
     if not isinstance(event, v.TaskReshaped) or not event.plan or entry.envelope.term != before.term:
@@ -387,7 +387,7 @@ def acknowledged_events_stay(entries: Sequence[Entry], acknowledged: Iterable[tu
     """Check that acknowledged events are in the log, with the numbers that it gave them."""
     for seq, envelope in acknowledged:
         entry = entries[seq - 1] if seq <= len(entries) else None
-        if not isinstance(entry, Recorded) or not _equal(entry.envelope, envelope):
+        if not isinstance(entry, RecordedEvent) or not _equal(entry.envelope, envelope):
             return f"{envelope.event_id} was acknowledged as entry {seq}; there stands {entry}"
     return ""
 

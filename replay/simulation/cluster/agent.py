@@ -34,7 +34,7 @@ from unicrond.agents.shell.duplicate_agent import DuplicateAgents, until_alone
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.shell import Shell
 from unicrond.events.vocabulary import MemoryService
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of, spoken_schema, told_version
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.checks.ports import CheckedHost
@@ -428,7 +428,7 @@ class _Readable(CommandEnd):
         super().__init__(server, link, node)
         self._schema = schema
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield the entries; what the agent cannot read it skips in silence. See CommandFeed."""
         async with aclosing(super().read()) as entries:
             async for recorded in entries:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from unicrond.agents.protocol.messages import Committed, Completed, FromWorker, Regrouped
+from unicrond.agents.protocol.messages import Completed, FromWorker, IterationCommitted, Regrouped
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
@@ -178,7 +178,7 @@ class SimulatedDriver:
         if isinstance(message, Regrouped):
             self._regrouped(message)
         shards = self.replica.shards
-        for shard in shards[:1] if isinstance(message, Committed | Completed) else shards:
+        for shard in shards[:1] if isinstance(message, IterationCommitted | Completed) else shards:
             shard.send(message)
 
     def _regrouped(self, message: Regrouped) -> None:

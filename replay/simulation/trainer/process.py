@@ -22,12 +22,12 @@ from typing import Literal, Protocol, TypeAlias
 from unicrond.agents.protocol.exits import EXIT_NO_AGENT
 from unicrond.agents.protocol.injection import Point
 from unicrond.agents.protocol.messages import (
-    Committed,
     Completed,
     FromWorker,
     GroupMembership,
     Hello,
     InjectIntoWorker,
+    IterationCommitted,
     Launch,
     Quit,
     Ready,
@@ -44,7 +44,7 @@ from unicrond.replay.simulation.trainer.progress import ReplicaProgress
 
 #: A point of the lifecycle, or the moment at which a new group's members report that they have joined.
 Moment: TypeAlias = Point | Literal["regrouped"]
-_REPEATABLE = (Regrouped, Committed, SaveFinished, Completed)
+_REPEATABLE = (Regrouped, IterationCommitted, SaveFinished, Completed)
 
 
 class ProcessHost(MemoryHost, Protocol):

@@ -17,7 +17,7 @@ import msgspec
 from unicrond.core.state.state import ClusterState
 from unicrond.events.host.masking import LINE_LEAST, PATTERN_MASK, PLACEHOLDER, Mask, secrets_in, values_in
 from unicrond.events.vocabulary import StartWorker, StartWorkers, TaskSpec, TaskSubmitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 #: An argument of a program after which a secret comes.
 _SECRET_FLAG = re.compile(
@@ -86,7 +86,7 @@ class Discretion:
 
     def see(self, entry: Entry) -> None:
         """Note the secrets in this entry. (The tokens of nodes' memory services stand in no text.)"""
-        event = entry.envelope.event if isinstance(entry, Recorded) else None
+        event = entry.envelope.event if isinstance(entry, RecordedEvent) else None
         if isinstance(event, TaskSubmitted | StartWorker | StartWorkers):
             self.learn([event.spec])
 
