@@ -39,12 +39,6 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
         return StepCommitted(node=node, task=task, **msgspec.structs.asdict(self))
 
 
-def _checksums(commit: IterationCommitted) -> Checksums | None:
-    if not commit.checksum and not commit.sums:
-        return None
-    return Checksums(iteration=commit.checked, parameters=commit.checksum, sums=commit.sums)
-
-
 def position(commit: IterationCommitted) -> Position:
     """Return the position of the commit among all commits of its task."""
     return (commit.generation, commit.iteration)
@@ -79,7 +73,7 @@ def add(before: CommitSum | None, worker: WorkerId, commit: IterationCommitted) 
             duration_us=commit.duration_us,
             micro_batches_by_rank=commit.micro_batches_by_rank,
             micro_batches_repeated=commit.micro_batches_repeated,
-            checksums=_checksums(commit),
+            checksums=commit.checksums,
         )
     return CommitSum(
         worker=worker,
@@ -94,5 +88,5 @@ def add(before: CommitSum | None, worker: WorkerId, commit: IterationCommitted) 
             a + b for a, b in zip(before.micro_batches_by_rank, commit.micro_batches_by_rank, strict=True)
         ),
         micro_batches_repeated=before.micro_batches_repeated + commit.micro_batches_repeated,
-        checksums=_checksums(commit) or before.checksums,
+        checksums=commit.checksums or before.checksums,
     )

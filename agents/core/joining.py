@@ -62,9 +62,9 @@ def join(transition: Transition) -> None:
         membership = transition.memory.memberships.get(task)
         peers = tuple(peer.node for peer in membership.peers) if membership else ()
         transition.append(PeersRemembered(node=config.node, task=task, peers=peers))
-    for held_state in transition.state.untold.values():
-        if held_state is not None:
-            kept_states.tell_held(transition, held_state)
+    for snapshot in transition.state.untold.values():
+        if snapshot is not None:
+            kept_states.tell_held(transition, snapshot)
 
 
 def machine_saw(transition: Transition, saw: MachineSaw) -> None:

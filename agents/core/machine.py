@@ -147,8 +147,8 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             joining.log_seen(transition, agent_input)
         case MachineSaw():
             joining.machine_saw(transition, agent_input)
-        case StateHeld(held_state=held_state):
-            kept_states.report_held(transition, held_state)
+        case StateHeld(snapshot=snapshot):
+            kept_states.report_held(transition, snapshot)
         case Appended(event=event):
             _appended(transition, event)
         case NodeFaultInjected(command_id=command_id, reason=reason):

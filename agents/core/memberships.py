@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from unicrond.agents.core.state import MAX_TASKS, TellWorker, WorkerRecord
 from unicrond.agents.core.transaction import Transition, newest_of
-from unicrond.agents.protocol.messages import GroupMembership, Regrouped
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.events.trust.membership_digest import place_of
-from unicrond.events.vocabulary import Member, MembershipDecided, MembershipPart, SeatRun
+from unicrond.events.vocabulary import Member, MembershipDecided, MembershipPart, SeatRun, WorkerJoinedGroup
 from unicrond.events.vocabulary.placements import PartialMembership, add_part, broadcast_seats, joiners_of, members_of
 
 
@@ -29,7 +29,7 @@ def decided(transition: Transition, event: MembershipDecided, term: int, warrant
     _keep(transition, event, seats, warrant)
 
 
-def to_report(transition: Transition, record: WorkerRecord, report: Regrouped) -> Regrouped | None:
+def to_report(transition: Transition, record: WorkerRecord, report: WorkerJoinedGroup) -> WorkerJoinedGroup | None:
     """Return the report that a member is in its group as it is to be appended; None where the leader's stands for
     it."""
     membership = transition.memory.memberships.get(record.task)

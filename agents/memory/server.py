@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from unicrond.agents.core.state import HeldState
 from unicrond.agents.memory.regions import MemoryRegions, NoRegion
 from unicrond.agents.protocol.memory import Memory, TooLarge
 from unicrond.agents.protocol.memory_exchange import (
@@ -47,6 +46,7 @@ from unicrond.agents.protocol.memory_exchange import (
     send,
     send_message,
 )
+from unicrond.events.vocabulary import Name, SnapshotStored
 
 if TYPE_CHECKING:
     from unicrond.agents.memory.peer_tokens import Credentials  # needs an extra
@@ -77,16 +77,18 @@ class _Peer(NamedTuple):
 
 
 class MemoryServer:
-    """Serves `regions` after `start`. `on_copy` is called in the event loop when a copy is sealed. `credentials`: those
+    """Serves `regions` of `node` after `start`. `on_copy` is called in the event loop when a copy is sealed. `credentials`: those
     of this node, for TLS and passes; None: in clear, with the token."""
 
     def __init__(
         self,
+        node: Name,
         regions: MemoryRegions,
         token: str,
-        on_copy: Callable[[HeldState], None],
+        on_copy: Callable[[SnapshotStored], None],
         credentials: Credentials | None = None,
     ) -> None:
+        self._node = node
         self._regions = regions
         self._token = token
         self._on_copy = on_copy
@@ -296,7 +298,8 @@ class MemoryServer:
         finally:
             draft.abandon()
         send_message(connection, CopyStored())
-        copy = HeldState(
+        copy = SnapshotStored(
+            node=self._node,
             task=push.task,
             shard=push.shard,
             iteration=head.iteration,

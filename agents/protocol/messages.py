@@ -5,6 +5,8 @@ Both directions are decoded strictly; a bad frame closes the connection and is l
 
 Rules
 -----
+* A worker sends the events of the log themselves where it knows all that they say (`WorkerReport`), and messages of
+  its own where not.
 * A worker connects, sends `Hello`, and may be asked anything at any time; it connects again when the
   agent restarts and then reports its position. It never acts on a membership of a lower generation.
 * The fork server serves one agent at a time (the newest connection); without one for the lease time it
@@ -14,7 +16,7 @@ Rules
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -24,45 +26,47 @@ from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.message import WireMessage
 from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.vocabulary import (
-    CorruptionSign,
+    CheckpointSaved,
+    Checksums,
+    CorruptionSuspected,
     Count,
-    ErrorKind,
-    Factor,
+    DegradationObserved,
+    ErrorReported,
     Fault,
     LongText,
     Member,
     MemoryService,
     Name,
-    Phase,
     Positive,
     SamplesDigest,
-    Saver,
-    StateSource,
+    SaveFailed,
+    SnapshotStored,
+    StateLoaded,
+    StopRequested,
     StoreAddress,
+    StragglerObserved,
+    StragglerRecovered,
+    TaskCompleted,
     TaskSpec,
     Text,
+    WorkerBusy,
     WorkerId,
-    WorkerOrNone,
+    WorkerJoinedGroup,
+    WorkerPaused,
+    WorkerReady,
+    WorkerWaiting,
 )
 
 #: Room for a membership of as many workers as there can be, all of them joiners, with the longest names.
 MAX_FRAME_BYTES = 40 * 1024 * 1024
 
 
-class GroupMessage(WireMessage, frozen=True, kw_only=True):
-    """Base: an event at an iteration of a group."""
+class Reporter(TypedDict):
+    """The fields by which the event of a worker names it: `WorkerReady(**launch.reporter)`."""
 
-    generation: Count
-    iteration: Count
-
-
-class StragglerMessage(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StragglerSeen."""
-
-    straggler: WorkerId
-    straggler_node: Name
-    rank: Count
-    factor: Factor
+    node: Name
+    task: Name
+    worker: WorkerId
 
 
 # --- worker -> agent -----------------------------------------------------------------------------
@@ -80,32 +84,11 @@ class Hello(WireMessage, frozen=True, kw_only=True):
     has_flight: bool = False
 
 
-class Ready(WireMessage, frozen=True, kw_only=True):
-    """The model is built (and the replica's own group is up): waiting for a membership."""
-
-
-class Regrouped(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.WorkerJoinedGroup."""
-
-    micro_batches_assigned: Count
-    duration_us: Count
-    source: StateSource
-    micro_batches_assigned_elsewhere: Count = 0
-
-
-class Parked(GroupMessage, frozen=True, kw_only=True):
-    """The worker has left the group at an iteration boundary, for a membership without it, and waits for Quit.
-
-    Where no present member stays in the new membership, the leader saves before it parks: to storage, or with the
-    membership's `handover`, to the nodes' memory.
-    """
-
-
 class IterationCommitted(WireMessage, frozen=True, kw_only=True):
     """One iteration was committed; sent by the leader (first member) alone, after every step.
 
-    The agent sums these up to at most one StepCommitted a second and task. `checksum`: of the parameters after
-    iteration `checked`, `sums`: of the gradients' sums of the next (Checksums); 0: there is none.
+    The agent sums these up to at most one StepCommitted a second and task: so this is no event. `checksums`: those that
+    were made in this iteration.
     """
 
     generation: Count
@@ -116,130 +99,7 @@ class IterationCommitted(WireMessage, frozen=True, kw_only=True):
     duration_us: Count
     micro_batches_by_rank: tuple[Count, ...]
     micro_batches_repeated: Count
-    checked: Count = 0
-    checksum: SamplesDigest = 0
-    sums: SamplesDigest = 0
-
-
-class ErrorReport(WireMessage, frozen=True, kw_only=True):
-    """An exception or a broken collective, reported before anything else is done about it. `peer`: the other end of the
-    broken connection, where that is known; `lost_peers`: all members of the group to whom the connection was dead by
-    then."""
-
-    kind: ErrorKind
-    generation: Count
-    iteration: Count
-    phase: Phase
-    message: Text
-    detail: LongText
-    peer: WorkerOrNone = ""
-    lost_peers: tuple[WorkerId, ...] = ()
-
-
-class Degraded(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.DegradationObserved; sent by the leader alone."""
-
-    iteration_us: Count
-    usual_us: Count
-    slowest: WorkerOrNone
-    compute_us: Count
-    others_us: Count
-
-
-class StragglerReport(StragglerMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
-
-    compute_us: Count
-    others_us: Count
-    since_iteration: Count
-    since_us: Count
-
-
-class StragglerCleared(StragglerMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StragglerRecovered."""
-
-
-class Suspected(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.CorruptionSuspected."""
-
-    sign: CorruptionSign
-    suspect: WorkerOrNone
-    value: float
-    usual: float
-
-
-class Busy(WireMessage, frozen=True, kw_only=True):
-    """The program has begun the declared work `section`, for at most `limit_us`; "": that work is over."""
-
-    section: Text
-    limit_us: Count
-
-
-class MembershipWait(WireMessage, frozen=True, kw_only=True):
-    """The worker follows the membership of `generation`, and has waited for the others for a while."""
-
-    generation: Count
-
-
-class StopRequest(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StopRequested."""
-
-    iteration: Count
-    reason: Text
-    has_left_loop: bool = False
-
-
-class SaveFinished(WireMessage, frozen=True, kw_only=True):
-    """A checkpoint of `iteration` is on storage."""
-
-    iteration: Count
-    path: Text
-    size_bytes: Count
-    duration_us: Count
-
-
-class SaveError(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.SaveFailed."""
-
-    iteration: Count
-    saver: Saver
-    reason: Text
-
-
-class Captured(WireMessage, frozen=True, kw_only=True):
-    """The node's memory holds the state after `iteration`; training was halted for `duration_us`.
-
-    `shards`: how many make up a replica of this layout.
-    """
-
-    shard: Count
-    iteration: Count
-    generation: Count
-    size_bytes: Count
-    shards: Count
-    duration_us: Count
-
-
-class StateLoadReport(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StateLoaded."""
-
-    generation: Count
-    source: StateSource
-    iteration: Count
-    size_bytes: Count
-    duration_us: Count
-    failed_sources: tuple[Text, ...]
-    storage_iteration: Count
-    saved_us: Count
-    resharded_from: Text
-
-
-class Completed(WireMessage, frozen=True, kw_only=True):
-    """All iterations are done; sent by the leader alone. The process exits 0 afterwards."""
-
-    iteration: Count
-    loss: float
-    params_digest: Text
+    checksums: Checksums | None = None
 
 
 # --- fork server -> agent, on a worker's connection ----------------------------------------------
@@ -339,6 +199,11 @@ class Launch(WireMessage, frozen=True, kw_only=True):
     memory_max_bytes: Count = 0
     mark: Text = ""
     line_fd: Annotated[int, Meta(ge=-1)] = -1
+
+    @property
+    def reporter(self) -> Reporter:
+        """Return the fields by which an event names this worker."""
+        return Reporter(node=self.node, task=self.task, worker=self.worker)
 
 
 class Kill(WireMessage, frozen=True, kw_only=True):
@@ -441,11 +306,13 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     slot: Count
 
 
-FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Parked | IterationCommitted | ErrorReport | Degraded | StragglerReport | StragglerCleared
-    | Suspected | SaveFinished | SaveError | Captured | StateLoadReport | Completed | Busy | MembershipWait
-    | StopRequest | Flight
+#: The events that a worker may send, about itself alone: the agent refuses others, and appends these as they are.
+WorkerReport: TypeAlias = (
+    WorkerReady | WorkerJoinedGroup | WorkerPaused | ErrorReported | DegradationObserved | StragglerObserved
+    | StragglerRecovered | CorruptionSuspected | CheckpointSaved | SaveFailed | SnapshotStored | StateLoaded
+    | TaskCompleted | WorkerBusy | WorkerWaiting | StopRequested
 )  # fmt: skip
+FromWorker: TypeAlias = Hello | IterationCommitted | WorkerReport | Flight
 ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight
 ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ProcessExitAck | Sum
 FromForkServer: TypeAlias = ProcessForked | SpawnFailed | ProcessExited | MemoryReserved | ReserveFailed | Inventory

@@ -3,8 +3,8 @@
 Rules
 -----
 * The worker asks its fork server on the pair, one datagram for each connection that it wants. The fork server connects
-  to the agent's socket, names the worker of that connection (`messages.ConnectionOwner`), and answers with the descriptor and
-  the schema that the agent reads. Without an agent it answers with nothing.
+  to the agent's socket, names the worker of that connection (`messages.ConnectionOwner`), and answers with the
+  descriptor and the schema that the agent reads. Without an agent it answers with nothing.
 * So a worker needs no right to the agent's directory, and cannot speak in another one's name.
 """
 

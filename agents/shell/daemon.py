@@ -31,7 +31,6 @@ from unicrond.agents.core.state import (
     Append,
     CopyState,
     ForkServerDied,
-    HeldState,
     InjectIntoNode,
     Input,
     NodeFaultInjected,
@@ -64,7 +63,7 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.vocabulary import ExitCause, NodeJoined, WorkerId
+from unicrond.events.vocabulary import ExitCause, NodeJoined, SnapshotStored, WorkerId
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
@@ -234,7 +233,7 @@ class Agent(Shell):
         """See Shell."""
         return self._output.log_tail(worker)
 
-    def held_states(self) -> list[HeldState]:
+    def snapshots(self) -> list[SnapshotStored]:
         """See Shell."""
         return self._memory.states()
 
@@ -254,8 +253,8 @@ class Agent(Shell):
         """See Shell. That agent is heard soon; one that is not belongs to no agent."""
         self._log.look_for_agent(boot)
 
-    def _copy_stored(self, state: HeldState) -> None:
-        self.feed(StateHeld(held_state=state))
+    def _copy_stored(self, state: SnapshotStored) -> None:
+        self.feed(StateHeld(snapshot=state))
 
     def _fork_server_died(self, cause: ExitCause) -> None:
         self._memory.fork_server_died()

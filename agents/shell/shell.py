@@ -31,7 +31,6 @@ from unicrond.agents.core.state import (
     Finish,
     ForgetLog,
     ForkServerSaid,
-    HeldState,
     InjectIntoNode,
     Input,
     LogDecision,
@@ -50,7 +49,15 @@ from unicrond.agents.protocol.messages import FromForkServer, Hello, Inventory, 
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.progress_watch import ProgressWatch, Signs
 from unicrond.events.log.event_log import BROADCAST_TYPES, CommandFeed
-from unicrond.events.vocabulary import Command, Heartbeat, NodeJoined, StartWorker, StartWorkers, WorkerId
+from unicrond.events.vocabulary import (
+    Command,
+    Heartbeat,
+    NodeJoined,
+    SnapshotStored,
+    StartWorker,
+    StartWorkers,
+    WorkerId,
+)
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered
 
@@ -120,7 +127,7 @@ class Shell(ABC):
         """Handle a command for a later agent of this node's name, which is to take it."""
 
     @abstractmethod
-    def held_states(self) -> Iterable[HeldState]:
+    def snapshots(self) -> Iterable[SnapshotStored]:
         """Return the states in the node's memory when a fork server greets."""
 
     def log_tail(self, worker: WorkerId) -> str:
@@ -220,8 +227,8 @@ class Shell(ABC):
         if isinstance(message, Inventory) and not self.closed:
             for entry in message.workers:  # a worker that hangs sends no hello to a new agent
                 self.watch.follow(entry.worker, entry.pid)
-            for state in list(self.held_states()):
-                self.feed(StateHeld(held_state=state))
+            for state in list(self.snapshots()):
+                self.feed(StateHeld(snapshot=state))
 
     def tasks_here(self, log: LogSeen | None = None) -> frozenset[str]:
         """Return the tasks that have a worker here, or will have one.

@@ -19,18 +19,10 @@ from typing import NoReturn
 from unicrond.agents.host.prctl import capabilities
 from unicrond.agents.protocol.flight import Flight, TellFlight
 from unicrond.agents.protocol.framing import Unframer, frame
-from unicrond.agents.protocol.messages import (
-    GroupMembership,
-    Hello,
-    IterationCommitted,
-    Launch,
-    Quit,
-    Ready,
-    Regrouped,
-    ToWorker,
-)
+from unicrond.agents.protocol.messages import GroupMembership, Hello, IterationCommitted, Launch, Quit, ToWorker
 from unicrond.agents.protocol.sum_order import Sum
 from unicrond.agents.protocol.worker_line import Line
+from unicrond.events.vocabulary import WorkerJoinedGroup, WorkerReady
 
 
 def serve(listener: socket.socket) -> NoReturn:
@@ -147,7 +139,7 @@ def talk(launch: Launch) -> None:
         )
         incoming: Unframer[ToWorker] = Unframer(ToWorker)
         try:
-            agent.sendall(frame(hello) + (frame(Ready()) if is_new else b""))
+            agent.sendall(frame(hello) + (frame(WorkerReady()) if is_new else b""))
             while True:
                 if select.select([agent], [], [], 0.01)[0]:
                     data = agent.recv(65536)
@@ -161,7 +153,7 @@ def talk(launch: Launch) -> None:
                             continue
                         assert isinstance(message, GroupMembership)
                         generation = message.generation
-                        regrouped = Regrouped(
+                        regrouped = WorkerJoinedGroup(
                             generation=generation,
                             iteration=iteration + 1,
                             micro_batches_assigned=0,

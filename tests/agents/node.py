@@ -48,7 +48,6 @@ from unicrond.agents.protocol.messages import (
     ProcessExited,
     ProcessForked,
     Quit,
-    Ready,
     Spawn,
 )
 from unicrond.events.vocabulary import (
@@ -66,6 +65,7 @@ from unicrond.events.vocabulary import (
     StopWorker,
     StoreAddress,
     TaskSpec,
+    WorkerReady,
 )
 from unicrond.events.vocabulary.placements import runs_of
 
@@ -243,7 +243,7 @@ class Node:
 
     def ready(self, worker: str) -> None:
         self.hello(worker)
-        self.say(worker, Ready())
+        self.say(worker, WorkerReady())
 
     def fork(self) -> None:
         """Answer the oldest Spawn."""

@@ -28,21 +28,7 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import (
-    Busy,
-    Completed,
-    ErrorReport,
-    GroupMembership,
-    Hello,
-    Inventory,
-    Kill,
-    Parked,
-    ProcessExitAck,
-    Quit,
-    Regrouped,
-    SaveFinished,
-    StopRequest,
-)
+from unicrond.agents.protocol.messages import GroupMembership, Hello, Inventory, Kill, ProcessExitAck, Quit
 from unicrond.events.vocabulary import (
     CheckpointSaved,
     Checksums,
@@ -55,6 +41,7 @@ from unicrond.events.vocabulary import (
     Phase,
     StartWorker,
     StepCommitted,
+    StopRequested,
     TaskCompleted,
     TaskSpec,
     WorkerBusy,
@@ -93,12 +80,14 @@ def member(node: Node, worker: str, number: int, generation: int = 1) -> None:
     node.say(worker, regrouped(generation))
 
 
-def regrouped(generation: int, iteration: int = 1) -> Regrouped:
-    return Regrouped(generation=generation, iteration=iteration, micro_batches_assigned=0, duration_us=5, source="own")
+def regrouped(generation: int, iteration: int = 1) -> WorkerJoinedGroup:
+    return WorkerJoinedGroup(
+        generation=generation, iteration=iteration, micro_batches_assigned=0, duration_us=5, source="own"
+    )
 
 
-def trouble(kind: str) -> ErrorReport:
-    return ErrorReport(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
+def trouble(kind: str) -> ErrorReported:
+    return ErrorReported(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
 
 
 # --- joining -------------------------------------------------------------------------------------
@@ -425,18 +414,18 @@ def test_a_membership_that_was_not_delivered_is_by_the_next_agent(node: Node) ->
 
 def test_facts_of_workers_become_events(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4))
+    node.say("a.1", CheckpointSaved(iteration=2, path="/c", size_bytes=3, duration_us=4))
     node.say("a.1", trouble("connection_broken"))
-    node.say("a.1", Parked(generation=2, iteration=5))
-    node.say("a.1", Completed(iteration=9, loss=0.5, params_digest="x"))
+    node.say("a.1", WorkerPaused(generation=2, iteration=5))
+    node.say("a.1", TaskCompleted(iteration=9, loss=0.5, params_digest="x"))
     for kind in (WorkerReady, WorkerJoinedGroup, CheckpointSaved, ErrorReported, WorkerPaused, TaskCompleted):
         assert len(node.of(kind)) == 1, kind
 
 
 def test_what_is_told_again_to_a_new_agent_is_no_news(node: Node) -> None:
     member(node, "a.1", 1)
-    saved = SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4)
-    completed = Completed(iteration=9, loss=0.5, params_digest="x")
+    saved = CheckpointSaved(iteration=2, path="/c", size_bytes=3, duration_us=4)
+    completed = TaskCompleted(iteration=9, loss=0.5, params_digest="x")
     messages = [regrouped(1), committed(1, 1), saved, completed]
     for message in messages:
         node.say("a.1", message)
@@ -487,12 +476,12 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
     [
         regrouped(2),
         trouble("exception"),
-        Parked(generation=2, iteration=3),
-        Completed(iteration=3, loss=1.0, params_digest="x"),
+        WorkerPaused(generation=2, iteration=3),
+        TaskCompleted(iteration=3, loss=1.0, params_digest="x"),
     ],
 )
 def test_a_sum_is_closed_by_news_of_its_worker(
-    node: Node, closing: Regrouped | ErrorReport | Parked | Completed
+    node: Node, closing: WorkerJoinedGroup | ErrorReported | WorkerPaused | TaskCompleted
 ) -> None:
     member(node, "a.1", 1)
     for iteration in (1, 2, 3):
@@ -574,7 +563,7 @@ def test_exit_0_in_mid_training_is_an_error_of_the_program(node: Node) -> None:
 def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says: str) -> None:
     member(node, "a.1", 1)
     if says == "stop":
-        node.say("a.1", StopRequest(iteration=5, reason="enough"))
+        node.say("a.1", StopRequested(iteration=5, reason="enough"))
     node.die("a.1", EXIT_0, mark=mark_in("done" if says == "done" else "step"))
     assert not node.of(ErrorReported)
     assert node.of(WorkerExited)[0].is_expected
@@ -582,13 +571,13 @@ def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says
 
 def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", Busy(section="evaluation", limit_us=5_000_000))
-    node.say("a.1", Busy(section="", limit_us=0))
+    node.say("a.1", WorkerBusy(section="evaluation", limit_us=5_000_000))
+    node.say("a.1", WorkerBusy(section="", limit_us=0))
     node.fire("busy", "a.1")
     assert not node.of(WorkerBusy), "it was over at once"
-    node.say("a.1", Busy(section="export", limit_us=5_000_000))
+    node.say("a.1", WorkerBusy(section="export", limit_us=5_000_000))
     node.fire("busy", "a.1")
-    node.say("a.1", Busy(section="", limit_us=0))
+    node.say("a.1", WorkerBusy(section="", limit_us=0))
     assert [event.section for event in node.of(WorkerBusy)] == ["export", ""]
 
 

@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from tests.agents.node import CONFIG, Node, committed, decision, start
-from unicrond.agents.protocol.messages import Regrouped
 from unicrond.events.vocabulary import StateSource, StepCommitted, WorkerJoinedGroup
 
 SLOTS = 4
@@ -26,7 +25,7 @@ def node() -> Node:
 def regroup(node: Node, worker: str, generation: int = 1, *, source: StateSource = "own", others: int = 0) -> None:
     node.say(
         worker,
-        Regrouped(
+        WorkerJoinedGroup(
             generation=generation, iteration=7, micro_batches_assigned=1, duration_us=9, source=source,
             micro_batches_assigned_elsewhere=others
         ),

@@ -11,15 +11,7 @@ from tests.agents.node import Node, committed, stop
 from tests.agents.test_core import member
 from unicrond.agents.core.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import (
-    Degraded,
-    Kill,
-    ProcessExited,
-    Quit,
-    StragglerCleared,
-    StragglerReport,
-    Suspected,
-)
+from unicrond.agents.protocol.messages import Kill, ProcessExited, Quit
 from unicrond.events.vocabulary import (
     CorruptionSuspected,
     DegradationObserved,
@@ -69,7 +61,7 @@ def test_who_is_unknown_or_being_stopped_is_not_told_of(node: Node) -> None:
 def test_statistics_become_events(node: Node) -> None:
     node.say(
         "a.1",
-        Degraded(
+        DegradationObserved(
             generation=1, iteration=7, iteration_us=23, usual_us=20, slowest="a.4", compute_us=12, others_us=10
         ),
     )  # fmt: skip
@@ -77,15 +69,15 @@ def test_statistics_become_events(node: Node) -> None:
     assert (slow.slowest, slow.iteration_us, slow.usual_us, slow.compute_us, slow.others_us) == ("a.4", 23, 20, 12, 10)
     about = {"generation": 1, "iteration": 7, "straggler": "a.4", "straggler_node": "n9", "rank": 3}
     node.say(
-        "a.1", StragglerReport(**about, factor=1.25, compute_us=125, others_us=100, since_iteration=4, since_us=77)
+        "a.1", StragglerObserved(**about, factor=1.25, compute_us=125, others_us=100, since_iteration=4, since_us=77)
     )  # fmt: skip
     (straggles,) = node.of(StragglerObserved)
     assert (straggles.worker, straggles.straggler, straggles.straggler_node) == ("a.1", "a.4", "n9")
     assert (straggles.rank, straggles.factor, straggles.since_iteration, straggles.since_us) == (3, 1.25, 4, 77)
-    node.say("a.1", StragglerCleared(**about, factor=1.01))
+    node.say("a.1", StragglerRecovered(**about, factor=1.01))
     (recovered,) = node.of(StragglerRecovered)
     assert (recovered.straggler, recovered.factor) == ("a.4", 1.01)
-    node.say("a.1", Suspected(generation=1, iteration=7, sign="loss", suspect="a.4", value=9.0, usual=2.0))
+    node.say("a.1", CorruptionSuspected(generation=1, iteration=7, sign="loss", suspect="a.4", value=9.0, usual=2.0))
     (odd,) = node.of(CorruptionSuspected)
     assert (odd.worker, odd.suspect, odd.sign, odd.value, odd.usual) == ("a.1", "a.4", "loss", 9.0, 2.0)
 

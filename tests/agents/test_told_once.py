@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.agents.node import CONFIG, NODE, STORE, Node, decision, part, start, stop
-from unicrond.agents.core.state import CopyState, HeldState, LogSeen, Remembered, StateHeld, TellWorker
+from unicrond.agents.core.state import CopyState, LogSeen, Remembered, StateHeld, TellWorker
 from unicrond.agents.protocol.framing import frame
 from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, GroupMembership
 from unicrond.agents.shell.outbox import Outbox
@@ -21,6 +21,7 @@ from unicrond.events.vocabulary import (
     Member,
     MemoryService,
     PeersDecided,
+    SnapshotStored,
     Start,
     StartWorkers,
     TaskSpec,
@@ -144,7 +145,7 @@ def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
     node.tell(decision("a", 1, ["a.1"]))
     node.feed(
         StateHeld(
-            held_state=HeldState(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)
+            snapshot=SnapshotStored(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)
         )
     )
     peers = (MemoryService(node="n9", host="h", port=1, token="t"),)

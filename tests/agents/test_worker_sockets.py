@@ -13,8 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import ConnectionOwner, Hello, Ready
+from unicrond.agents.protocol.messages import ConnectionOwner, Hello
 from unicrond.agents.shell.worker_sockets import WorkerSockets
+from unicrond.events.vocabulary import WorkerReady
 
 
 class Heard:
@@ -79,8 +80,8 @@ async def test_a_socket_that_is_taken_away_is_bound_again(
     assert caplog.text.count("was gone: bound it again") == 1
     assert caplog.text.count("cannot be bound again") <= 1, "told once, not at each look"
     assert stat.S_IMODE(heard.path.stat().st_mode) == 0o600
-    first.write(frame(Ready()))
-    assert await heard.next() == ("a.1", Ready()), "who was connected did not notice"
+    first.write(frame(WorkerReady()))
+    assert await heard.next() == ("a.1", WorkerReady()), "who was connected did not notice"
     for writer in (first, second):
         writer.close()
 

@@ -6,13 +6,12 @@ import asyncio
 import threading
 from collections.abc import Mapping
 
-from unicrond.agents.core.state import HeldState
 from unicrond.agents.memory.peer_tokens import Credentials
 from unicrond.agents.memory.regions import MemoryRegions, NoRegion
 from unicrond.agents.memory.server import MemoryServer
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.memory_exchange import TLS
-from unicrond.events.vocabulary import MemoryService
+from unicrond.events.vocabulary import MemoryService, SnapshotStored
 
 TOKEN = "a token"
 
@@ -22,7 +21,7 @@ class OtherNode:
 
     def __init__(self, node: str, shards: Mapping[int, Memory], credentials: Credentials | None = None) -> None:
         self._node, self._shards, self._credentials = node, shards, credentials
-        self.copies: list[HeldState] = []
+        self.copies: list[SnapshotStored] = []
 
     def __enter__(self) -> MemoryService:
         self._loop = asyncio.new_event_loop()

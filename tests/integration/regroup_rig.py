@@ -39,9 +39,7 @@ from unicrond.agents.protocol import marks
 from unicrond.agents.protocol.framing import Unframer, frame
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.messages import (
-    Completed,
     ConnectionOwner,
-    ErrorReport,
     FromWorker,
     GroupMembership,
     Hello,
@@ -53,13 +51,20 @@ from unicrond.agents.protocol.messages import (
     ProcessExited,
     ProcessForked,
     Quit,
-    Ready,
-    Regrouped,
     Spawn,
     ToForkServer,
     ToWorker,
 )
-from unicrond.events.vocabulary import Member, MemoryService, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import (
+    ErrorReported,
+    Member,
+    MemoryService,
+    StoreAddress,
+    TaskCompleted,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerReady,
+)
 
 S = TypeVar("S", bound=msgspec.Struct)
 FromServer = ProcessForked | ProcessExited | Inventory
@@ -364,8 +369,8 @@ class Rig:
         return [message for _, message in self.said if isinstance(message, IterationCommitted)]
 
     @property
-    def completed(self) -> Completed | None:
-        told = [message for _, message in self.said if isinstance(message, Completed)]
+    def completed(self) -> TaskCompleted | None:
+        told = [message for _, message in self.said if isinstance(message, TaskCompleted)]
         return told[-1] if told else None
 
     def iterations(self) -> dict[int, IterationCommitted]:
@@ -383,7 +388,7 @@ class Rig:
         return any(message.iteration >= iteration for message in self.committed)
 
     def ready(self, *workers: str) -> bool:
-        return all(self.of(Ready, worker) for worker in workers)
+        return all(self.of(WorkerReady, worker) for worker in workers)
 
     # --- carrying ---------------------------------------------------------------------------------
 
@@ -497,7 +502,7 @@ class Storm:
         started, committed = time.monotonic(), len(self.rig.committed)
 
         def settled() -> bool:
-            seats = [self.rig.of(Regrouped, worker) for replica in self.replicas for worker in replica]
+            seats = [self.rig.of(WorkerJoinedGroup, worker) for replica in self.replicas for worker in replica]
             return all(told and told[-1].generation == self.generation for told in seats)  # type: ignore[attr-defined]
 
         self.rig.until(settled)
@@ -532,7 +537,9 @@ def storm(server: ForkServer, rounds: int, seed: int, spec: TaskSpec, directory:
         iterations = rig.iterations()
         assert list(iterations) == list(range(1, len(iterations) + 1)), f"an iteration is missing in {list(iterations)}"
         assert all(message.samples == 8 for message in rig.committed)
-        kinds = collections.Counter(message.kind for message in rig.of(ErrorReport) if isinstance(message, ErrorReport))
+        kinds = collections.Counter(
+            message.kind for message in rig.of(ErrorReported) if isinstance(message, ErrorReported)
+        )
         print(f"{rounds} rounds, {len(iterations)} iterations, loss {rig.committed[-1].loss:.4f}, {dict(kinds)}")
         staying = rig.living()
         rig.quit(*staying)

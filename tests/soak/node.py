@@ -13,7 +13,6 @@ from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.state import (
     Checked,
     CopyState,
-    HeldState,
     InjectIntoNode,
     Input,
     LogSeen,
@@ -24,18 +23,14 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Captured,
     GroupMembership,
     Hello,
     Inventory,
     IterationCommitted,
     Kill,
-    Parked,
     ProcessExited,
     ProcessForked,
     Quit,
-    Ready,
-    Regrouped,
     Spawn,
     ToForkServer,
     ToWorker,
@@ -47,7 +42,15 @@ from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.terms import Terms
-from unicrond.events.vocabulary import CoordinatorStarted, MemoryService, TaskSpec
+from unicrond.events.vocabulary import (
+    CoordinatorStarted,
+    MemoryService,
+    SnapshotStored,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerPaused,
+    WorkerReady,
+)
 from unicrond.events.wire.envelope import Entry, Envelope
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 
@@ -99,7 +102,9 @@ class Worker:
                 self._follow(message)
             elif self.was_member:
                 self.membership = None
-                self.say(Parked(generation=message.generation, iteration=self.node.clock.iteration()))
+                self.say(
+                    WorkerPaused(**self.reporter, generation=message.generation, iteration=self.node.clock.iteration())
+                )
 
     def _follow(self, membership: GroupMembership) -> None:
         source: Any = "own"
@@ -109,7 +114,8 @@ class Worker:
         iteration = self.node.clock.iteration() + 1
         self._committed = iteration - 1
         self.say(
-            Regrouped(
+            WorkerJoinedGroup(
+                **self.reporter,
                 generation=membership.generation,
                 iteration=iteration,
                 micro_batches_assigned=0,
@@ -146,7 +152,10 @@ class Worker:
         """Its state is in the node's memory."""
         if self.membership is not None:
             self.say(
-                Captured(
+                SnapshotStored(
+                    node=self.node.name,
+                    task=self.spec.name,
+                    origin=self.node.name,
                     shard=0,
                     iteration=self.node.clock.iteration(),
                     generation=self.membership.generation,
@@ -155,6 +164,10 @@ class Worker:
                     duration_us=1000,
                 )
             )
+
+    @property
+    def reporter(self) -> Reporter:
+        return Reporter(node=self.node.name, task=self.spec.name, worker=self.name)
 
     def say(self, message: Any) -> None:
         self.node.feed(WorkerSaid(worker=self.name, message=message))
@@ -388,7 +401,7 @@ class Node(Shell):
         if worker.name in self.workers:
             hello = Hello(worker=worker.name, task=worker.task, pid=worker.pid, generation=0, ready=False)
             self.worker_connected(hello)
-            worker.say(Ready())
+            worker.say(WorkerReady(**worker.reporter))
 
     def _say(self, message: Any) -> None:
         self.fork_server_said(message)
@@ -408,5 +421,5 @@ class Node(Shell):
     def superseded(self, boot: int) -> None:
         """The node was switched on again while this life of it still reads."""
 
-    def held_states(self) -> Iterable[HeldState]:
+    def snapshots(self) -> Iterable[SnapshotStored]:
         return ()

@@ -13,14 +13,14 @@ import torch
 
 from tests.agents.node import committed
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.protocol.messages import GroupMembership, StragglerReport
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.detection.baseline import LAST_WRITE_US
 from unicrond.agents.trainer.detection.checksum import checksum, checksum_of_pieces
 from unicrond.agents.trainer.detection.observing import Detection, Sighting
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount, Total
 from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import WorkerSettings
-from unicrond.events.vocabulary import Member, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import Member, StoreAddress, StragglerObserved, TaskSpec
 
 START_US = 600_000_000
 
@@ -77,7 +77,7 @@ def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
     clock = itertools.count(10**9, 500_000)
     monkeypatch.setattr("unicrond.agents.trainer.detection.observing.now_us", lambda: next(clock))
     (told,) = told_of(shard, rank=0)
-    assert isinstance(told, StragglerReport)
+    assert isinstance(told, StragglerObserved)
     assert (told.straggler, told.straggler_node, told.rank) == (f"t.{3 + shard}", "n1", 2 + shard)
     assert told.factor == pytest.approx(1.25) and (told.compute_us, told.others_us) == (125_000, 100_000)
     assert not told_of(shard, rank=1)

@@ -10,25 +10,25 @@ import pytest
 
 from tests.younger import NEXT, younger
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import Busy, ErrorReport, InjectIntoWorker, Launch, Ready
+from unicrond.agents.protocol.messages import InjectIntoWorker, Launch
 from unicrond.agents.protocol.peers import agent_schema, message_for, plain, write_schema
 from unicrond.agents.trainer.process.channel import AgentChannel
-from unicrond.events.vocabulary import Fault, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import ErrorReported, Fault, StoreAddress, TaskSpec, WorkerBusy, WorkerReady
 from unicrond.events.vocabulary.field_defaults import Since
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 
-TROUBLE = ErrorReport(
+TROUBLE = ErrorReported(
     kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost_peers=("t.2",)
 )
-BUSY = Busy(section="evaluation", limit_us=5)
+BUSY = WorkerBusy(section="evaluation", limit_us=5)
 
 
 @pytest.fixture
 def next_schema() -> Iterator[None]:
     """The next schema brings a message of workers, a field of another, and a part of what agents say."""
-    fields = {ErrorReport: {"lost_peers": Since(NEXT)}, Fault: {"excluded_from_blame": Since(NEXT)}}
+    fields = {ErrorReported: {"lost_peers": Since(NEXT)}, Fault: {"excluded_from_blame": Since(NEXT)}}
     with pytest.MonkeyPatch.context() as patch, younger(fields=fields):
-        patch.setattr(Busy, "since", NEXT, raising=False)
+        patch.setattr(WorkerBusy, "since", NEXT, raising=False)
         yield
 
 
@@ -69,9 +69,9 @@ def test_a_message_that_the_agent_does_not_know_waits_for_the_next_agent() -> No
     channel = AgentChannel(launch, 60)
     channel._agent_schema = FIRST
     channel.send(BUSY)
-    channel.send(Ready())
+    channel.send(WorkerReady())
     message, body = channel._next_outgoing(None)
-    assert message == Ready() and bytes(body) == frame(Ready())
+    assert message == WorkerReady() and bytes(body) == frame(WorkerReady())
     assert channel._next_outgoing(message) == (None, memoryview(b""))
     assert BUSY not in channel._greeting()
     channel._agent_schema = NEXT

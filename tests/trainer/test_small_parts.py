@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from unicrond.agents.protocol import injection
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
-from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
+from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, ToWorker
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
 from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import WorkerReady
 
 
 def test_ordered_faults_are_parsed() -> None:
@@ -75,7 +76,7 @@ def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [frame(Ready()), (MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\2\x92\xc0"]
+    "data", [frame(WorkerReady()), (MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\2\x92\xc0"]
 )
 def test_bad_frames_are_refused(data: bytes) -> None:
     with pytest.raises(BadFrame):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch, StopRequest
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
 from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
 from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
@@ -13,7 +13,7 @@ from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSch
 from unicrond.agents.trainer.lifecycle.shares import Shares
 from unicrond.agents.trainer.lifecycle.states import FOLLOWS, State
 from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict, Position
-from unicrond.events.vocabulary import Member, Phase, StateSource, TaskSpec
+from unicrond.events.vocabulary import Member, Phase, StateSource, StopRequested, TaskSpec
 
 _REASON_CHARS = 512
 
@@ -171,12 +171,12 @@ class MemberState:
                 range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], repeated
             )
 
-    def stop(self, reason: str) -> StopRequest | None:
-        """Note that the program wants training to end; return the message about it, None where it has been sent."""
+    def stop(self, reason: str) -> StopRequested | None:
+        """Note that the program wants training to end; return the event about it, None where it has been sent."""
         if self.stop_reason:
             return None
         self.stop_reason = reason[:_REASON_CHARS]
-        return StopRequest(iteration=self.last_iteration, reason=self.stop_reason)
+        return StopRequested(**self.launch.reporter, iteration=self.last_iteration, reason=self.stop_reason)
 
 
 def lanes_of(spec: TaskSpec) -> Lanes | None:

@@ -31,9 +31,6 @@ from unicrond.agents.protocol.exits import EXIT_NO_AGENT
 from unicrond.agents.protocol.flight import TellFlight
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import (
-    Busy,
-    Completed,
-    ErrorReport,
     FromWorker,
     GroupMembership,
     Hello,
@@ -41,10 +38,7 @@ from unicrond.agents.protocol.messages import (
     IterationCommitted,
     Launch,
     Quit,
-    Ready,
-    Regrouped,
-    SaveFinished,
-    StopRequest,
+    Reporter,
     ToWorker,
 )
 from unicrond.agents.protocol.peers import message_for
@@ -52,14 +46,23 @@ from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.agents.protocol.worker_line import Line
 from unicrond.agents.trainer.lifecycle.failures import QuitRequested
 from unicrond.agents.trainer.process.flight import read_flight
-from unicrond.events.vocabulary import Fault
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    ErrorReported,
+    Fault,
+    StopRequested,
+    TaskCompleted,
+    WorkerBusy,
+    WorkerJoinedGroup,
+    WorkerReady,
+)
 from unicrond.events.wire.schemas import SCHEMA
 
 QUIT_GRACE_S = 2.0
 _PAUSE_MIN_S = 0.02
 _PAUSE_MAX_S = 0.5
 _QUEUE_MAX_MESSAGES = 65536
-_REPEATED = (Regrouped, IterationCommitted, SaveFinished, Completed, Busy, StopRequest)
+_REPEATED = (WorkerJoinedGroup, IterationCommitted, CheckpointSaved, TaskCompleted, WorkerBusy, StopRequested)
 
 
 class AgentChannel:
@@ -88,6 +91,11 @@ class AgentChannel:
 
     # --- the main thread's side ------------------------------------------------------------------
 
+    @property
+    def reporter(self) -> Reporter:
+        """Return the fields by which an event names this worker."""
+        return self._launch.reporter
+
     def start(self) -> None:
         """Start the thread that connects to the agent, and connects again whenever the connection ends."""
         threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
@@ -97,12 +105,12 @@ class AgentChannel:
 
         Secrets of the task do not show in what is told of a trouble.
         """
-        if isinstance(message, ErrorReport):
+        if isinstance(message, ErrorReported):
             message = redact(message, self._mask)
         with self._condition:
-            if isinstance(message, Ready):
+            if isinstance(message, WorkerReady):
                 self._ready = True
-            elif isinstance(message, Regrouped):
+            elif isinstance(message, WorkerJoinedGroup):
                 self._generation = message.generation
             self._queue.append(message)
             if len(self._queue) > _QUEUE_MAX_MESSAGES:
@@ -202,8 +210,8 @@ class AgentChannel:
         repeated = [
             lowered for message in repeated if (lowered := message_for(self._agent_schema, message)) is not None
         ]
-        unanswered = self._ready and self._generation == 0 and not any(isinstance(m, Ready) for m in self._queue)
-        return [hello, *([Ready()] if unanswered else []), *repeated]
+        unanswered = self._ready and self._generation == 0 and not any(isinstance(m, WorkerReady) for m in self._queue)
+        return [hello, *([WorkerReady(**self.reporter)] if unanswered else []), *repeated]
 
     def _serve(self, connection: socket.socket) -> None:
         """Carry messages both ways until the connection ends."""
