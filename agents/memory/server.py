@@ -77,7 +77,8 @@ class _Peer(NamedTuple):
 
 
 class MemoryServer:
-    """Serves `regions` of `node` after `start`. `on_copy` is called in the event loop when a copy is sealed. `credentials`: those
+    """Serves `regions` of `node` after `start`. `on_copy` is called in the event loop when a copy is sealed.
+    `credentials`: those
     of this node, for TLS and passes; None: in clear, with the token."""
 
     def __init__(

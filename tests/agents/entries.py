@@ -139,7 +139,7 @@ def talk(launch: Launch) -> None:
         )
         incoming: Unframer[ToWorker] = Unframer(ToWorker)
         try:
-            agent.sendall(frame(hello) + (frame(WorkerReady()) if is_new else b""))
+            agent.sendall(frame(hello) + (frame(WorkerReady(**launch.reporter)) if is_new else b""))
             while True:
                 if select.select([agent], [], [], 0.01)[0]:
                     data = agent.recv(65536)
@@ -154,6 +154,7 @@ def talk(launch: Launch) -> None:
                         assert isinstance(message, GroupMembership)
                         generation = message.generation
                         regrouped = WorkerJoinedGroup(
+                            **launch.reporter,
                             generation=generation,
                             iteration=iteration + 1,
                             micro_batches_assigned=0,

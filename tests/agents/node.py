@@ -48,6 +48,7 @@ from unicrond.agents.protocol.messages import (
     ProcessExited,
     ProcessForked,
     Quit,
+    Reporter,
     Spawn,
 )
 from unicrond.events.vocabulary import (
@@ -65,6 +66,7 @@ from unicrond.events.vocabulary import (
     StopWorker,
     StoreAddress,
     TaskSpec,
+    WorkerObservation,
     WorkerReady,
 )
 from unicrond.events.vocabulary.placements import runs_of
@@ -150,6 +152,11 @@ def committed(generation: int, iteration: int, *, loss: float = 1.0, samples: in
         micro_batches_by_rank=(4, 4),
         micro_batches_repeated=0,
     )
+
+
+def reporter(worker: str) -> Reporter:
+    """The fields by which an event of this worker names it."""
+    return Reporter(node=NODE, task=worker.rpartition(".")[0], worker=worker)
 
 
 @dataclass
@@ -239,11 +246,14 @@ class Node:
         return self.feed(WorkerConnected(hello=hello))
 
     def say(self, worker: str, message: FromWorker) -> list[Action]:
+        """An event is about the worker that sends it, whichever it was made for."""
+        if isinstance(message, WorkerObservation):
+            message = replace(message, **reporter(worker))
         return self.feed(WorkerSaid(worker=worker, message=message))
 
     def ready(self, worker: str) -> None:
         self.hello(worker)
-        self.say(worker, WorkerReady())
+        self.say(worker, WorkerReady(**reporter(worker)))
 
     def fork(self) -> None:
         """Answer the oldest Spawn."""

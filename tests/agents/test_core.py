@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import CONFIG, NODE, Node, committed, membership, start, stop
-from unicrond.agents.core import reports
+from tests.agents.node import CONFIG, NODE, Node, committed, membership, reporter, start, stop
 from unicrond.agents.core.state import (
     Append,
     Appended,
@@ -25,20 +25,33 @@ from unicrond.agents.core.state import (
     Unreadable,
     WorkerConnected,
     WorkerDisconnected,
+    WorkerSaid,
 )
 from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import GroupMembership, Hello, Inventory, Kill, ProcessExitAck, Quit
+from unicrond.agents.protocol.messages import (
+    FromWorker,
+    GroupMembership,
+    Hello,
+    Inventory,
+    Kill,
+    ProcessExitAck,
+    Quit,
+    WorkerReport,
+)
 from unicrond.events.vocabulary import (
     CheckpointSaved,
     Checksums,
     CommandApplied,
     CommandFailed,
     ErrorReported,
+    Event,
+    HangSuspected,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     Phase,
+    SnapshotStored,
     StartWorker,
     StepCommitted,
     StopRequested,
@@ -47,9 +60,11 @@ from unicrond.events.vocabulary import (
     WorkerBusy,
     WorkerExited,
     WorkerJoinedGroup,
+    WorkerObservation,
     WorkerPaused,
     WorkerReady,
     WorkerStarted,
+    WorkerWaiting,
 )
 from unicrond.events.vocabulary.placements import members_of
 from unicrond.events.wire.schemas import SCHEMA
@@ -82,12 +97,19 @@ def member(node: Node, worker: str, number: int, generation: int = 1) -> None:
 
 def regrouped(generation: int, iteration: int = 1) -> WorkerJoinedGroup:
     return WorkerJoinedGroup(
-        generation=generation, iteration=iteration, micro_batches_assigned=0, duration_us=5, source="own"
+        **reporter("a.1"),
+        generation=generation,
+        iteration=iteration,
+        micro_batches_assigned=0,
+        duration_us=5,
+        source="own",
     )
 
 
 def trouble(kind: str) -> ErrorReported:
-    return ErrorReported(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
+    return ErrorReported(
+        **reporter("a.1"), kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d"
+    )  # type: ignore[arg-type]
 
 
 # --- joining -------------------------------------------------------------------------------------
@@ -414,18 +436,18 @@ def test_a_membership_that_was_not_delivered_is_by_the_next_agent(node: Node) ->
 
 def test_facts_of_workers_become_events(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", CheckpointSaved(iteration=2, path="/c", size_bytes=3, duration_us=4))
+    node.say("a.1", CheckpointSaved(**reporter("a.1"), iteration=2, path="/c", size_bytes=3, duration_us=4))
     node.say("a.1", trouble("connection_broken"))
-    node.say("a.1", WorkerPaused(generation=2, iteration=5))
-    node.say("a.1", TaskCompleted(iteration=9, loss=0.5, params_digest="x"))
+    node.say("a.1", WorkerPaused(**reporter("a.1"), generation=2, iteration=5))
+    node.say("a.1", TaskCompleted(**reporter("a.1"), iteration=9, loss=0.5, params_digest="x"))
     for kind in (WorkerReady, WorkerJoinedGroup, CheckpointSaved, ErrorReported, WorkerPaused, TaskCompleted):
         assert len(node.of(kind)) == 1, kind
 
 
 def test_what_is_told_again_to_a_new_agent_is_no_news(node: Node) -> None:
     member(node, "a.1", 1)
-    saved = CheckpointSaved(iteration=2, path="/c", size_bytes=3, duration_us=4)
-    completed = TaskCompleted(iteration=9, loss=0.5, params_digest="x")
+    saved = CheckpointSaved(**reporter("a.1"), iteration=2, path="/c", size_bytes=3, duration_us=4)
+    completed = TaskCompleted(**reporter("a.1"), iteration=9, loss=0.5, params_digest="x")
     messages = [regrouped(1), committed(1, 1), saved, completed]
     for message in messages:
         node.say("a.1", message)
@@ -464,8 +486,8 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
     member(node, "a.1", 1)
     node.say("a.1", committed(1, 1))
     for iteration, checksum in ((2, 5), (3, 6), (4, 0)):
-        checked = iteration - 1 if checksum else 0
-        commit = msgspec.structs.replace(committed(1, iteration), checked=checked, checksum=checksum, sums=7 * checksum)
+        checksums = Checksums(iteration=iteration - 1, parameters=checksum, sums=7 * checksum) if checksum else None
+        commit = msgspec.structs.replace(committed(1, iteration), checksums=checksums)
         node.say("a.1", commit)
     node.fire("commits", "a")
     assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(iteration=2, parameters=6, sums=42)]
@@ -476,8 +498,8 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
     [
         regrouped(2),
         trouble("exception"),
-        WorkerPaused(generation=2, iteration=3),
-        TaskCompleted(iteration=3, loss=1.0, params_digest="x"),
+        WorkerPaused(**reporter("a.1"), generation=2, iteration=3),
+        TaskCompleted(**reporter("a.1"), iteration=3, loss=1.0, params_digest="x"),
     ],
 )
 def test_a_sum_is_closed_by_news_of_its_worker(
@@ -563,7 +585,7 @@ def test_exit_0_in_mid_training_is_an_error_of_the_program(node: Node) -> None:
 def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says: str) -> None:
     member(node, "a.1", 1)
     if says == "stop":
-        node.say("a.1", StopRequested(iteration=5, reason="enough"))
+        node.say("a.1", StopRequested(**reporter("a.1"), iteration=5, reason="enough"))
     node.die("a.1", EXIT_0, mark=mark_in("done" if says == "done" else "step"))
     assert not node.of(ErrorReported)
     assert node.of(WorkerExited)[0].is_expected
@@ -571,13 +593,13 @@ def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says
 
 def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", WorkerBusy(section="evaluation", limit_us=5_000_000))
-    node.say("a.1", WorkerBusy(section="", limit_us=0))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="evaluation", limit_us=5_000_000))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="", limit_us=0))
     node.fire("busy", "a.1")
     assert not node.of(WorkerBusy), "it was over at once"
-    node.say("a.1", WorkerBusy(section="export", limit_us=5_000_000))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="export", limit_us=5_000_000))
     node.fire("busy", "a.1")
-    node.say("a.1", WorkerBusy(section="", limit_us=0))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="", limit_us=0))
     assert [event.section for event in node.of(WorkerBusy)] == ["export", ""]
 
 
@@ -765,12 +787,42 @@ def test_the_messages_of_a_membership_carry_what_was_decided(node: Node) -> None
     assert (told.generation, told.members, told.urgent, told.store) == (3, members, True, order.store)
 
 
-@pytest.mark.parametrize(("message", "event"), reports.REPORTED.items(), ids=lambda kind: kind.__name__)
-def test_what_a_worker_reports_has_the_fields_of_its_observation(message: type, event: type) -> None:
-    wanted = {field.name for field in msgspec.structs.fields(event)}
-    told = {field.name for field in msgspec.structs.fields(message)}
-    assert told.isdisjoint({"node", "task", "worker"})
-    assert told | {"node", "task", "worker"} == wanted
+OWN = WorkerWaiting(**reporter("a.1"), generation=1)
+OWN_STATE = SnapshotStored(
+    node=NODE, task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, duration_us=0
+)
+
+
+@pytest.mark.parametrize("event", [OWN, OWN_STATE])
+def test_agent_appends_the_event_of_a_worker_as_it_is(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
+    member(node, "a.1", 1)
+    node.feed(WorkerSaid(worker="a.1", message=event))
+    assert node.of(type(event)) == [event]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        msgspec.structs.replace(OWN, worker="a.2"),
+        msgspec.structs.replace(OWN, task="b"),
+        msgspec.structs.replace(OWN, node="n9"),
+        msgspec.structs.replace(OWN_STATE, task="b"),
+        msgspec.structs.replace(OWN_STATE, origin="n9"),
+    ],
+)
+def test_agent_disconnects_a_worker_that_speaks_of_another(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
+    member(node, "a.1", 1)
+    (action,) = node.feed(WorkerSaid(worker="a.1", message=event))
+    assert isinstance(action, Disconnect) and action.worker == "a.1" and not node.of(type(event))
+
+
+def test_worker_may_send_no_event_but_those_of_its_own() -> None:
+    events = {kind for kind in get_args(FromWorker) if issubclass(kind, Event)}
+    assert events == set(get_args(WorkerReport))
+    assert all(issubclass(kind, WorkerObservation | SnapshotStored) for kind in events)
+    assert events.isdisjoint({WorkerStarted, WorkerExited, HangSuspected, StepCommitted}), (
+        "these the agent knows itself"
+    )
 
 
 def test_a_command_that_cannot_be_read_is_answered_once(node: Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import CONFIG, Node, committed, decision, start
+from tests.agents.node import CONFIG, Node, committed, decision, reporter, start
 from unicrond.events.vocabulary import StateSource, StepCommitted, WorkerJoinedGroup
 
 SLOTS = 4
@@ -26,8 +26,8 @@ def regroup(node: Node, worker: str, generation: int = 1, *, source: StateSource
     node.say(
         worker,
         WorkerJoinedGroup(
-            generation=generation, iteration=7, micro_batches_assigned=1, duration_us=9, source=source,
-            micro_batches_assigned_elsewhere=others
+            **reporter(worker), generation=generation, iteration=7, micro_batches_assigned=1, duration_us=9,
+            source=source, micro_batches_assigned_elsewhere=others
         ),
     )  # fmt: skip
 

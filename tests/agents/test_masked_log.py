@@ -93,6 +93,9 @@ def test_what_looks_like_a_secret_is_blotted_where_a_log_is_served(tmp_path: Pat
 def test_a_trouble_is_told_without_secrets() -> None:
     spec = TaskSpec(name="a", secrets={"A": "env:X"}, env={"DB_PASSWORD": "in-the-env"})
     trouble = ErrorReported(
+        node="n1",
+        task="a",
+        worker="a.1",
         kind="exception",
         generation=1,
         iteration=1,

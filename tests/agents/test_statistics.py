@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import Node, committed, stop
+from tests.agents.node import Node, committed, reporter, stop
 from tests.agents.test_core import member
 from unicrond.agents.core.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
 from unicrond.agents.protocol.marks import Mark
@@ -62,22 +63,36 @@ def test_statistics_become_events(node: Node) -> None:
     node.say(
         "a.1",
         DegradationObserved(
-            generation=1, iteration=7, iteration_us=23, usual_us=20, slowest="a.4", compute_us=12, others_us=10
+            **reporter("a.1"), generation=1, iteration=7, iteration_us=23, usual_us=20, slowest="a.4", compute_us=12,
+            others_us=10
         ),
     )  # fmt: skip
     (slow,) = node.of(DegradationObserved)
     assert (slow.slowest, slow.iteration_us, slow.usual_us, slow.compute_us, slow.others_us) == ("a.4", 23, 20, 12, 10)
-    about = {"generation": 1, "iteration": 7, "straggler": "a.4", "straggler_node": "n9", "rank": 3}
+    about: Any = {
+        **reporter("a.1"),
+        "generation": 1,
+        "iteration": 7,
+        "straggler": "a.4",
+        "straggler_node": "n9",
+        "rank": 3,
+    }
     node.say(
-        "a.1", StragglerObserved(**about, factor=1.25, compute_us=125, others_us=100, since_iteration=4, since_us=77)
-    )  # fmt: skip
+        "a.1",
+        StragglerObserved(**about, factor=1.25, compute_us=125, others_us=100, since_iteration=4, since_us=77),
+    )
     (straggles,) = node.of(StragglerObserved)
     assert (straggles.worker, straggles.straggler, straggles.straggler_node) == ("a.1", "a.4", "n9")
     assert (straggles.rank, straggles.factor, straggles.since_iteration, straggles.since_us) == (3, 1.25, 4, 77)
     node.say("a.1", StragglerRecovered(**about, factor=1.01))
     (recovered,) = node.of(StragglerRecovered)
     assert (recovered.straggler, recovered.factor) == ("a.4", 1.01)
-    node.say("a.1", CorruptionSuspected(generation=1, iteration=7, sign="loss", suspect="a.4", value=9.0, usual=2.0))
+    node.say(
+        "a.1",
+        CorruptionSuspected(
+            **reporter("a.1"), generation=1, iteration=7, sign="loss", suspect="a.4", value=9.0, usual=2.0
+        ),
+    )
     (odd,) = node.of(CorruptionSuspected)
     assert (odd.worker, odd.suspect, odd.sign, odd.value, odd.usual) == ("a.1", "a.4", "loss", 9.0, 2.0)
 

@@ -145,7 +145,17 @@ def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
     node.tell(decision("a", 1, ["a.1"]))
     node.feed(
         StateHeld(
-            snapshot=SnapshotStored(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)
+            snapshot=SnapshotStored(
+                node=NODE,
+                duration_us=0,
+                task="a",
+                shard=0,
+                iteration=1,
+                generation=1,
+                origin=NODE,
+                size_bytes=1,
+                shards=1,
+            )
         )
     )
     peers = (MemoryService(node="n9", host="h", port=1, token="t"),)
@@ -222,7 +232,7 @@ class Feed:
 def shell() -> Shell:
     """One whose lines to the outside lead nowhere."""
     missing = {name: lambda self, *_: None for name in Shell.__abstractmethods__}
-    missing |= {"now_us": lambda self: 1, "held_states": lambda self: ()}
+    missing |= {"now_us": lambda self: 1, "snapshots": lambda self: ()}
     return type("Silent", (Shell,), missing)(CONFIG, Remembered(), Outbox(NODE, 1, lambda: 1), _NoSigns())  # type: ignore[no-any-return]
 
 

@@ -80,8 +80,10 @@ async def test_a_socket_that_is_taken_away_is_bound_again(
     assert caplog.text.count("was gone: bound it again") == 1
     assert caplog.text.count("cannot be bound again") <= 1, "told once, not at each look"
     assert stat.S_IMODE(heard.path.stat().st_mode) == 0o600
-    first.write(frame(WorkerReady()))
-    assert await heard.next() == ("a.1", WorkerReady()), "who was connected did not notice"
+    first.write(frame(WorkerReady(node="n", task="a", worker="a.1")))
+    assert await heard.next() == ("a.1", WorkerReady(node="n", task="a", worker="a.1")), (
+        "who was connected did not notice"
+    )
     for writer in (first, second):
         writer.close()
 

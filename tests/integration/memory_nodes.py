@@ -27,7 +27,7 @@ class OtherNode:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self._server = MemoryServer(Regions(self._shards), TOKEN, self.copies.append, self._credentials)
+        self._server = MemoryServer(self._node, Regions(self._shards), TOKEN, self.copies.append, self._credentials)
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
         token = TLS if self._credentials else TOKEN
         return MemoryService(node=self._node, host="127.0.0.1", port=self._server.port, token=token)

@@ -24,6 +24,7 @@ from unicrond.agents.trainer.states import checkpoint
 from unicrond.events.vocabulary import (
     CheckpointSaved,
     CheckpointSpec,
+    Checksums,
     ErrorReported,
     ModelSpec,
     OptimizerSpec,
@@ -189,7 +190,11 @@ def regrouped(run: Rig, worker: str) -> WorkerJoinedGroup:
 
 def noted(run: Rig) -> dict[int, tuple[float, int, int]]:
     """Of each iteration the loss, and the checksums of the parameters before it and of its gradients' sums."""
-    return {iteration: (commit.loss, commit.checksum, commit.sums) for iteration, commit in run.iterations().items()}
+    numbers = {}
+    for iteration, commit in run.iterations().items():
+        made = commit.checksums or Checksums(iteration=0, parameters=0)
+        numbers[iteration] = (commit.loss, made.parameters, made.sums)
+    return numbers
 
 
 def last_commit(run: Rig) -> IterationCommitted:

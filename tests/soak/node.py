@@ -31,6 +31,7 @@ from unicrond.agents.protocol.messages import (
     ProcessExited,
     ProcessForked,
     Quit,
+    Reporter,
     Spawn,
     ToForkServer,
     ToWorker,

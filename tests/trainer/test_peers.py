@@ -10,17 +10,25 @@ import pytest
 
 from tests.younger import NEXT, younger
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import InjectIntoWorker, Launch
+from unicrond.agents.protocol.messages import InjectIntoWorker, Launch, Reporter
 from unicrond.agents.protocol.peers import agent_schema, message_for, plain, write_schema
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.events.vocabulary import ErrorReported, Fault, StoreAddress, TaskSpec, WorkerBusy, WorkerReady
 from unicrond.events.vocabulary.field_defaults import Since
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 
+REPORTER = Reporter(node="n", task="t", worker="t.1")
 TROUBLE = ErrorReported(
-    kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost_peers=("t.2",)
+    **REPORTER,
+    kind="connection_broken",
+    generation=1,
+    iteration=1,
+    phase="reduce",
+    message="",
+    detail="",
+    lost_peers=("t.2",),
 )
-BUSY = WorkerBusy(section="evaluation", limit_us=5)
+BUSY = WorkerBusy(**REPORTER, section="evaluation", limit_us=5)
 
 
 @pytest.fixture
@@ -69,9 +77,9 @@ def test_a_message_that_the_agent_does_not_know_waits_for_the_next_agent() -> No
     channel = AgentChannel(launch, 60)
     channel._agent_schema = FIRST
     channel.send(BUSY)
-    channel.send(WorkerReady())
+    channel.send(WorkerReady(**REPORTER))
     message, body = channel._next_outgoing(None)
-    assert message == WorkerReady() and bytes(body) == frame(WorkerReady())
+    assert message == WorkerReady(**REPORTER) and bytes(body) == frame(WorkerReady(**REPORTER))
     assert channel._next_outgoing(message) == (None, memoryview(b""))
     assert BUSY not in channel._greeting()
     channel._agent_schema = NEXT

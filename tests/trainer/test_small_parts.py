@@ -76,7 +76,13 @@ def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [frame(WorkerReady()), (MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\2\x92\xc0"]
+    "data",
+    [
+        frame(WorkerReady(node="n", task="t", worker="t.1")),
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\2\x92\xc0",
+    ],
 )
 def test_bad_frames_are_refused(data: bytes) -> None:
     with pytest.raises(BadFrame):
