@@ -18,8 +18,7 @@ from unicrond.agents.core.state import (
     WorkerRecord,
 )
 from unicrond.agents.core.transaction import MAX_TEXT, Transition
-from unicrond.agents.protocol.flight import Flight
-from unicrond.agents.protocol.messages import FromWorker, Hello, IterationCommitted, Quit
+from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, IterationCommitted, Quit
 from unicrond.events.vocabulary import (
     AcceleratorReported,
     CheckpointSaved,

@@ -51,10 +51,10 @@ from unicrond.agents.protocol.messages import (
     ReserveMemory,
     Retire,
     Spawn,
+    Sum,
     ToForkServer,
 )
 from unicrond.agents.protocol.peers import agent_schema, plain
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.wire.schemas import SCHEMA
 
 logger = logging.getLogger("unicrond.agents.fork_server")

@@ -21,7 +21,7 @@ import msgspec
 
 from unicrond.agents.fork_server.sockets import listen_unix
 from unicrond.agents.health import preflight
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import Sum
 from unicrond.events.nats.request_reply import wait_for_answer
 from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.node_checks import (

@@ -31,9 +31,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
-from unicrond.agents.protocol.sum_order import Sum
-from unicrond.events.queries.node_checks import PairSum
-from unicrond.events.queries.pair_sums import Library, Pair
+from unicrond.agents.protocol.messages import Sum
+from unicrond.events.queries.node_checks import Library, Pair, PairSum
 
 _NICENESS = 10
 #: Whole numbers of 4 bytes.

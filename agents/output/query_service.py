@@ -11,8 +11,8 @@ from pathlib import Path
 
 from unicrond.agents.host.output_layout import worker_log
 from unicrond.agents.output.stacks import NoStacks, stacks
-from unicrond.agents.protocol.flight import Flight
 from unicrond.agents.protocol.marks import Mark, now_us
+from unicrond.agents.protocol.messages import Flight
 from unicrond.events.host.masking import PATTERN_MASK, REACH_BYTES
 from unicrond.events.queries.worker_queries import (
     MAX_LOG_BYTES,

@@ -28,8 +28,7 @@ from msgspec import Meta
 
 from unicrond.agents.protocol.framing import frame
 from unicrond.agents.protocol.memory import Digesting, StateHead
-from unicrond.agents.protocol.message import WireMessage
-from unicrond.agents.protocol.messages import Passes
+from unicrond.agents.protocol.messages import Passes, WireMessage
 from unicrond.events.trust.tls import NODE_URI
 from unicrond.events.vocabulary import Count, MemoryService, Name, Text
 from unicrond.events.vocabulary.shape import Shape

@@ -21,10 +21,8 @@ from typing import Annotated, Literal, TypeAlias, TypedDict
 import msgspec
 from msgspec import Meta
 
-from unicrond.agents.protocol.flight import Flight, TellFlight
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.message import WireMessage
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.events.queries.node_checks import Library, Pair, Seconds, Token
+from unicrond.events.queries.worker_queries import COLLECTIVES_MAX, Collective
 from unicrond.events.vocabulary import (
     CheckpointSaved,
     Checksums,
@@ -56,6 +54,30 @@ from unicrond.events.vocabulary import (
     WorkerReady,
     WorkerWaiting,
 )
+
+#: Exit codes of workers on which worker and agent agree.
+EXIT_NO_AGENT = 69
+#: EX_TEMPFAIL: the trainer waited too long for a membership, saved its state and stopped.
+EXIT_NO_MEMBERSHIP = 75
+#: The advice to a person whose program ends before its training does.
+LEFT_EARLY = "let hook.steps() run to its end, or call hook.stop(reason) first; `iterations` sets the task's length"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A user of this node, as a task runs under it. `groups`: all of the user's."""
+
+    name: Text
+    uid: Positive
+    gid: Count
+    groups: tuple[Count, ...]
+    home: Text
+
+
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
+    """Base of all messages; the class name is the wire tag, unless `tag` names another. A field at its default is left
+    out: processes of a version that lacks it may be at the other end (a fork server and its workers outlive their
+    agent)."""
+
 
 #: Room for a membership of as many workers as there can be, all of them joiners, with the longest names.
 MAX_FRAME_BYTES = 40 * 1024 * 1024
@@ -100,6 +122,13 @@ class IterationCommitted(WireMessage, frozen=True, kw_only=True):
     micro_batches_by_rank: tuple[Count, ...]
     micro_batches_repeated: Count
     checksums: Checksums | None = None
+
+
+class Flight(WireMessage, frozen=True, kw_only=True):
+    """(worker -> agent) the content of the flight recorder, the oldest first. `trouble`: why there is nothing."""
+
+    collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
+    trouble: Text = ""
 
 
 # --- fork server -> agent, on a worker's connection ----------------------------------------------
@@ -168,6 +197,10 @@ class InjectIntoWorker(WireMessage, frozen=True, kw_only=True):
     fault: Fault
 
 
+class TellFlight(WireMessage, frozen=True, kw_only=True):
+    """(agent -> worker) send the content of the flight recorder. Only to a worker whose Hello says that it can."""
+
+
 # --- agent -> fork server ------------------------------------------------------------------------
 
 
@@ -228,6 +261,21 @@ class ReleaseMemory(WireMessage, frozen=True, kw_only=True):
 
 class Retire(WireMessage, frozen=True, kw_only=True):
     """Kill all workers and end (the agent ends for good)."""
+
+
+class Sum(WireMessage, frozen=True, kw_only=True):
+    """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). `address`: this
+    node's. `answer`: the Unix socket to which the process sends the outcome. `gpu`: the one that NCCL sums on.
+    `asked_s`: the time of the request, by the machine's monotonic clock."""
+
+    address: Text
+    token: Token
+    pairs: tuple[Pair, ...]
+    library: Library
+    limit_s: Seconds
+    answer: Text
+    asked_s: float
+    gpu: Text = ""
 
 
 # --- fork server -> agent ------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 
 _ASK = b"?"
 _NO_AGENT = b"-"
@@ -70,3 +71,9 @@ def deny(ours: socket.socket) -> None:
     """Answer that there is no agent."""
     with contextlib.suppress(OSError):
         ours.send(_NO_AGENT)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user whose process is at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

@@ -19,7 +19,7 @@ from pathlib import Path
 from unicrond.agents.host.socket_paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import ConnectionOwner, FromWorker, Hello, ToWorker
-from unicrond.agents.protocol.peer_uid import peer_uid
+from unicrond.agents.protocol.worker_line import peer_uid
 from unicrond.events.vocabulary import WorkerId
 
 logger = logging.getLogger(__name__)

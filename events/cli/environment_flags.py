@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary.phrases import guess
 
 _YES = {"1", "true", "yes", "on"}
 _NO = {"0", "false", "no", "off"}

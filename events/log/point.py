@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
-from unicrond.events.vocabulary.times import EPOCH
+from unicrond.events.vocabulary.phrases import EPOCH
 from unicrond.events.wire.envelope import Entry
 
 SECOND_US = 1_000_000

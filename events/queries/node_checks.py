@@ -12,9 +12,25 @@ import msgspec
 from msgspec import Meta
 
 from unicrond.events.queries.finding import Finding
-from unicrond.events.queries.pair_sums import Library, Pair, Seconds, Token
 from unicrond.events.queries.worker_queries import BadLogsMessage
-from unicrond.events.vocabulary import Count, Name, Text
+from unicrond.events.vocabulary import Count, Name, StoreAddress, Text
+
+Seconds = Annotated[float, Meta(gt=0.0, le=600.0)]
+#: Part of a file's name, and of a key in a store.
+Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}\Z")]
+#: What sums: gloo, or NCCL on a GPU whose slot no worker has.
+Library = Literal["gloo", "nccl"]
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two nodes that sum something: `rank` 0 and 1, which meet at rank 0's store. A pair of a lower `turn` comes
+    first where there can be only one at a time."""
+
+    peer: Name
+    rank: Annotated[int, Meta(ge=0, le=1)]
+    store: StoreAddress
+    turn: Annotated[int, Meta(ge=0, le=2)]
+
 
 #: Of one node, at most.
 _PEERS_MAX = 256

@@ -17,8 +17,31 @@ import msgspec
 from msgspec import Meta
 
 from unicrond.events.log.subjects import PREFIX
-from unicrond.events.queries.collectives import Collective
 from unicrond.events.vocabulary import Count, Name, Phase, Text, WorkerId
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a flight recorder: what torch remembers of the collectives of a process.
+
+    `library`: gloo or nccl. `group`: its number in the process. `number`: the collective's number in its group; for
+    point-to-point transfers (`is_p2p`) the transfer's. `state`: scheduled, started or completed; gloo reports only the
+    first. `is_over`: it has ended. `sizes`: of the inputs, with their types. `since_us`: how long ago it was recorded.
+    """
+
+    library: Text
+    group: Count
+    number: Count
+    is_p2p: bool
+    name: Text
+    state: Text
+    is_over: bool
+    sizes: Text
+    since_us: Count
+
+
+#: Of one worker, in one reply.
+COLLECTIVES_MAX = 64
+
 
 #: What one reply carries at most.
 MAX_LOG_BYTES = 64 * 1024

@@ -38,7 +38,7 @@ from unicrond.events.vocabulary.field_types import (
     WORKERS_MAX, WorkerId, WorkerOrNone,
 )
 from unicrond.events.vocabulary.memberships import (
-    Member, MembershipDecided, MembershipPart, PeersDecided, PeersRemembered,
+    Member, MembershipDecided, MembershipPart, PeersDecided, PeersRemembered, SeatRun, workers_in,
 )
 from unicrond.events.vocabulary.node_decisions import (
     DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, RepairEnded,
@@ -48,12 +48,12 @@ from unicrond.events.vocabulary.node_requests import (
     NodeUncordoned,
 )
 from unicrond.events.vocabulary.nodes import (
-    AcceleratorReported, CommandApplied, CommandFailed, Heartbeat, MachineReported, NodeChecked, NodeJoined,
-    NodeLeaving, NodeLeft, RunningWorker,
+    AcceleratorReported, CommandApplied, CommandFailed, Heartbeat, MachineReported, MemoryService, NodeChecked,
+    NodeJoined, NodeLeaving, NodeLeft, RunningWorker, StoreAddress,
 )
-from unicrond.events.vocabulary.plans import FailureRateEstimated, PlanAdopted, TaskAssignment, ThroughputCorrected
-from unicrond.events.vocabulary.runs import NodeRun, SeatRun, workers_in
-from unicrond.events.vocabulary.services import MemoryService, StoreAddress
+from unicrond.events.vocabulary.plans import (
+    FailureRateEstimated, NodeRun, PlanAdopted, TaskAssignment, ThroughputCorrected,
+)
 from unicrond.events.vocabulary.states import CheckpointSaved, SaveFailed, SnapshotStored, StateLoaded
 from unicrond.events.vocabulary.task_events import (
     ReshapeRequested, TaskCancelled, TaskCompleted, TaskFailed, TaskReshaped, TaskSubmitted,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from unicrond.events.vocabulary.base import Command, Value
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import Name, Serial, SomeDuration, Text, WorkerId, Workers
+from unicrond.events.vocabulary.nodes import StoreAddress
 from unicrond.events.vocabulary.phrases import count
-from unicrond.events.vocabulary.services import StoreAddress
 from unicrond.events.vocabulary.tasks import TaskSpec
 
 

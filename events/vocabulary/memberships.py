@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from unicrond.events.vocabulary.base import BroadcastDecision, Observation, Value
 from unicrond.events.vocabulary.field_types import (
+    Count,
     FirstSerial,
     Micros,
     Name,
     Serial,
     Size,
+    Slots,
     Small,
     SomeWorkers,
     Text,
     WorkerId,
     Workers,
 )
+from unicrond.events.vocabulary.nodes import MemoryService, StoreAddress
 from unicrond.events.vocabulary.phrases import count
-from unicrond.events.vocabulary.runs import SeatRun, workers_in
-from unicrond.events.vocabulary.services import MemoryService, StoreAddress
+from unicrond.events.vocabulary.plans import NodeRun
+
+
+class SeatRun(Value, frozen=True, kw_only=True, array_like=True):
+    """A run of `count` members of a task on one node, with consecutive numbers at consecutive seats
+    (events/vocabulary/placements.py).
+
+    `number`, `seat`: of the first one. `joins`: they are joiners. On the wire a bare array: it gets no further field.
+    """
+
+    node: Name
+    number: Serial
+    seat: Count
+    count: Slots
+    joins: bool
+
+
+def workers_in(runs: Iterable[SeatRun | NodeRun]) -> int:
+    """Count the workers that the runs hold."""
+    return sum([run.count for run in runs])
 
 
 class Member(Value, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from unicrond.events.vocabulary.base import Request
 from unicrond.events.vocabulary.field_types import Boot, Micros, Name, PublicKey, Text
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 
 class NodeCordoned(Request, frozen=True, kw_only=True):

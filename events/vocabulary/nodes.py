@@ -17,6 +17,7 @@ from unicrond.events.vocabulary.field_types import (
     Micros,
     Name,
     Pid,
+    Port,
     RepairNeed,
     Serial,
     Slots,
@@ -28,7 +29,22 @@ from unicrond.events.vocabulary.field_types import (
     Workers,
 )
 from unicrond.events.vocabulary.phrases import count, seconds, task_of
-from unicrond.events.vocabulary.services import MemoryService, StoreAddress
+
+
+class StoreAddress(Value, frozen=True, kw_only=True):
+    """A rendezvous store (TCPStore) that lives beside an agent, never in a rank."""
+
+    host: Text
+    port: Port
+
+
+class MemoryService(Value, frozen=True, kw_only=True):
+    """The address at which a node's agent takes and gives states of training. `token`: requesters must name it."""
+
+    node: Name
+    host: Text
+    port: Port
+    token: Text
 
 
 class RunningWorker(Value, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from unicrond.events.vocabulary.field_types import (
     Name,
     PlanMethod,
     Size,
+    Slots,
     Small,
     SomeDuration,
     SomeWorkers,
@@ -27,8 +28,14 @@ from unicrond.events.vocabulary.field_types import (
     Workers,
 )
 from unicrond.events.vocabulary.phrases import count
-from unicrond.events.vocabulary.runs import NodeRun
 from unicrond.events.vocabulary.shape import Shape
+
+
+class NodeRun(Value, frozen=True, kw_only=True, array_like=True):
+    """The next `count` workers of a plan run on `node`. On the wire a bare array: it gets no further field."""
+
+    node: Name
+    count: Slots
 
 
 class TaskAssignment(Value, frozen=True, kw_only=True):

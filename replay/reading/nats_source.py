@@ -25,7 +25,7 @@ from unicrond.events.nats.reader import StoredMessage, read_stream
 from unicrond.events.nats.server import tls_of
 from unicrond.events.nats.streams import IMPORTED, JetStreamError, api
 from unicrond.events.trust.logins import Role
-from unicrond.events.vocabulary.times import EPOCH
+from unicrond.events.vocabulary.phrases import EPOCH
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.reading.reading_process import read_in_process
 from unicrond.replay.reading.source import CHUNK_ENTRIES, LogChunk

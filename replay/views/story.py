@@ -20,8 +20,8 @@ from typing import NamedTuple
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.phrases import EPOCH, format_time
 from unicrond.events.vocabulary.placements import expand
-from unicrond.events.vocabulary.times import EPOCH, format_time
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.views.view import LogStep, View
 

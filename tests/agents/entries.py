@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from unicrond.agents.host.prctl import capabilities
-from unicrond.agents.protocol.flight import Flight, TellFlight
 from unicrond.agents.protocol.framing import Unframer, frame
-from unicrond.agents.protocol.messages import GroupMembership, Hello, IterationCommitted, Launch, Quit, ToWorker
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import (
+    Flight,
+    GroupMembership,
+    Hello,
+    IterationCommitted,
+    Launch,
+    Quit,
+    Sum,
+    TellFlight,
+    ToWorker,
+)
 from unicrond.agents.protocol.worker_line import Line
 from unicrond.events.vocabulary import WorkerJoinedGroup, WorkerReady
 

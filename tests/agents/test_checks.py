@@ -22,7 +22,7 @@ from unicrond.agents.health import doctor_checks as checks
 from unicrond.agents.health import pair_sum
 from unicrond.agents.health.doctor_checks import Checks, look_at_storage, unreached
 from unicrond.agents.health.pair_sum import Summation, sum_all
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import Sum
 from unicrond.agents.shell.fork_server_link import ForkLink
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.events.queries.finding import Finding
@@ -32,6 +32,7 @@ from unicrond.events.queries.node_checks import (
     LinksCheck,
     LinksReport,
     NodeFacts,
+    Pair,
     PairSum,
     Peer,
     StorageCheck,
@@ -39,7 +40,6 @@ from unicrond.events.queries.node_checks import (
     decode_report,
     encode,
 )
-from unicrond.events.queries.pair_sums import Pair
 from unicrond.events.queries.worker_queries import LogsReply, decode_reply
 from unicrond.events.vocabulary import StoreAddress
 

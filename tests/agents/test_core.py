@@ -27,12 +27,12 @@ from unicrond.agents.core.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
     FromWorker,
     GroupMembership,
     Hello,
+    Identity,
     Inventory,
     Kill,
     ProcessExitAck,

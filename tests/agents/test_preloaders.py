@@ -23,8 +23,15 @@ from tests.other_users import needs_root, opened
 from unicrond.agents.fork_server.cgroups import Cgroups
 from unicrond.agents.fork_server.child_setup import ChildSetup
 from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.messages import Kill, ProcessExited, ProcessForked, ReleaseMemory, Spawn, SpawnFailed
+from unicrond.agents.protocol.messages import (
+    Identity,
+    Kill,
+    ProcessExited,
+    ProcessForked,
+    ReleaseMemory,
+    Spawn,
+    SpawnFailed,
+)
 
 FLAGS = (
     "--preload=tests.agents.preloading",

@@ -30,18 +30,18 @@ from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.prctl import capabilities
 from unicrond.agents.protocol import marks
 from unicrond.agents.protocol.framing import Unframer
-from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.messages import (
     ConnectionOwner,
     FromWorker,
+    Identity,
     Kill,
     MemoryReserved,
     ProcessExitAck,
     ProcessExited,
     Spawn,
     SpawnFailed,
+    Sum,
 )
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.vocabulary import TaskSpec
 
 pytestmark = needs_root

@@ -16,7 +16,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd, parse_point
-from unicrond.events.vocabulary.times import format_time
+from unicrond.events.vocabulary.phrases import format_time
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 seeds = st.integers(0, 7)

@@ -13,8 +13,7 @@ from aiohttp import web
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.queries.collectives import Collective
-from unicrond.events.queries.worker_queries import LogsReply, WorkerMark
+from unicrond.events.queries.worker_queries import Collective, LogsReply, WorkerMark
 from unicrond.events.vocabulary import AnyEvent, CoordinatorStarted
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA

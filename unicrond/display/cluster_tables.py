@@ -17,7 +17,7 @@ from unicrond.core.tasks.task_rules import BUILT_IN
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.display.tables import Table
 from unicrond.events.vocabulary import TaskAssignment
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16

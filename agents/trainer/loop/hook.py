@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import torch
 
-from unicrond.agents.protocol.exits import LEFT_EARLY
+from unicrond.agents.protocol.messages import LEFT_EARLY
 from unicrond.agents.protocol.sampling import Sampling, work_seed
 from unicrond.agents.trainer.detection.checksum import checksum
 from unicrond.agents.trainer.detection.observing import Detection

@@ -27,10 +27,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT
-from unicrond.agents.protocol.flight import TellFlight
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import (
+    EXIT_NO_AGENT,
     FromWorker,
     GroupMembership,
     Hello,
@@ -39,6 +38,7 @@ from unicrond.agents.protocol.messages import (
     Launch,
     Quit,
     Reporter,
+    TellFlight,
     ToWorker,
 )
 from unicrond.agents.protocol.peers import message_for

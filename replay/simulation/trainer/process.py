@@ -21,9 +21,9 @@ from typing import Literal, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT
 from unicrond.agents.protocol.injection import Point
 from unicrond.agents.protocol.messages import (
+    EXIT_NO_AGENT,
     FromWorker,
     GroupMembership,
     Hello,

@@ -8,9 +8,8 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from unicrond.agents.protocol.exits import EXIT_NO_MEMBERSHIP
 from unicrond.agents.protocol.injection import PHASES, Point
-from unicrond.agents.protocol.messages import FromWorker
+from unicrond.agents.protocol.messages import EXIT_NO_MEMBERSHIP, FromWorker
 from unicrond.agents.trainer.lifecycle.failures import QuitRequested, RendezvousTimedOut, StateLost
 from unicrond.events.vocabulary import ErrorKind, ErrorReported, Fault, Phase, WorkerReady
 from unicrond.replay.simulation.trainer.driver import SimulatedDriver
