@@ -95,7 +95,7 @@ class Reporter(TypedDict):
 
 
 class Hello(WireMessage, frozen=True, kw_only=True):
-    """First message of every connection. `generation` 0: no membership yet."""
+    """The first message of every connection. `generation` 0: no membership yet."""
 
     worker: WorkerId
     task: Name
@@ -107,7 +107,7 @@ class Hello(WireMessage, frozen=True, kw_only=True):
 
 
 class IterationCommitted(WireMessage, frozen=True, kw_only=True):
-    """One iteration was committed; sent by the leader (first member) alone, after every step.
+    """An iteration was committed; sent by the leader (first member) alone, after every step.
 
     The agent sums these up to at most one StepCommitted a second and task: so this is no event. `checksums`: those that
     were made in this iteration.
@@ -166,7 +166,7 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupMembership(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
+    """The membership that a MembershipDecided and its parts tell: the members in rank order, the new group's store.
 
     `passes`: None: states travel in clear. `warrant`: only between the agents of a run directory: that of the newest
     membership with this node, with its place there (events/trust/membership_certificates.py); "": none.
@@ -215,7 +215,8 @@ class Spawn(WireMessage, frozen=True, kw_only=True):
 
 
 class Launch(WireMessage, frozen=True, kw_only=True):
-    """All that a worker process needs to know at its start. `agent_socket`: for fork servers of older versions."""
+    """Everything that a worker process needs to know at its start. `agent_socket`: for fork servers of older
+    versions."""
 
     worker: WorkerId
     task: Name
@@ -346,7 +347,7 @@ class Inventory(WireMessage, frozen=True, kw_only=True):
 
 
 class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One live worker of the fork server."""
+    """A live worker of the fork server."""
 
     worker: WorkerId
     task: Name

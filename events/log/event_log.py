@@ -41,7 +41,7 @@ class Fenced(LogError):
 
 
 class LogUnavailable(LogError):
-    """Given up after `give_up_s`; what was to be written may or may not be in the log."""
+    """The log did not answer within `give_up_s`; what was to be written may or may not be in the log."""
 
 
 class LogDamaged(LogError):

@@ -90,7 +90,8 @@ def subject(envelope: Envelope) -> str:
 
 
 class MessageIds:
-    """How the server recognises messages of one process: the event id, and a part that no other process can guess.
+    """The ids by which the server recognises messages of one process: the event id, and a part that no other process
+    can guess.
 
     Otherwise somebody could write a message under a future id, and the event itself would be taken for its repetition.
     The part follows from a secret of this process and the event id, so that readers of one id of a boot do not know the

@@ -134,7 +134,7 @@ def _size(values: Mapping[str, object], flag: str, default: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """`script`, and the words of each of its flags, by name (`--x-y`)."""
+    """A parsed command line: `script`, and the words of each of its flags, by name (`--x-y`)."""
 
     script: str
     flags: Mapping[str, tuple[str, ...]]

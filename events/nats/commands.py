@@ -77,8 +77,8 @@ def with_filter(config: dict[str, Any], node: str, tasks: Collection[str]) -> di
 
     Where a consumer begins cannot be changed.
     """
-    ours = {name: value for name, value in config.items() if name != "filter_subject"}
-    return ours | {"filter_subjects": feed_subjects(node, tasks)}
+    unfiltered = {name: value for name, value in config.items() if name != "filter_subject"}
+    return unfiltered | {"filter_subjects": feed_subjects(node, tasks)}
 
 
 class UnreadCommand(NamedTuple):

@@ -224,7 +224,7 @@ Handler = Callable[[Msg], Awaitable[None]]
 
 
 class Connection:
-    """Sessions, one after the other, until `close`. Made by `connect`."""
+    """A connection: sessions, one after the other, until `close`. Made by `connect`."""
 
     def __init__(self, urls: Sequence[str], *, name: str, login: Login) -> None:
         self._urls = list(urls)

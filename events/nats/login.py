@@ -20,7 +20,7 @@ _REFUSED = re.compile(r"authorization (violation|failed)|authentication (expired
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """How to log in; all empty for an open server on loopback.
+    """A login to a server; all empty for an open server on loopback.
 
     `key` is the path of a key of ours (keys.py): the login has the rights of its role, and no others (logins.py).
     `creds` and `nkey_seed`, for logins of others, are paths of files. `tls_ca` is the path of a CA certificate and

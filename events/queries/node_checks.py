@@ -23,7 +23,7 @@ Library = Literal["gloo", "nccl"]
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two nodes that sum something: `rank` 0 and 1, which meet at rank 0's store. A pair of a lower `turn` comes
+    """A pair of nodes that sum something: `rank` 0 and 1, which meet at rank 0's store. A pair of a lower `turn` comes
     first where there can be only one at a time."""
 
     peer: Name
@@ -75,7 +75,8 @@ AnyCheck: TypeAlias = FactsCheck | LinksCheck | StorageCheck
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`mtu` 0: not known. `torch`, `driver`: their versions, "" where there are none. `now_us`: by the node's clock."""
+    """The facts about a node. `mtu` 0: not known. `torch`, `driver`: their versions, "" where there are none. `now_us`:
+    by the node's clock."""
 
     findings: tuple[Finding, ...]
     mtu: Count

@@ -50,7 +50,7 @@ T = TypeVar("T", "LogsRequest", "LogsReply")
 
 
 class BadLogsMessage(ValueError):
-    """Not a valid request or reply; the text names the field."""
+    """The message is not a valid request or reply; the text names the field."""
 
 
 class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -72,7 +72,8 @@ class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`data` stands at `next_offset - len(data)`. `error` is one plain sentence; then `data` is empty."""
+    """The answer to LogsRequest. `data` stands at `next_offset - len(data)`. `error` is one plain sentence; then `data`
+    is empty."""
 
     node: Name
     worker: WorkerId | None = None
@@ -82,7 +83,7 @@ class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a worker is, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
+    """The place of a worker, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
 
     `collectives_entered`: the collectives across replicas that it has entered in `generation`; `is_waiting`: it has not
     left the last of them. `still_us`: for how long the mark has not changed.

@@ -41,7 +41,7 @@ class SeatRun(Value, frozen=True, kw_only=True, array_like=True):
 
 def workers_in(runs: Iterable[SeatRun | NodeRun]) -> int:
     """Count the workers that the runs hold."""
-    return sum([run.count for run in runs])
+    return sum([seat_run.count for seat_run in runs])
 
 
 class Member(Value, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Say it in one sentence."""
-        members, joining = workers_in(self.seats), workers_in(run for run in self.seats if run.joins)
+        members, joining = workers_in(self.seats), workers_in(seat_run for seat_run in self.seats if seat_run.joins)
         joiners = f", {joining} joining" if joining else ""
         parts = f" and those of {count(self.parts, 'part')}" if self.parts else ""
         urgent = "at once" if self.urgent else "at the next iteration"
@@ -100,12 +100,12 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
 
     def nodes_named(self) -> Iterator[str]:
         """Yield the nodes that it names."""
-        for run in self.seats:
-            yield run.node
+        for seat_run in self.seats:
+            yield seat_run.node
 
 
 class MembershipPart(BroadcastDecision, frozen=True, kw_only=True):
-    """Part `part`, counted from 1, of a membership that is too large for one event.
+    """The part `part`, counted from 1, of a membership that is too large for one event.
 
     It means nothing before the MembershipDecided of the same term and generation that counts it in
     (events/vocabulary/placements.py).
@@ -122,8 +122,8 @@ class MembershipPart(BroadcastDecision, frozen=True, kw_only=True):
 
     def nodes_named(self) -> Iterator[str]:
         """Yield the nodes that it names."""
-        for run in self.seats:
-            yield run.node
+        for seat_run in self.seats:
+            yield seat_run.node
 
 
 class PeersDecided(BroadcastDecision, frozen=True, kw_only=True):

@@ -102,8 +102,8 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
         for assignment in self.assignments:
             for replica in assignment.replicas:
                 yield from replica
-            for run in assignment.nodes:
-                yield run.node
+            for node_run in assignment.nodes:
+                yield node_run.node
 
     def tasks_named(self) -> Iterator[str]:
         """Yield the tasks that it names."""

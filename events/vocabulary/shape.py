@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Tensor-parallel groups of `tp` workers, `pp` of them (pipeline stages), each stage with `vpp` chunks of the model
-    (virtual stages), experts over `ep` of a group's workers. `micro_batch`: samples; 0: as many as the task has in all
-    its layouts."""
+    """A layout: tensor-parallel groups of `tp` workers, `pp` of them (pipeline stages), each stage with `vpp` chunks of
+    the model (virtual stages), experts over `ep` of a group's workers. `micro_batch`: samples; 0: as many as the task
+    has in all its layouts."""
 
     tp: int = 1
     pp: int = 1

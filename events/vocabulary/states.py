@@ -22,7 +22,7 @@ from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
-    """State after `iteration` is durable at `path`."""
+    """The state after `iteration` is durable at `path`."""
 
     is_noteworthy: ClassVar[bool] = True
 

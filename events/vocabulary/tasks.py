@@ -55,8 +55,9 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):
-    """Where and how often the task's state is written, in iterations; None: from the measured cost and the failure
-    rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
+    """The places and times of checkpoints: where and how often the task's state is written, in iterations; None: from
+    the measured cost and the failure rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`:
+    to the node's memory, 0 = never.
     """
 
     dir: Text = always("")
@@ -186,7 +187,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
         there may be replicas when it is submitted."""
         if self.accumulation != "exact":
             return 0
-        wanted = self.env.get(LANES, "")
+        choice = self.env.get(LANES, "")
         sizes = [self.replica_workers, *(layout.tp * layout.pp for layout in self.layouts)]
         replicas = self.max_workers // min(sizes)
-        return max(1, min(int(wanted) if wanted.isdecimal() else replicas, self.fewest_micro_batches))
+        return max(1, min(int(choice) if choice.isdecimal() else replicas, self.fewest_micro_batches))

@@ -64,7 +64,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
 
 
 class BadEvent(ValueError):
-    """Not a valid event. `reason` is one line that names the field (`$.event.node`) where there is one."""
+    """The bytes are no valid event. `reason` is one line that names the field (`$.event.node`) where there is one."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -197,7 +197,7 @@ def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[S
     """Return the runs of workers that the event names."""
     match event:
         case PlanAdopted(assignments=assignments):
-            return [run for assignment in assignments for run in assignment.nodes]
+            return [node_run for assignment in assignments for node_run in assignment.nodes]
         case MembershipDecided(seats=seats) | MembershipPart(seats=seats):
             return seats
 

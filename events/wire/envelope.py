@@ -12,7 +12,7 @@ from unicrond.events.wire.schemas import FIRST, SCHEMA
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is written to the log.
+    """An event with its producer, term, cause and time, as it is written to the log.
 
     `schema` concerns the bytes alone: there it is the lowest number whose readers can read the event (`schemas.py`);
     the codec puts it in, and here it always is FIRST.

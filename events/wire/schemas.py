@@ -98,11 +98,11 @@ def since(kind: type[msgspec.Struct]) -> int:
 
 
 class _Field(NamedTuple):
-    """What there is to know of a field that may hold something younger than its struct."""
+    """A field that may hold something younger than its struct."""
 
     name: str
     since: int
-    kept: bool
+    is_required: bool
     default: Any
     values: dict[str, tuple[int, str]]
     is_nested: bool
@@ -121,15 +121,18 @@ def _watched(kind: type[msgspec.Struct]) -> tuple[_Field, ...]:
         nested = any(_watched(part) for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct))
         if marks or nested:
             default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-            younger, kept = max([mark.schema for mark in whole], default=FIRST), any(mark.kept for mark in whole)
-            fields.append(_Field(field.name, younger, kept, default, values, nested))
+            younger, is_required = (
+                max([mark.schema for mark in whole], default=FIRST),
+                any(mark.is_required for mark in whole),
+            )
+            fields.append(_Field(field.name, younger, is_required, default, values, nested))
     return tuple(fields)
 
 
 def _parts(hint: Any) -> list[Any]:
     """Return the type, what it is made of, and the marks on them."""
     marks = list(getattr(hint, "__metadata__", ()))
-    return [hint, *marks, *(part for each in typing.get_args(hint) for part in _parts(each))]
+    return [hint, *marks, *(part for argument in typing.get_args(hint) for part in _parts(argument))]
 
 
 def _needs(value: Any) -> int:
@@ -161,7 +164,7 @@ def _lower(value: Any, schema: int) -> Any:
         changes = {}
         for field in _watched(type(value)):
             content = getattr(value, field.name)
-            if field.since > schema and not field.kept:
+            if field.since > schema and not field.is_required:
                 content = field.default
             if field.is_nested:
                 content = _lower(content, schema)

@@ -14,7 +14,8 @@ TYPE_NAMES: tuple[str, ...] = (*sorted(kind.__name__ for kind in get_args(v.AnyE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Empty fields do not select. `types`: of TYPE_NAMES; any of them. Node and task: named anywhere in the event."""
+    """A selection of entries; empty fields do not select. `types`: of TYPE_NAMES; any of them. Node and task: named
+    anywhere in the event."""
 
     types: frozenset[str] = frozenset()
     node: str = ""

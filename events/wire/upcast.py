@@ -29,7 +29,7 @@ STEPS: dict[int, Step] = {}
 
 
 class _Numbered(msgspec.Struct):
-    """Any message, of which only the schema's number is looked at."""
+    """A message of which only the schema's number is looked at."""
 
     schema: int
 

@@ -100,7 +100,9 @@ def _check_services(state: ClusterState, up: Sequence[Node]) -> Iterator[Finding
 
 def without_clocks(reports: Iterable[Finding], probed_nodes: Collection[str]) -> list[Finding]:
     """Drop the findings about clocks of `probed_nodes`: the nodes' own answers count instead."""
-    return [finding for finding in reports if not (finding.what.startswith(_CLOCK) and finding.about in probed_nodes)]
+    return [
+        finding for finding in reports if not (finding.problem.startswith(_CLOCK) and finding.about in probed_nodes)
+    ]
 
 
 def _check_clocks(events: Iterable[EventLine], names: set[str]) -> Iterator[Finding]:
