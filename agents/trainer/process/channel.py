@@ -4,8 +4,8 @@ Rules
 -----
 * Training never waits for the agent: `send` queues, the thread delivers. A lost connection is made again by the
   worker's line (protocol/worker_line.py) with a growing pause; then the worker says Hello with its generation, and
-  repeats the newest Regrouped, Committed, Saved, Completed, Busy and StopWanted that were sent before (they may have
-  died with the old agent), or Ready if it has no membership. What was queued follows in order.
+  repeats the newest of each kind in `_REPEATED` that was sent before (it may have died with the old agent), or
+  WorkerReady if it has no membership. What was queued follows in order.
 * Whatever the main thread waits for (a collective, a group that forms, a membership), it waits for here, in
   `wait`: the agent's messages and finished collectives both notify the one condition, so every wait can be
   interrupted by an urgent membership or a Quit.

@@ -3,7 +3,7 @@
 Rules
 -----
 * The worker's messages are queued and delivered in order; a lost connection is made again, with Hello first and the
-  newest Regrouped, Committed, Saved and Completed repeated.
+  newest of each kind in `_REPEATABLE` repeated.
 * Quit gives the main thread some time; then the process ends all the same, with code 0. Without an agent for the
   lease it ends itself.
 * A hung process hears and says nothing, and only SIGKILL ends it; the kernel may show it as `sigstopped`. A stuck one
