@@ -77,8 +77,8 @@ def _worker_marks(marks: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark
             generation=min(mark.generation, _NUMBER_MAX),
             iteration=min(mark.iteration, _NUMBER_MAX),
             micro_batch=min(mark.micro_batch, _NUMBER_MAX),
-            collectives_entered=min(mark.entered, _NUMBER_MAX),
-            is_waiting=mark.waiting,
+            collectives_entered=min(mark.collectives_entered, _NUMBER_MAX),
+            is_waiting=mark.is_waiting,
             still_us=max(0, at_us - mark.changed_us),
         )
         for worker, mark in list(marks.items())[:_MARKS_MAX]

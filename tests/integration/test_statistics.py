@@ -130,5 +130,5 @@ def test_marks_of_a_healthy_task_agree(server: ForkServer, data: Path, tmp_path:
     assert len(found) == 3
     assert all(mark.generation == 1 and mark.iteration >= 20 for mark in found)
     assert all(1_000_000 <= mark.limit_us < 60_000_000 for mark in found), "all know the usual time"
-    entered = [mark.entered for mark in found]
+    entered = [mark.collectives_entered for mark in found]
     assert max(entered) - min(entered) <= 2, "all count the same collectives"
