@@ -56,18 +56,19 @@ def node_status(node: Node) -> str:
     """Return up, lost or left; for a node that is up but gets no workers, leaving, isolated, drained or cordoned."""
     if node.status is not NodeStatus.UP:
         return node.status.value
-    if node.leaving:
+    if node.departure.announced:
         return "leaving"
-    if node.isolated:
+    if node.isolation.active:
         return "isolated"
-    return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
+    return ("drained" if node.cordon.draining else "cordoned") if node.cordon.active else "up"
 
 
 def _node_reason(state: ClusterState, node: Node) -> str:
     """Return why the node does not work, and what it waits for; "" where it works."""
-    foretold = "" if node.isolated or not node.foretold else f"expected to fail: {node.foretold}"
+    prediction = "" if node.isolation.active else node.health.prediction
+    failure = prediction and f"expected to fail: {prediction}"
     return "; ".join(
-        filter(None, (waits_for(state, node), node.reason or node.cordon_reason, departure_text(node), foretold))
+        filter(None, (waits_for(state, node), node.reason or node.cordon.reason, departure_text(node), failure))
     )
 
 
@@ -155,10 +156,12 @@ def departures(state: ClusterState) -> list[str]:
     lines = [
         f"node {node.name} {when}"
         for node in state.nodes.values()
-        if not node.window and (when := departure_text(node))
+        if not node.cordon.window and (when := departure_text(node))
     ]
     lines += [
-        f"node {node.name} is expected to fail: {node.foretold}" for node in state.nodes.values() if node.foretold
+        f"node {node.name} is expected to fail: {node.health.prediction}"
+        for node in state.nodes.values()
+        if node.health.prediction
     ]
     for name, window in state.windows.items():
         when = f"{to_the_second(window.from_us)} to {to_the_second(window.until_us)}"

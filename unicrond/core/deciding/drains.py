@@ -20,7 +20,7 @@ def begin_drains(batch: DecisionBatch) -> None:
         return
     for name in survey.nodes.dated:
         node = batch.state.nodes[name]
-        if node.draining or not node.cordoned or not node.schedulable:
+        if node.cordon.draining or not node.cordon.active or not node.schedulable:
             continue
         if not batch.state.by_node.on(name):
             batch.add(v.DrainStarted(node=name, reason="no worker is on it"))

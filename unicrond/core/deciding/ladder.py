@@ -180,7 +180,9 @@ def _can_try_elsewhere(state: ClusterState, task: Task) -> bool:
 
 def _has_other_node(state: ClusterState, accused: set[str]) -> bool:
     """Return whether a node that is not accused could carry workers."""
-    return any(node.schedulable and not node.cordoned and node.name not in accused for node in state.nodes.values())
+    return any(
+        node.schedulable and not node.cordon.active and node.name not in accused for node in state.nodes.values()
+    )
 
 
 def isolate_nodes(batch: DecisionBatch, policy: Policy) -> None:
@@ -197,14 +199,14 @@ def isolate_nodes(batch: DecisionBatch, policy: Policy) -> None:
     candidates = dict.fromkeys([*batch.survey.nodes.returned, *batch.survey.nodes.foretold, *accused])
     for name in in_order(state.nodes, [name for name in candidates if name in state.nodes]):
         node = state.nodes[name]
-        if node.isolated or node.status is not NodeStatus.UP:
+        if node.isolation.active or node.status is not NodeStatus.UP:
             continue
         reasons = [reason for name, reason in faults if name == node.name]
         reasons += [incident.message for incident in blamed if incident.node == node.name]
-        flaps = [at_us for at_us in node.returns_us if at_us > state.now_us - window_us]
+        flaps = [at_us for at_us in node.health.returns_us if at_us > state.now_us - window_us]
         if len(flaps) >= flaps_max:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
-        if node.foretold and departing.can_spare(batch, node):
-            reasons.append(f"its failure is expected: {node.foretold}")
+        if node.health.prediction and departing.can_spare(batch, node):
+            reasons.append(f"its failure is expected: {node.health.prediction}")
         if reasons:
             batch.add(v.NodeIsolated(node=node.name, until_us=None, reason=reasons[0][:1024]))

@@ -193,4 +193,4 @@ class Audience:
         names = [member.node for member in members]
         names += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
         self.nodes = [node for name in dict.fromkeys(names) if (node := all_nodes[name]).status is NodeStatus.UP]
-        self.schemas = [node.schema for node in self.nodes]
+        self.schemas = [node.agent.schema for node in self.nodes]

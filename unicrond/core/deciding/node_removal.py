@@ -17,12 +17,12 @@ def forget_nodes(batch: DecisionBatch) -> None:
     for name in batch.survey.nodes.forgetting:
         node = state.nodes[name]
         if node.status is NodeStatus.UP:
-            if not (node.dismissed or node.leaving):
+            if not (node.departure.commanded or node.departure.announced):
                 _tell(batch, node, for_good=True)
         elif not is_planned_for(state, name):
-            if node.status is NodeStatus.LOST and not node.leaving:
+            if node.status is NodeStatus.LOST and not node.departure.announced:
                 _tell(batch, node, for_good=False)
-            batch.add(v.NodeForgotten(node=name, reason=node.forgetting))
+            batch.add(v.NodeForgotten(node=name, reason=node.departure.removal))
 
 
 def _tell(batch: DecisionBatch, node: Node, *, for_good: bool) -> None:
@@ -34,6 +34,6 @@ def _tell(batch: DecisionBatch, node: Node, *, for_good: bool) -> None:
             epoch=batch.state.plan.epoch,
             for_good=for_good,
             limit_us=LEAVE_LIMIT_US,
-            reason=node.forgetting,
+            reason=node.departure.removal,
         )
     )

@@ -110,7 +110,7 @@ def _trigger(state: ClusterState) -> str:
     ]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
-    changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
+    changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordon.active and n.schedulable]
     changes += [change for t in state.active if (change := turns.changed_since(state, t, state.plan.adopted_us))]
     active = [task.name for task in state.active]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
@@ -131,6 +131,6 @@ def _unschedulable_reason(node: Node) -> str:
     """Return why the node is not schedulable."""
     if node.status is not NodeStatus.UP:
         return node.status.value
-    if node.isolated or not node.draining:
-        return "isolated" if node.isolated else "leaving"
-    return f"drained ({departures.departure_text(node)})" if node.empty_by_us else "drained"
+    if node.isolation.active or not node.cordon.draining:
+        return "isolated" if node.isolation.active else "leaving"
+    return f"drained ({departures.departure_text(node)})" if node.cordon.empty_by_us else "drained"

@@ -18,7 +18,8 @@ def readmit_nodes(batch: DecisionBatch) -> None:
     for node in isolated:
         phase = isolation.phase(state, node)
         if phase is IsolationPhase.TO_CHECK:
-            if not (node.foretold and state.by_node.on(node.name)):  # nothing has failed: its workers leave first
+            # Where a failure is only predicted, the workers leave first.
+            if not (node.health.prediction and state.by_node.on(node.name)):
                 _check(batch, node)
         elif node.name in blamed:
             continue
@@ -42,7 +43,7 @@ def _check(batch: DecisionBatch, node: Node) -> None:
 
 def _failed_task(batch: DecisionBatch, node: Node) -> str:
     """Return the task that was at fault since it failed on other nodes too; "" where the node itself is blamed."""
-    if node.isolation is not None and node.isolation.cause == "hardware":
+    if node.isolation.probation is not None and node.isolation.probation.cause == "hardware":
         return ""
     tasks = batch.state.tasks.values()
     strikers = [task for task in tasks if task.troubles.names(node.name)]

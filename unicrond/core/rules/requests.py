@@ -47,8 +47,8 @@ def agent_mismatch(state: ClusterState, event: v.NodeCordoned | v.NodeUncordoned
     node = state.nodes.get(event.node)
     if node is None:
         return ""
-    if event.agent_boot not in (0, node.agent_boot):
-        return f"agent_boot: {event.node} has an agent of boot {node.agent_boot}, not {event.agent_boot}"
+    if event.agent_boot not in (0, node.agent.boot):
+        return f"agent_boot: {event.node} has an agent of boot {node.agent.boot}, not {event.agent_boot}"
     if event.address not in ("", node.address):
         return f"address: {event.node} is at {node.address}, not at {event.address}"
     return ""
@@ -102,7 +102,7 @@ def reshape_problem(state: ClusterState, task: Task, request: v.ReshapeRequested
     stages = 0
     if needs_room:
         # The tp workers of a stage stand on one node (placement.py).
-        slots = [node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned]
+        slots = [node.slots for node in state.nodes.values() if node.schedulable and not node.cordon.active]
         largest = max(slots, default=0)
         if request.tp > largest:
             return (
