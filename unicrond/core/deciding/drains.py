@@ -50,10 +50,9 @@ def _has_room_without(survey: Survey, node: str) -> bool:
     return not placed.short
 
 
-def can_spare(batch: DecisionBatch, node: Node) -> bool:
+def can_spare(survey: Survey, node: Node) -> bool:
     """Return whether the slots of the other nodes suffice for the minimum of every task that has workers. Only numbers
     are compared."""
-    survey = batch.survey
     assignments = survey.state.plan.assignments
     slots = sum(count for name, count in survey.capacity.items() if name != node.name)
     need = sum(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
+from unicrond.core.deciding.response import failed_task
 from unicrond.core.nodes import isolation
 from unicrond.core.nodes.isolation import IsolationPhase
-from unicrond.core.state.state import Node, Severity, TaskStatus
+from unicrond.core.state.state import Node, Severity
 from unicrond.events import vocabulary as v
 
 
@@ -25,7 +26,7 @@ def readmit_nodes(batch: DecisionBatch) -> None:
             continue
         elif phase is IsolationPhase.CLEARED:
             batch.add(v.NodeReadmitted(node=node.name, reason=isolation.why_cleared(state, node)))
-        elif innocent_of := _failed_task(batch, node):
+        elif innocent_of := failed_task(state, node):
             batch.add(v.NodeReadmitted(node=node.name, reason=f"task {innocent_of} was at fault, not the node"))
 
 
@@ -39,13 +40,3 @@ def _check(batch: DecisionBatch, node: Node) -> None:
             reason=node.reason[:1024],
         )
     )
-
-
-def _failed_task(batch: DecisionBatch, node: Node) -> str:
-    """Return the task that was at fault since it failed on other nodes too; "" where the node itself is blamed."""
-    if node.isolation.probation is not None and node.isolation.probation.cause == "hardware":
-        return ""
-    tasks = batch.state.tasks.values()
-    strikers = [task for task in tasks if task.troubles.names(node.name)]
-    failed = strikers and all(task.status is TaskStatus.FAILED for task in strikers)
-    return strikers[0].name if failed else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.deciding.ladder import waits_for_step
+from unicrond.core.deciding.response import waits_for_step
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Task, TaskStatus, WorkerStatus
 from unicrond.core.tasks import reconcile

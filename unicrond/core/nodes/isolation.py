@@ -29,7 +29,7 @@ Rules
 
 NodeUncordoned clears a node from each of them.
 
-What does not live here: which nodes are isolated and why (deciding/ladder.py), the commands' processes
+What does not live here: which nodes are isolated and why (deciding/response.py), the commands' processes
 (service/coordinator/repairs.py, agents/health/health_check.py).
 """
 
