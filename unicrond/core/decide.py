@@ -46,9 +46,7 @@ from unicrond.events import vocabulary as v
 __all__ = ["decide", "needed_solves"]
 
 
-def decide(
-    survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False
-) -> list[v.AnyEvent]:  # the order of all decisions, to be read at one place
+def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:
     """Return the decisions that the surveyed state asks for, in order; empty at rest.
 
     `solutions`: answers to `needed_solves(survey)`, as far as they are known. `gathering`: a node was lost and others

@@ -26,7 +26,7 @@ from unicrond.core.state.field_faults import faults
 from unicrond.core.state.node_parts import NodeAgent
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, TaskStatus
-from unicrond.core.tasks.task_rules import spec_faults
+from unicrond.core.tasks.task_validation import task_problems
 from unicrond.events.host.did_you_mean import guess
 from unicrond.events.vocabulary import Gpu, Name, PlanAdopted, StoreAddress
 
@@ -201,7 +201,7 @@ def with_changes(state: ClusterState, changes: ClusterChanges) -> ClusterState:
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`")
             raise WhatIfError(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
-        wrong = [str(fault) for fault in spec_faults(spec) if fault.place and fault.place[0] in values]
+        wrong = [str(fault) for fault in task_problems(spec) if fault.place and fault.place[0] in values]
         if wrong:
             raise WhatIfError(f"task: {name}:{wrong[0]}")
         tasks[name] = replace(task, spec=spec)
