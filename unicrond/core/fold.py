@@ -43,7 +43,7 @@ from unicrond.core.rules import admission
 from unicrond.core.rules.invariants import newly_broken
 from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState
-from unicrond.core.worth.costs import accrue
+from unicrond.core.worth.costs import with_costs
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, Recorded
 from unicrond.events.wire.schemas import spoken_schema
@@ -74,7 +74,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         reason = admission.problem(base, event)
     if not reason:
         try:
-            after = accrue(base, FOLDS[type(event)](base, event, envelope), event)
+            after = with_costs(base, event, FOLDS[type(event)](base, event, envelope))
             reason = newly_broken(base, after, event)
         except Exception as error:  # whatever it is, the next entries must still be folded
             reason = admission.raised(error)
