@@ -18,6 +18,7 @@ from unicrond.events.wire.envelope import Entry, Envelope, Recorded
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
 from unicrond.service.coordinator import same_machine
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head import head as heads
 from unicrond.service.head.head import Head
 
@@ -93,7 +94,12 @@ class Run:
         self.lease = Away(lease)
         self.log = Late(log)
         clock = HostClock(asyncio.get_running_loop())
-        self.coordinator = Coordinator(cast("EventLog", self.log), MemoryBeatLog(), Policy(), 1.0, clock, process=name)
+        self.coordinator = Coordinator(
+            cast("EventLog", self.log),
+            MemoryBeatLog(),
+            HeadSettings(policy=Policy(), heartbeat_s=1.0, process=name),
+            clock,
+        )
         me = Holder(head=name, process=name)
         self.head = Head(
             self.coordinator,

@@ -27,7 +27,7 @@ from unicrond.core.worth.costs import costs_at
 from unicrond.display.cluster_tables import NODE_STATUSES, node_status, stragglers
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.views.goodput_report import reading, report
 
 TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
