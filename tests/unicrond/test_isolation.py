@@ -14,12 +14,11 @@ from tests.unicrond.test_escalation import said
 from unicrond.core.decide import decide
 from unicrond.core.nodes.isolation import BACK_OFF_MAX, IsolationPhase, Repair, phase, repairs_due, waits_for
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.policy import Policy, Settings, settings_of
+from unicrond.core.state.policy import Policy, Readmission, Settings, settings_of
 from unicrond.core.state.state import TaskStatus
 from unicrond.core.state.task_parts import Troubles
 from unicrond.events import vocabulary as v
 from unicrond.intake.config import ConfigError, load
-from unicrond.intake.readmission import Readmission
 from unicrond.service.coordinator.repairs import Repairs, command
 
 NODE = "n0"

@@ -29,10 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unicrond.core.deciding import copies, memberships, plans, readmission, response
-from unicrond.core.deciding import drains as departing
+from unicrond.core.deciding import copies, memberships, nodes, plans, response
 from unicrond.core.deciding import incident_closing as closing
-from unicrond.core.deciding import node_removal as forgetting
 from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import needed_solves
@@ -55,8 +53,8 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     state, policy = survey.state, survey.policy
     batch = DecisionBatch(survey)
     response.respond(batch)
-    readmission.readmit_nodes(batch)
-    departing.begin_drains(batch)
+    nodes.readmit_nodes(batch)
+    nodes.begin_drains(batch)
     if batch.events:
         return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh
@@ -81,7 +79,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     for incident in state.incidents.values():
         closing.close_incident(batch, incident, fresh)
     _inject(batch)
-    forgetting.forget_nodes(batch)
+    nodes.forget_nodes(batch)
     if not batch.events and fresh:
         _learn(batch)
     return batch.events

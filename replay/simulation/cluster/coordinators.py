@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from unicrond.core.nodes.isolation import Repair
-from unicrond.core.state.policy import Policy
+from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.log.event_log import Fenced
 from unicrond.events.log.lease import Holder, MemoryLease
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.schemas import FIRST, SCHEMA
-from unicrond.intake.readmission import Readmission
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.lease import LeaseEnd

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents
 from unicrond.core import fold
-from unicrond.core.deciding import copies, memberships, readmission
+from unicrond.core.deciding import copies, memberships
+from unicrond.core.deciding import nodes as deciding_nodes
 from unicrond.core.deciding import plans as deciding_plans
 from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
@@ -359,7 +360,7 @@ def _check_what_needs_hands() -> None:
 
 
 def _never_check() -> None:
-    patch(readmission, "_check", lambda _: lambda batch, node: None)
+    patch(deciding_nodes, "_check", lambda _: lambda batch, node: None)
 
 
 def _no_deadlines() -> None:

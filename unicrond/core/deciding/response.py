@@ -21,7 +21,7 @@ Rules (how bad an error is: faults/severity.py; whose fault a broken connection 
 * A task that makes progress is not failed, whichever workers end.
 
 What does not live here: the decisions that carry a response out (memberships.py, worker_placement.py, plans.py,
-readmission.py), what it does to the state (folding/responses.py).
+nodes.py), what it does to the state (folding/responses.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from unicrond.core.deciding import drains as departing
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.faults import blame
 from unicrond.core.faults.severity import severity_of
@@ -184,7 +183,7 @@ def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
         flaps = [at_us for at_us in node.health.returns_us if at_us > state.now_us - window_us]
         if len(flaps) >= flaps_max:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
-        if node.health.prediction and departing.can_spare(survey, node):
+        if node.health.prediction and _can_spare(survey, node):
             reasons.append(f"its failure is expected: {node.health.prediction}")
         if reasons:
             yield node.name, reasons[0]
@@ -224,6 +223,17 @@ def _has_other_node(state: ClusterState, accused: set[str]) -> bool:
     return any(
         node.schedulable and not node.cordon.active and node.name not in accused for node in state.nodes.values()
     )
+
+
+def _can_spare(survey: Survey, node: Node) -> bool:
+    """Return whether the slots of the other nodes suffice for the minimum of every task that has workers. Only numbers
+    are compared."""
+    assignments = survey.state.plan.assignments
+    slots = sum(count for name, count in survey.capacity.items() if name != node.name)
+    need = sum(
+        task.spec.min_workers for task in survey.active if task.name in assignments and assignments[task.name].workers
+    )
+    return slots > 0 and need <= slots
 
 
 # --- the end of the ladder: the task is at fault ---------------------------------------------------

@@ -1,10 +1,11 @@
-"""Nodes: which are up, lost, or out of use; and which workers an agent that comes back still runs."""
+"""Nodes: which are up, lost, or out of use; which workers an agent that comes back still runs; and the keys with which
+agents log in, as people have ordered it (the shell passes them to the NATS server)."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.core.folding import commands, incidents, injections, logins
+from unicrond.core.folding import commands, incidents, injections
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -15,7 +16,7 @@ from unicrond.core.state.changes import stray, with_incident, with_node, with_ta
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.node_parts import Cordon, Departure, NodeAgent
 from unicrond.core.state.ordered_map import put_all, without
-from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
+from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, WorkerStatus
 from unicrond.core.state.worker_lifecycle import status_after
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
@@ -68,7 +69,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         state = isolation.check_lost(state, event.node, "its agent was replaced")
     planned = old is not None and old.left_on_purpose
     void = old is not None and old.agent.boot < event.since_boot
-    state = logins.mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
+    state = _mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
     if old is not None and old.agent.schema > node.agent.schema:
         state = commands.resend_memberships(state, event.node)  # its new agent may not read what the old one was sent
     return state
@@ -306,3 +307,22 @@ def _without(state: ClusterState, name: str) -> ClusterState:
         if workers or troubles != task.troubles:
             state = with_task(state, replace(without_workers(task, list(workers)), troubles=troubles))
     return replace(state, nodes=without(state.nodes, [name]))
+
+
+def node_enrolled(state: ClusterState, event: v.NodeEnrolled, _: Envelope) -> ClusterState:
+    """Store the node's key, in place of any earlier one."""
+    login = NodeLogin(key=event.key, expires_us=event.expires_us)
+    return replace(state, logins={**state.logins, event.node: login})
+
+
+def node_revoked(state: ClusterState, event: v.NodeRevoked, _: Envelope) -> ClusterState:
+    """Remove the node's key. Once it is silent, the node is lost by its missing beats."""
+    return replace(state, logins={node: login for node, login in state.logins.items() if node != event.node})
+
+
+def _mark_used(state: ClusterState, node: str) -> ClusterState:
+    """Record that the node has joined with its login."""
+    login = state.logins.get(node)
+    if login is None or login.is_used:
+        return state
+    return replace(state, logins={**state.logins, node: replace(login, is_used=True)})

@@ -15,7 +15,7 @@ Rules
   there is room.
 * Times are the log's. The shell counts them on its monotonic clock from the moment it first sees a deadline's id.
 
-What does not live here: which workers leave (the plan), the batch (deciding/drains.py).
+What does not live here: which workers leave (the plan), the batch (deciding/nodes.py).
 """
 
 from __future__ import annotations

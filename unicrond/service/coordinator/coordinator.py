@@ -46,7 +46,7 @@ from unicrond.events.vocabulary import (
 )
 from unicrond.events.wire.envelope import Envelope, Recorded
 from unicrond.events.wire.schemas import lowered, since, told_version
-from unicrond.service.coordinator.clock import CLOCK, Clock
+from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
 from unicrond.service.coordinator.code_identity import code_version
 from unicrond.service.coordinator.event_log_health import outbox_backlog_lines
 from unicrond.service.coordinator.follower import Follower
@@ -57,7 +57,6 @@ from unicrond.service.coordinator.repairs import command as repair_command
 from unicrond.service.coordinator.snapshots import Snapshots
 from unicrond.service.coordinator.solutions import Answers
 from unicrond.service.coordinator.surroundings import HeadSettings, Surroundings
-from unicrond.service.coordinator.timers import Timers
 
 log = logging.getLogger("unicrond")
 

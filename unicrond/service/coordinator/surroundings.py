@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from unicrond.core.state.policy import Policy
+from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.vocabulary import AnyEvent, ErrorKind, SeverityLevel
 from unicrond.events.wire.schemas import SCHEMA
-from unicrond.intake.readmission import Readmission
 from unicrond.views.goodput_keeper import GoodputKeeper
 from unicrond.views.spans import Spans
 from unicrond.views.view import View, Views

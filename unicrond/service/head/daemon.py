@@ -3,7 +3,7 @@
 Rules
 -----
 * The API answers before the log is folded; it says "catching up" until the coordinator is live. Before the log can be
-  reached its port says what the head waits for (early_listener.py); a NATS that is away is waited for.
+  reached its port says what the head waits for (startup.py); a NATS that is away is waited for.
 * SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too, unless another
   head uses it. As process 1 of a container both do, else it would die with its lease held.
 * Of several heads on one log one leads, the others stand by (head.py). A login that may not use the lease (rights of
@@ -49,14 +49,12 @@ from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.clock import CLOCK
 from unicrond.service.coordinator.event_log_health import LogKeeper
 from unicrond.service.coordinator.garbage_collection import short_pauses
-from unicrond.service.coordinator.state_lock import InUse, sole_user
+from unicrond.service.coordinator.other_processes import InUse, sole_user
 from unicrond.service.event_log.durability_checks import Promises
 from unicrond.service.event_log.known_event_log import KnownLog
-from unicrond.service.head.early_listener import porch
-from unicrond.service.head.from_config import access_of, server_of
 from unicrond.service.head.head import Head, other_heads, this_process
-from unicrond.service.head.parts import HeadParts, Links, Orders
-from unicrond.service.head.startup import StartupStatus, StoppedBySignal, reach, unless_stopped
+from unicrond.service.head.parts import HeadParts, Links, Orders, access_of, server_of
+from unicrond.service.head.startup import StartupStatus, StoppedBySignal, porch, reach, unless_stopped
 from unicrond.service.trust.certificates import Certificates
 
 log = logging.getLogger("unicrond")

@@ -19,9 +19,14 @@ from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.lease import NatsLease
 from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.store_directory_lock import StoreLease
+from unicrond.events.trust.certificates import BadCertificate
 from unicrond.events.trust.logins import User
 from unicrond.events.vocabulary import AnyEvent
-from unicrond.intake.config import Config
+from unicrond.events.wire.envelope import Envelope
+from unicrond.intake.config import Config, embedded_tls, login, read_secret
+from unicrond.intake.tls import BadTls
+from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.coordinator.alarms import unsaved_lines
 from unicrond.service.coordinator.clock import CLOCK
@@ -29,15 +34,16 @@ from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
 from unicrond.service.coordinator.snapshots import Snapshots
 from unicrond.service.coordinator.surroundings import HeadSettings, Surroundings
-from unicrond.service.event_log.append_times import AppendTimes
 from unicrond.service.event_log.consumers import Consumers
 from unicrond.service.event_log.known_event_log import KnownLog
 from unicrond.service.event_log.retention import LogLife
+from unicrond.service.event_log.statistics import AppendTimes
 from unicrond.service.event_log.stream_probe import StreamProbe
 from unicrond.service.head.exporters import Exporters
-from unicrond.service.head.from_config import beside
+from unicrond.service.head.startup import StartupStatus
 from unicrond.service.trust.certificates import Certificates
-from unicrond.service.trust.node_logins import NodeLogins
+from unicrond.service.trust.membership_certificates import Warrants
+from unicrond.service.trust.node_logins import NodeLogins, remembered
 
 if TYPE_CHECKING:
     import signal
@@ -172,3 +178,36 @@ class HeadParts:
     @property
     def _is_tls(self) -> bool:
         return bool(self._config.nats_tls or self._config.api_tls)
+
+
+def server_of(config: Config, roles: list[User], status: StartupStatus) -> EmbeddedServer:
+    """Return the embedded server, not started."""
+    has_keys = config.nats.has_keys
+    shared = config.nats.shared if has_keys else login(config.nats)
+    return EmbeddedServer(
+        Path(config.state_dir) / "nats",
+        host=config.nats.host,
+        port=config.nats.port,
+        login=shared if config.nats.user else None,
+        users=[*roles, *remembered(config.keys / "nodes")] if has_keys else None,
+        tls=embedded_tls(config),
+        lease=StoreLease(Path(config.state_dir) / "nats"),
+        waits=status.say,
+    )
+
+
+def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
+    """Return what makes the headers of events: warrants, where nodes have certificates. Raises BadTls."""
+    if not config.certifies_nodes:
+        return lambda _: {}
+    cert = config.certificates.cert
+    try:
+        return Warrants(cert).beside
+    except (BadCertificate, OSError) as error:
+        raise BadTls(f"{cert}: {error}; make another with `unicrond tls-init --renew`") from None
+
+
+def access_of(config: Config) -> Access:
+    """Return who may use the API."""
+    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)
