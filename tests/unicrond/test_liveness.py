@@ -16,7 +16,7 @@ from unicrond.core.nodes.liveness import (
     Pauses,
     VerdictLimiter,
 )
-from unicrond.core.state.node_parts import NodeAgent
+from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.state import Node, NodeStatus
 from unicrond.events import vocabulary as v
 
@@ -32,7 +32,7 @@ def node(name: str, status: NodeStatus = NodeStatus.UP) -> Node:
         slots_max=1,
         address="127.0.0.1",
         store=store,
-        agent=NodeAgent(boot=7),
+        agent=AgentIdentity(boot=7),
         joined_us=0,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from unicrond.core.state.node_parts import Cordon, Isolation, NodeAgent, NodeHealth
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeHealth
 from unicrond.core.state.state import Node, NodeStatus
 from unicrond.ctl.slurm_nodes import SlurmNode, SyncStep, read, steps
 from unicrond.events.vocabulary import StoreAddress
@@ -20,7 +20,7 @@ UP = Node(
     slots_max=1,
     address="127.0.0.1",
     store=STORE,
-    agent=NodeAgent(boot=1),
+    agent=AgentIdentity(boot=1),
     joined_us=1,
 )
 DRAINED_HERE = {"cordon": Cordon(active=True, draining=True, reason="slurm: a fan")}

@@ -23,7 +23,7 @@ from unicrond.core.planning.table import Planner, PlanTable
 from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.field_faults import faults
-from unicrond.core.state.node_parts import NodeAgent
+from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, TaskStatus
 from unicrond.core.tasks.task_validation import task_problems
@@ -228,7 +228,7 @@ def _new_node(name: str, slots: int, gpu: str, now_us: int) -> Node:
         slots_max=slots,
         address="",
         store=StoreAddress(host="", port=0),
-        agent=NodeAgent(boot=0),
+        agent=AgentIdentity(boot=0),
         joined_us=now_us + 1,
         gpu=gpu,
     )

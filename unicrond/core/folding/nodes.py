@@ -14,7 +14,7 @@ from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.requests import agent_mismatch
 from unicrond.core.state.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
-from unicrond.core.state.node_parts import Cordon, Departure, NodeAgent
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture
 from unicrond.core.state.ordered_map import put_all, without
 from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, WorkerStatus
 from unicrond.core.state.worker_lifecycle import status_after
@@ -29,7 +29,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     old = state.nodes.get(event.node)
     if old is not None and old.departure.removal and old.status is not NodeStatus.UP:
         state, old = _without(state, old.name), None
-    agent = NodeAgent(
+    agent = AgentIdentity(
         boot=event.agent_boot,
         version=event.version,
         schema=spoken_schema(event.version),
@@ -56,7 +56,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
             cordon=old.cordon,
             isolation=old.isolation,
             health=old.health,
-            departure=Departure(removal=old.departure.removal),
+            departure=NodeDeparture(removal=old.departure.removal),
         )
     if old is not None and old.cordon.until_return and old.agent.boot != event.agent_boot and not event.workers:
         node = departures.uncordoned(node)

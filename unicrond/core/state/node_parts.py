@@ -2,11 +2,11 @@
 
 | value | what it holds | changed by |
 |---|---|---|
-| `NodeAgent` | which agent runs there, and what it reads | folding/nodes.py, commands.py |
+| `AgentIdentity` | which agent runs there, and what it reads | folding/nodes.py, commands.py |
 | `Cordon` | that it gets no new workers, or is emptied, and who wants so | nodes/drains.py |
 | `Isolation` | that it is out of service (SEV1), and its way back | nodes/isolation.py |
 | `NodeHealth` | what speaks against the machine | folding/nodes.py, accelerators.py |
-| `Departure` | that it leaves, or is removed | folding/nodes.py |
+| `NodeDeparture` | that it leaves, or is removed | folding/nodes.py |
 
 In bytes and in JSON a node is flat (state_bytes.py); `name=` is a field's key there, where it has another.
 """
@@ -19,7 +19,7 @@ from unicrond.events.vocabulary import RepairNeed
 from unicrond.events.vocabulary.field_defaults import always
 
 
-class NodeAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AgentIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`boot`: of the agent that joined last; `since_boot`: of the first agent of its run directory; commands for an
     earlier one are void, 0: not known. `schema`: what it reads (events/wire/schemas.py); `unread`: commands that it
     could not, since it joined.
@@ -89,7 +89,7 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prediction: str = msgspec.field(default="", name="foretold")
 
 
-class Departure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NodeDeparture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`announced`: its agent has announced its end; what ends there from then on is no failure. `left_us`: when it
     left, 0: it has not. `removal`: why it is to be forgotten once it is away (node_removal.py); `commanded`: its agent
     was commanded to leave for that.

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from unicrond.core.state.hang_tally import Lateness
-from unicrond.core.state.node_parts import Cordon, Departure, Isolation, NodeAgent, NodeHealth
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
     Copies,
@@ -80,7 +80,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     slots_max: int
     address: str
     store: StoreAddress
-    agent: NodeAgent
+    agent: AgentIdentity
     joined_us: int
     reason: str = always("")
     commands: int = always(0)
@@ -90,7 +90,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cordon: Cordon = Cordon()
     isolation: Isolation = Isolation()
     health: NodeHealth = NodeHealth()
-    departure: Departure = Departure()
+    departure: NodeDeparture = NodeDeparture()
 
     @property
     def schedulable(self) -> bool:
