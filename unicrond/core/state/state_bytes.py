@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 from msgspec.structs import fields
@@ -180,11 +180,14 @@ class _FlatForm:
         )
         self.keys = tuple(info.encode_name for info in fields(self.struct))
         self._values = attrgetter(*paths)
+        self._has_maps = any(get_origin(info.type) is Mapping for info in fields(self.struct))
         self._flat_values = attrgetter(*[info.name for info in fields(self.struct)])
 
     def flat(self, items: Mapping[str, Any]) -> dict[str, Any]:
         """Return the items in the flat form."""
         struct, values = self.struct, self._values
+        if not self._has_maps:
+            return {name: struct(*values(item)) for name, item in items.items()}
         return {name: struct(*map(_plain, values(item))) for name, item in items.items()}
 
     def cut(self, items: Mapping[str, Any]) -> dict[str, Any]:
