@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from msgspec.structs import replace
 
 from unicrond.core.decide import decide, needed_solves
+from unicrond.core.deciding.plans import with_provenance
 from unicrond.core.nodes.isolation import Repair
 from unicrond.core.nodes.liveness import OWN_NAME, OutboxBacklog
 from unicrond.core.own_decisions import Breaker, DecidingStopped, batches, require_sound
@@ -35,7 +36,6 @@ from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState
-from unicrond.core.worth.plan_provenance import with_provenance
 from unicrond.events.log.event_log import BeatLog, EventLog, Fence, Fenced, LogError
 from unicrond.events.vocabulary import (
     AnyEvent,
