@@ -32,8 +32,8 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """A head's process.
 
     `head`: a name that no other process ever has; `process`: HOST:PID, for people; `api`: where its API listens,
-    HOST:PORT. `machine`, `pid`, `start_ticks`: these tell another process of the same machine whether this one still
-    runs (unicrond/service/coordinator/same_machine.py). `has_left`: it has ended of its own will.
+    HOST:PORT. `machine`, `pid`, `began`: these tell another process of the same machine whether this one still runs
+    (unicrond/service/coordinator/other_processes.py). `has_left`: it has ended of its own will.
     """
 
     head: str

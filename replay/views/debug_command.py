@@ -130,5 +130,5 @@ def _versions(state: ClusterState) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.platform(),
         "schema": state.schema,
-        "agents": {node.name: node.version for node in state.nodes.values()},
+        "agents": {node.name: node.agent.version for node in state.nodes.values()},
     }

@@ -319,7 +319,7 @@ class Story(View):
             ]
         node = final.nodes[name]
         lives = [life for life in self._index.incidents.values() if life.incident.node == name]
-        status = "isolated" if node.isolated else node.status.value
+        status = "isolated" if node.isolation.active else node.status.value
         return [f"At the end it is {status}, {_after(lives)}."]
 
     def _end_of_incident(self, life: IncidentLife) -> list[str]:

@@ -100,7 +100,7 @@ def _node_span(state: ClusterState, node: Node, now_us: int) -> TimelineSpan:
         return TimelineSpan(now_us, now_us, NODE_LOST)
     if node.status is NodeStatus.LEFT:
         return TimelineSpan(now_us, now_us, NODE_LEFT)
-    if node.isolated:
+    if node.isolation.active:
         return TimelineSpan(now_us, now_us, NODE_ISOLATED, tasks=tasks)
     return TimelineSpan(now_us, now_us, ", ".join(tasks) or NODE_IDLE, tasks=tasks)
 

@@ -28,11 +28,12 @@ from unicrond.core.planning.solver import solve
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus, Plan
+from unicrond.core.tasks.task_validation import task_problems
 from unicrond.core.worth.waf import linear_flops, waf
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
-from unicrond.intake.task_file import problems
+from unicrond.intake.task_file import is_file
 
 #: Looks of the coordinator until it waits for others: nodes, plan, staff.
 _LOOKS_MAX = 10
@@ -144,7 +145,8 @@ def _with_task_setting(state: ClusterState, name: str, fields: list[str], text: 
     else:
         raise InvalidChange(f"--set {path}: no such field of a task")
     # What was wrong before (a script that is on another machine) is none of our business.
-    new_problems = [problem for problem in problems(spec) if problem not in problems(task.spec)]
+    before = task_problems(task.spec, is_file=is_file)
+    new_problems = [problem for problem in task_problems(spec, is_file=is_file) if problem not in before]
     if new_problems:
         raise InvalidChange(f"--set {path}={text}: {new_problems[0]}")
     return replace(state, tasks=state.tasks | {name: replace(task, spec=spec)})

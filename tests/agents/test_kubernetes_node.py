@@ -172,17 +172,21 @@ def test_the_machines_word_and_a_persons() -> None:
     cluster.run()
     reported(cluster, "drain")
     found = cluster.state.nodes["n0"]
-    assert (found.cordoned, found.draining, found.cordon_reason) == (True, True, "machine: the machine is cordoned")
+    assert (found.cordon.active, found.cordon.draining, found.cordon.reason) == (
+        True,
+        True,
+        "machine: the machine is cordoned",
+    )
     assert not cluster.hosts["n0"].processes and cluster.state.incidents_total == 0
     reported(cluster, "cordon")
-    assert not cluster.state.nodes["n0"].draining
+    assert not cluster.state.nodes["n0"].cordon.draining
     reported(cluster, "")
-    assert not cluster.state.nodes["n0"].cordoned and len(cluster.hosts["n0"].processes) == 1
+    assert not cluster.state.nodes["n0"].cordon.active and len(cluster.hosts["n0"].processes) == 1
     cluster.cordon("n0", drain=True)
     reported(cluster, "")
-    assert cluster.state.nodes["n0"].draining, "what a person has said stays"
+    assert cluster.state.nodes["n0"].cordon.draining, "what a person has said stays"
     reported(cluster, "cordon")
-    assert not cluster.state.nodes["n0"].cordon_reason.startswith("machine: ")
+    assert not cluster.state.nodes["n0"].cordon.reason.startswith("machine: ")
 
 
 # --- the agent, live -------------------------------------------------------------------------------

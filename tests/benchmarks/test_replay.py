@@ -44,6 +44,7 @@ from unicrond.replay.reading.source import read
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
 from unicrond.service.coordinator.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 ENTRIES = 20_000
 NATS_ENTRIES = 300_000
@@ -270,7 +271,7 @@ def test_restart_behind_a_million_events(benchmark: Any, tmp_path: Path) -> None
         connection = await connect(server.url, name="benchmark", timeout_s=10)
         snapshots = Snapshots(NatsSnapshotStore(connection), every=10**9)
         log, beats = NatsEventLog(connection), NatsBeatLog(connection)
-        coordinator = Coordinator(log, beats, Policy(), 30.0, snapshots=snapshots)
+        coordinator = Coordinator(log, beats, HeadSettings(policy=Policy(), heartbeat_s=30.0), snapshots=snapshots)
         running = asyncio.create_task(coordinator.run())
         await asyncio.wait_for(coordinator.live.wait(), 300)
         seqs.append(coordinator.state.seq)

@@ -99,7 +99,7 @@ async def cordoned_by_the_page(page: Page, served: Served) -> None:
     await page.js("document.querySelector('dialog input[name=reason]').value = 'a test wants it'")
     await page.js("document.querySelector('dialog button[value=yes]').click()")
     await page.until("document.querySelector('dialog').innerText.includes('Ordered at entry')")
-    assert served.coordinator.state.nodes["n2"].cordoned
+    assert served.coordinator.state.nodes["n2"].cordon.active
     await page.js("document.querySelector('dialog button').click(); location.hash = 'log'")
 
 

@@ -193,9 +193,9 @@ class Watch:
             - len(self.before.incidents),
             "faults": [kind for kind, _ in events if kind in _FAULTS],
             "failures": state.ledger.failures - self.before.ledger.failures,
-            "flaps": sum(len(node.returns_us) for node in state.nodes.values())
-            - sum(len(node.returns_us) for node in self.before.nodes.values()),
-            "repeated": repeated + assigned,
+            "flaps": sum(len(node.health.returns_us) for node in state.nodes.values())
+            - sum(len(node.health.returns_us) for node in self.before.nodes.values()),
+            "redone": repeated + assigned,
         }
 
 
@@ -207,7 +207,7 @@ def is_up(machine: str, boot_after: int = 0) -> Callable[[ClusterState], bool]:
 
     def holds(state: ClusterState) -> bool:
         node = state.nodes.get(node_of(machine))
-        return node is not None and node.status is NodeStatus.UP and node.agent_boot > boot_after
+        return node is not None and node.status is NodeStatus.UP and node.agent.boot > boot_after
 
     return holds
 

@@ -21,7 +21,7 @@ async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
     await cluster.train(3)
     machine = NODES[0]
     old = cluster.agents[machine]
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch = await cluster.watch()
     watch.act()
     new = cluster.start_agent(machine)
@@ -35,7 +35,7 @@ async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
     # The same where the machine is only cut off: its agent wakes up as the older one.
     old.remove()
     watch = await cluster.watch()
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch.act()
     new.cut()
     cluster.start_agent(machine)

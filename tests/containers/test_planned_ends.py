@@ -29,7 +29,7 @@ async def test_a_pod_is_deleted(cluster: Cluster, record: Record) -> None:
     await cluster.start_agents(*NODES)
     await cluster.train(3)
     machine = NODES[0]
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     address = cluster.agents[machine].address
 
     watch = await cluster.watch()

@@ -33,7 +33,7 @@ async def test_an_agent_dies_and_its_container_lives(cluster: Cluster, record: R
     joined: list[float] = []
     said: list[str] = []
     for _ in range(3):
-        boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+        boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
         watch = await cluster.watch()
         watch.act()
         os.kill(process_of(pod, "unicrond.agents.shell.cli"), signal.SIGKILL)
@@ -63,7 +63,7 @@ async def test_process_one_is_killed_from_outside(cluster: Cluster, record: Reco
     await cluster.train(3)
     machine = NODES[0]
     pod = cluster.agents[machine]
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch = await cluster.watch()
     watch.act()
     pod.box.kill(signal.SIGKILL)
@@ -114,7 +114,7 @@ async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: C
     warnings = [line for line in pod.box.said().splitlines() if " container: " in line]
     assert len(warnings) == 1 and "more than half of its limit of 768 MiB may lie in memory" in warnings[0]
     record("limits", limit=768, states=768 // 4, said=warnings[0].partition("container: ")[2])
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch = await cluster.watch()
     watch.act()
     filler = pod.box.start_inside("fallocate", "-l", "1900M", "/dev/shm/full")
@@ -129,7 +129,7 @@ async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: C
     causes = sorted({line.envelope["event"]["cause"] for line in ended})
     said = [line.summary for line in ended]
     assert causes and set(causes) <= {"oom_killed", "maybe_oom_killed", "unknown"}, said
-    isolated = (await cluster.state())[0].nodes[node_of(machine)].isolated
+    isolated = (await cluster.state())[0].nodes[node_of(machine)].isolation.active
     assert not isolated
     record("all oom", told=watch.told(*ENDS), whole=whole_s, code=code, causes=causes, said=said)
     assert (await cluster.state())[0].tasks[TASK].confirmed

@@ -277,7 +277,7 @@ async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
     for node in ("n1", "n2"):
         assert await has_filter(site.admin, node, ())
     state = await site.state()
-    assert (state.term, state.nodes["n2"].isolated, state.nodes["n2"].cordoned) == (1, False, False)
+    assert (state.term, state.nodes["n2"].isolation.active, state.nodes["n2"].cordon.active) == (1, False, False)
 
 
 def _is_event(each: Entry) -> bool:

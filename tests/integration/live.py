@@ -81,7 +81,7 @@ class Live:
             if len(members(state, task)) != self.workers or found.progress.committed_generation != found.generation:
                 return False
             first.append(found.progress.iteration)
-            rested = not any(node.isolated for node in state.nodes.values())
+            rested = not any(node.isolation.active for node in state.nodes.values())
             return rested and found.progress.iteration > first[0] + beyond
 
         state = await self.until(f"{self.workers} members train, {incidents} incidents are closed", holds)

@@ -345,7 +345,7 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     assert isolation["reason"] == f"groups of {name} broke here again and again: {given_up}"
     doubted = sum(", like others" in event["reason"] for event in before)
     assert 2 <= times <= 2 + doubted, "and no earlier, nor later than doubt explains"
-    await live.until("all nodes are back", lambda s: not any(node.isolated for node in s.nodes.values()))
+    await live.until("all nodes are back", lambda s: not any(node.isolation.active for node in s.nodes.values()))
 
 
 @in_one_loop

@@ -146,7 +146,7 @@ async def test_servers_die_and_leaders_change_and_nobody_is_lost(tmp_path: Path)
         for stream in (EVENT_STREAM, BEAT_STREAM):
             await nats_streams.api(connection, f"STREAM.LEADER.STEPDOWN.{stream}", {})
             state = await cluster.trains_on(state)
-        assert state.incidents_total == 0 and {node.returns_us for node in state.nodes.values()} == {()}
+        assert state.incidents_total == 0 and {node.health.returns_us for node in state.nodes.values()} == {()}
         replayed = await asyncio.create_subprocess_exec(
             *(str(SCRIPTS / "unicron-replay"), "state", *cluster.login(), "--json"), stdout=asyncio.subprocess.PIPE
         )

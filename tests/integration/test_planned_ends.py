@@ -21,7 +21,7 @@ async def replace_agent(live: Live, node: str, *, pod: bool) -> None:
     """SIGTERM, and another agent once it has ended. `pod`: nothing of the one before is left to it."""
     agent = live.dev.agents[node]
     assert agent.process is not None
-    boot = (await live.dev.state())[0].nodes[node].agent_boot
+    boot = (await live.dev.state())[0].nodes[node].agent.boot
     await agent.rest()
     agent.process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.05)
@@ -34,7 +34,7 @@ async def replace_agent(live: Live, node: str, *, pod: bool) -> None:
     await agent.start()
     await live.until(
         f"a new agent on {node}",
-        lambda s: s.nodes[node].agent_boot > boot and s.nodes[node].status is NodeStatus.UP,
+        lambda s: s.nodes[node].agent.boot > boot and s.nodes[node].status is NodeStatus.UP,
     )
 
 
@@ -54,10 +54,10 @@ async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool,
         assert len(live.events("NodeLeaving")) == len(live.events("NodeLeft")) == len(updates) * NODES
         for never in ("NodeLost", "NodeIsolated", "IncidentEscalated", "ErrorReported", "CommandFailed"):
             assert not live.events(never), never
-        assert sum(step["micro_batches_repeated"] for step in live.events("StepCommitted")) == 0
-        assert sum(event.get("micro_batches_assigned", 0) for event in live.events("WorkerJoinedGroup")) == 0
-        assert all(exited["is_expected"] for exited in live.events("WorkerExited"))
-        assert not state.incidents_total and not any(node.returns_us for node in state.nodes.values())
+        assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
+        assert sum(event.get("dealt", 0) for event in live.events("WorkerJoinedGroup")) == 0
+        assert all(exited["expected"] for exited in live.events("WorkerExited"))
+        assert not state.incidents_total and not any(node.health.returns_us for node in state.nodes.values())
         assert state.ledger.failures == before.ledger.failures == 0
         assert state.tasks[TASK].progress.best_iteration > before.tasks[TASK].progress.best_iteration
 
@@ -81,4 +81,4 @@ async def test_a_node_leaves_for_good_and_is_forgotten(tmp_path: Path) -> None:
         assert agent.process.returncode == 0, "it is not started again"
         await agent.start()
         state = await live.until("a new node of the name", lambda s: node in s.nodes)
-        assert state.nodes[node].status is NodeStatus.UP and not state.nodes[node].cordoned
+        assert state.nodes[node].status is NodeStatus.UP and not state.nodes[node].cordon.active

@@ -87,6 +87,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     "unicrond/core/state/state.py": [
         (r"(?m)^    memory: MemoryService \| None = [^\n]*\n", r"\g<0>    greeted: bool = False\n")
     ],
+    "unicrond/core/state/state_bytes.py": [(r'(?m)^    "gpu",\n\)', '    "gpu",\n    "greeted",\n)')],
     "unicrond/core/folding/nodes.py": [
         (
             r"(?m)^def node_left\(",
@@ -230,10 +231,10 @@ class Upgrade:
         def is_seen(state: ClusterState) -> bool:
             if name == "coordinator":
                 return state.term > before.term
-            return state.nodes[name].agent_boot > before.nodes[name].agent_boot
+            return state.nodes[name].agent.boot > before.nodes[name].agent.boot
 
         state = await self.live.until(f"{name} is of version {version}", is_seen)
-        told = spoken_schema(state.nodes[name].version) if name != "coordinator" else SCHEMAS[version]
+        told = spoken_schema(state.nodes[name].agent.version) if name != "coordinator" else SCHEMAS[version]
         assert told == SCHEMAS[version]
         after = await self.live.training(incidents=self.incidents, beyond=20)
         workers = [members(one) for one in (before, after)]

@@ -29,7 +29,7 @@ def facts(state: ClusterState) -> dict[str, Any]:
         "seq": state.seq,
         "now_us": state.now_us,
         "term": state.term,
-        "nodes": {node.name: [node.status, node.isolated, node.slots] for node in state.nodes.values()},
+        "nodes": {node.name: [node.status, node.isolation.active, node.slots] for node in state.nodes.values()},
         "tasks": {
             task.name: [task.status, task.progress.iteration, task.generation, sorted(task.workers)]
             for task in state.tasks.values()

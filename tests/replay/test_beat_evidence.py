@@ -27,6 +27,7 @@ from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.views.beat_check import GAP_US, SLACK_US
 from unicrond.replay.views.verify import Divergence
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 NODES = ("n1", "n2", "n3", "n4", "n5")
 
@@ -186,7 +187,7 @@ async def test_verify_derives_a_loss_after_the_stream_has_forgotten_its_beats(
     nats_server: EmbeddedServer, nats_connection: Connection, tmp_path: Path
 ) -> None:
     log, beats = NatsEventLog(nats_connection), NatsBeatLog(nats_connection)
-    coordinator = Coordinator(log, beats, Policy(), heartbeat_s=0.3)
+    coordinator = Coordinator(log, beats, HeadSettings(policy=Policy(), heartbeat_s=0.3))
     ends = {node: asyncio.Event() for node in ("n1", "n2")}
     running = asyncio.create_task(coordinator.run())
     beating = [asyncio.create_task(_beat(beats, node, end)) for node, end in ends.items()]

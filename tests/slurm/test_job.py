@@ -158,7 +158,7 @@ def test_a_job_of_tasks_that_complete_ends_by_itself(cluster: Cluster) -> None:
 def drain_of(cluster: Cluster, node: str) -> str | None:
     """Why it is drained; "" where it is not."""
     state = cluster.state()
-    return state.nodes[node].cordon_reason if state else None
+    return state.nodes[node].cordon.reason if state else None
 
 
 def is_up(cluster: Cluster, node: str) -> bool:

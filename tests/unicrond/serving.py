@@ -22,6 +22,7 @@ from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.worker_output import LogsUnavailable
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 class Files:
@@ -115,7 +116,9 @@ class Served:
     async def start(self) -> None:
         # A heartbeat of a minute: no node is given up for lost while a test runs.
         policy = self._config.policy
-        self.coordinator = Audible(self.log, self._beats, policy, heartbeat_s=60, schema=self._schema)
+        self.coordinator = Audible(
+            self.log, self._beats, HeadSettings(policy=policy, heartbeat_s=60, schema=self._schema)
+        )
         self._task = asyncio.create_task(self.coordinator.run())
         await asyncio.wait_for(self.coordinator.live.wait(), 10)
         api = Api(self._config, self.coordinator, self.log, self.files, self._access)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def random_life(cluster: MiniCluster, seed: int, blows: int = 12) -> Iterator[No
                 cluster.now_us += draw.randrange(3_000_000)  # time passes
             case 7:
                 node = draw.choice(list(cluster.hosts))
-                if cluster.state.nodes[node].cordoned:
+                if cluster.state.nodes[node].cordon.active:
                     cluster.uncordon(node)
                 else:
                     cluster.cordon(node, drain=draw.random() < 0.5)

@@ -353,7 +353,7 @@ async def test_forget(tmp_path: Path) -> None:
         await served.until(v.ForgetRequested)
         await served.until(v.LeaveCluster)
         node = served.coordinator.state.nodes["n1"]
-        assert (node.draining, node.forgetting) == (True, "sold")
+        assert (node.cordon.draining, node.departure.removal) == (True, "sold")
 
 
 async def test_cordon_drain_uncordon(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ async def test_cordon_drain_uncordon(tmp_path: Path) -> None:
             seq = (await response.json())["seq"]
         await served.until(v.NodeCordoned, after=seq - 1)
         node = served.coordinator.state.nodes["n1"]
-        assert (node.cordoned, node.draining, node.cordon_reason) == (True, True, "new fan")
+        assert (node.cordon.active, node.cordon.draining, node.cordon.reason) == (True, True, "new fan")
         await served.until(v.PlanAdopted, after=seq)
         assert all(
             "n1" not in nodes for a in served.coordinator.state.plan.assignments.values() for nodes in a.replicas
@@ -384,7 +384,7 @@ async def test_drain_by_a_time_and_maintenance(tmp_path: Path) -> None:
             assert response.status == 202
             by_us = (await response.json())["empty_by_us"]
         await served.until(v.NodeCordoned)
-        assert served.coordinator.state.nodes["n1"].empty_by_us == by_us
+        assert served.coordinator.state.nodes["n1"].cordon.empty_by_us == by_us
         async with http.post("/v1/nodes/n2/cordon", json={"by": {"in_s": 3600}}) as response:
             await refused(response, 400, "by: only a drain has a time")
         about = {"nodes": ["n2", "n3"], "begins": {"in_s": 7200}, "for_s": 600, "reason": "new cables"}
@@ -436,7 +436,7 @@ async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: 
         command = entry.envelope.event
         assert isinstance(command, v.InjectFault) and command.injection == f"f{answer['seq']}"
         assert command.node == member.node
-        assert command.agent_boot == served.coordinator.state.nodes[member.node].agent_boot > 0
+        assert command.agent_boot == served.coordinator.state.nodes[member.node].agent.boot > 0
         assert command.fault == v.Fault(
             kind="nan", worker=member.worker, at_iteration=99, phase="forward", excluded_from_blame=True
         )

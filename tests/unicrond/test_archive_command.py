@@ -23,6 +23,7 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import NANOS, api, create_streams, event_stream_config
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 def unicrond(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -67,10 +68,12 @@ async def test_a_coordinator_and_a_replay_read_the_archive_first(
 ) -> None:
     directory = tmp_path / "archive"
     log = await trimmed(nats_connection, directory)
-    alone = Coordinator(log, NatsBeatLog(nats_connection), Policy(), heartbeat_s=30.0)
+    alone = Coordinator(log, NatsBeatLog(nats_connection), HeadSettings(policy=Policy(), heartbeat_s=30.0))
     with pytest.raises(LogDamaged, match="were trimmed and are in the archive"):
         await alone.run()
-    coordinator = Coordinator(ArchivedLog(log, directory), NatsBeatLog(nats_connection), Policy(), heartbeat_s=30.0)
+    coordinator = Coordinator(
+        ArchivedLog(log, directory), NatsBeatLog(nats_connection), HeadSettings(policy=Policy(), heartbeat_s=30.0)
+    )
     live = await caught_up(coordinator)
     ask = ("digest", "--nats", nats_server.url, "--at", coordinator.state.seq)
     done = await asyncio.to_thread(unicron_replay, *ask, "--archive", directory)

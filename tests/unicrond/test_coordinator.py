@@ -25,6 +25,7 @@ from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.replay.views.verify import Verifier, bases
 from unicrond.service.coordinator import coordinator
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.views.view import steps
 
 
@@ -113,7 +114,7 @@ async def test_curves_that_take_a_while_are_made_in_a_thread(monkeypatch: pytest
 
 async def test_a_new_coordinator_fences_the_old_one() -> None:
     log = MemoryLog()
-    old = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2)
+    old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
     await asyncio.wait_for(old.live.wait(), 5)
     async with running(log) as new:
@@ -129,7 +130,7 @@ async def test_a_new_coordinator_fences_the_old_one() -> None:
 
 async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_in_its_name() -> None:
     log = MemoryLog()
-    old = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2)
+    old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
     await asyncio.wait_for(old.live.wait(), 5)
     await log.claim_term(

@@ -113,7 +113,7 @@ def test_a_task_that_fails_everywhere_is_failed_and_its_nodes_are_readmitted() -
         "ended" in cluster.state.tasks["small"].ending.reason or "failed" in cluster.state.tasks["small"].ending.reason
     )
     cluster.run()
-    assert not any(node.isolated for node in cluster.state.nodes.values())
+    assert not any(node.isolation.active for node in cluster.state.nodes.values())
     assert cluster.state.plan.assignments["big"].workers == 3
 
 
@@ -123,7 +123,7 @@ def test_random_faults_converge(seed: int) -> None:
     for _ in random_life(cluster, seed):
         pass
     for node in cluster.state.nodes.values():
-        if node.cordoned:
+        if node.cordon.active:
             cluster.uncordon(node.name)
     for host in cluster.hosts.values():
         if not host.up:

@@ -68,7 +68,7 @@ def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: 
     assert_nothing_was_lost(cluster, before)
     assert "drained (empty by " in cluster.state.plan.trigger
     pass_time(cluster, f"empty:{node}")
-    assert cluster.state.nodes[node].overdue and not of(cluster, v.IncidentEscalated)
+    assert cluster.state.nodes[node].cordon.overdue and not of(cluster, v.IncidentEscalated)
     cluster.uncordon(node)
     cluster.run()
     cluster.assert_whole()
@@ -117,7 +117,7 @@ def test_an_empty_node_is_drained_at_once() -> None:
     cluster.add_host("n0")
     cluster.drain_by("n0", _HOUR_S)
     cluster.run()
-    assert of(cluster, v.DrainStarted)[0].reason == "no worker is on it" and cluster.state.nodes["n0"].draining
+    assert of(cluster, v.DrainStarted)[0].reason == "no worker is on it" and cluster.state.nodes["n0"].cordon.draining
 
 
 def test_what_is_still_there_when_the_time_is_over_is_ended() -> None:
@@ -150,7 +150,7 @@ def test_another_cordon_or_an_uncordon_ends_the_old_deadlines() -> None:
     cluster.drain_by(node, 2 * _HOUR_S)
     for name in late:
         cluster.append(v.DeadlineExpired(deadline_id=name), "coordinator", cluster.state.term)
-    assert not cluster.state.nodes[node].draining and not cluster.state.nodes[node].overdue
+    assert not cluster.state.nodes[node].cordon.draining and not cluster.state.nodes[node].cordon.overdue
 
 
 def test_it_outlives_a_coordinator_and_an_agent() -> None:
@@ -176,7 +176,7 @@ def test_a_window_empties_its_nodes_before_it_begins_and_gives_them_back(seed: i
     before = len(cluster.log)
     window = cluster.maintain(*nodes, after_s=_HOUR_S, for_s=600)
     cluster.run()
-    assert not any(cluster.state.nodes[node].cordoned for node in nodes), "in full use until it is near"
+    assert not any(cluster.state.nodes[node].cordon.active for node in nodes), "in full use until it is near"
     pass_time(cluster, f"window:{window}#near")
     cluster.assert_whole()
     assert [on_node(cluster, node) for node in nodes] == [[], []]
@@ -190,11 +190,11 @@ def test_a_window_empties_its_nodes_before_it_begins_and_gives_them_back(seed: i
     cluster.add_host(rebooted.name)
     cluster.run()
     back = cluster.state.nodes[nodes[0]]
-    assert back.status is NodeStatus.UP and back.cordoned and not back.returns_us
+    assert back.status is NodeStatus.UP and back.cordon.active and not back.health.returns_us
     assert cluster.state.incidents_total == 0, "it was expected to be away"
     pass_time(cluster, f"window:{window}#end")
     cluster.assert_whole()
-    assert not cluster.state.windows and not any(cluster.state.nodes[node].cordoned for node in nodes)
+    assert not cluster.state.windows and not any(cluster.state.nodes[node].cordon.active for node in nodes)
     assert all(len(on_node(cluster, node)) == 1 for node in nodes)
 
 
@@ -219,7 +219,7 @@ def test_a_node_that_a_person_has_cordoned_stays_so_after_a_window() -> None:
     window = cluster.maintain(node, after_s=_HOUR_S, for_s=600)
     for which in ("near", "end"):
         pass_time(cluster, f"window:{window}#{which}")
-    assert cluster.state.nodes[node].cordoned and cluster.state.nodes[node].cordon_reason == "test"
+    assert cluster.state.nodes[node].cordon.active and cluster.state.nodes[node].cordon.reason == "test"
 
 
 def test_of_two_windows_the_second_keeps_the_node() -> None:
@@ -230,9 +230,9 @@ def test_of_two_windows_the_second_keeps_the_node() -> None:
     for window in (first, second):
         pass_time(cluster, f"window:{window}#near")
     pass_time(cluster, f"window:{first}#end")
-    assert cluster.state.nodes[node].window == second and on_node(cluster, node) == []
+    assert cluster.state.nodes[node].cordon.window == second and on_node(cluster, node) == []
     pass_time(cluster, f"window:{second}#end")
-    assert not cluster.state.nodes[node].cordoned
+    assert not cluster.state.nodes[node].cordon.active
 
 
 def test_the_lead_grows_with_what_runs_there() -> None:
@@ -293,7 +293,7 @@ def test_a_node_that_is_expected_to_fail_is_emptied_checked_and_comes_back(seed:
     cluster.run()
     assert of(cluster, v.CheckNode) and of(cluster, v.NodeReadmitted)
     assert phase(cluster.state, cluster.state.nodes[node]) is IsolationPhase.IN_SERVICE
-    assert not cluster.state.nodes[node].failure_forecast and len(on_node(cluster, node)) == 1
+    assert not cluster.state.nodes[node].health.failure_forecast and len(on_node(cluster, node)) == 1
 
 
 def test_it_is_not_checked_while_workers_are_on_it() -> None:
@@ -304,7 +304,7 @@ def test_it_is_not_checked_while_workers_are_on_it() -> None:
     cluster.group_up = lambda task: False  # type: ignore[method-assign]  # no group meets
     foretell(cluster, node)
     cluster.run()
-    assert on_node(cluster, node) and cluster.state.nodes[node].isolation_over and not of(cluster, v.CheckNode)
+    assert on_node(cluster, node) and cluster.state.nodes[node].isolation.over and not of(cluster, v.CheckNode)
     del cluster.group_up  # type: ignore[method-assign]
     cluster.run()
     assert of(cluster, v.CheckNode)
@@ -331,9 +331,9 @@ def test_a_person_may_say_that_all_is_well() -> None:
     cluster.submit("big")
     cluster.run()
     foretell(cluster, "n0")
-    assert cluster.state.nodes["n0"].failure_forecast
+    assert cluster.state.nodes["n0"].health.failure_forecast
     cluster.uncordon("n0")
-    assert not cluster.state.nodes["n0"].failure_forecast
+    assert not cluster.state.nodes["n0"].health.failure_forecast
 
 
 def test_every_decision_is_made_again_from_the_log() -> None:

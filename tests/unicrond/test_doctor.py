@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unicrond.serving import healed_cluster
+from unicrond.core.state.node_parts import AgentIdentity, Isolation
 from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
 from unicrond.display.doctor import findings
 from unicrond.display.event_lines import EventLine
@@ -47,7 +48,7 @@ def test_a_cluster_in_order_has_none(state: ClusterState) -> None:
         ({"address": "127.0.0.1"}, "where no other node reaches it", "--address"),
         ({"memory": None}, "takes no copies of states", "--memory-gib"),
         ({"status": NodeStatus.LOST, "reason": "no heartbeat"}, "is lost: no heartbeat", "unicronctl story node:n2"),
-        ({"isolated": True}, "is isolated", "unicronctl story node:n2"),
+        ({"isolation": Isolation(active=True)}, "is isolated", "unicronctl story node:n2"),
         ({"slots_max": 8}, "has 1 slots, and had 8", "nvidia-smi"),
     ],
 )
@@ -58,9 +59,9 @@ def test_what_is_wrong_with_a_node(state: ClusterState, fields: dict[str, object
 
 def test_what_nodes_have_in_common_or_not(state: ClusterState) -> None:
     [same] = findings(with_node(state, "n2", address="10.0.0.1"), HEALTH, [])
-    assert "n1, n2 say the same address" in same.problem
-    [versions] = findings(with_node(state, "n2", version="0.0.9+x"), HEALTH, [])
-    assert "run several versions" in versions.problem and "0.0.9: n2" in versions.problem
+    assert "n1, n2 say the same address" in same.what
+    [versions] = findings(with_node(state, "n2", agent=AgentIdentity(boot=1, version="0.0.9+x")), HEALTH, [])
+    assert "run several versions" in versions.what and "0.0.9: n2" in versions.what
     keys = {name: NodeLogin(key="U", is_used=True) for name in ("n1", "n2", "n3")}
     [login] = findings(replace(state, logins=keys), HEALTH, [])
     assert (login.about, login.fix) == ("n4", "unicrond enroll n4")

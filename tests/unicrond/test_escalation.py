@@ -300,7 +300,7 @@ def test_connections_that_break_for_ever_without_a_step_end_the_task(seed: int) 
     task = cluster.state.tasks["big"]
     assert task.status is TaskStatus.FAILED and "without a new iteration" in task.ending.reason
     cluster.run()
-    assert not any(node.isolated for node in cluster.state.nodes.values()), "no node was at fault"
+    assert not any(node.isolation.active for node in cluster.state.nodes.values()), "no node was at fault"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -482,7 +482,7 @@ def test_a_broken_machine_is_isolated_at_once(kind: str, seed: int) -> None:
     node = cluster.state.tasks["big"].workers[culprit].node
     cluster.report(culprit, kind)
     cluster.run_but_isolation()
-    assert cluster.state.nodes[node].isolated
+    assert cluster.state.nodes[node].isolation.active
     assert not [w for t in cluster.state.tasks.values() for w in t.workers.values() if w.node == node]
     assert cluster.state.closed_incidents[-1].response == "reconfigure"
 
@@ -506,7 +506,7 @@ def test_work_that_fails_wherever_it_runs_ends_the_task_with_its_place(seed: int
     assert "nan_loss" in task.ending.reason and "iteration 17" in task.ending.reason
     assert len(said(cluster, v.StartWorker)) < 30
     cluster.run()
-    assert not any(node.isolated for node in cluster.state.nodes.values()), "the task was at fault"
+    assert not any(node.isolation.active for node in cluster.state.nodes.values()), "the task was at fault"
 
 
 def test_workers_that_end_together_are_one_blow() -> None:
@@ -648,7 +648,7 @@ def test_an_override_changes_the_response() -> None:
     node = cluster.state.tasks["big"].workers[culprit].node
     cluster.report(culprit, "exception")
     cluster.run_but_isolation()
-    assert cluster.state.nodes[node].isolated
+    assert cluster.state.nodes[node].isolation.active
 
 
 def test_a_planned_group_that_does_not_meet_is_called_at_once_though_another_cause_is_open() -> None:

@@ -88,7 +88,7 @@ def test_one_that_is_up_is_not_forgotten() -> None:
     assert "n0 is up; unicronctl forget --leave n0 has it leave for good first" in refusal(node, leave=False)
     assert not refusal(node, leave=True)
     ask(cluster)
-    assert cluster.state.nodes[NODE].status is NodeStatus.UP and not cluster.state.nodes[NODE].draining
+    assert cluster.state.nodes[NODE].status is NodeStatus.UP and not cluster.state.nodes[NODE].cordon.draining
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -141,7 +141,7 @@ def test_a_new_address_under_an_old_name_is_no_incident() -> None:
         cluster.run()
         assert cluster.state.nodes[NODE].address == address != before
         assert len(cluster.state.tasks["t"].member_names) == 3
-        assert not cluster.state.incidents_total and not cluster.state.nodes[NODE].returns_us
+        assert not cluster.state.incidents_total and not cluster.state.nodes[NODE].health.returns_us
         assert not cluster.state.ledger.failures
         cluster.assert_whole()
 
@@ -184,7 +184,7 @@ def test_a_name_that_joins_again_before_it_is_forgotten_is_a_new_node() -> None:
     cluster.add_host(NODE)
     cluster.run()
     node = cluster.state.nodes[NODE]
-    assert node.status is NodeStatus.UP and not (node.cordoned or node.forgetting)
+    assert node.status is NodeStatus.UP and not (node.cordon.active or node.departure.removal)
     assert len(cluster.state.tasks["t"].member_names) == 3
 
 

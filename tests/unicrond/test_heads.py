@@ -16,8 +16,9 @@ from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView, MemoryLease
 from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
-from unicrond.service.coordinator import same_machine
+from unicrond.service.coordinator import other_processes
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head import head as heads
 from unicrond.service.head.head import Head
 
@@ -93,7 +94,12 @@ class Run:
         self.lease = Away(lease)
         self.log = Late(log)
         clock = HostClock(asyncio.get_running_loop())
-        self.coordinator = Coordinator(cast("EventLog", self.log), MemoryBeatLog(), Policy(), 1.0, clock, process=name)
+        self.coordinator = Coordinator(
+            cast("EventLog", self.log),
+            MemoryBeatLog(),
+            HeadSettings(policy=Policy(), heartbeat_s=1.0, process=name),
+            clock,
+        )
         me = Holder(head=name, process=name)
         self.head = Head(
             self.coordinator,
@@ -322,7 +328,7 @@ async def test_a_restart_on_the_same_machine_does_not_wait_for_its_own_lease() -
 
 def test_a_process_is_known_by_its_beginning() -> None:
     me = heads.this_process()
-    assert me.machine and me.start_ticks and not heads.is_gone(me)
-    assert same_machine.is_gone(me.machine, 2**22 + 1, 5) and not same_machine.is_gone("another", 2**22 + 1, 5)
-    assert same_machine.is_gone(me.machine, 1, (same_machine.began(1) or 0) + 1)
-    assert not same_machine.is_gone("", 2**22 + 1, 5)
+    assert me.machine and me.began and not heads.is_gone(me)
+    assert other_processes.is_gone(me.machine, 2**22 + 1, 5) and not other_processes.is_gone("another", 2**22 + 1, 5)
+    assert other_processes.is_gone(me.machine, 1, (other_processes.began(1) or 0) + 1)
+    assert not other_processes.is_gone("", 2**22 + 1, 5)

@@ -14,12 +14,11 @@ from tests.unicrond.test_escalation import said
 from unicrond.core.decide import decide
 from unicrond.core.nodes.isolation import BACK_OFF_MAX, IsolationPhase, Repair, phase, repairs_due, waits_for
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.policy import Policy, Settings, settings_of
+from unicrond.core.state.policy import Policy, Readmission, Settings, settings_of
 from unicrond.core.state.state import TaskStatus
 from unicrond.core.state.task_parts import Troubles
 from unicrond.events import vocabulary as v
 from unicrond.intake.config import ConfigError, load
-from unicrond.intake.readmission import Readmission
 from unicrond.service.coordinator.repairs import Repairs, command
 
 NODE = "n0"
@@ -57,8 +56,8 @@ def where(cluster: MiniCluster) -> IsolationPhase:
 
 
 def repaired(cluster: MiniCluster, *, passed: bool) -> None:
-    nth = cluster.state.nodes[NODE].isolations
-    ended = v.RepairEnded(node=NODE, isolation=nth, has_passed=passed, duration_us=1, detail="exit code 0")
+    nth = cluster.state.nodes[NODE].isolation.count
+    ended = v.RepairEnded(node=NODE, isolation=nth, passed=passed, duration_us=1, detail="exit code 0")
     cluster.append(ended, "coordinator", cluster.state.term)
     cluster.run_but_isolation()
 
@@ -72,7 +71,7 @@ def test_it_rests_is_checked_and_works_again() -> None:
     assert asked.node == NODE and "XID 79" in asked.reason and asked.limit_us == 60 * SECOND_US
     (readmitted,) = said(cluster, v.NodeReadmitted)
     assert readmitted.reason == "its health check passed: as the test wants"
-    assert cluster.state.nodes[NODE].isolation is None and where(cluster) is IsolationPhase.IN_SERVICE
+    assert cluster.state.nodes[NODE].isolation.probation is None and where(cluster) is IsolationPhase.IN_SERVICE
 
 
 def test_a_failed_check_is_repeated_at_growing_distances_and_the_log_stays_small() -> None:
@@ -114,7 +113,7 @@ def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
     else:
         cluster.say(host, v.CommandFailed(node=NODE, command_id=asked.command_id, reason="test"))
     cluster.run_but_isolation()
-    assert where(cluster) is IsolationPhase.RESTING and cluster.state.nodes[NODE].isolation.attempts == 1  # type: ignore[union-attr]
+    assert where(cluster) is IsolationPhase.RESTING and cluster.state.nodes[NODE].isolation.probation.attempts == 1  # type: ignore[union-attr]
     cluster.checked(host, asked, passed=True)
     cluster.run_but_isolation()
     assert where(cluster) is IsolationPhase.RESTING, "an answer that comes too late"
@@ -139,7 +138,7 @@ def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
     cluster.uncordon(NODE)
     cluster.run()
     (readmitted,) = said(cluster, v.NodeReadmitted)
-    assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].repair_need
+    assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].health.repair_need
 
 
 def test_a_repair_leads_to_the_check() -> None:
@@ -189,7 +188,7 @@ def test_what_a_driver_says_later_is_heard() -> None:
     break_gpu(cluster, "gpu_broken", "replace")
     break_gpu(cluster, "ecc_error", "reset")
     rest(cluster)
-    assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].repair_need == "replace"
+    assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].health.repair_need == "replace"
 
 
 def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:
@@ -207,7 +206,7 @@ def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:
     assert cluster.state.tasks["big"].status == "failed"
     assert said(cluster, v.NodeIsolated)
     assert all("was at fault" in event.reason for event in said(cluster, v.NodeReadmitted))
-    assert not said(cluster, v.CheckNode) and not any(node.isolated for node in cluster.state.nodes.values())
+    assert not said(cluster, v.CheckNode) and not any(node.isolation.active for node in cluster.state.nodes.values())
 
 
 def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
@@ -223,7 +222,7 @@ def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
 def test_a_coordinator_without_checks_decides_as_ever() -> None:
     cluster = cluster_of(check_s=0.0)
     break_gpu(cluster, "gpu_broken", "reboot")
-    assert cluster.state.nodes[NODE].isolation is None
+    assert cluster.state.nodes[NODE].isolation.probation is None
     rest(cluster)
     assert [event.reason for event in said(cluster, v.NodeReadmitted)] == ["its isolation is over"]
 

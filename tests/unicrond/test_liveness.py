@@ -16,6 +16,7 @@ from unicrond.core.nodes.liveness import (
     Pauses,
     VerdictLimiter,
 )
+from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.state import Node, NodeStatus
 from unicrond.events import vocabulary as v
 
@@ -25,7 +26,14 @@ BEAT_US = 1_000_000
 def node(name: str, status: NodeStatus = NodeStatus.UP) -> Node:
     store = v.StoreAddress(host="127.0.0.1", port=1)
     return Node(
-        name=name, status=status, slots=1, slots_max=1, address="127.0.0.1", store=store, agent_boot=7, joined_us=0
+        name=name,
+        status=status,
+        slots=1,
+        slots_max=1,
+        address="127.0.0.1",
+        store=store,
+        agent=AgentIdentity(boot=7),
+        joined_us=0,
     )
 
 

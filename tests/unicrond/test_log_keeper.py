@@ -23,6 +23,7 @@ from unicrond.events.nats.streams import create_streams
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, outbox_backlog_lines
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 class SmallServer(EmbeddedServer):
@@ -108,7 +109,7 @@ async def test_a_coordinator_says_so_and_goes_on_when_there_is_room(tmp_path: Pa
     try:
         await create_streams(connection)
         log = NatsEventLog(connection)
-        coordinator = Coordinator(log, NatsBeatLog(connection), Policy(), heartbeat_s=0.2)
+        coordinator = Coordinator(log, NatsBeatLog(connection), HeadSettings(policy=Policy(), heartbeat_s=0.2))
         running = asyncio.create_task(coordinator.run())
         await asyncio.wait_for(coordinator.live.wait(), 10)
         other = NatsEventLog(connection)

@@ -16,10 +16,9 @@ from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.intake.config import Config, LogConfig, NatsConfig
-from unicrond.service.event_log.append_times import AppendTimes
 from unicrond.service.event_log.archive_command import ArchiveOutcome, ArchiveRequest
 from unicrond.service.event_log.retention import LogLife, archive_apart
-from unicrond.service.event_log.statistics import GIB, Figures, LogVolume, Stream, alarms
+from unicrond.service.event_log.statistics import GIB, AppendTimes, Figures, LogVolume, Stream, alarms
 
 DAY_S = 86_400.0
 

@@ -15,10 +15,9 @@ from prometheus_client.core import Metric
 
 from tests.unicrond.serving import healed_cluster
 from unicrond.service.api.metrics import exposition
-from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.service.event_log import statistics as log_figures
-from unicrond.service.event_log.append_times import AppendTimes
-from unicrond.service.event_log.statistics import Figures, LogVolume
+from unicrond.service.event_log.statistics import AppendTimes, Figures, LogVolume
 from unicrond.views.view import steps
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -159,7 +159,7 @@ def test_a_cordon_outlives_the_loss_of_its_node_and_is_not_said_of_strangers() -
     cluster.add_host("n1")
     cluster.run()
     cluster.assert_whole()
-    assert cluster.state.nodes["n1"].draining and not on_node(cluster, "n1")
+    assert cluster.state.nodes["n1"].cordon.draining and not on_node(cluster, "n1")
     assert "stranger" not in cluster.state.nodes
 
 
@@ -176,17 +176,17 @@ def flap(cluster: MiniCluster, node: str, away_s: float = 1.0) -> None:
 def test_a_flapping_node_is_isolated_with_a_growing_back_off(seed: int) -> None:
     cluster = two_tasks(seed)
     for flaps in range(1, 4):
-        assert not cluster.state.nodes["n1"].isolated, f"after {flaps - 1} returns"
+        assert not cluster.state.nodes["n1"].isolation.active, f"after {flaps - 1} returns"
         flap(cluster, "n1")
     node = cluster.state.nodes["n1"]
-    assert node.isolated and "flapping" in node.reason and "3 times" in node.reason
+    assert node.isolation.active and "flapping" in node.reason and "3 times" in node.reason
     first_us = cluster.standing()["isolation:n1#1"]
     assert cluster.pass_deadlines("isolation")
     cluster.run_but_isolation()
-    assert not cluster.state.nodes["n1"].isolated, "what it did before is forgiven"
+    assert not cluster.state.nodes["n1"].isolation.active, "what it did before is forgiven"
     for _ in range(3):
         flap(cluster, "n1")
-    assert cluster.state.nodes["n1"].isolated
+    assert cluster.state.nodes["n1"].isolation.active
     assert cluster.standing()["isolation:n1#2"] == 2 * first_us
     cluster.run()
     cluster.assert_whole()
@@ -196,7 +196,7 @@ def test_returns_far_apart_are_no_flapping() -> None:
     cluster = two_tasks(5)
     for _ in range(6):
         flap(cluster, "n1", away_s=400)
-    assert not cluster.state.nodes["n1"].isolated
+    assert not cluster.state.nodes["n1"].isolation.active
     cluster.run()
     cluster.assert_whole()
 
@@ -212,4 +212,4 @@ def test_a_node_that_is_down_and_up_quicker_than_its_silence_tells_flaps_too() -
         cluster.add_host("n1")
         cluster.run_but_isolation()
         cluster.train("a")
-    assert cluster.state.nodes["n1"].isolated and "flapping" in cluster.state.nodes["n1"].reason
+    assert cluster.state.nodes["n1"].isolation.active and "flapping" in cluster.state.nodes["n1"].reason

@@ -34,7 +34,7 @@ def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None
     def active(state: ClusterState) -> list[str]:
         return [task.name for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
 
-    if any(node.cordoned for state in (before, after) for node in state.nodes.values()):
+    if any(node.cordon.active for state in (before, after) for node in state.nodes.values()):
         return None  # a cordoned node is used less and less: nobody foresees that
     was, now, tasks = usable(before), usable(after), active(after)
     gone = [name for name in was if name not in now]

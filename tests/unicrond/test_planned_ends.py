@@ -45,7 +45,7 @@ def said(cluster: MiniCluster, kind: type) -> list:
 
 def is_unblamed(cluster: MiniCluster) -> bool:
     state = cluster.state
-    unblamed = not state.incidents_total and not any(node.returns_us for node in state.nodes.values())
+    unblamed = not state.incidents_total and not any(node.health.returns_us for node in state.nodes.values())
     return unblamed and not state.ledger.failures and not state.tasks["t"].troubles.strikes
 
 
@@ -169,7 +169,7 @@ def test_a_cordon_may_name_the_agent_that_it_is_for(boot: int, address: str, *, 
     cluster = training()
     asked = v.NodeCordoned(node=NODE, drain=True, reason="test", agent_boot=boot, address=address)
     cluster.append(asked, "api", cluster.state.term)
-    assert cluster.state.nodes[NODE].draining is acts
+    assert cluster.state.nodes[NODE].cordon.draining is acts
 
 
 def test_a_drain_until_return_ends_with_the_return() -> None:
@@ -177,8 +177,13 @@ def test_a_drain_until_return_ends_with_the_return() -> None:
     asked = v.NodeCordoned(node=NODE, drain=True, reason="test", until_return=True)
     cluster.append(asked, "api", cluster.state.term)
     cluster.run()
-    assert not cluster.hosts[NODE].processes and cluster.state.nodes[NODE].draining
+    assert not cluster.hosts[NODE].processes and cluster.state.nodes[NODE].cordon.draining
     new_pod(cluster)
     node = cluster.state.nodes[NODE]
-    assert node.status is NodeStatus.UP and not node.cordoned and not node.draining and not node.until_return
+    assert (
+        node.status is NodeStatus.UP
+        and not node.cordon.active
+        and not node.cordon.draining
+        and not node.cordon.until_return
+    )
     assert len(members(cluster.state)) == 3

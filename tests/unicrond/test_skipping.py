@@ -24,6 +24,7 @@ from unicrond.replay.reading.opening import fold_to
 from unicrond.replay.reading.source import FileSource
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.snapshots import Snapshots
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 async def cancelled_by_mistake() -> tuple[MemoryLog, int]:
@@ -39,7 +40,9 @@ async def cancelled_by_mistake() -> tuple[MemoryLog, int]:
 
 async def started(log: MemoryLog, skip: Sequence[int], snapshots: Snapshots | None = None) -> Coordinator:
     """A coordinator that has been live with `skip`."""
-    coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 0.2, skip=skip, snapshots=snapshots)
+    coordinator = Coordinator(
+        log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2, skip=skip), snapshots=snapshots
+    )
     task = asyncio.create_task(coordinator.run())
     live = asyncio.create_task(coordinator.live.wait())
     await asyncio.wait([task, live], return_when=asyncio.FIRST_COMPLETED, timeout=30)
@@ -87,7 +90,7 @@ async def test_a_snapshot_from_before_is_not_used() -> None:
     log, seq = await cancelled_by_mistake()
     store = MemoryStore()
     snapshots = Snapshots(store, every=1)
-    before = Coordinator(log, MemoryBeatLog(), Policy(), 0.2, snapshots=snapshots)
+    before = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2), snapshots=snapshots)
     running_before = asyncio.create_task(before.run())
     await asyncio.wait_for(before.live.wait(), 30)
     async with asyncio.timeout(30):
@@ -118,7 +121,7 @@ async def test_what_the_log_needs_is_not_skipped() -> None:
 
 async def test_who_has_folded_what_is_skipped_goes_no_further() -> None:
     log, seq = await cancelled_by_mistake()
-    old = Coordinator(log, MemoryBeatLog(), Policy(), 0.2)
+    old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
     await asyncio.wait_for(old.live.wait(), 30)
     await started(log, [seq])

@@ -36,6 +36,7 @@ from unicrond.service.coordinator.snapshots import (
     encode_snapshot,
     mark_of,
 )
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 class MemoryStore:
@@ -161,7 +162,12 @@ async def test_the_state_is_the_same_with_and_without(seq: int) -> None:
     at = seq if seq > 0 else await log.last_seq()
     found: list[str] = []
     for store in (None, MemoryStore(await snapshot_at(log, at))):
-        coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 30.0, snapshots=Snapshots(store) if store else None)
+        coordinator = Coordinator(
+            log,
+            MemoryBeatLog(),
+            HeadSettings(policy=Policy(), heartbeat_s=30.0),
+            snapshots=Snapshots(store) if store else None,
+        )
         await coordinator._catch_up()
         found.append(repr(coordinator.state) + coordinator._cause)
     assert found[0] == found[1]

@@ -44,7 +44,7 @@ def test_ends_that_somebody_ordered_are_no_strikes(kind: str, counts: bool) -> N
     cluster = cluster_of()
     for _ in range(5):
         node = "n0"
-        if cluster.state.nodes[node].isolated:
+        if cluster.state.nodes[node].isolation.active:
             break
         rank = [cluster.state.tasks["big"].workers[name].node for name in members(cluster, "big")].index(node)
         worker = order(cluster, kind, counts=counts, rank=rank)
@@ -110,7 +110,7 @@ def test_a_node_that_somebody_has_killed_again_and_again_does_not_flap(counts: b
         cluster.add_host("n0")
         cluster.run_but_isolation()
         cluster.train("big")
-    assert cluster.state.nodes["n0"].isolated is counts
+    assert cluster.state.nodes["n0"].isolation.active is counts
     assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
 
 

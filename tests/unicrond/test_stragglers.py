@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster, trained
-from unicrond.core.folding.stragglers import straggler_observed
+from unicrond.core.folding.suspicions import straggler_observed
 from unicrond.core.state.state import TaskStatus
 from unicrond.ctl.live_view import render
 from unicrond.display.cluster_tables import stragglers_table, tasks_table

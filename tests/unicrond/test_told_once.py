@@ -11,6 +11,7 @@ from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
 from unicrond.core.rules.requests import request_problem
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.policy import PART_BYTES, Policy, Settings, settings_of
 from unicrond.core.state.state import (
     ClusterState,
@@ -180,9 +181,8 @@ def large(*, nodes: int = 512, slots: int = 8, tp: int = 8) -> ClusterState:
             slots_max=slots,
             address="10.0.0.1",
             store=STORE,
-            agent_boot=1,
+            agent=AgentIdentity(boot=1, version=version),
             joined_us=1,
-            version=version,
         )
         for name in names
     }

@@ -23,6 +23,7 @@ from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head.head import Head
 
 
@@ -30,7 +31,9 @@ class Served:
     """A head and its API."""
 
     def __init__(self, name: str, log: MemoryLog, lease: MemoryLease, directory: Path) -> None:
-        self.coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 60, process=name)
+        self.coordinator = Coordinator(
+            log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=60, process=name)
+        )
         me = Holder(head=name, process=name, api=f"{name}:7470")
         self.head = Head(self.coordinator, lease, me, 0.2, has_ended=lambda _: False)
         shown = ProcessStatus(str, self.head, lambda: ["a promise"])

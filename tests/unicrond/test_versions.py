@@ -62,7 +62,7 @@ def commands(made: MiniCluster, kind: type[v.Command]) -> dict[str, v.Command]:
 
 def test_each_node_is_commanded_in_words_that_it_knows() -> None:
     made = cluster(old=FIRST, new=NEXT, newer=NEXT + 1)
-    assert {name: node.schema for name, node in made.state.nodes.items()} == {
+    assert {name: node.agent.schema for name, node in made.state.nodes.items()} == {
         "old": FIRST,
         "new": NEXT,
         "newer": NEXT + 1,
@@ -155,7 +155,7 @@ def test_a_start_that_an_older_agent_cannot_read_is_commanded_anew_and_nobody_is
         made.decide()
     (start,) = unread(made, "n")
     failed(made, start, reads=FIRST)
-    assert made.state.nodes["n"].schema == FIRST
+    assert made.state.nodes["n"].agent.schema == FIRST
     made.run()
     again = commands(made, v.StartWorker)["n"]
     assert again != start
@@ -188,7 +188,7 @@ def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
             starts += isinstance(command, v.StartWorker)
             failed(made, command, reads=FIRST)
         made.pass_deadlines()
-    assert made.state.nodes["n"].unreadable_commands > UNREAD_MAX
+    assert made.state.nodes["n"].agent.unreadable_commands > UNREAD_MAX
     assert made.state.incidents_total >= 1
     assert starts <= UNREAD_MAX + 10, "then the rules for starts that fail hold"
 
@@ -199,7 +199,7 @@ def test_a_version_that_names_no_schema_is_of_the_first() -> None:
     )
     envelope = Envelope(producer="n", boot=1, number=1, observed_at_us=1, event=joined)
     state = fold(ClusterState(), RecordedEvent(1, 1, envelope))
-    assert state.nodes["n"].schema == FIRST
+    assert state.nodes["n"].agent.schema == FIRST
     assert state.schema == FIRST
 
 

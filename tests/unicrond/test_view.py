@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
+from unicrond.core.state.node_parts import Isolation
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl.client import Client, follow
 from unicrond.ctl.live_view import incident_table, render, watch
@@ -112,7 +113,7 @@ def test_eighty_columns_are_enough(healed: MiniCluster) -> None:
 def test_a_large_cluster_fits(healed: MiniCluster) -> None:
     node = healed.state.nodes["n1"]
     nodes = {f"m{number:04}": replace(node, name=f"m{number:04}") for number in range(1000)}
-    nodes["m0777"] = replace(nodes["m0777"], isolated=True, reason="ecc")
+    nodes["m0777"] = replace(nodes["m0777"], isolation=Isolation(active=True), reason="ecc")
     table = nodes_table(replace(healed.state, nodes=nodes), 16)
     assert table.rows[0][:2] == ("m0777", "isolated"), "trouble comes first"
     assert table.rows[-1][:2] == ("and 984 more", "984 up")

@@ -9,7 +9,7 @@ import pytest
 from tests.unicrond.stories import trained
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import QuarantinedMessage
-from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.views.view import LogStep, View, Views, steps
 
 

@@ -26,11 +26,9 @@ from unicrond.core.folding import (
     commands,
     deadlines,
     injections,
-    logins,
     nodes,
     plans,
     responses,
-    stragglers,
     suspicions,
     tasks,
     training,
@@ -43,7 +41,7 @@ from unicrond.core.rules import admission
 from unicrond.core.rules.invariants import newly_broken
 from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState
-from unicrond.core.worth.costs import accrue
+from unicrond.core.worth.costs import with_costs
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema
@@ -74,7 +72,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         reason = admission.problem(base, event)
     if not reason:
         try:
-            after = accrue(base, FOLDS[type(event)](base, event, envelope), event)
+            after = with_costs(base, event, FOLDS[type(event)](base, event, envelope))
             reason = newly_broken(base, after, event)
         except Exception as error:  # whatever it is, the next entries must still be folded
             reason = admission.raised(error)
@@ -121,8 +119,8 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeUncordoned: nodes.node_uncordoned,
     v.MaintenancePlanned: lambda state, event, _: departures.maintenance_planned(state, event),
     v.MaintenanceCancelled: lambda state, event, _: departures.maintenance_cancelled(state, event),
-    v.NodeEnrolled: logins.node_enrolled,
-    v.NodeRevoked: logins.node_revoked,
+    v.NodeEnrolled: nodes.node_enrolled,
+    v.NodeRevoked: nodes.node_revoked,
     v.WorkerStarted: workers.worker_started,
     v.WorkerReady: workers.worker_ready,
     v.WorkerJoinedGroup: workers.worker_regrouped,
@@ -138,8 +136,8 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.WorkerWaiting: workers.worker_waits,
     v.StopRequested: tasks.stop_asked,
     v.DegradationObserved: _ignore,  # for people only
-    v.StragglerObserved: stragglers.straggler_observed,
-    v.StragglerRecovered: stragglers.straggler_recovered,
+    v.StragglerObserved: suspicions.straggler_observed,
+    v.StragglerRecovered: suspicions.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
     v.NodeChecked: lambda state, event, _: isolation.node_checked(state, event),

@@ -56,18 +56,19 @@ def node_status(node: Node) -> str:
     """Return up, lost or left; for a node that is up but gets no workers, leaving, isolated, drained or cordoned."""
     if node.status is not NodeStatus.UP:
         return node.status.value
-    if node.leaving:
+    if node.departure.announced:
         return "leaving"
-    if node.isolated:
+    if node.isolation.active:
         return "isolated"
-    return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
+    return ("drained" if node.cordon.draining else "cordoned") if node.cordon.active else "up"
 
 
 def _node_reason(state: ClusterState, node: Node) -> str:
     """Return why the node does not work, and what it waits for; "" where it works."""
-    foretold = "" if node.isolated or not node.failure_forecast else f"expected to fail: {node.failure_forecast}"
+    prediction = "" if node.isolation.active else node.health.failure_forecast
+    failure = prediction and f"expected to fail: {prediction}"
     return "; ".join(
-        filter(None, (waits_for(state, node), node.reason or node.cordon_reason, departure_text(node), foretold))
+        filter(None, (waits_for(state, node), node.reason or node.cordon.reason, departure_text(node), failure))
     )
 
 
@@ -155,12 +156,12 @@ def departures(state: ClusterState) -> list[str]:
     lines = [
         f"node {node.name} {when}"
         for node in state.nodes.values()
-        if not node.window and (when := departure_text(node))
+        if not node.cordon.window and (when := departure_text(node))
     ]
     lines += [
-        f"node {node.name} is expected to fail: {node.failure_forecast}"
+        f"node {node.name} is expected to fail: {node.health.failure_forecast}"
         for node in state.nodes.values()
-        if node.failure_forecast
+        if node.health.failure_forecast
     ]
     for name, window in state.windows.items():
         when = f"{to_the_second(window.from_us)} to {to_the_second(window.until_us)}"

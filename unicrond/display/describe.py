@@ -113,7 +113,7 @@ def _share(state: ClusterState, task: Task) -> str:
 
 
 def _node(state: ClusterState, name: str) -> list[Section]:
-    node = _require(state.nodes, name, "node")
+    node: Node = _require(state.nodes, name, "node")
     slots_in_use = len(state.by_node.on(name))
     facts = {
         "status": "; ".join(filter(None, (node_status(node), node.reason, waits_for(state, node)))),
@@ -121,25 +121,25 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         "address": node.address,
         "store": f"{node.store.host}:{node.store.port}",
         "memory": f"{node.memory.host}:{node.memory.port}" if node.memory else "takes no copies of states",
-        "agent": f"version {node.version or 'unknown'}, boot {node.agent_boot}, schema {node.schema}",
+        "agent": f"version {node.agent.version or 'unknown'}, boot {node.agent.boot}, schema {node.agent.schema}",
         "joined": _when(node.joined_us),
         "login": _login(state, node),
         "keeps states": ", ".join(_stored_copies(state, name)) or "none",
     }
-    if node.cordoned:
-        until = ", until it returns" if node.until_return else ""
-        plan = departure_text(node) or ("to be empty" if node.draining else "no new workers")
-        facts["cordoned"] = f"{plan}{until}: {node.cordon_reason}"
+    if node.cordon.active:
+        until = ", until it returns" if node.cordon.until_return else ""
+        plan = departure_text(node) or ("to be empty" if node.cordon.draining else "no new workers")
+        facts["cordoned"] = f"{plan}{until}: {node.cordon.reason}"
     if windows := windows_of(state, name):
         facts["maintenance"] = "; ".join(windows)
-    if node.failure_forecast:
-        facts["expected to fail"] = node.failure_forecast
-    if node.isolations:
-        stay = node.isolation
-        last = f", last: {stay.last} ({_when(stay.last_us)})" if stay and stay.last else ""
-        facts["isolated"] = f"{node.isolations} times{last}"
-    if node.repair_need:
-        facts["needs"] = node.repair_need
+    if node.health.failure_forecast:
+        facts["expected to fail"] = node.health.failure_forecast
+    if node.isolation.count:
+        probation = node.isolation.probation
+        last = f", last: {probation.last} ({_when(probation.last_us)})" if probation and probation.last else ""
+        facts["isolated"] = f"{node.isolation.count} times{last}"
+    if node.health.repair_need:
+        facts["needs"] = node.health.repair_need
     strikes = {task.name: task.troubles.strikes[name] for task in state.tasks.values() if name in task.troubles.strikes}
     if strikes:
         facts["strikes"] = ", ".join(f"{count} by {task}" for task, count in strikes.items())

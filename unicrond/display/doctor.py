@@ -64,9 +64,9 @@ def _check_presence(nodes: Sequence[Node]) -> Iterator[Finding]:
 def _check_versions(up: Sequence[Node], schema: int) -> Iterator[Finding]:
     versions: dict[str, list[str]] = defaultdict(list)
     for node in up:
-        versions[node.version.partition("+")[0] or "unknown"].append(node.name)
-        if node.schema < schema or node.unreadable_commands:
-            symptom = f"its agent reads schema {node.schema}, the coordinator writes {schema}"
+        versions[node.agent.version.partition("+")[0] or "unknown"].append(node.name)
+        if node.agent.schema < schema or node.agent.unreadable_commands:
+            symptom = f"its agent reads schema {node.agent.schema}, the coordinator writes {schema}"
             yield Finding(node.name, symptom, "upgrade the agent (docs/operate/upgrading.md)")
     if len(versions) > 1:
         shares = "; ".join(f"{version}: {first_names(names)}" for version, names in sorted(versions.items()))

@@ -143,7 +143,7 @@ def _where_things_stand(state: ClusterState) -> str:
     """Return what is not as it should be, to find out why."""
     lines = [f"incident {i.id} ({i.kind}, {i.worker or i.node}: {i.message}) is open" for i in state.incidents.values()]
     for node in state.nodes.values():
-        isolated = f", isolated ({node.reason})" if node.isolated else ""
+        isolated = f", isolated ({node.reason})" if node.isolation.active else ""
         lines.append(f"node {node.name} is {node.status}{isolated}")
     for task in state.tasks.values():
         workers = ", ".join(f"{w.worker} {w.status} on {w.node}" for w in task.workers.values())

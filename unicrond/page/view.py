@@ -92,9 +92,9 @@ def _ranks(task: Task) -> dict[str, int]:
 def _node(state: ClusterState, node: Node, workers: list[list[Any]], hide: Callable[[str], str]) -> dict[str, Any]:
     status = node_status(node)
     row: dict[str, Any] = {"name": node.name, "status": status, "slots": node.slots, "workers": workers}
-    if status != "up" or node.repair_need:
-        waits = waits_for(state, node) if node.isolated else ""
-        row["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon_reason, departure_text(node)))))
+    if status != "up" or node.health.repair_need:
+        waits = waits_for(state, node) if node.isolation.active else ""
+        row["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon.reason, departure_text(node)))))
     if node.status is NodeStatus.UP:
         row["address"] = node.address
     if node.gpu:

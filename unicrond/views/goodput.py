@@ -196,9 +196,9 @@ def _with_slots_out(totals: GoodputTotals, before: ClusterState, after: ClusterS
     lost_slots, isolated_slots = totals.lost_slots, totals.isolated_slots
     for pair in changed(before.nodes, after.nodes).values():
         for sign, node in zip((-1, 1), pair, strict=True):
-            if node is not None and not (node.cordoned or node.leaving):
+            if node is not None and not (node.cordon.active or node.departure.announced):
                 lost_slots += sign * _slots(node) * (node.status is NodeStatus.LOST)
-                isolated_slots += sign * _slots(node) * (node.status is NodeStatus.UP and node.isolated)
+                isolated_slots += sign * _slots(node) * (node.status is NodeStatus.UP and node.isolation.active)
     if (lost_slots, isolated_slots) == (totals.lost_slots, totals.isolated_slots):
         return totals
     return replace(totals, lost_slots=lost_slots, isolated_slots=isolated_slots)

@@ -110,7 +110,7 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
             return event.node, "cordoned"
         case v.NodeChecked(has_passed=False):
             return event.node, "check_failed"
-        case v.NodeLost() if (node := before.nodes.get(event.node)) and not (node.loss_ordered or node.may_go):
+        case v.NodeLost() if (node := before.nodes.get(event.node)) and not (node.health.loss_ordered or node.may_go):
             return event.node, "lost"
         case v.AcceleratorReported(kind=kind) if kind is not None:
             return event.node, "xid"
@@ -128,7 +128,7 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
 
 
 def _was_isolated(state: ClusterState, node: str) -> bool:
-    return node in state.nodes and state.nodes[node].isolated
+    return node in state.nodes and state.nodes[node].isolation.active
 
 
 def _strikes(state: ClusterState, event: v.WorkerExited | v.ErrorReported) -> int:
@@ -153,7 +153,7 @@ def _is_ordered(state: ClusterState, incident: Incident) -> bool:
     task = state.tasks.get(incident.worker.rpartition(".")[0])
     worker = task.workers.get(incident.worker) if task else None
     node = state.nodes.get(incident.node)
-    return bool(worker and worker.ordered_fault) or bool(node and node.loss_ordered) or not incident.node
+    return bool(worker and worker.ordered_fault) or bool(node and node.health.loss_ordered) or not incident.node
 
 
 def _add_signal(signals: _Signals, node: str, name: str) -> _Signals:

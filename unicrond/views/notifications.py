@@ -145,10 +145,10 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
 
 
 def _spares(state: ClusterState) -> list[Notice]:
-    free = sum(node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned)
+    free = sum(node.slots for node in state.nodes.values() if node.schedulable and not node.cordon.active)
     if free > sum(state.plan.workers.values()) or state.plan.waf >= state.plan.waf_if_healthy:
         return []
-    out = [node.name for node in state.nodes.values() if node.status is NodeStatus.LOST or node.isolated]
+    out = [node.name for node in state.nodes.values() if node.status is NodeStatus.LOST or node.isolation.active]
     text = f"{state.plan.reason}\nout: {', '.join(out[:20]) or 'none'}"
     return [Notice("spares", "no_spare", "error", "no spare slot is left", text, ("unicronctl plan show",))]
 
@@ -159,4 +159,4 @@ def _has_failed(before: ClusterState, after: ClusterState, name: str) -> bool:
 
 
 def _is_isolated(state: ClusterState, name: str) -> bool:
-    return name in state.nodes and state.nodes[name].isolated
+    return name in state.nodes and state.nodes[name].isolation.active

@@ -23,9 +23,10 @@ from unicrond.core.planning.table import Planner, PlanTable
 from unicrond.core.rules.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.field_faults import faults
+from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, TaskStatus
-from unicrond.core.tasks.task_rules import spec_faults
+from unicrond.core.tasks.task_validation import task_problems
 from unicrond.events.vocabulary import Gpu, Name, PlanAdopted, StoreAddress
 from unicrond.events.vocabulary.phrases import guess
 
@@ -200,7 +201,7 @@ def with_changes(state: ClusterState, changes: ClusterChanges) -> ClusterState:
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`")
             raise WhatIfError(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
-        wrong = [str(fault) for fault in spec_faults(spec) if fault.place and fault.place[0] in values]
+        wrong = [str(fault) for fault in task_problems(spec) if fault.place and fault.place[0] in values]
         if wrong:
             raise WhatIfError(f"task: {name}:{wrong[0]}")
         tasks[name] = replace(task, spec=spec)
@@ -227,7 +228,7 @@ def _new_node(name: str, slots: int, gpu: str, now_us: int) -> Node:
         slots_max=slots,
         address="",
         store=StoreAddress(host="", port=0),
-        agent_boot=0,
+        agent=AgentIdentity(boot=0),
         joined_us=now_us + 1,
         gpu=gpu,
     )

@@ -31,6 +31,7 @@ from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
 from unicrond.core.rules.plan_problems import healthy_problem_of
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.node_parts import Cordon
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus
 
@@ -194,4 +195,4 @@ def _share(mean: float, count: int) -> float:
 
 
 def _whole(like: Node, name: str, slots: int) -> Node:
-    return replace(like, name=name, slots=slots, slots_max=slots, status=NodeStatus.UP, cordoned=False)
+    return replace(like, name=name, slots=slots, slots_max=slots, status=NodeStatus.UP, cordon=Cordon())

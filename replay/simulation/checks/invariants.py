@@ -96,12 +96,13 @@ def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry:
     node = before.nodes.get(event.node)
     if node is None or not node.left_on_purpose:
         return ""
-    if isinstance(event, v.WorkerExited | v.ErrorReported) and entry.envelope.boot <= node.agent_boot:
+    if isinstance(event, v.WorkerExited | v.ErrorReported) and entry.envelope.boot <= node.agent.boot:
         return ""  # a failure during the drain is one
     if after.incidents_total != before.incidents_total:
         return f"{type(event).__name__} of {event.node} opens an incident, though it had announced its end"
-    returned = set(after.nodes[event.node].returns_us) - set(node.returns_us) if event.node in after.nodes else None
-    return f"{event.node} has flapped" if returned else ""
+    node_after = after.nodes.get(event.node, node)
+    returns_us = set(node_after.health.returns_us) - set(node.health.returns_us)
+    return f"{event.node} has flapped" if returns_us else ""
 
 
 def newest_term_decides(newest_term: int, entry: Entry) -> str:
@@ -129,7 +130,7 @@ def commands_can_be_read(basis: ClusterState, entry: RecordedEvent) -> str:
     if isinstance(event, v.CoordinatorStarted) or not isinstance(event, v.Decision | v.Command):
         return ""
     node = basis.nodes.get(event.node) if isinstance(event, v.Command) else None
-    reads = min(basis.schema, node.schema) if node is not None else basis.schema
+    reads = min(basis.schema, node.agent.schema) if node is not None else basis.schema
     needs = schema_of(event)
     where = f"entry {entry.seq}: {type(event).__name__}"
     return f"{where} needs schema {needs}, its reader has {reads}" if needs > reads else ""
@@ -200,7 +201,7 @@ def plan_within_healthy_nodes(basis: ClusterState, plan: v.PlanAdopted) -> str:
     seats = Counter(node for assignment in assignments for nodes in assignment.replicas for node in nodes)
     for name, count in seats.items():
         node = basis.nodes.get(name)
-        healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
+        healthy = node is not None and node.status is NodeStatus.UP and not node.isolation.active
         if node is None or not healthy or count > node.slots:
             return f"plan {plan.epoch} puts {count} workers on {name}, which is {node}"
     return ""
@@ -229,7 +230,7 @@ def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int
 
 def cordoned_nodes_stay_empty(basis: ClusterState, start: v.StartWorker | v.StartWorkers) -> str:
     """Check a start. `basis`: the state that it was decided in."""
-    cordoned = basis.nodes[start.node].cordoned
+    cordoned = basis.nodes[start.node].cordon.active
     return f"{start.spec.name} gets workers on {start.node}, which is cordoned" if cordoned else ""
 
 
@@ -237,7 +238,7 @@ def nodes_are_checked_empty(basis: ClusterState, check: v.CheckNode) -> str:
     """Check the order of a health check. `basis`: the state that it was decided in."""
     node = basis.nodes[check.node]
     workers = [worker for _, worker in basis.by_node.on(node.name)]
-    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.failure_forecast and workers else ""
+    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.health.failure_forecast and workers else ""
 
 
 def innocents_stay(
@@ -266,12 +267,13 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
     """Check a readmission. `cleared`: what has happened to the node since it was isolated: "check", "repair",
     "person"."""
     previous = before.nodes.get(node)
-    if previous is None or previous.isolation is None or previous.isolation.cause != "hardware" or "person" in cleared:
+    probation = previous.isolation.probation if previous else None
+    if previous is None or probation is None or probation.cause != "hardware" or "person" in cleared:
         return ""
     if not before.check_limit_us:
         return ""  # the head has no checks
-    if previous.repair_need in ("reboot", "replace", "other") and "repair" not in cleared:
-        return f"{node} is readmitted, which needs {previous.repair_need}, and no operator has been there"
+    if previous.health.repair_need in ("reboot", "replace", "other") and "repair" not in cleared:
+        return f"{node} is readmitted, which needs {previous.health.repair_need}, and no operator has been there"
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {previous.reason}"
 
 
@@ -291,7 +293,7 @@ def handovers_are_awaited(basis: ClusterState, stop: v.StopWorker) -> str:
     task = basis.tasks.get(stop.task)
     if task is None or task.status is not TaskStatus.ACTIVE or task.reshaping.reshape is None:
         return ""
-    if basis.nodes[stop.node].overdue:
+    if basis.nodes[stop.node].cordon.overdue:
         return ""  # a person wanted the node empty by then
     whole = [member.worker for member in leaving_members(task)]
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""

@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from unicrond.core.nodes.isolation import Repair
-from unicrond.core.state.policy import Policy
+from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.log.event_log import Fenced
 from unicrond.events.log.lease import Holder, MemoryLease
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.schemas import FIRST, SCHEMA
-from unicrond.intake.readmission import Readmission
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.lease import LeaseEnd
@@ -27,6 +26,7 @@ from unicrond.replay.simulation.models.network import Link
 from unicrond.replay.simulation.models.virtual_time import HostClock
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.repairs import RepairOutcome
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head import head as heads
 
 #: The schemas that heads write.
@@ -102,17 +102,14 @@ class Coordinators:
         name = f"head:{len(self.heads)}"
         log = Endpoint(self._server, Link(self._loop, self._rng), self._checker.acknowledged)
         beats = BeatEnd(self._beats, log.link)
-        coordinator = Coordinator(
-            log,
-            beats,
-            self._policy,
-            self._heartbeat_s,
-            self.clock,
-            process=name,
-            schema=self._versions.choice(VERSIONS),
+        settings = HeadSettings(
+            policy=self._policy,
+            heartbeat_s=self._heartbeat_s,
             readmission=_READMISSION,
-            repair=self._repair,
+            schema=self._versions.choice(VERSIONS),
+            process=name,
         )
+        coordinator = Coordinator(log, beats, settings, self.clock, repair=self._repair)
         run = coordinator.run() if lease is None else self._as_one_of_two(name, coordinator, lease, log).run()
         head = SimulatedHead(coordinator, log, run, is_leased=lease is not None)
         log.crash = lambda: self.crash(head)

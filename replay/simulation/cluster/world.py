@@ -154,7 +154,9 @@ class World:
 
     def uncordon_all(self) -> None:
         """Uncordon every node that people have cordoned, and those that wait for an operator."""
-        isolated = (node.name for node in self.checker.state.nodes.values() if node.isolated and needs_hands(node))
+        isolated = (
+            node.name for node in self.checker.state.nodes.values() if node.isolation.active and needs_hands(node)
+        )
         self.cordoned.update(isolated)
         for name in sorted(self.cordoned):
             self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from unicrond.core.faults import blame
 from unicrond.core.folding import commands, incidents
 from unicrond.core.folding import failure_counts as strikes
-from unicrond.core.folding.stragglers import keep_members
+from unicrond.core.folding.suspicions import keep_members
 from unicrond.core.nodes import gpu_types
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Membership, Plan, Task, TaskStatus

@@ -8,6 +8,7 @@ from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.state.task_parts import Numbers, Pace, Reshaping, TaskProgress
 from unicrond.core.tasks.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
+from unicrond.core.tasks.task_validation import name_conflict
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import TaskSpec
 from unicrond.events.wire.envelope import Envelope
@@ -15,9 +16,9 @@ from unicrond.events.wire.envelope import Envelope
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
     """Add a new task. A name can be used again once its task has ended and is at rest."""
-    old = state.tasks.get(event.spec.name)
-    if old is not None and (old.status is TaskStatus.ACTIVE or not old.at_rest):
+    if name_conflict(state, event.spec.name):
         return state
+    old = state.tasks.get(event.spec.name)
     return with_task(
         state,
         Task(

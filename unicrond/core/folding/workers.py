@@ -178,7 +178,7 @@ def worker_parked(state: ClusterState, event: v.WorkerPaused, _: Envelope) -> Cl
 def _ended_with_agent(state: ClusterState, node: str, envelope: Envelope) -> bool:
     """Return whether the worker ended with an earlier agent, whose end was announced or expected."""
     pair = state.nodes.get(node)
-    return pair is not None and pair.may_go and envelope.boot > pair.agent_boot
+    return pair is not None and pair.may_go and envelope.boot > pair.agent.boot
 
 
 def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope) -> ClusterState:

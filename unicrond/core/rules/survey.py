@@ -73,26 +73,26 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
         of=nodes,
         slots=slots,
         cordoned=cordoned,
-        isolated=[node.name for node in every if node.isolated],
-        returned=[node.name for node in every if node.returns_us],
+        isolated=[node.name for node in every if node.isolation.active],
+        returned=[node.name for node in every if node.health.returns_us],
         left_nodes=[node.name for node in every if node.status is NodeStatus.LEFT],
-        forgetting=[node.name for node in every if node.forgetting],
+        forgetting=[node.name for node in every if node.departure.removal],
         services=memory_places.services(every),
-        dated=[node.name for node in every if node.empty_by_us],
-        foretold=[node.name for node in every if node.failure_forecast],
+        dated=[node.name for node in every if node.cordon.empty_by_us],
+        foretold=[node.name for node in every if node.health.failure_forecast],
         gpu=gpu,
         gpus=gpus,
     )
 
 
 def _plan_facts(node: Node) -> tuple[object, ...]:
-    dates = bool(node.empty_by_us), bool(node.failure_forecast), bool(node.forgetting)
+    dates = bool(node.cordon.empty_by_us), bool(node.health.failure_forecast), bool(node.departure.removal)
     use = (
         node.schedulable,
         node.slots,
-        node.cordoned,
-        node.isolated,
-        bool(node.returns_us),
+        node.cordon.active,
+        node.isolation.active,
+        bool(node.health.returns_us),
         node.status,
         node.memory,
         node.gpu,

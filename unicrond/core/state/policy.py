@@ -1,4 +1,5 @@
-"""The numbers that decisions depend on: part of the configuration, handed to the pure core as data."""
+"""What the configuration says of decisions: the numbers that they depend on, handed to the pure core as data, and how
+isolated nodes return to service."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from msgspec import Meta
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
 SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
+Argument = Annotated[str, Meta(min_length=1, max_length=1024)]
+Argv = Annotated[tuple[Argument, ...], Meta(max_length=64)]
+Limit = Annotated[float, Meta(ge=1.0, le=86_400.0)]
 #: A third of the largest event: beside its last seats a membership has room for its peers.
 PART_BYTES = 256 * 1024
 
@@ -55,6 +59,19 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forget_s: SecondsOrNone = 7.0 * 86400
     starvation_s: SecondsOrNone = 0.0
     part_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
+
+
+class Readmission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a node that was isolated for its hardware returns. Times in seconds.
+
+    `check`: a command that agents run; empty: their own self-test. It passes with exit code 0, within `timeout_s`.
+    `repair`: a command that the head runs for a node that needs a reboot or another part; empty: a person does it.
+    """
+
+    check: Argv = ()
+    timeout_s: Limit = 60.0
+    repair: Argv = ()
+    repair_timeout_s: Limit = 900.0
 
 
 class Settings(NamedTuple):

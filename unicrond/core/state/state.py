@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from unicrond.core.state.hang_tally import Lateness
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
     Copies,
@@ -37,7 +38,7 @@ from unicrond.core.state.workers import Membership as Membership
 from unicrond.core.state.workers import Worker as Worker
 from unicrond.core.state.workers import WorkerStatus as WorkerStatus
 from unicrond.core.state.workers_by_node import ByNode
-from unicrond.events.vocabulary import Fault, MemoryService, RepairNeed, StoreAddress, TaskAssignment, TaskSpec
+from unicrond.events.vocabulary import Fault, MemoryService, StoreAddress, TaskAssignment, TaskSpec
 from unicrond.events.vocabulary.field_defaults import always
 
 
@@ -66,38 +67,11 @@ class TaskStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an isolated node has been through (isolation.py). `cause`: "hardware", "strikes" (workers ended there); "":
-    it is over after a time. `attempts`: checks and repairs that failed, or had no end.
-
-    `command_id`: of the check under way. `repaired`: the repair command has done its work. `pardon`: why a person wants
-    it back. `last`, `last_us`: the last outcome, in words, and when.
-    """
-
-    cause: str = ""
-    attempts: int = 0
-    command_id: str = ""
-    check_passed: bool = False
-    repaired: bool = False
-    pardon: str = ""
-    last: str = ""
-    last_us: int = 0
-
-
 class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
+    """A host; its subjects stand in node_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
-    `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
-    `until_return`: that ends when an agent comes back without workers. `returns_us`: when it came back from the lost,
-    since it was last isolated; the newest RETURNS_MAX. `schema`: what its agent reads (events/wire/schemas.py).
-    `unreadable_commands`: commands that it could not, since it joined. `loss_ordered`: somebody has ordered its loss;
-    its next return is none of these. `users`: that tasks may run as; empty: all run as its agent's own. `empty_by_us`:
-    when it is to be empty, 0: at no time; `overdue`: that time is over. `window`: the maintenance window that wants it
-    so, "" where a person does. `failure_forecast`: why its failure is expected (drains.py). `leaving`: its agent has
-    announced its end; what ends there from then on is no failure. `since_boot`: the first agent of its run directory;
-    commands for an earlier one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is
-    to be forgotten once it is away (node_removal.py); `leave_ordered`: its agent was commanded to leave for that.
-    `gpu`: the type of its GPUs, "": not reported (gpu_types.py).
+    `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: all run
+    as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py).
     """
 
     name: str
@@ -106,46 +80,28 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     slots_max: int
     address: str
     store: StoreAddress
-    agent_boot: int
+    agent: AgentIdentity
     joined_us: int
-    version: str = always("")
-    isolated: bool = always(False)
-    isolation_over: bool = always(False)
-    isolations: int = always(0)
-    cordoned: bool = always(False)
-    draining: bool = always(False)
-    cordon_reason: str = always("")
-    returns_us: tuple[int, ...] = always(())
     reason: str = always("")
     commands: int = always(0)
     memory: MemoryService | None = always(None)
-    schema: int = 1
-    unreadable_commands: int = 0
-    loss_ordered: bool = False
-    isolation: Isolation | None = None
-    repair_need: RepairNeed = ""
     users: tuple[str, ...] = ()
-    leaving: bool = False
-    since_boot: int = 0
-    until_return: bool = False
-    empty_by_us: int = 0
-    overdue: bool = False
-    window: str = ""
-    failure_forecast: str = ""
-    left_us: int = 0
-    forgetting: str = ""
-    leave_ordered: bool = False
     gpu: str = ""
+    cordon: Cordon = Cordon()
+    isolation: Isolation = Isolation()
+    health: NodeHealth = NodeHealth()
+    departure: NodeDeparture = NodeDeparture()
 
     @property
     def schedulable(self) -> bool:
         """Return whether it may carry workers; a cordoned node may carry those that it has (`reconcile.capacity`)."""
-        return self.status is NodeStatus.UP and not (self.isolated or self.draining or self.leaving)
+        is_closed = self.isolation.active or self.cordon.draining or self.departure.announced
+        return self.status is NodeStatus.UP and not is_closed
 
     @property
     def may_go(self) -> bool:
         """Return whether its agent has announced its end, or its maintenance has begun: then its loss is no failure."""
-        return self.leaving or (bool(self.window) and self.overdue)
+        return self.departure.announced or (bool(self.cordon.window) and self.cordon.overdue)
 
     @property
     def left_on_purpose(self) -> bool:

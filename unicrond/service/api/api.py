@@ -47,13 +47,14 @@ from msgspec.structs import replace
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.planning.problem import ProblemError
 from unicrond.core.rules.fault_targets import FaultOrder, OrderRefused, injection_request
-from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem, user_problem
+from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import worker_mtbf_us
 from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.tasks.reshaping import reshaped
 from unicrond.core.tasks.task_rules import too_few_lanes
+from unicrond.core.tasks.task_validation import name_conflict, task_problems
 from unicrond.display.derived_figures import derived_values
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.trust.logins import BadLogin, agent_login
@@ -285,11 +286,10 @@ class Api:
         spec, wrong = await asyncio.to_thread(parse_task, await json_of(request))  # a throughput_model takes a while
         if spec is None:
             return error(400, str(wrong[0]))
-        previous = self._coordinator.state.tasks.get(spec.name)
-        if previous is not None and (previous.status is TaskStatus.ACTIVE or not previous.at_rest):
-            return error(409, f"name: task {spec.name} already exists; choose another name, or cancel it first")
-        if problem := user_problem(self._coordinator.state, spec):
-            return error(400, problem)
+        if conflict := name_conflict(self._coordinator.state, spec.name):
+            return error(409, conflict)
+        if problems := task_problems(spec, self._coordinator.state):
+            return error(400, str(problems[0]))
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))

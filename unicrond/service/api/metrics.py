@@ -20,13 +20,14 @@ from prometheus_client.registry import Collector
 
 from unicrond.core.nodes.isolation import phase
 from unicrond.core.nodes.liveness import OutboxBacklog
+from unicrond.core.state.node_parts import Probation
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, WorkerStatus
 from unicrond.core.state.work import achieved_waf, delivered_flop
 from unicrond.core.worth.costs import costs_at
 from unicrond.display.cluster_tables import NODE_STATUSES, node_status, stragglers
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.views.goodput_report import reading, report
 
 TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
@@ -105,10 +106,10 @@ class StateCollector(Collector):
         yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [task.status for task in tasks])
         statuses = [worker.status for task in tasks for worker in task.workers.values()]
         yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
-        isolated = [node for node in nodes if node.isolated]
+        isolated = [node for node in nodes if node.isolation.active]
         waits = ((node.name, phase(state, node).value, 1) for node in isolated)
         yield _labelled("unicron_node_isolated", "Isolated nodes, by phase", "node phase", waits)
-        failed = ((node.name, node.isolation.attempts if node.isolation else 0) for node in isolated)
+        failed = ((node.name, (node.isolation.probation or Probation()).attempts) for node in isolated)
         yield _labelled("unicron_node_failed_checks", "Failed checks and repairs", "node", failed)
         for name, (text, value) in TASK_GAUGES.items():
             yield _labelled(name, text, "task", ((task.name, value(task)) for task in tasks))

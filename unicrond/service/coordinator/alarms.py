@@ -60,7 +60,7 @@ class Alarms:
         count = before.count + 1 if before else 1
         self.unreadable[producer] = UnreadableMessages(count, entry.seq, entry.recorded_at_us, kind, entry.reason)
         node = state.nodes.get(producer)
-        self._schemas[producer] = node.schema if node else SCHEMA
+        self._schemas[producer] = node.agent.schema if node else SCHEMA
         return self._line(producer)
 
     def standing(self, now_us: int) -> list[str]:

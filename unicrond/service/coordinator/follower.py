@@ -28,8 +28,8 @@ from unicrond.events.vocabulary import EntrySkipped
 from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.clock import Clock
-from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.coordinator.snapshots import LogMark, Snapshots, mark_of
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.views.view import LogStep
 
 log = logging.getLogger("unicrond")
