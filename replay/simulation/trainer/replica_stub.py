@@ -139,7 +139,7 @@ class RendezvousStub:
         if not replica.newest(self.generation, urgent_only=True):
             error_report = replica.error_report("connection_broken", effect.failure, effect.phase)
             for number, shard in enumerate(replica.shards):
-                shard.send(struct_replace(error_report, lost=tuple(sorted(self._lost_peers.get(number, ())))))
+                shard.send(struct_replace(error_report, lost_peers=tuple(sorted(self._lost_peers.get(number, ())))))
 
     def note_losses(self) -> None:
         """Note the lost connections before leaving the group, since that ends all of them."""
