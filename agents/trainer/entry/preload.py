@@ -40,6 +40,7 @@ with warnings.catch_warnings():  # Megatron tells every process that Transformer
     if not visible_gpus():
         torch.compile = _compile_when_called
     try:
-        pass
+        import unicrond.agents.trainer.entry.worker
+        import unicrond.agents.trainer.loop.pretrain_gpt  # noqa: F401  # imported for every child
     finally:
         torch.compile = _compile
