@@ -16,8 +16,8 @@ from unicrond.agents.trainer.gradients.reduction import Reduction
 from unicrond.agents.trainer.groups.group import ShardGroup
 from unicrond.agents.trainer.groups.shard_group import Rendezvous
 from unicrond.agents.trainer.lifecycle import MemberState
-from unicrond.agents.trainer.lifecycle.lanes import Run, initial_assignment, stores_needed
 from unicrond.agents.trainer.lifecycle.ledger import LaneLedger
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Run, initial_assignment, stores_needed
 from unicrond.agents.trainer.process.context import Context
 
 

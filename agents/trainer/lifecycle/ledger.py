@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS, Sampling, samples_digest
-from unicrond.agents.trainer.lifecycle.lanes import AHEAD, Assignment, Lanes, Run
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import AHEAD, Assignment, Run
 
 #: Losses are counted in these units: float64 sums of them are exact, so they depend on no order, up to 2**29.
 _LOSS_UNITS = 2.0**24

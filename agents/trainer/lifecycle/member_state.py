@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from unicrond.agents.protocol.messages import Committed, GroupMembership, Launch, StopRequest
 from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
-from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import initial_assignment
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSchedule
 from unicrond.agents.trainer.lifecycle.shares import Shares
 from unicrond.agents.trainer.lifecycle.states import FOLLOWS, State

@@ -72,9 +72,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicrond.agents.trainer.lifecycle.assignment import assign
-from unicrond.agents.trainer.lifecycle.lanes import Assignment, Lanes
-from unicrond.agents.trainer.lifecycle.lanes import assign as assign_lanes
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Assignment, Batches, assign
 from unicrond.agents.trainer.lifecycle.optimizer_shards import Span
 
 _WORD_BITS = 62
@@ -175,7 +174,7 @@ class GroupVerdict:
     step_first: frozenset[int]
     source: int
     receivers: frozenset[int]
-    additions: tuple[tuple[int, ...], ...]
+    additions: Batches
     fresh: bool
     redone: tuple[int, ...] = ()
     final: frozenset[int] = frozenset()
@@ -214,7 +213,7 @@ def judge(
     with_state = able_members if whole else []
     receivers = frozenset(range(len(positions))).difference(with_state)
     if not with_state:
-        additions, lane_assignment = _deal([()] * len(positions), [()] * len(positions), micro_batches, lanes)
+        additions, lane_assignment = assign([()] * len(positions), [()] * len(positions), micro_batches, lanes)
         return GroupVerdict(
             iteration=0,
             step_first=frozenset(),
@@ -240,7 +239,7 @@ def judge(
     ]
     in_sums = [position.in_sums if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
     complete = [frozenset(positions[member].complete) for member in with_state]
-    additions, lane_assignment = _deal(assignments, in_sums, micro_batches, lanes)
+    additions, lane_assignment = assign(assignments, in_sums, micro_batches, lanes)
     unassigned = set(range(micro_batches)).difference(*assignments)
     return GroupVerdict(
         iteration=iteration,
@@ -257,12 +256,3 @@ def judge(
         shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
         lane_assignment=lane_assignment,
     )
-
-
-def _deal(
-    assignments: Sequence[Sequence[int]], in_sums: Sequence[Sequence[int]], micro_batches: int, lanes: Lanes | None
-) -> tuple[tuple[tuple[int, ...], ...], Assignment | None]:
-    if lanes is None:
-        return assign(assignments, micro_batches), None
-    lane_assignment = assign_lanes(in_sums, lanes)
-    return tuple(map(lane_assignment.micro_batches, range(len(in_sums)))), lane_assignment

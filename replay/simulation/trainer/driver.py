@@ -22,8 +22,8 @@ from unicrond.agents.trainer.lifecycle.failures import (
     QuitRequested,
     RendezvousTimedOut,
 )
-from unicrond.agents.trainer.lifecycle.lanes import Run
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, ReplicaAccount, RunningSum
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Run
 from unicrond.agents.trainer.lifecycle.results import Holdings
 from unicrond.replay.simulation.models.weights import EXTENTS
 from unicrond.replay.simulation.trainer.buckets import BUCKETS, Buckets, LaneBuckets
