@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Sighting, Throttle, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, RecoveryAction, Sighting, Throttle, XidEvent
 from unicrond.agents.accelerators.xids import RECOVERY_ACTION_CHANGED, Xid, is_known, xid
 from unicrond.events.vocabulary import ErrorKind, RepairNeed, WorkerId
 

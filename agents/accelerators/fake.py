@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 
-from unicrond.agents.accelerators.readings import GpuReading, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, XidEvent
 
 
 class FakeDriver:

@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unicrond.agents.accelerators.driver import NoDriver
-from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Throttle, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, NoDriver, RecoveryAction, Throttle, XidEvent
 
 logger = logging.getLogger("unicrond.agents")
 

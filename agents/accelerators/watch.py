@@ -19,10 +19,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from unicrond.agents.accelerators.diagnosis import GpuFinding, History, diagnose
-from unicrond.agents.accelerators.driver import Choice, GpuDriver, NoDriver
+from unicrond.agents.accelerators.driver import Choice, GpuDriver, NoDriver, Sighting, XidEvent
 from unicrond.agents.accelerators.fake import FakeDriver
 from unicrond.agents.accelerators.nvml import NvmlDriver
-from unicrond.agents.accelerators.readings import Sighting, XidEvent
 from unicrond.events.vocabulary import WorkerId
 
 logger = logging.getLogger("unicrond.agents")

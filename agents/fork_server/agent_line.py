@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from unicrond.agents.fork_server.sockets import listen_unix
-from unicrond.agents.host.socket_paths import BoundPath
+from unicrond.agents.host.paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import FromForkServer, ToForkServer
 from unicrond.agents.protocol.peer_uid import peer_uid
@@ -171,3 +170,14 @@ class AgentLine:
             self._handle(message)
         if not data:
             self.drop("the agent closed the connection")
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """Listen at `path`, for this user alone. Raise OSError."""
+    path.unlink(missing_ok=True)  # ours by the lock: a leftover of one that was killed
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(8)
+    listener.setblocking(False)
+    return listener

@@ -27,11 +27,10 @@ from pathlib import Path
 import msgspec
 
 from unicrond.agents.fork_server.cgroups import Cgroups, enter
-from unicrond.agents.fork_server.child_setup import ChildSetup
 from unicrond.agents.fork_server.preloader import FORKED, ORDER_BYTES_MAX, READY, ForkOrder, go
 from unicrond.agents.fork_server.privileges import StillPrivileged, become
 from unicrond.agents.fork_server.task_secrets import NoSecret
-from unicrond.agents.fork_server.worker_process import NoDirectory, keep_only, redirect, settle
+from unicrond.agents.fork_server.worker_process import ChildSetup, NoDirectory, keep_only, redirect, settle
 from unicrond.events.vocabulary import Name
 
 MOST = 8

@@ -18,7 +18,7 @@ Rules
   others keeps the privilege.
 
 What does not live here: workers (workers.py), their memory (memory_files.py), the store (store.py), the line to the
-agent (agent_line.py), the flags (main.py).
+agent (agent_line.py), the flags (__main__.py).
 """
 
 from __future__ import annotations

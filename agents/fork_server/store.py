@@ -10,12 +10,11 @@ import socket
 import time
 from collections.abc import Callable
 
-from unicrond.agents.fork_server.sockets import listen_tcp
-
 logger = logging.getLogger("unicrond.agents.fork_server")
 
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 5.0
+_BACKLOG = 1024
 
 
 class StoreProcess:
@@ -67,3 +66,17 @@ class StoreProcess:
             lived_s,
             self._pause_s,
         )
+
+
+def listen_tcp(address: str) -> socket.socket:
+    """Listen on a free port of `address`. Raise SystemExit with a reason where this node does not have that address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+    except OSError as error:
+        listener.close()
+        reason = f"address: cannot listen on {address}: {error.strerror}; give an address of this node"
+        raise SystemExit(reason) from None
+    listener.listen(_BACKLOG)
+    return listener

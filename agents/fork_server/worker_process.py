@@ -12,15 +12,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from unicrond.agents.fork_server.cgroups import enter
-from unicrond.agents.fork_server.child_setup import ChildSetup
 from unicrond.agents.fork_server.privileges import StillPrivileged, become, personal
 from unicrond.agents.fork_server.task_secrets import NoSecret, read_secrets
-from unicrond.agents.fork_server.telemetry import resource_attributes
 from unicrond.agents.host.prctl import die_with_parent
 from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.messages import Launch
@@ -29,6 +28,24 @@ from unicrond.agents.protocol.messages import Launch
 OOM_SCORE_ADJUSTMENT = 500
 #: Signals that the fork server handles or ignores, and a worker by default does not. Blocked around the fork.
 HANDLED_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSetup:
+    """What a forked child needs to become a worker. `output_fd`: its stdout and stderr; `inherited_fds`: the other
+    descriptors that it keeps. `user`, `cgroup`: its user and cgroup; None: its parent's. `limits`: by number of
+    resource.
+    """
+
+    launch: Launch
+    slot: int
+    gpus: tuple[str, ...]
+    output_fd: int
+    inherited_fds: tuple[int, ...]
+    parent_pid: int
+    user: Identity | None = None
+    cgroup: Path | None = None
+    limits: Mapping[int, int] = field(default_factory=dict)
 
 
 def detach(parent_pid: int, close_inherited: Callable[[], None]) -> None:
@@ -138,3 +155,14 @@ def _exit_code(code: object) -> int:
         return code & 0xFF
     print(code, file=sys.stderr)
     return 1
+
+
+def resource_attributes(attributes: str, launch: Launch) -> str:
+    """Return the value for OTEL_RESOURCE_ATTRIBUTES, which every OpenTelemetry SDK reads: `attributes`, and the
+    worker's, unless they are there; so spans of a worker carry the same names as unicrond's (unicrond/views/spans.py).
+    """
+    ours = {"unicron.task": launch.task, "unicron.worker": launch.worker, "unicron.node": launch.node}
+    names = {part.partition("=")[0].strip() for part in attributes.split(",")}
+    return ",".join(
+        [*filter(None, [attributes]), *(f"{name}={value}" for name, value in ours.items() if name not in names)]
+    )

@@ -20,14 +20,12 @@ from pathlib import Path
 import msgspec
 
 from unicrond.agents.fork_server.cgroups import Cgroups, enter
-from unicrond.agents.fork_server.child_setup import ChildSetup
-from unicrond.agents.fork_server.mark_pages import MarkPages
 from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log
-from unicrond.agents.fork_server.memory_files import Memories
+from unicrond.agents.fork_server.memory_files import MarkPages, Memories
 from unicrond.agents.fork_server.oom_witnesses import EXIT_OF_A_KILLED_CHILD, OomWitness
 from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
 from unicrond.agents.fork_server.worker_lines import Lines
-from unicrond.agents.fork_server.worker_process import become_worker
+from unicrond.agents.fork_server.worker_process import ChildSetup, become_worker
 from unicrond.agents.protocol import worker_line as line
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (

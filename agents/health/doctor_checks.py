@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.agents.fork_server.sockets import listen_unix
+from unicrond.agents.fork_server.agent_line import listen_unix
 from unicrond.agents.health import preflight
 from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.nats.request_reply import wait_for_answer

@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 
 from unicrond.agents.accelerators.driver import NoDriver
 from unicrond.agents.accelerators.watch import open_driver
-from unicrond.agents.host import container
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.events.host.network_addresses import interface_of
@@ -109,7 +108,7 @@ def look(flags: NodeFlags, key: Key | None) -> MachineFacts:
         torch=version_of("torch"),
         key_ends=_certificate_ends(key),
         now=datetime.now(UTC),
-        container_bytes=container.memory_limit_bytes(),
+        container_bytes=host.cgroup_memory_limit_bytes(),
         run_dir_bytes=shutil.disk_usage(existing(flags.run_dir)).total,
         driver_trouble=_driver_trouble(visible_gpus()),
     )

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.events.vocabulary import WorkerId
 
 _EVERY_S = 0.2

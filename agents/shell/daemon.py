@@ -22,8 +22,7 @@ from importlib import metadata
 
 import msgspec
 
-from unicrond.agents.accelerators.driver import GpuDriver
-from unicrond.agents.accelerators.gpu_type import gpu_type
+from unicrond.agents.accelerators.driver import GpuDriver, gpu_type
 from unicrond.agents.accelerators.watch import open_driver
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.state import (

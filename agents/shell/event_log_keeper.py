@@ -22,7 +22,7 @@ import time
 from unicrond.agents.core.known_event_log import difference
 from unicrond.agents.core.state import LogSeen, MachineSaw, Unreadable
 from unicrond.agents.host import host_resources as host
-from unicrond.agents.kubernetes.place import NodeObject
+from unicrond.agents.kubernetes.node_object import NodeObject
 from unicrond.agents.shell.departure import Departure
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard

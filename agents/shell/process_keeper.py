@@ -22,10 +22,10 @@ import os
 from collections.abc import Callable
 
 from unicrond.agents.core.state import WorkerDisconnected, WorkerSaid
+from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host import oom_kill_counts as kill_counts
-from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.task_users import not_separated, visible_environment
-from unicrond.agents.output.flight_recorders import Flights
+from unicrond.agents.output.stacks import Flights
 from unicrond.agents.protocol.flight import Flight
 from unicrond.agents.protocol.messages import Exited, FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
 from unicrond.agents.protocol.peers import plain

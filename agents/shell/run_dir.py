@@ -29,7 +29,7 @@ import msgspec
 
 from unicrond.agents.core.state import Remembered
 from unicrond.agents.host.oom_kill_counts import KillCounts
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.host.paths import PROBE_SOCKET
 
 #: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from unicrond.agents.host.socket_paths import BoundPath
+from unicrond.agents.host.paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import Connected, FromWorker, Hello, ToWorker
 from unicrond.agents.protocol.peer_uid import peer_uid

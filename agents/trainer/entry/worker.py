@@ -18,7 +18,7 @@ from typing import NoReturn
 from unicrond.agents.protocol.injection import FaultInjector
 from unicrond.agents.protocol.marks import Marker
 from unicrond.agents.protocol.messages import Launch
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested
+from unicrond.agents.trainer.lifecycle.results import QuitRequested
 from unicrond.agents.trainer.process import context
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.context import Context, WorkerSettings

@@ -35,10 +35,16 @@ import torch.distributed as dist
 
 from unicrond.agents.protocol.marks import Marker
 from unicrond.agents.protocol.messages import MembershipWait
-from unicrond.agents.trainer.groups.forming import Attempt, FormedGroup, GroupPlacement, event_after, nccl_error
+from unicrond.agents.trainer.groups.forming import (
+    Attempt,
+    FormedGroup,
+    GroupPlacement,
+    StoreConnections,
+    event_after,
+    nccl_error,
+)
 from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
-from unicrond.agents.trainer.groups.stores import StoreConnections
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.process.channel import AgentChannel
 
 _POLL_CUDA_S = 0.002

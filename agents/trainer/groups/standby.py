@@ -19,8 +19,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
-from unicrond.agents.trainer.groups.stores import StoreConnections
+from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement, StoreConnections
 from unicrond.agents.trainer.process.channel import AgentChannel
 
 _REPLICAS_MIN = 3

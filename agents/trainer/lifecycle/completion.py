@@ -18,10 +18,10 @@ from unicrond.agents.trainer.lifecycle.effects import (
     Send,
     SetPhase,
 )
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, leave_broken_group
 from unicrond.agents.trainer.lifecycle.optimizer_state import assemble
 from unicrond.agents.trainer.lifecycle.regrouping import regroup
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.saving import save_and_wait
 
 _FLUSH_S = 2.0

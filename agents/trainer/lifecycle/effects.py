@@ -2,7 +2,7 @@
 
 Rules
 -----
-* `result = yield from Effect(...)` asks the driver; the driver sends the result, or throws one of `failures.py`.
+* `result = yield from Effect(...)` asks the driver; the driver sends the result, or throws one of `results.py`.
 * A *seam* (`Compute`, `Optimize`) is the training loop's own turn; every other effect is the driver's alone.
 * An effect is the whole replica's: a driver that runs one shard of several puts what happened to it to the vote of all
   shards, so that all shards get the same result or the same kind of failure.

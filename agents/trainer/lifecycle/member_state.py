@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from unicrond.agents.protocol.messages import Committed, GroupMembership, Launch, StopRequest
 from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
@@ -12,10 +13,30 @@ from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger
 from unicrond.agents.trainer.lifecycle.micro_batch_assignment import initial_assignment
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSchedule
 from unicrond.agents.trainer.lifecycle.shares import Shares
-from unicrond.agents.trainer.lifecycle.states import FOLLOWS, State
 from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict, Position
 from unicrond.events.vocabulary import Member, Phase, StateSource, TaskSpec
 
+#: A member's part in training; the package's essay says what happens in each.
+State: TypeAlias = Literal[
+    "new", "regrouping", "transferring", "computing", "reducing", "agreeing", "stepping", "gathering", "committing",
+    "ending", "parked", "stranded", "over",
+]  # fmt: skip
+#: The states that may follow: the table of the package's essay, as data.
+FOLLOWS: dict[State, frozenset[State]] = {
+    "new": frozenset({"regrouping"}),
+    "regrouping": frozenset({"transferring", "computing", "stepping", "gathering", "ending", "parked", "stranded"}),
+    "transferring": frozenset({"regrouping", "computing", "ending"}),
+    "computing": frozenset({"reducing", "regrouping", "ending"}),
+    "reducing": frozenset({"agreeing", "regrouping"}),
+    "agreeing": frozenset({"stepping", "regrouping"}),
+    "stepping": frozenset({"gathering", "committing"}),
+    "gathering": frozenset({"committing", "regrouping"}),
+    "committing": frozenset({"transferring", "computing", "regrouping", "ending"}),
+    "ending": frozenset({"over", "regrouping"}),
+    "parked": frozenset(),
+    "stranded": frozenset(),
+    "over": frozenset(),
+}
 _REASON_CHARS = 512
 
 

@@ -33,12 +33,10 @@ Rules (with lanes, the default: the sum of a step is fixed, `lanes.py`)
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import islice
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -133,7 +131,9 @@ def assign_lanes(in_sums: Sequence[Collection[int]], lanes: Lanes) -> Assignment
     for lane, (member, length) in keeper.items():
         valid[member].update(lanes.of(lane)[:length])
     counts = [len(batch) for batch in valid]
-    needs = Counter(islice(_receivers(counts), lanes.micro_batches - sum(counts)))
+    needs = [0] * len(in_sums)
+    for _, member in zip(range(lanes.micro_batches - sum(counts)), _receivers(counts), strict=False):
+        needs[member] += 1
     runs: list[list[tuple[tuple[int, bool, int], Run]]] = [[] for _ in in_sums]
     final_lanes: list[set[int]] = [set() for _ in in_sums]
     for lane, chain in _chains(keeper, needs, lanes).items():
@@ -168,7 +168,7 @@ def _keepers(in_sums: Sequence[Collection[int]], lanes: Lanes) -> dict[int, tupl
 
 
 def _chains(
-    keeper: Mapping[int, tuple[int, int]], needs: Counter[int], lanes: Lanes
+    keeper: Mapping[int, tuple[int, int]], needs: list[int], lanes: Lanes
 ) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
     """Return, for each lane, the members that compute it, and what; before them the one that keeps its running sum."""
     chains: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
@@ -181,12 +181,11 @@ def _chains(
             needs[member] -= len(stretch)
             chains[lane].append((member, stretch))
             remaining[lane] = remaining[lane][length + len(stretch) :]
-    members = iter(sorted(needs))
-    member = next(members, 0)
+    member = 0
     for lane, rest in remaining.items():
         while rest:
             while not needs[member]:
-                member = next(members)
+                member += 1
             stretch, rest = rest[: needs[member]], rest[needs[member] :]
             needs[member] -= len(stretch)
             chains[lane].append((member, stretch))

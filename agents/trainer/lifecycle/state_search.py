@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from unicrond.agents.protocol.messages import StateLoadReport
 from unicrond.agents.trainer.lifecycle.candidates import newest, ordered
 from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRows, LoadState, Log, Send
-from unicrond.agents.trainer.lifecycle.failures import StateLost
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, resume_after
-from unicrond.agents.trainer.lifecycle.results import LoadedState
+from unicrond.agents.trainer.lifecycle.results import LoadedState, StateLost
 from unicrond.events.vocabulary import StateSource
 
 _TRIED_CHARS = 1024

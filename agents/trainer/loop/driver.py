@@ -13,7 +13,7 @@ from typing import Any
 from unicrond.agents.protocol.exits import EXIT_NO_MEMBERSHIP
 from unicrond.agents.trainer.lifecycle import effects as e
 from unicrond.agents.trainer.lifecycle import run
-from unicrond.agents.trainer.lifecycle.failures import RendezvousTimedOut
+from unicrond.agents.trainer.lifecycle.results import RendezvousTimedOut
 from unicrond.agents.trainer.loop.handlers import HANDLERS, EffectHandlers
 
 

@@ -26,9 +26,8 @@ from unicrond.agents.trainer.groups.group import PendingRows, ShardGroup
 from unicrond.agents.trainer.groups.shard_group import Rendezvous
 from unicrond.agents.trainer.lifecycle import MemberState
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
-from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, SaveSchedule
+from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, QuitRequested, SaveSchedule
 from unicrond.agents.trainer.lifecycle.verdict import Position
 from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import Context

@@ -43,9 +43,9 @@ from unicrond.agents.trainer.gradients.runs import LaneRuns
 from unicrond.agents.trainer.groups.shard_group import Rendezvous
 from unicrond.agents.trainer.lifecycle import MemberState
 from unicrond.agents.trainer.lifecycle.effects import Compute, Optimize
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.member_state import lanes_of
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
 from unicrond.agents.trainer.loop.driver import LifecycleDriver
 from unicrond.agents.trainer.loop.local import Local as Local
 from unicrond.agents.trainer.loop.local import LocalHook

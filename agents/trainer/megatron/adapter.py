@@ -28,12 +28,10 @@ from unicrond.agents.trainer.loop.hook import Hook, Step
 from unicrond.agents.trainer.megatron import cpu, flags
 from unicrond.agents.trainer.megatron.buffers import BufferAccumulation
 from unicrond.agents.trainer.megatron.checkpointed import CheckpointedOptimizer, StateIncomplete
-from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
-from unicrond.agents.trainer.megatron.index_lock import index_lock
+from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader, index_lock
+from unicrond.agents.trainer.megatron.logs import LeadWriter, Trackers
 from unicrond.agents.trainer.megatron.runs import ScheduleRuns
 from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
-from unicrond.agents.trainer.megatron.trackers import Trackers
-from unicrond.agents.trainer.megatron.writers import LeadWriter
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.states.saving import unsaved
 

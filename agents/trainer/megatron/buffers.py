@@ -39,7 +39,7 @@ class BufferStore(GradientStore):
 
 class BufferAccumulation(Accumulation):
     """Of the parameters in `chunks`, which DistributedDataParallel has wrapped. `tracked`: elements of what Megatron
-    accounts for itself (`trackers.py`). `lanes`, `bucket_bytes`: as of an accumulation."""
+    accounts for itself (`logs.py`). `lanes`, `bucket_bytes`: as of an accumulation."""
 
     def __init__(self, chunks: Sequence[Any], tracked: int, lanes: Lanes | None, bucket_bytes: int) -> None:
         self._buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

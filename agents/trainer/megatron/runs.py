@@ -24,7 +24,7 @@ from unicrond.agents.trainer.lifecycle.ledger import to_fixed_point
 from unicrond.agents.trainer.loop.hook import Hook, Step
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation
 from unicrond.agents.trainer.megatron.data import MicroBatchLoader
-from unicrond.agents.trainer.megatron.trackers import Trackers
+from unicrond.agents.trainer.megatron.logs import Trackers
 
 
 class TooManyNames(RuntimeError):

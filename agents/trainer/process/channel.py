@@ -50,7 +50,7 @@ from unicrond.agents.protocol.messages import (
 from unicrond.agents.protocol.peers import message_for
 from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.agents.protocol.worker_line import Line
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested
+from unicrond.agents.trainer.lifecycle.results import QuitRequested
 from unicrond.agents.trainer.process.flight import read_flight
 from unicrond.events.vocabulary import Fault
 from unicrond.events.wire.schemas import SCHEMA
