@@ -42,7 +42,8 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XidEvent:
-    """The driver has reported a code; `action`: the recovery action that it names right after it."""
+    """An error that the driver has reported. `code`: NVIDIA's XID; `action`: the recovery action that the driver names
+    right after it."""
 
     code: int
     action: RecoveryAction | None = None
@@ -53,7 +54,7 @@ Choice: TypeAlias = Literal["auto", "nvml", "fake", "none"]
 
 
 class NoDriver(Exception):
-    """Accelerators cannot be watched here; the text says why, and what would help."""
+    """GPUs cannot be watched here; the text says why, and what would help."""
 
 
 class GpuDriver(Protocol):

@@ -1,4 +1,4 @@
-"""A driver of GPUs that do not exist: they only report what a caller orders. For drills and tests on CPUs."""
+"""A driver of GPUs that do not exist, for drills and tests on CPUs: it reports only what a caller orders."""
 
 from __future__ import annotations
 

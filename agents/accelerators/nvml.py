@@ -1,4 +1,4 @@
-"""NVIDIA's management library behind the driver's interface (extra `gpu`: nvidia-ml-py).
+"""The GPU driver's interface on top of NVML, NVIDIA's management library (extra `gpu`: nvidia-ml-py).
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""Watching a node's accelerators: two threads that may block in the driver, one place that judges their sightings.
+"""Watches a node's GPUs in two threads, which may block in the driver, and judges in one place what they see.
 
 Rules
 -----
@@ -50,8 +50,8 @@ def open_driver(choice: Choice, gpus: tuple[str, ...], slots: int) -> GpuDriver 
 
 
 class AcceleratorWatch:
-    """Watches the node's GPUs. `workers()` returns the worker in each slot now. `on_finding(gpu, worker, finding)`: the
-    GPU's name; "" for no worker."""
+    """Watches the node's GPUs. `workers()` returns the worker in each slot now. `on_finding(gpu, worker, finding)` is
+    called with each finding; `worker` is "" where none runs on the GPU."""
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ from unicrond.events.vocabulary import ErrorKind, RepairNeed
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """A row of the table. `recurring`: one is the program's fault, a second one under another worker is the GPU's.
-    `foretells`: nothing has failed yet."""
+    """A row of the table. `recurring`: the first such event is the program's fault, a second under another worker is
+    the GPU's. `foretells`: nothing has failed yet."""
 
     codes: tuple[int, ...]
     meaning: str

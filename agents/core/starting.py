@@ -1,4 +1,4 @@
-"""Starting: from a command to a process in a slot. Rules: machine.py."""
+"""Starts workers: from a StartWorker command to a process in a slot. Rules: machine.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transition: one input on its way through the core. Rules: machine.py."""
+"""One input on its way through the core: the state as it changes, and the actions that follow. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class Transition:
-    """One input being handled: `state` is replaced, never changed, and `actions` grows."""
+    """The handling of one input: `state` is replaced, never changed in place, and `actions` grows."""
 
     state: AgentState
     actions: list[Action] = field(default_factory=list)

@@ -17,7 +17,7 @@ from typing import NoReturn
 from unicrond.agents.fork_server.cgroups import Cgroups
 from unicrond.agents.fork_server.limits import parse
 from unicrond.agents.fork_server.server import READY, ForkServer
-from unicrond.agents.fork_server.workers import Separation
+from unicrond.agents.fork_server.workers import ChildPrograms, Separation
 
 logger = logging.getLogger("unicrond.agents.fork_server")
 
@@ -57,21 +57,25 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
     begun_s = time.monotonic()
     importlib.import_module(options.preload)
-    run, serve_store, sums = resolve_name(options.worker), resolve_name(options.store), resolve_name(options.sum)
+    programs = ChildPrograms(
+        run=resolve_name(options.worker),
+        serve_store=resolve_name(options.store),
+        add_up=resolve_name(options.sum),
+        preload=options.preload,
+        worker=options.worker,
+    )
+    separation = Separation(
+        users=options.separate,
+        limits={limit.resource: limit.number for limit in options.limit if limit.resource >= 0},
+        cgroups=Cgroups(options.cgroup, {limit.name: limit.value for limit in options.limit if limit.resource < 0}),
+    )
     server = ForkServer(
         options.run_dir,
+        programs,
+        separation,
         address=options.address,
         lease_s=options.lease_s,
         memory_max_bytes=options.memory_max_bytes,
-        run=run,
-        serve_store=serve_store,
-        sums=sums,
-        names=(options.preload, options.worker),
-        separation=Separation(
-            users=options.separate,
-            limits={limit.resource: limit.number for limit in options.limit if limit.resource >= 0},
-            cgroups=Cgroups(options.cgroup, {limit.name: limit.value for limit in options.limit if limit.resource < 0}),
-        ),
     )
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     if threads > 1 or threading.active_count() > 1:

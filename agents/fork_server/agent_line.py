@@ -1,4 +1,4 @@
-"""The fork server's line to its agent: the newest connection alone is served.
+"""The fork server's connection to its agent: it serves the newest connection alone.
 
 Without an agent the socket is kept where the next one looks for it, and the lease runs.
 """
@@ -27,12 +27,12 @@ _LOOK_EVERY_S = 1.0
 
 
 class Retired(Exception):
-    """The reason why the fork server ends."""
+    """The fork server is to end; the text says why."""
 
 
 @dataclass(slots=True)
 class _Agent:
-    """The one connection that is served."""
+    """The present connection, with what has come and what is to be sent."""
 
     connection: socket.socket
     incoming: Unframer[ToForkServer]

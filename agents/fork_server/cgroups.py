@@ -22,8 +22,8 @@ logger = logging.getLogger("unicrond.agents.fork_server")
 
 
 class Cgroups:
-    """The cgroups of the workers. `place`: the directory for them, None: there are none. `limits`: file of a cgroup ->
-    its content."""
+    """Makes and removes the cgroups of workers. `place`: the directory for them, None: there are none. `limits`: by
+    file of a cgroup, its content."""
 
     def __init__(self, place: Path | None, limits: Mapping[str, str]) -> None:
         self._place = place

@@ -1,5 +1,5 @@
-"""`python -m unicrond.agents.fork_server.preloader`: a process for one task, which has imported the modules that the
-task names.
+"""`python -m unicrond.agents.fork_server.preloader`: a process for one task that imports the modules which the task
+names, and forks its workers.
 
 Rules
 -----
@@ -40,8 +40,8 @@ _ADOPTED_WITHIN_S = 10.0
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
-    """An order to fork a worker. Its descriptors come beside: output, go, and those that it keeps, in the order of
-    `ChildSetup.inherited_fds` (line, mark, and memory where there is one)."""
+    """An order to fork a worker. Its descriptors travel beside it: output, go, and those that the worker keeps, in the
+    order of `ChildSetup.inherited_fds` (line, mark, and memory where there is one)."""
 
     launch: Launch
     slot: int

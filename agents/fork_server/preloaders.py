@@ -1,4 +1,4 @@
-"""The fork server's side of preloaders (preloader.py): one for each task with `preload` that has had workers here.
+"""Starts a preloader (preloader.py) for each task with `preload` that has had workers here, and has it fork them.
 
 Rules
 -----
@@ -26,9 +26,9 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.agents.fork_server.cgroups import Cgroups, enter
+from unicrond.agents.fork_server.cgroups import Cgroups
 from unicrond.agents.fork_server.preloader import FORKED, ORDER_BYTES_MAX, READY, ForkOrder, go
-from unicrond.agents.fork_server.privileges import StillPrivileged, become
+from unicrond.agents.fork_server.privileges import StillPrivileged
 from unicrond.agents.fork_server.task_secrets import NoSecret
 from unicrond.agents.fork_server.worker_process import ChildSetup, NoDirectory, keep_only, redirect, settle
 from unicrond.events.vocabulary import Name
@@ -39,8 +39,9 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(slots=True)
 class PendingFork:
-    """A fork under way. `born(pid)` is called when the process exists, which does nothing before `born` returns;
-    `failed(reason)` in its place. `fds`: copies of the setup's descriptors, closed afterwards."""
+    """A fork that a preloader is to make. `born(pid)` is called when the process exists, which does nothing before
+    `born` returns; `failed(reason)` where there will be none. `fds`: copies of the setup's descriptors, closed
+    afterwards."""
 
     setup: ChildSetup
     fds: list[int]
@@ -52,6 +53,9 @@ class PendingFork:
 
 @dataclass(slots=True)
 class _Preloader:
+    """The preloader of one task. `key`: the part of a worker's setup that it was started with. `is_ready`: its modules
+    are imported."""
+
     task: Name
     key: bytes
     pid: int
@@ -255,10 +259,6 @@ def _become_preloader(setup: ChildSetup, command: list[str]) -> None:
     keep_only({0, 1, 2, setup.output_fd, *setup.inherited_fds})
     redirect(setup.output_fd, setup.user)
     try:
-        if setup.cgroup is not None:
-            enter(setup.cgroup)
-        if setup.user is not None:
-            become(setup.user, setup.limits, setup.parent_pid)
         settle(setup)
         os.set_inheritable(setup.inherited_fds[0], True)
         os.execv(command[0], command)

@@ -1,4 +1,4 @@
-"""The node's rendezvous store: a child of the fork server, on a port that outlives it.
+"""Runs the node's rendezvous store as a child of the fork server, on a port that outlives it.
 
 The listening socket belongs to the fork server: a store that dies is replaced on the same port, after a growing pause.
 """
@@ -18,8 +18,8 @@ _BACKLOG = 1024
 
 
 class StoreProcess:
-    """The process of the rendezvous store. `fork(child)` forks and returns the pid. `serve`: called in the child, never
-    here."""
+    """The process of the rendezvous store, a torch TCPStore. `fork(child)` forks and returns the pid. `serve`: called
+    in the child, never here."""
 
     def __init__(
         self,

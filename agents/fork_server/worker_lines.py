@@ -1,5 +1,4 @@
-"""The workers' lines: each worker asks here for a connection to the agent, and gets one to itself
-(protocol/worker_line.py)."""
+"""Connects workers to the agent: each asks here, and gets a connection of its own (protocol/worker_line.py)."""
 
 from __future__ import annotations
 
@@ -20,13 +19,15 @@ _PAUSE_S = 0.005
 
 @dataclass(slots=True)
 class _Line:
+    """The fork server's end of a worker's line. `granted_s`: when the worker last got a connection to the agent."""
+
     ours: socket.socket
     owner: Connected
     granted_s: float = 0.0
 
 
 class Lines:
-    """Serves the workers' lines. `agent_socket`: where the agent listens, whichever agent lives."""
+    """Serves the workers' requests for a connection. `agent_socket`: where the agent listens, whichever agent lives."""
 
     def __init__(self, agent_socket: Path, selector: selectors.BaseSelector) -> None:
         self._agent_socket = str(agent_socket)

@@ -1,4 +1,4 @@
-"""The first moments of a forked child: from a copy of the fork server to an independent worker.
+"""Turns a forked child, a copy of the fork server, into an independent worker.
 
 It runs between fork and the worker's own code, so it does nothing that could block or take a lock, and it
 never returns: whatever happens ends in `os._exit`.
@@ -71,10 +71,6 @@ def become_worker(setup: ChildSetup, run: Callable[[Launch], object]) -> NoRetur
         redirect(setup.output_fd, setup.user)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT), "ascii")
-        if setup.cgroup is not None:
-            enter(setup.cgroup)
-        if setup.user is not None:
-            become(setup.user, setup.limits, setup.parent_pid)
         settle(setup)
         run(setup.launch)
         code = 0
@@ -103,8 +99,15 @@ class NoDirectory(Exception):
 
 
 def settle(setup: ChildSetup) -> None:
-    """Set the task's environment and enter its working directory, as the task's user. Raise NoSecret, NoDirectory."""
+    """Enter the worker's cgroup, become the task's user, set its environment and enter its working directory.
+
+    Raise NoSecret, NoDirectory, StillPrivileged, OSError.
+    """
     spec, user = setup.launch.spec, setup.user
+    if setup.cgroup is not None:
+        enter(setup.cgroup)
+    if user is not None:
+        become(user, setup.limits, setup.parent_pid)
     if setup.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[setup.slot]
         # Numbered as NVML does: the accelerator that is watched for the slot is the one it computes on.

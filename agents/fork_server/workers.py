@@ -1,4 +1,5 @@
-"""The node's workers as children: forked, read through a pipe, killed, and their exits reported until acknowledged.
+"""Runs the node's workers as children: forks them, reads their output, kills them, and reports their exits until
+acknowledged.
 
 A worker's output is in its log before its exit is reported. A SIGKILL that was not sent from here may have been the
 kernel's: the witnesses are asked first. Beside its output a worker inherits three descriptors: its line to the
@@ -39,6 +40,7 @@ from unicrond.agents.protocol.messages import (
     Spawn,
     SpawnFailed,
 )
+from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.vocabulary import Name, WorkerId
 
 _CHUNK_BYTES = 65536
@@ -56,7 +58,8 @@ class _Output:
 
 @dataclass(slots=True)
 class _PendingWorker:
-    """A worker that is being started: our ends of its line and its output. `opened`: closes all where that fails."""
+    """A worker that is being started, with the fork server's ends of its line and its output. `opened`: closes all of
+    them if the start fails."""
 
     setup: ChildSetup
     ours: socket.socket
@@ -66,6 +69,8 @@ class _PendingWorker:
 
 @dataclass(slots=True)
 class _WorkerProcess:
+    """A running worker."""
+
     worker: WorkerId
     task: Name
     pid: int
@@ -77,31 +82,42 @@ class _WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class Separation:
-    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and none keeps its parent's.
-    `limits`: of resources, by number."""
+    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and loses the fork server's
+    privileges. `limits`: by number of resource, the rlimit."""
 
     users: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
     cgroups: Cgroups = field(default_factory=lambda: Cgroups(None, {}))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildPrograms:
+    """What the fork server's children run; the functions are called in children, never in the fork server. `run`: a
+    worker. `serve_store`: the rendezvous store, on its listening socket. `add_up`: a sum with other nodes, which tests
+    the network. `preload`, `worker`: names of the module with the heavy imports and of `run`, for tasks' preloaders."""
+
+    run: Callable[[Launch], object]
+    serve_store: Callable[[socket.socket], object]
+    add_up: Callable[[Sum], object]
+    preload: str
+    worker: str
+
+
 class Workers:
-    """The workers of the node. `run`: called in children, never here. `fork(child)` returns the pid. `say` sends to the
-    agent. `run_dir`: the agent's, with its socket and the links to marks. `names`: of the fork server's own preload and
-    of `run`."""
+    """The workers of the node. `fork(child)` returns the pid. `say` sends to the agent. `run_dir`: the agent's, with
+    its socket and the links to marks."""
 
     def __init__(
         self,
-        run: Callable[[Launch], object],
+        programs: ChildPrograms,
         fork: Callable[[Callable[[], object]], int],
         say: Callable[[FromForkServer], None],
         selector: selectors.BaseSelector,
         memories: Memories,
         run_dir: Path,
         separation: Separation,
-        names: tuple[str, str],
     ) -> None:
-        self._run = run
+        self._run = programs.run
         self._fork = fork
         self._say = say
         self._selector = selector
@@ -114,7 +130,9 @@ class Workers:
         self._pid = os.getpid()
         self._workers: dict[int, _WorkerProcess] = {}
         self._pids: dict[WorkerId, int] = {}
-        self.preloaders = Preloaders(fork, selector, *names, self.has, separation.cgroups, self._output)
+        self.preloaders = Preloaders(
+            fork, selector, programs.preload, programs.worker, self.has, separation.cgroups, self._output
+        )
         #: The workers that wait for their preloader.
         self._pending: set[WorkerId] = set()
         self._outputs: dict[int, _Output] = {}

@@ -1,4 +1,4 @@
-"""Looks at this node, its links and its tasks' storage when `unicronctl doctor` asks (events/queries/node_checks.py).
+"""Checks this node, its links and its tasks' storage for `unicronctl doctor` (events/queries/node_checks.py).
 
 Rules
 -----
@@ -163,7 +163,7 @@ class Checks:
 
 
 class NotForked(Exception):
-    """No process was forked that could sum; the text says why."""
+    """The fork server could not fork the process that sums; the text says why."""
 
 
 async def _process_output(order: Sum, fork: Callable[[Sum], str]) -> bytes:

@@ -1,4 +1,4 @@
-"""Looks for what is likely to go wrong on this node, before its agent joins.
+"""Checks this node for common problems before its agent joins the cluster.
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""Counts of OOM kills; from two of them, the cause of ends that no process of ours observed.
+"""Counts of OOM kills, and what two of them say about processes whose end nobody observed.
 
 Workers die with their fork server, and all of them with their container. The next agent only finds that they no longer
 exist. It can tell whether the kernel's OOM killer acted in between: in the same cgroup, which is proof enough, or on
@@ -16,8 +16,8 @@ from unicrond.events.vocabulary import ExitCause
 
 
 class KillCounts(msgspec.Struct, frozen=True):
-    """The counts of OOM kills at one moment. `boot`: the machine's boot id; `cgroup`: the one that has counted `kills`;
-    `machine`: the kills of the whole machine. None: cannot be read."""
+    """The counts of OOM kills at one moment. `boot`: the machine's boot id; `cgroup`: device and inode of the cgroup
+    that has counted `kills`; `machine`: the kills of the whole machine. None: cannot be read."""
 
     boot: str = ""
     cgroup: tuple[int, int] | None = None

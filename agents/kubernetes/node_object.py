@@ -41,7 +41,7 @@ CordonMeans = Literal["cordon", "drain"]
 
 
 class Hold(NamedTuple):
-    """The machine's hold, and why; ("", "") where it is in use."""
+    """Whether Kubernetes drains or cordons the machine, and why; ("", "") where it is in use."""
 
     hold: MachineHold
     reason: str

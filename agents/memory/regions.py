@@ -1,4 +1,4 @@
-"""The shards' memory that the fork server holds, as the agent reaches it: by the descriptor's path under /proc."""
+"""Opens the shards' memory, which the fork server holds, by the descriptor's path under /proc."""
 
 from __future__ import annotations
 

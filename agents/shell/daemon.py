@@ -1,4 +1,4 @@
-"""The agent of one node: its keepers, composed behind the ports of shell.py, and the order of their start and end.
+"""The agent of one node: composes its keepers behind the ports of shell.py, starts them and ends them in order.
 
 Rules
 -----

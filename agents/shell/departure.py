@@ -1,4 +1,5 @@
-"""Ends the agent: why, by when, what is still done before the connections go, and the exit code.
+"""Ends the agent: keeps the reason and the deadline, finishes what must be sent before the connections close, sets the
+exit code.
 
 Ends
 ----
@@ -39,7 +40,7 @@ _END_S = 5.0
 
 
 class Departure:
-    """Ends one agent. `over` is set when it is to end."""
+    """Ends one agent. `over` is set when its process may end."""
 
     def __init__(self, shell: Shell, options: Options, run_dir: RunDir, processes: ProcessKeeper) -> None:
         self._shell = shell

@@ -1,4 +1,5 @@
-"""Keeps the agent's side of the event log: the connection to NATS, the log's guard, commands, observations and beats.
+"""Keeps the agent connected to the event log: the connection to NATS, the log's guard, commands, observations and
+heartbeats.
 
 Rules
 -----
@@ -41,7 +42,7 @@ logger = logging.getLogger("unicrond.agents")
 
 
 class EventLogKeeper:
-    """Keeps one agent at the log. `run` it once."""
+    """Keeps one agent connected to the event log. Call `run` once."""
 
     def __init__(
         self, shell: Shell, options: Options, run_dir: RunDir, departure: Departure, queries: NodeQueries

@@ -1,4 +1,4 @@
-"""What the values of unicron-agent's flags may be: each function converts one, or raises ValueError in one line."""
+"""Converters for the values of unicron-agent's flags: each returns the value, or raises ValueError in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps what is known of the node's health: accelerators, health checks, checks for doctor, and ordered faults.
+"""Runs everything about the node's health: the watch over GPUs, health checks, doctor's checks, and ordered faults.
 
 Rules
 -----
@@ -36,7 +36,7 @@ from unicrond.events.vocabulary import Fault, WorkerId
 
 
 class HealthKeeper:
-    """Keeps the health of one node. `driver`: of its accelerators, None where none is to be watched."""
+    """Runs the health of one node. `driver`: of its GPUs, None where none is to be watched."""
 
     def __init__(
         self, shell: Shell, options: Options, run_dir: RunDir, driver: GpuDriver | None, processes: ProcessKeeper

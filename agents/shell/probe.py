@@ -1,4 +1,4 @@
-"""`unicron-agent --probe live|ready`: does the agent of a run directory live, is it doing its work?
+"""`unicron-agent --probe live|ready`: asks the agent of a run directory whether it lives, and whether it does its work.
 
 Rules
 -----

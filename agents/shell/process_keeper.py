@@ -1,4 +1,4 @@
-"""Keeps the processes of this node: the fork server and its connection, the workers' sockets, and the counts of kills.
+"""Keeps this node's processes: the fork server and its connection, the workers' sockets, and the counts of OOM kills.
 
 Rules
 -----
@@ -43,7 +43,7 @@ _COUNT_EVERY_S = 1.0
 
 
 class KillWatch:
-    """Watches how many processes the kernel has killed for memory, for this agent and the next one."""
+    """Reads how many processes the OOM killer has killed, for this agent and the next one."""
 
     def __init__(self, run_dir: RunDir) -> None:
         """Look for the first time."""

@@ -1,4 +1,4 @@
-"""One node's directory on this machine: sockets, logs, the boot number, what the agent remembers.
+"""The run directory of one node's agent: sockets, logs, the boot number, what the agent remembers.
 
     <run_dir>/agent.lock     held by the living agent: two agents on one node would fight
     <run_dir>/agent.boot     the boot number that was used last
@@ -48,7 +48,7 @@ class BadRunDir(ValueError):
 
 
 class RunDir:
-    """Paths and small files of one run directory. Nothing is touched before `claim`."""
+    """Paths and small files of one run directory. It touches nothing before `claim`."""
 
     def __init__(self, path: Path, logs: Path | None = None) -> None:
         """Derive the paths. `logs`: where workers' logs go, if not below `path`.

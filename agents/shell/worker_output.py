@@ -1,4 +1,4 @@
-"""Keeps what this node's workers write: the end of a log for a report, the copy on stdout, and the room on the volume.
+"""Handles what this node's workers write: the end of a log for a report, the copy on stdout, and room on the volume.
 
 Rules
 -----

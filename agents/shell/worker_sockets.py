@@ -1,4 +1,4 @@
-"""The socket on which workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
+"""Serves the Unix socket on which workers talk to the agent: one connection for each worker, the newest one counts.
 
 The fork server makes a worker's connection and names the worker: a worker cannot speak in another one's name. (Workers
 of an older fork server connect themselves, as this user.)

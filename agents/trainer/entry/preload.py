@@ -1,4 +1,4 @@
-"""Importing this imports everything heavy that a worker needs; the fork server does it once, before it serves.
+"""Imports everything heavy that a worker needs; the fork server imports it once, before it serves.
 
 No thread, no process group, no CUDA context comes of it (a test says so), and no parallel operation of torch runs:
 its thread pools are made at the first one, in the child.

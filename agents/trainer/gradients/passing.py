@@ -26,7 +26,8 @@ from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Assignment,
 
 @dataclass(slots=True)
 class _IncomingSum:
-    """`flat`: where it is written to, for a group on the CPU not the store itself."""
+    """A running sum that another member will send. `flat`: where it is written to, for a group on the CPU not the store
+    itself."""
 
     store: GradientStore
     flat: torch.Tensor
@@ -35,7 +36,7 @@ class _IncomingSum:
 
 
 class Passing:
-    """One member's end of the transfers."""
+    """Sends and receives one member's running sums."""
 
     def __init__(self, accumulation: Accumulation, lanes: Lanes) -> None:
         self._accumulation = accumulation

@@ -1,4 +1,4 @@
-"""The runs of a fixed sum (`lanes.py`), one after the other, as a training process computes them.
+"""Computes the runs of a fixed sum (`lanes.py`) one after the other, in a training process.
 
 Rules
 -----
@@ -23,7 +23,8 @@ from unicrond.agents.trainer.process.context import Context
 
 @dataclass(slots=True)
 class LaneRuns:
-    """The runs of one worker."""
+    """Computes the runs of one worker: adds its micro-batches to the running sums that other members send, and sends
+    its own on."""
 
     member: MemberState
     context: Context

@@ -1,4 +1,4 @@
-"""Forming a group: its members meet in a store, connect to each other, and know which sockets are the group's.
+"""Forms a group: its members meet in a store, connect to each other, and find out which sockets are the group's.
 
 Rules
 -----
@@ -92,7 +92,7 @@ _listening = threading.Lock()
 
 
 class SumsMismatch(RuntimeError):
-    """A member has another version of the hook, whose fixed sums are others."""
+    """A member has another version of the hook, which adds gradients up in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ class GroupPlacement:
 
 @dataclass(frozen=True, slots=True)
 class FormedGroup:
-    """A group. `sockets`: descriptor -> the kernel's name; `listening`: see `ConnectionEnds`; both empty with NCCL."""
+    """A torch process group that is connected. `sockets`: descriptor -> the kernel's name; `listening`: see
+    `ConnectionEnds`; both empty with NCCL."""
 
     process_group: object
     sockets: dict[int, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""This shard's group: which memberships have come, and how the next group is formed and first spoken in.
+"""Forms this shard's group for each membership that comes, and exchanges the members' first words in it.
 
 Rules
 -----
@@ -53,7 +53,7 @@ _REPORT_AFTER_S = 1.0
 
 
 class Rendezvous:
-    """Forms and holds this shard's group. `generation`: of the membership last tried, 0 before the first."""
+    """Forms and holds this shard's group. `generation`: of the membership tried last, 0 before the first."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""The node's rendezvous store: a TCPStore server in a process of its own, forked beforehand.
+"""Serves the node's rendezvous store: a TCPStore server in a process of its own, forked beforehand.
 
 A TCPStore server brings threads, so it lives neither in the fork server (which must be able to fork) nor
 in a rank (whose death would take the meeting place of the survivors with it).

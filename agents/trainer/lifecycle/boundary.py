@@ -1,4 +1,4 @@
-"""Between two iterations: the loop has stepped; gather, commit, save, and go where the next iteration is to happen."""
+"""The boundary between two iterations: gather parameters, commit, save, and enter the group of the next iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of training: the last state is saved, the leader says so, and all leave together.
+"""The end of training: saves the last state, reports that the task is complete, and has all members leave together.
 
 After the last iteration no member leaves before the leader has saved: if the leader dies, another member saves.
 """

@@ -1,4 +1,5 @@
-"""An iteration, from its micro-batches to the agreement of all."""
+"""One iteration: computes its micro-batches, reduces gradients and accounts, and has all members agree on the
+result."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ Block: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """`count` lanes of an iteration's `micro_batches`, which are at least as many."""
+    """A partition of an iteration's `micro_batches` into `count` lanes; there are at least as many micro-batches as
+    lanes."""
 
     micro_batches: int
     count: int

@@ -1,4 +1,4 @@
-"""A replica's account of one iteration: what it holds, what it has finished, what came of it."""
+"""A replica's ledger of one iteration: its micro-batches, how many are finished, and their loss and tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def to_fixed_point(loss_sum: float) -> float:
 
 @dataclass(slots=True)
 class IterationLedger:
-    """What one replica has to compute of an iteration. `assignment`: its micro-batches in the order of their
+    """The ledger where the sum follows the assignment. `assignment`: the replica's micro-batches in the order of their
     assignment, of which the first `finished` are done.
 
     `loss_sum`: sum of the token losses; `tokens`: how many; `redone`: micro-batches assigned because another replica

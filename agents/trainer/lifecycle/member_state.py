@@ -1,4 +1,4 @@
-"""What one member knows of itself between two effects: iteration, state, group, and what it owes."""
+"""The state of one member of a task's group: iteration, group, ledger, and the work that is pending."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REASON_CHARS = 512
 
 @dataclass(slots=True)
 class PendingWork:
-    """The work that the last verdict has left: a transfer, and, if `assigns_next`, the assignment of the next
+    """The work that the last verdict has left to do: a transfer, and, if `assigns_next`, the assignment of the next
     iteration's micro-batches. `bits_tested`: a micro-batch has been computed for its bits alone
     (`process/determinism.py`)."""
 

@@ -1,4 +1,4 @@
-"""Which membership to follow, until a group has exchanged positions.
+"""Follows memberships, the newest first, until a group has exchanged positions.
 
 Rules
 -----

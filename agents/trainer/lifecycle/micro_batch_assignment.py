@@ -50,8 +50,9 @@ Batches: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive micro-batches of `lane`; none where a member only gives away what it has. `source`: the member that
-    gives the running sum before them, None: it is here, or 0. `target`: the member that goes on with it."""
+    """Consecutive micro-batches of `lane`; none where a member only gives away what it has. `source`: the rank that
+    sends the running sum before them, None: it is here, or 0. `target`: the rank that the running sum goes to
+    afterwards."""
 
     lane: int
     micro_batches: tuple[int, ...]
@@ -61,8 +62,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What each member of a group has and does, by rank. `valid`: the micro-batches in those of its sums that count.
-    `runs`: in the order in which they are computed. `ends`: the blocks whose sums it has when all is computed."""
+    """An assignment with lanes, by rank. `valid`: the micro-batches in those of a member's sums that count. `runs`:
+    what it computes, in this order. `ends`: the blocks whose sums it has when all is computed."""
 
     valid: tuple[frozenset[int], ...]
     runs: tuple[tuple[Run, ...], ...]

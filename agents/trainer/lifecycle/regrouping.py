@@ -1,4 +1,4 @@
-"""From one group to the next, state included; or out of training.
+"""Takes a member from one group to the next with its state, or out of training.
 
 What the verdict says (`verdict.py`) is carried out here: which members step first, who gives state to whom, what is
 computed again, and which parts of sharded optimizer state each member holds from now on.

@@ -76,5 +76,5 @@ class QuitRequested(BaseException):
 
 
 class StateLost(RuntimeError):
-    """All holders of a part of the optimizer's state are lost, nothing was saved, and no process is as the seed made
-    it: training has to begin anew, in new processes."""
+    """All holders of a part of the optimizer's state are lost, nothing was saved, and no process has the seed's
+    parameters any more: training has to begin anew, in new processes."""

@@ -1,4 +1,4 @@
-"""No member has state: the one that is nearest to the newest takes it (`candidates.py`)."""
+"""Finds a state where no member has any: the member that is nearest to the newest one loads it (`candidates.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the members of a new group do first: they tell their positions, and every one draws the same verdict.
+"""Judges how a new group goes on: the members exchange their positions, and every one draws the same verdict from them.
 
 Rules (all-or-none commit)
 --------------------------
@@ -97,7 +97,7 @@ class PositionsContradict(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a member stands. Without state, `iteration` is 0 and it has nothing.
+    """A member's progress, as it tells a new group. Without state, `iteration` is 0 and the rest is empty.
 
     `assignment`: the micro-batches assigned to it. `in_sums`: with lanes, those in its sums, which may be others' as
     well. `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts.
@@ -160,7 +160,7 @@ def _word_count(limit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupVerdict:
-    """What follows for the group.
+    """How a new group goes on.
 
     `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without

@@ -1,4 +1,4 @@
-"""What the lifecycle asks of a training process, effect by effect (`lifecycle/effects.py`); all of it may block.
+"""Carries out the lifecycle's effects (`lifecycle/effects.py`) in a training process; all of it may block.
 
 Rules
 -----

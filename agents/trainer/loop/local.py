@@ -1,4 +1,4 @@
-"""The hook's loop without unicrond: one process, one replica, nothing to heal. For trying a program, and for its tests.
+"""The hook's loop without unicrond: one process, one replica, no recovery. For trying a program, and for its tests.
 
     hook = Hook.attach(model, optimizer, scheduler, alone=Alone(iterations=100, global_batch=8))
 

@@ -1,4 +1,5 @@
-"""What stands behind the seams (`seams.py`): Megatron's own training loop, driven by the training lifecycle.
+"""Runs Megatron-LM's own training loop under the training lifecycle, through the names that are replaced in it
+(`seams.py`).
 
 Rules
 -----
@@ -41,7 +42,7 @@ class _IterationChanged(Exception):
 
 
 class Adapter:
-    """One worker's adapter. `modules`: of Megatron-LM, by name."""
+    """Connects one worker's Megatron-LM to the lifecycle. `modules`: of Megatron-LM, by name."""
 
     def __init__(self, context: Context, modules: dict[str, Any], *, on_gpu: bool) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""Megatron's own data, by the micro-batches assigned: its data set, sampler and collate, in place of its loader.
+"""Reads Megatron's own data by the micro-batches assigned: its data set, sampler and collate, without its loader.
 
 Rules
 -----
@@ -32,7 +32,7 @@ _AHEAD = 2
 
 
 class MicroBatchLoader:
-    """Training data, in place of one of Megatron's loaders: `next` gives the micro-batches asked for, in that order.
+    """Training data, in place of one of Megatron's loaders: `next` returns the micro-batches requested, in that order.
     `build`: Megatron's loader of a data set, from a number of consumed samples on. `reads_ahead`: in a thread."""
 
     def __init__(

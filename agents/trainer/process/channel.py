@@ -1,4 +1,4 @@
-"""The worker's talk with its agent: one thread, one Unix socket, one condition that the main thread waits on.
+"""The worker's connection to its agent: one thread, one Unix socket, one condition that the main thread waits on.
 
 Rules
 -----
@@ -63,7 +63,8 @@ _REPEATED = (Regrouped, Committed, SaveFinished, Completed, Busy, StopRequest)
 
 
 class AgentChannel:
-    """See the module's rules. `start` it in the process that uses it (threads do not survive a fork)."""
+    """Sends messages to the agent and receives its orders; see the module's rules. `start` it in the process that uses
+    it (threads do not survive a fork)."""
 
     def __init__(self, launch: Launch, lease_s: float) -> None:
         #: Ordered faults, for injection.py to take.

@@ -1,4 +1,4 @@
-"""The leader replica saves: into its nodes' memory, and from there to storage, while training goes on.
+"""Saves the leader replica's state into its nodes' memory, and from there to storage, while training goes on.
 
 Rules
 -----
@@ -54,8 +54,8 @@ INTERVAL_MAX_S = 3600.0
 
 @dataclass(slots=True)
 class Rhythm:
-    """How often one of the two targets is saved to. `every`: the task file's interval in iterations, None: as
-    measured."""
+    """The interval at which one of the two targets is saved to. `every`: the task file's interval in iterations, None:
+    as measured."""
 
     every: int | None
     cost_s: float = 0.0
@@ -75,14 +75,14 @@ class Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class AssembledState:
-    """A state of the optimizer that was put together for saving, and the time that training stood still for it."""
+    """A whole optimizer state, put together for saving, and the seconds for which training stood still for it."""
 
     tree: dict[str, Any]
     cost_s: float
 
 
 class Saving:
-    """One worker's saving of its state. `memory`: the node's, None where the agent gives none."""
+    """Saves one worker's state. `memory`: the node's, None where the agent gives none."""
 
     def __init__(self, context: Context, state: TrainingState) -> None:
         launch = context.launch

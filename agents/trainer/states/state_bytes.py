@@ -1,4 +1,4 @@
-"""A state tree as one stretch of bytes: what stands in a slot of a node's memory (`memory.py`).
+"""Writes a state tree as one stretch of bytes, as it stands in a slot of a node's memory (`memory.py`), and reads it.
 
     magic, 8 bytes little-endian length of the skeleton, the skeleton, the tensors' bytes in the skeleton's order,
     each at a multiple of 64 bytes
@@ -39,7 +39,7 @@ _buffers: list[torch.Tensor] = []
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tree made ready to be written: where each of its tensors goes, and how many bytes all take."""
+    """A tree prepared for writing: where each of its tensors goes, and how many bytes all take."""
 
     skeleton: bytes
     tensors: list[torch.Tensor]
