@@ -34,7 +34,7 @@ class Xid:
 
     @property
     def needs(self) -> RepairNeed:
-        """The repair that the advice demands, before the GPU is used again."""
+        """Return the repair that the advice demands before the GPU is used again."""
         return _NEEDS.get(self.advice, "")
 
 

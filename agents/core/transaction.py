@@ -37,12 +37,12 @@ class Transition:
 
     @property
     def memory(self) -> Remembered:
-        """The memory that outlives the agent."""
+        """Return the memory that outlives the agent."""
         return self.state.memory
 
     @property
     def config(self) -> AgentConfig:
-        """The configuration; see AgentState."""
+        """Return the agent's settings."""
         return self.state.config
 
     def remember(self, **changes: Any) -> None:

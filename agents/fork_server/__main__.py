@@ -22,8 +22,7 @@ from unicrond.agents.fork_server.workers import ChildPrograms, Separation
 logger = logging.getLogger("unicrond.agents.fork_server")
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
-    """Parse the flags, preload, serve, exit."""
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m unicrond.agents.fork_server", description="Started by unicron-agent; not for people."
     )
@@ -47,7 +46,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
     parser.add_argument("--separate", action="store_true", help="every worker becomes the user that its order names")
     parser.add_argument("--limit", action="append", default=[], type=parse, help="of each worker, NAME=VALUE")
     parser.add_argument("--cgroup", type=Path, help="directory for the workers' cgroups")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Parse the flags, preload, serve, exit."""
+    options = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def announce() -> None:

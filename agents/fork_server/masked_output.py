@@ -35,12 +35,12 @@ class MaskedLog:
 
     @property
     def path(self) -> Path:
-        """The path of the RotatedLog."""
+        """Return the path of the RotatedLog."""
         return self._log.path
 
     @property
     def lost_bytes(self) -> int:
-        """The lost bytes of the RotatedLog."""
+        """Return the number of bytes that the RotatedLog has lost."""
         return self._log.lost_bytes
 
     def write(self, data: bytes) -> None:

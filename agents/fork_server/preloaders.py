@@ -146,37 +146,39 @@ class Preloaders:
     def _start(self, setup: ChildSetup, key: bytes, log: Path) -> _Preloader:
         for old in list(self._by_task.values())[: max(0, len(self._by_task) - MOST + 1)]:
             self._end(old, "more tasks have modules to import than this node keeps")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        for end in (ours, theirs):
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent_end.setblocking(False)
+        parent_end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        for end in (parent_end, child_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * ORDER_BYTES_MAX)
         command = [
             sys.executable,
             "-P",
             "-m",
             "unicrond.agents.fork_server.preloader",
-            str(theirs.fileno()),
+            str(child_end.fileno()),
             str(self._pid),
         ]
         command += [self._preload, self._worker, *setup.launch.spec.preload]
         self._count += 1
         name = f"{setup.launch.task}.preload{self._count}"
-        with theirs, contextlib.ExitStack() as opened:
-            opened.callback(ours.close)
+        with child_end, contextlib.ExitStack() as opened:
+            opened.callback(parent_end.close)
             output_fd = self._output(setup, log)
             try:
                 cgroup = self._cgroups.make(name)
-                process = replace(setup, gpus=(), output_fd=output_fd, inherited_fds=(theirs.fileno(),), cgroup=cgroup)
+                process = replace(
+                    setup, gpus=(), output_fd=output_fd, inherited_fds=(child_end.fileno(),), cgroup=cgroup
+                )
                 pid = self._fork(lambda: _become_preloader(process, command))
             finally:
                 os.close(output_fd)
             opened.pop_all()
         preloader = _Preloader(
-            setup.launch.task, key, pid, setup.user.uid if setup.user else os.getuid(), ours, name, log
+            setup.launch.task, key, pid, setup.user.uid if setup.user else os.getuid(), parent_end, name, log
         )
         self._by_task[preloader.task] = self._by_pid[pid] = preloader
-        self._selector.register(ours, selectors.EVENT_READ, lambda _: self._receive(preloader))
+        self._selector.register(parent_end, selectors.EVENT_READ, lambda _: self._receive(preloader))
         return preloader
 
     def _order(self, preloader: _Preloader) -> None:

@@ -36,7 +36,7 @@ class StoreProcess:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """Return the port on which the store listens."""
         return int(self.listener.getsockname()[1])
 
     def start(self) -> None:

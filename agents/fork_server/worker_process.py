@@ -164,8 +164,11 @@ def resource_attributes(attributes: str, launch: Launch) -> str:
     """Return the value for OTEL_RESOURCE_ATTRIBUTES, which every OpenTelemetry SDK reads: `attributes`, and the
     worker's, unless they are there; so spans of a worker carry the same names as unicrond's (unicrond/views/spans.py).
     """
-    ours = {"unicron.task": launch.task, "unicron.worker": launch.worker, "unicron.node": launch.node}
+    worker_attributes = {"unicron.task": launch.task, "unicron.worker": launch.worker, "unicron.node": launch.node}
     names = {part.partition("=")[0].strip() for part in attributes.split(",")}
     return ",".join(
-        [*filter(None, [attributes]), *(f"{name}={value}" for name, value in ours.items() if name not in names)]
+        [
+            *filter(None, [attributes]),
+            *(f"{name}={value}" for name, value in worker_attributes.items() if name not in names),
+        ]
     )

@@ -62,7 +62,7 @@ class _PendingWorker:
     them if the start fails."""
 
     setup: ChildSetup
-    ours: socket.socket
+    parent_end: socket.socket
     output: _Output
     opened: ExitStack
 
@@ -195,9 +195,9 @@ class Workers:
             log = masked_log(Path(spawn.log_path), launch.spec, spawn.user)
             opened.callback(log.close)
             read_fd, write_fd = _pipe(opened)
-            ours, theirs = line.pair()
-            opened.callback(ours.close)
-            opened.callback(theirs.close)
+            parent_end, child_end = line.pair()
+            opened.callback(parent_end.close)
+            opened.callback(child_end.close)
             mark_fd = _copy(self._marks.make(worker), opened)
             memory_fd = self._memory_fd(launch, opened)
             cgroup = self.separation.cgroups.make(worker)
@@ -206,26 +206,26 @@ class Workers:
                 memory=f"/proc/self/fd/{memory_fd}" if memory_fd >= 0 else "",
                 memory_max_bytes=self._memories.max_bytes if memory_fd >= 0 else 0,
                 mark=f"/proc/self/fd/{mark_fd}",
-                line_fd=theirs.fileno(),
+                line_fd=child_end.fileno(),
             )
             setup = ChildSetup(
                 launch=launch,
                 slot=spawn.slot,
                 gpus=self._gpus,
                 output_fd=write_fd,
-                inherited_fds=(theirs.fileno(), mark_fd, memory_fd),
+                inherited_fds=(child_end.fileno(), mark_fd, memory_fd),
                 parent_pid=self._pid,
                 user=spawn.user,
                 cgroup=cgroup,
                 limits=self.separation.limits,
             )
-            pending = _PendingWorker(setup, ours, _Output(read_fd, log), opened)
+            pending = _PendingWorker(setup, parent_end, _Output(read_fd, log), opened)
             if launch.spec.preload:
                 self._fork_by_preloader(pending)
             else:
                 self._register(pending, self._fork(lambda: become_worker(setup, self._run)))
             opened.pop_all()
-        theirs.close()
+        child_end.close()
         for fd in (write_fd, mark_fd, memory_fd):
             if fd >= 0:
                 os.close(fd)
@@ -236,7 +236,7 @@ class Workers:
         fds = [_copy(fd, pending.opened) for fd in (pending.setup.output_fd, *pending.setup.inherited_fds) if fd >= 0]
 
         def failed(reason: str) -> None:
-            pending.ours.close()
+            pending.parent_end.close()
             pending.output.log.close()
             os.close(pending.output.fd)
             self._failed(launch.worker, reason)
@@ -253,7 +253,7 @@ class Workers:
         if launch.spec.preload and setup.cgroup is not None:
             with contextlib.suppress(OSError):  # it has ended already
                 enter(setup.cgroup, pid)
-        self._lines.serve(pending.ours, Connected(worker=launch.worker, task=launch.task, pid=pid))
+        self._lines.serve(pending.parent_end, Connected(worker=launch.worker, task=launch.task, pid=pid))
         self._carry(output)
         self._oom.track(pid, stays=setup.cgroup is None)
         self._workers[pid] = _WorkerProcess(launch.worker, launch.task, pid, setup.slot, output)

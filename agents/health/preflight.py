@@ -153,9 +153,9 @@ async def _version_findings(connection: Connection, version: str) -> list[Findin
     await Terms(connection, starts.append).ask()
     if not version or not starts:
         return []
-    schema, theirs = spoken_schema(starts[-1].version), starts[-1].version.partition("+")[0]
-    if schema < SCHEMA or theirs != version.partition("+")[0]:
-        problem = f"{version}, of schema {SCHEMA}; the coordinator: {theirs}, of schema {schema}"
+    schema, coordinator_version = spoken_schema(starts[-1].version), starts[-1].version.partition("+")[0]
+    if schema < SCHEMA or coordinator_version != version.partition("+")[0]:
+        problem = f"{version}, of schema {SCHEMA}; the coordinator: {coordinator_version}, of schema {schema}"
         return [Finding("version", problem, "bring both to one version (docs/operate/upgrading.md)")]
     return []
 

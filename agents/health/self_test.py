@@ -260,8 +260,8 @@ def _check_collective(
     limit = timedelta(seconds=_COLLECTIVE_S)
     distributed.init_process_group(backend, store=meeting, rank=slot, world_size=slots, timeout=limit)
     try:
-        mine = torch.arange(_VECTOR, dtype=torch.int64) * (slot + 1)
-        summed = mine.to(device) if backend == "nccl" else mine
+        vector = torch.arange(_VECTOR, dtype=torch.int64) * (slot + 1)
+        summed = vector.to(device) if backend == "nccl" else vector
         distributed.all_reduce(summed)
         if breakage.hits("collective", slot):
             summed[_VECTOR // 2] += 1

@@ -134,11 +134,11 @@ class Departure:
 
     @property
     def is_superseded(self) -> bool:
-        """A newer agent has the name: no command is for this one any more."""
+        """Return whether a newer agent has the name: then no command is for this one any more."""
         return self._newer_boot > 0
 
     async def finish(self, linking: asyncio.Task[None]) -> None:
-        """Do what is still to be done before the connections go. `linking`: the task that keeps the fork server."""
+        """Finish what must be done before the connections close. `linking`: the task that keeps the fork server's."""
         if self._newer_boot:  # the log takes nothing of ours
             if self._run_dir.belongs_to(self._newer_boot):
                 logger.warning("the newer agent works in %s too and keeps the workers", self._run_dir.path)

@@ -73,7 +73,7 @@ class LogGuard:
 
     @property
     def is_sure(self) -> bool:
-        """The log has proved to be the known one on the present connection."""
+        """Return whether the log has proved to be the known one on the present connection."""
         return self._trusted is not None and not self._trusted.disconnected.is_set()
 
     async def wait_for_log(self) -> LogSeen:

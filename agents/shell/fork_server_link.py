@@ -89,7 +89,7 @@ class ForkLink:
 
     @property
     def serves(self) -> bool:
-        """The fork server is connected and takes orders."""
+        """Return whether the fork server is connected and takes orders."""
         return self._is_usable
 
     def send(self, message: ToForkServer) -> None:

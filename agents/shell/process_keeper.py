@@ -61,13 +61,13 @@ class KillWatch:
 
     async def run(self) -> None:
         """Write the counts down whenever they are others than before, without end."""
-        written = None
+        last_written = None
         while True:
             self._looks = self._looks[1], kill_counts.look()
-            if self._looks[1] != written:
-                written = self._looks[1]
+            if self._looks[1] != last_written:
+                last_written = self._looks[1]
                 with contextlib.suppress(OSError):  # then the next agent knows less
-                    self._run_dir.remember_kills(written)
+                    self._run_dir.remember_kills(last_written)
             await asyncio.sleep(_COUNT_EVERY_S)
 
 
@@ -149,12 +149,12 @@ class ProcessKeeper:
 
     @property
     def trouble(self) -> str:
-        """Why no fork server takes orders, in one line; "" where it does."""
+        """Return why no fork server takes orders, in one line; "" where one does."""
         return "" if self._link.serves else self._link.trouble or "waits for its fork server"
 
     @property
     def fork_server_pid(self) -> int:
-        """The process that is connected to, or was last."""
+        """Return the pid of the fork server that is connected, or was last."""
         return self._link.pid
 
     async def keep_fork_server(self) -> None:
