@@ -37,7 +37,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--worker", default="unicrond.agents.trainer.entry.worker:run", help="function that a worker runs"
     )
     parser.add_argument(
-        "--store", default="unicrond.agents.trainer.groups.store_process:serve", help="function that the store runs"
+        "--store", default="unicrond.agents.trainer.groups.rendezvous_store:serve", help="function that the store runs"
     )
     parser.add_argument(
         "--sum", default="unicrond.agents.health.pair_sum:run", help="function that a sum with other nodes runs"

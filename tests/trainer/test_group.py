@@ -18,8 +18,9 @@ import torch.distributed as dist
 from unicrond.agents.protocol.messages import GroupMembership, Launch
 from unicrond.agents.trainer.groups import forming
 from unicrond.agents.trainer.groups import group as group_module
-from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement, StoreConnections
+from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
 from unicrond.agents.trainer.groups.group import ShardGroup, form
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import parse_addresses
 from unicrond.agents.trainer.groups.standby import Standby
 from unicrond.agents.trainer.lifecycle.effects import StartClock

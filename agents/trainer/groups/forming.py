@@ -2,9 +2,6 @@
 
 Rules
 -----
-* The next membership most often names the same store. To connect anew costs a round and, in torch 2.13 (socket.cpp), a
-  question to the name service. So one connection is kept, while no meeting uses it. A store that has been replaced on
-  its port has ended it: then a new one is made.
 * Forming happens in a thread of its own. A newer membership supersedes the attempt: the main thread walks away, the
   thread closes whatever it still gets.
 * Each member says under the attempt's prefix in the membership's store (`store_messages.py`) which port it listens on,
@@ -44,42 +41,11 @@ import torch
 import torch.distributed as dist
 
 from unicrond.agents.trainer.groups.gloo_store_messages import GlooStore
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import address
 from unicrond.agents.trainer.groups.store_messages import StoreExchange
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.events.vocabulary import StoreAddress
-
-_MEET_TIMEOUT = timedelta(seconds=10)
-
-
-class StoreConnections:
-    """A member's connection to the rendezvous store, kept from one meeting to the next."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: tuple[StoreAddress, object] | None = None
-
-    def acquire(self, address: StoreAddress) -> object:
-        """Return a connection to the store at that address, for one meeting. Raises dist.DistError."""
-        with self._lock:
-            idle, self._idle = self._idle, None
-        if idle is not None and idle[0] == address and _answers(idle[1]):
-            return idle[1]
-        return dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
-
-    def release(self, address: StoreAddress, server: object) -> None:
-        """Keep the connection: the meeting is over, and nothing waits in it."""
-        with self._lock:
-            self._idle = address, server
-
-
-def _answers(server: object) -> bool:
-    try:
-        server.check(["-"])  # type: ignore[attr-defined]
-    except RuntimeError:
-        return False
-    return True
-
 
 _NO_STANDBY = "-"
 #: Before the port of a member that reads `gloo_words`. (Older hooks read the port without it.)

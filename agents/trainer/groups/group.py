@@ -39,10 +39,10 @@ from unicrond.agents.trainer.groups.forming import (
     Attempt,
     FormedGroup,
     GroupPlacement,
-    StoreConnections,
     event_after,
     nccl_error,
 )
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
 from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.process.channel import AgentChannel

@@ -24,8 +24,9 @@ from functools import partial
 from typing import TypeVar
 
 from unicrond.agents.protocol.messages import ErrorReport, GroupMembership, MembershipWait
-from unicrond.agents.trainer.groups.forming import GroupPlacement, StoreConnections
+from unicrond.agents.trainer.groups.forming import GroupPlacement
 from unicrond.agents.trainer.groups.group import ShardGroup, form
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
 from unicrond.agents.trainer.groups.standby import Standby
 from unicrond.agents.trainer.lifecycle.results import (

@@ -19,7 +19,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement, StoreConnections
+from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.process.channel import AgentChannel
 
 _REPLICAS_MIN = 3
