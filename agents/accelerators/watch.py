@@ -79,7 +79,7 @@ class AcceleratorWatch:
         for thread in self._threads:
             thread.start()
         self._timer = self._loop.call_later(SILENCE_S / 2, self._look)
-        logger.info("accelerators are watched: %s", ", ".join(driver.names))
+        logger.info("watching the GPUs %s", ", ".join(driver.names))
 
     def report_xid(self, code: int, worker: str) -> str:
         """Handle a code as if the driver had reported it, of the worker's GPU ("": the node's first). Return why not,

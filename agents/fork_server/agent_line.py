@@ -104,7 +104,7 @@ class AgentLine:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            logger.warning("an agent could not be accepted: %s", error)
+            logger.warning("cannot accept an agent's connection: %s", error)
             return
         if (uid := peer_uid(connection)) != os.getuid():
             logger.warning("refused a connection of uid %d: it is not this user's", uid)
@@ -132,7 +132,7 @@ class AgentLine:
         self._listener.close()
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        logger.warning("%s was gone: bound again", self._path)
+        logger.warning("%s was gone: bound it again", self._path)
 
     def _flush(self) -> None:
         agent = self._agent

@@ -74,7 +74,7 @@ class Cgroups:
         except FileNotFoundError:
             _kill_each(directory)  # Linux before 5.14
         except OSError as error:
-            logger.error("what %s has left cannot be ended: %s", directory.name, error.strerror)
+            logger.error("cannot end the processes that worker %s has left: %s", directory.name, error.strerror)
         self._emptying.add(directory)
         self.tidy()
 

@@ -178,7 +178,7 @@ class ForkServer:
             case Sum():
                 self._sum(message)
             case Retire():
-                raise Retired("the agent ends it")
+                raise Retired("the agent's order")
 
     # --- children --------------------------------------------------------------------------------
 

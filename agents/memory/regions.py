@@ -67,7 +67,7 @@ class MemoryRegions:
         """Open the shard's region. Raise NoRegion where there is none."""
         region = self._regions.get((task, shard))
         if region is None:
-            raise NoRegion("this node keeps no state of it")
+            raise NoRegion("this node keeps no state of that shard")
         try:
             return Memory(f"/proc/{self._pid}/fd/{region.fd}", region.max_bytes)
         except OSError as error:

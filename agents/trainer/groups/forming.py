@@ -182,8 +182,9 @@ class Attempt:
         outdated = [rank for rank, port in enumerate(ports) if place.lanes and not port.startswith(_LANES.encode())]
         if outdated:
             raise SumsMismatch(
-                f"members {', '.join(map(str, outdated))} of the group have an older hook, whose fixed sums are others:"
-                " have their nodes leave and join, or submit the task with numerics: follow"
+                f"members {', '.join(map(str, outdated))} of the group have an older hook,"
+                " which adds gradients up in another order: have their nodes leave and"
+                " join, or submit the task with numerics: follow"
             )
         alike = all(port.startswith(_SIGN.encode()) for port in ports)
         if alike:

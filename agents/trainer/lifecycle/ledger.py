@@ -268,7 +268,10 @@ class Total:
         RuntimeError."""
         count = sum(account.micro_batches for account in self.accounts)
         if count != micro_batches or any(account.iteration != iteration for account in self.accounts):
-            raise RuntimeError(f"iteration {iteration}: {count} of {micro_batches} micro-batches: {self.accounts}")
+            raise RuntimeError(
+                f"iteration {iteration}: the replicas account for {count} of {micro_batches} micro-batches:"
+                f" {self.accounts}"
+            )
         if self.tokens <= 0:
             raise RuntimeError(f"iteration {iteration}: no tokens were added; call step.add(loss_sum, tokens)")
         if any(account.surplus for account in self.accounts):

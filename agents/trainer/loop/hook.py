@@ -193,7 +193,7 @@ class Hook:
         for a name that is taken, BadState where its state_dict() holds more than plain values and tensors."""
         state = self._driver.state
         if name in state.registered or self._driver.member.state != "new":
-            raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
+            raise ValueError(f"hook.register({name!r}, ...): register each name once, before the first step")
         flatten(stateful.state_dict())
         state.registered[name] = stateful
 

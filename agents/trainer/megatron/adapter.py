@@ -346,7 +346,9 @@ class Adapter:
         """Require the assembled state in every shard of this replica: they write it together. Raises
         StateIncomplete."""
         if not self._context.replica.all_true(optimizer.assembled is not None):
-            raise StateIncomplete("the lead changed while the optimizer's state was put together; the next save has it")
+            raise StateIncomplete(
+                "the leader changed while the optimizer's state was assembled; the next save writes it"
+            )
 
     def _save(self, save: Callable[[], object], *, is_new: bool = True) -> None:
         """Save, whatever the storage does: the checkpoint before stays, an alarm says so until another is saved, or

@@ -228,7 +228,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             if start < space.extent:
                 return space.data[start:stop].view(torch.uint8)
             start, stop = start - space.extent, stop - space.extent
-        raise IndexError("behind the last space")
+        raise IndexError(f"elements {start} to {stop} lie behind the last space")
 
     def initial(self, part: StatePart) -> Holding:
         """Return the part as training begins: no moments, masters as the parameters are."""
