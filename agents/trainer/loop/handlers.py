@@ -103,10 +103,8 @@ class EffectHandlers:
         self._warn_of_bits(message)
 
     def _warn_of_bits(self, reason: str) -> None:
-        print(
-            f"{self.context.launch.worker}: results will not be bit-identical after a change of replicas: {reason}",
-            flush=True,
-        )
+        worker = self.context.launch.worker
+        print(f"{worker}: results will not be bit-identical after a change of replicas: {reason}", flush=True)
 
     def check_bits(self, checksums: Sequence[int]) -> None:
         """Compare what one micro-batch has come to, each time, with the other replicas'. Raises NotDeterministic, and
