@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unicrond.agents.protocol import worker_line as line
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import Connected
+from unicrond.agents.protocol.messages import ConnectionOwner
 from unicrond.agents.protocol.peers import agent_schema
 
 #: A worker waits longer than this between two tries; one that asks more often gets no connection each time.
@@ -22,7 +22,7 @@ class _Line:
     """The fork server's end of a worker's line. `granted_s`: when the worker last got a connection to the agent."""
 
     parent_end: socket.socket
-    owner: Connected
+    owner: ConnectionOwner
     granted_s: float = 0.0
 
 
@@ -34,7 +34,7 @@ class Lines:
         self._selector = selector
         self._lines: dict[int, _Line] = {}
 
-    def serve(self, parent_end: socket.socket, owner: Connected) -> None:
+    def serve(self, parent_end: socket.socket, owner: ConnectionOwner) -> None:
         """Answer the worker at the other end, until it closes the line."""
         opened = _Line(parent_end, owner)
         self._lines[parent_end.fileno()] = opened
@@ -61,7 +61,7 @@ class Lines:
             with connection:
                 line.grant(worker_line.parent_end, connection, agent_schema(self._agent_socket))
 
-    def _connected(self, owner: Connected) -> socket.socket | None:
+    def _connected(self, owner: ConnectionOwner) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:

@@ -17,8 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from unicrond.agents.protocol.flight import Flight, TellFlight
-from unicrond.agents.protocol.messages import Hello
+from unicrond.agents.protocol.messages import Flight, Hello, TellFlight
 from unicrond.events.host.optional_dependencies import install_command
 from unicrond.events.queries.worker_queries import MAX_LOG_BYTES
 from unicrond.events.vocabulary import WorkerId

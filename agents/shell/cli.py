@@ -21,7 +21,7 @@ from unicrond.agents.host.paths import default_run_dir
 from unicrond.agents.host.prctl import CAP_SYS_RESOURCE, capabilities
 from unicrond.agents.host.task_users import BadUser, identities
 from unicrond.agents.kubernetes.node_object import ACCOUNT, CordonMeans, NodeObject, in_cluster_url
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell import flag_values as value
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.daemon import installed_version, run_agent

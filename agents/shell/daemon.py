@@ -30,7 +30,6 @@ from unicrond.agents.core.state import (
     Append,
     CopyState,
     ForkServerDied,
-    HeldState,
     InjectIntoNode,
     Input,
     NodeFaultInjected,
@@ -40,9 +39,9 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
-    Exited,
     FromForkServer,
     GroupMembership,
+    ProcessExited,
     ReleaseMemory,
     ToForkServer,
     ToWorker,
@@ -63,8 +62,8 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.vocabulary import ExitCause, NodeJoined, WorkerId
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.vocabulary import ExitCause, NodeJoined, SnapshotStored, WorkerId
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 logger = logging.getLogger("unicrond.agents")
@@ -233,18 +232,18 @@ class Agent(Shell):
         """Return the end of a worker's log."""
         return self._output.log_tail(worker)
 
-    def held_states(self) -> list[HeldState]:
+    def snapshots(self) -> list[SnapshotStored]:
         """Return the states in the node's memory when a fork server greets."""
         return self._memory.states()
 
     def fork_server_said(self, message: FromForkServer) -> None:
         """Handle a message of the fork server: update the memory regions and the output of ended workers first."""
         self._memory.fork_server_said(message, self._processes.fork_server_pid)
-        if isinstance(message, Exited):
+        if isinstance(message, ProcessExited):
             self._output.ended(message.worker)
         super().fork_server_said(message)
 
-    def take(self, recorded: Recorded) -> None:
+    def take(self, recorded: RecordedEvent) -> None:
         """Log an entry of the node's feed and handle it."""
         logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
         super().take(recorded)
@@ -253,8 +252,8 @@ class Agent(Shell):
         """Look for the later agent that a command is for: it is heard soon, or there is none."""
         self._log.look_for_agent(boot)
 
-    def _copy_stored(self, state: HeldState) -> None:
-        self.feed(StateHeld(held_state=state))
+    def _copy_stored(self, state: SnapshotStored) -> None:
+        self.feed(StateHeld(snapshot=state))
 
     def _fork_server_died(self, cause: ExitCause) -> None:
         self._memory.fork_server_died()

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from unicrond.agents.protocol.exits import EXIT_NO_MEMBERSHIP
+from unicrond.agents.protocol.messages import EXIT_NO_MEMBERSHIP
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.detection.observing import Detection
 from unicrond.agents.trainer.gradients.accumulation import Accumulation

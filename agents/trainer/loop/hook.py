@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from unicrond.agents.protocol.exits import LEFT_EARLY
-from unicrond.agents.protocol.messages import Ready
+from unicrond.agents.protocol.messages import LEFT_EARLY
 from unicrond.agents.protocol.sampling import work_seed
 from unicrond.agents.trainer.detection.checksum import checksum
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
@@ -44,6 +43,7 @@ from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
 from unicrond.agents.trainer.process.randomness import seed_all
 from unicrond.agents.trainer.states.state import Stateful, flatten
+from unicrond.events.vocabulary import WorkerReady
 
 MAX_REASON = 512
 _FLUSH_S = 2.0
@@ -147,7 +147,7 @@ class Hook:
         driver.accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
         process.finish = hook._finish
-        process.channel.send(Ready())
+        process.channel.send(WorkerReady(**process.launch.reporter))
         return hook
 
     @staticmethod
@@ -362,7 +362,9 @@ class Hook:
         if process.has_ended or error is None:
             return
         print(f"{process.launch.worker}: {error}", file=sys.stderr, flush=True)
-        process.channel.send(error_report(error, process.generation, process.iteration, process.phase))
+        process.channel.send(
+            error_report(process.launch.reporter, error, process.generation, process.iteration, process.phase)
+        )
         process.channel.flush(_FLUSH_S)
         process.has_ended = True
 
