@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from unicrond.agents.kubernetes.place import ACCOUNT
+from unicrond.agents.kubernetes.node_object import ACCOUNT
 from unicrond.agents.shell import cli, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables

@@ -1,4 +1,4 @@
-"""An agent's settings, as its core knows them."""
+"""The settings of an agent that its core uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unicrond.events.vocabulary import ExitCause, Gpu, MemoryService, Name, Task
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An agent's settings at its start. Times in seconds."""
+    """The settings with which an agent starts. Times in seconds."""
 
     node: Name
     address: str

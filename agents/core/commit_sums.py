@@ -1,4 +1,5 @@
-"""Commits of single iterations, summed into one StepCommitted: pure, one task and one worker at a time.
+"""Adds up reports of committed iterations, so that one StepCommitted stands for several. Pure; one task and one worker
+at a time.
 
 A sum covers consecutive iterations of one generation as one worker reported them; a commit that does not continue
 it starts a new one.

@@ -1,4 +1,4 @@
-"""Commits: the sums that become StepCommitted. Rules: machine.py."""
+"""Decides when a task's sum of committed iterations goes to the log as StepCommitted. Rules: machine.py."""
 
 from __future__ import annotations
 

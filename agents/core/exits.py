@@ -1,4 +1,4 @@
-"""Exits: the end of a worker, its cause, and its record in the memory. Rules: machine.py."""
+"""Handles the end of a worker: its cause, its reports, and its record in the memory. Rules: machine.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adoption: the fork server's messages, and its inventory, which is complete. Rules: machine.py."""
+"""Handles the fork server's messages, and adopts the workers in its inventory, which is complete. Rules: machine.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining and leaving: the node, and the log that it belongs to. Rules: machine.py."""
+"""Joins the cluster and leaves it, and forgets a log that is not this cluster's. Rules: machine.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Commands
   Applied = the process exists.
 * StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL; no Quit for a worker that has not
   connected yet and never was a member; with `kill` SIGKILL at once. Applied = the process is gone.
-* InjectFault (ordered_faults.py): never by an old command. A fault that ends this agent is answered before it happens,
+* InjectFault (commands.py): never by an old command. A fault that ends this agent is answered before it happens,
   or it would happen to the next agent again; every other one is answered afterwards.
 * CheckNode: one check at a time, and none by an old command; its outcome is NodeChecked, then the command is applied.
   A check that the agent's end cuts off is not reported: the coordinator hears of the next agent, and orders it again.

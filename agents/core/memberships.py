@@ -1,4 +1,4 @@
-"""Memberships: the newest one of each task, sent to the workers that it concerns. Rules: machine.py."""
+"""Sends each task's newest membership to its workers on this node. Rules: machine.py."""
 
 from __future__ import annotations
 

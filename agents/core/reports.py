@@ -1,4 +1,5 @@
-"""Reports of workers, and of the watches over them and over accelerators. Rules: machine.py."""
+"""Turns what workers, and the watches over workers and GPUs, report into observations for the log. Rules:
+machine.py."""
 
 from __future__ import annotations
 

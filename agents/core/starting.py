@@ -1,4 +1,4 @@
-"""Starting: from a command to a process in a slot. Rules: machine.py."""
+"""Starts workers: from a StartWorker command to a process in a slot. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unicrond.agents.core.state import ArmTimer, PendingCommand, PendingStart, TellForkServer, WorkerLink, WorkerRecord
 from unicrond.agents.core.transaction import Transition
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.task_users import refusal as users_refusal
 from unicrond.agents.protocol.messages import Launch, Spawn
 from unicrond.events.host.task_environment import refusal as variable_refusal

@@ -34,7 +34,8 @@ from unicrond.events.vocabulary.placements import PartialMembership
 
 
 class _StateStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base: immutable; written with field names, without those at their defaults: an older agent may read it again."""
+    """The base of the core's values: immutable; written by field name without fields at their defaults, so that an
+    older agent may read it."""
 
 
 StopStage: TypeAlias = Literal["no", "quit", "term", "kill"]
@@ -48,7 +49,7 @@ class PendingCommand(_StateStruct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(_StateStruct, frozen=True, kw_only=True):
-    """A process that lives, or that the fork server is to start (`pid` 0)."""
+    """A worker whose process lives, or that the fork server is to start (`pid` 0)."""
 
     worker: WorkerId
     task: Name
@@ -91,7 +92,7 @@ class EndedWorker(_StateStruct, frozen=True, kw_only=True):
 
 
 class Remembered(_StateStruct, frozen=True, kw_only=True):
-    """The memory that one agent hands to the next one of the same run directory."""
+    """What one agent writes down for the next one of the same run directory."""
 
     #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
     since_boot: int = 0
@@ -124,7 +125,7 @@ MAX_TASKS = 64
 
 
 class WorkerLink(_StateStruct, frozen=True, kw_only=True):
-    """The part of a worker's state that ends with this agent."""
+    """What is known of a worker by its connection to this agent; the next agent begins anew."""
 
     connected: bool = True
     #: The newest generation that was sent on this connection.
@@ -136,7 +137,7 @@ class WorkerLink(_StateStruct, frozen=True, kw_only=True):
 
 
 class AgentState(_StateStruct, frozen=True, kw_only=True):
-    """The whole state of `core.handle`."""
+    """The whole state of `machine.handle`."""
 
     config: AgentConfig
     memory: Remembered = Remembered()
@@ -181,7 +182,8 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
 
 
 class Commanded(_StateStruct, frozen=True, kw_only=True):
-    """A command of the log. `cause`: its event id. `age_s`: since the log received it. `warrant`: beside it."""
+    """A command from the log. `cause`: its event id. `age_s`: seconds since the log received it. `warrant`: the
+    signature that came beside it."""
 
     command: AnyCommand
     term: int
@@ -191,9 +193,8 @@ class Commanded(_StateStruct, frozen=True, kw_only=True):
 
 
 class LogDecision(_StateStruct, frozen=True, kw_only=True):
-    """A membership, a part of one, or peers, read in the log: of a task that this node follows
-    (events/log/event_log.py). `warrant`: beside it.
-    """
+    """A membership, a part of one, or a list of peers from the log, of a task that this node follows
+    (events/log/event_log.py). `warrant`: the signature that came beside it."""
 
     event: Decision
     term: int
@@ -207,7 +208,7 @@ class WorkerConnected(_StateStruct, frozen=True, kw_only=True):
 
 
 class WorkerSaid(_StateStruct, frozen=True, kw_only=True):
-    """A message from a connected worker."""
+    """A connected worker has sent a message."""
 
     worker: WorkerId
     message: FromWorker
@@ -220,8 +221,8 @@ class WorkerDisconnected(_StateStruct, frozen=True, kw_only=True):
 
 
 class ForkServerSaid(_StateStruct, frozen=True, kw_only=True):
-    """A message of the fork server. With ProcessExited, `log_tail`: the last bytes of the worker's log; `mark`: its
-    last mark."""
+    """The fork server has sent a message. With ProcessExited, `log_tail`: the last bytes of the worker's log; `mark`:
+    its last phase mark."""
 
     message: FromForkServer
     log_tail: str = ""
@@ -229,8 +230,8 @@ class ForkServerSaid(_StateStruct, frozen=True, kw_only=True):
 
 
 class Stalled(_StateStruct, frozen=True, kw_only=True):
-    """The worker's iteration is late: `mark`, and for how long it has not changed. `is_stopped`: as the kernel says.
-    `times`: how often this iteration was reported."""
+    """A worker's iteration takes too long. `mark`: its phase mark, unchanged for `still_us`. `is_stopped`: the kernel
+    says that its process is stopped. `times`: how often this iteration has been reported."""
 
     worker: WorkerId
     mark: Mark
@@ -240,7 +241,7 @@ class Stalled(_StateStruct, frozen=True, kw_only=True):
 
 
 class ForkServerDied(_StateStruct, frozen=True, kw_only=True):
-    """The fork server's process has ended, and its workers with it, by the kernel. `cause`: what ended it."""
+    """The fork server's process has ended, and the kernel has killed its workers with it. `cause`: what ended it."""
 
     cause: ExitCause = "signalled"
 
@@ -256,13 +257,15 @@ class TimerFired(_StateStruct, frozen=True, kw_only=True):
 
 
 class StateHeld(_StateStruct, frozen=True, kw_only=True):
-    """The node's memory holds a state that no worker here has reported: a copy has come, or it was there before us."""
+    """The node's memory holds a state that no worker here has reported: a peer's copy, or one from before this agent's
+    start."""
 
     snapshot: SnapshotStored
 
 
 class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
-    """A finding about an accelerator (accelerators/); `worker` runs on it, "" = none."""
+    """The watch over the node's GPUs has found something (agents/accelerators/). `worker`: runs on that GPU, "" =
+    none."""
 
     accelerator: str
     worker: str
@@ -274,15 +277,16 @@ class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
 
 
 class MachineSaw(_StateStruct, frozen=True, kw_only=True):
-    """The keeper of the machine now demands this of the node (agents/kubernetes/)."""
+    """Kubernetes demands another hold of the node than before (agents/kubernetes/)."""
 
     hold: MachineHold
     reason: str
 
 
 class LogSeen(_StateStruct, frozen=True, kw_only=True):
-    """The log can be reached. `identity`: its stream's birth, "" where that is unknown. `last_seq`: its end. `term`:
-    its newest, 0: unknown. `adopted_us`: when a person last adopted a log by name, according to this log."""
+    """The event log answers. `identity`: when its stream was made, "" where that is unknown. `last_seq`: of its last
+    entry. `term`: its newest, 0: unknown. `adopted_us`: when a person last adopted a log by name, according to this
+    log."""
 
     identity: str
     last_seq: int = 0
@@ -297,14 +301,14 @@ class Appended(_StateStruct, frozen=True, kw_only=True):
 
 
 class NodeFaultInjected(_StateStruct, frozen=True, kw_only=True):
-    """An InjectIntoNode was carried out, or `reason` says why it could not be."""
+    """The shell has carried out an InjectIntoNode, or `reason` says why it could not."""
 
     command_id: str
     reason: str
 
 
 class Unreadable(_StateStruct, frozen=True, kw_only=True):
-    """A command came that this version cannot read; `reason`: why. `cause`: its event id."""
+    """The log has a command that this version cannot read; `reason`: why. `cause`: its event id."""
 
     command_id: str
     cause: str
@@ -312,7 +316,7 @@ class Unreadable(_StateStruct, frozen=True, kw_only=True):
 
 
 class Checked(_StateStruct, frozen=True, kw_only=True):
-    """A RunCheck has ended. `detail`: its last output."""
+    """A health check has ended. `detail`: its last output."""
 
     command_id: str
     has_passed: bool
@@ -321,20 +325,21 @@ class Checked(_StateStruct, frozen=True, kw_only=True):
 
 
 class Drain(_StateStruct, frozen=True, kw_only=True):
-    """The node is to leave as soon as the coordinator has moved its workers away, and within `limit_s` anyhow."""
+    """The node leaves as soon as the coordinator has moved its workers away, and within `limit_s` seconds in any
+    case."""
 
     reason: str
     limit_s: float
 
 
 class LeaveNow(_StateStruct, frozen=True, kw_only=True):
-    """Stop everything: the node is to leave the cluster."""
+    """The node leaves the cluster now, with all its workers stopped."""
 
     reason: str
 
 
 class HandOver(_StateStruct, frozen=True, kw_only=True):
-    """This agent ends, its workers stay for the next one."""
+    """This agent ends; its workers go on for the next one."""
 
 
 Input: TypeAlias = (
@@ -345,7 +350,7 @@ Input: TypeAlias = (
 
 
 class Append(_StateStruct, frozen=True, kw_only=True):
-    """Put an observation into the outbox. `confirm`: feed back Appended once the log holds it."""
+    """Put an observation into the outbox. `confirm`: answer with Appended once the log holds it."""
 
     event: Observation
     caused_by: str = ""
@@ -366,7 +371,7 @@ class TellForkServer(_StateStruct, frozen=True, kw_only=True):
 
 
 class ArmTimer(_StateStruct, frozen=True, kw_only=True):
-    """Feed TimerFired(name, key) after `after_s`; replaces a running timer of the same name and key."""
+    """Send TimerFired(name, key) after `after_s` seconds; replaces a running timer of the same name and key."""
 
     name: TimerName
     key: str
@@ -374,14 +379,15 @@ class ArmTimer(_StateStruct, frozen=True, kw_only=True):
 
 
 class InjectIntoNode(_StateStruct, frozen=True, kw_only=True):
-    """Inject an ordered fault into this node (node_faults.py), and feed NodeFaultInjected."""
+    """Inject an ordered fault into this node (node_faults.py), and answer with NodeFaultInjected."""
 
     fault: Fault
     command_id: str
 
 
 class RunCheck(_StateStruct, frozen=True, kw_only=True):
-    """Check the node's health (health_check.py) by `argv` (empty: the self-test); feed Checked within `limit_s`."""
+    """Check the node's health (health_check.py) by the command `argv` (empty: the self-test); answer with Checked
+    within `limit_s` seconds."""
 
     command_id: str
     argv: tuple[str, ...]
@@ -390,7 +396,7 @@ class RunCheck(_StateStruct, frozen=True, kw_only=True):
 
 
 class Disconnect(_StateStruct, frozen=True, kw_only=True):
-    """Close the connection of a worker that this agent did not start. `reason` is for the log of the agent."""
+    """Close the connection of a worker that this agent did not start. `reason`: for the agent's log."""
 
     worker: WorkerId
     reason: str

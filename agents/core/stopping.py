@@ -1,4 +1,4 @@
-"""Stopping: Quit, SIGTERM, SIGKILL, one after the other. Rules: machine.py."""
+"""Stops workers: Quit, then SIGTERM, then SIGKILL. Rules: machine.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kept states: the states in this node's memory, copied to peers and reported to the log. Rules: machine.py."""
+"""Tracks the training states in this node's memory: has them copied to peers, and reports them to the log. Rules:
+machine.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transition: one input on its way through the core. Rules: machine.py."""
+"""One input on its way through the core: the state as it changes, and the actions that follow. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class Transition:
-    """One input being handled: `state` is replaced, never changed, and `actions` grows."""
+    """The handling of one input: `state` is replaced, never changed in place, and `actions` grows."""
 
     state: AgentState
     actions: list[Action] = field(default_factory=list)
 
     @property
     def memory(self) -> Remembered:
-        """The memory that outlives the agent."""
+        """Return the memory that outlives the agent."""
         return self.state.memory
 
     @property
     def config(self) -> AgentConfig:
-        """The configuration; see AgentState."""
+        """Return the agent's settings."""
         return self.state.config
 
     def remember(self, **changes: Any) -> None:

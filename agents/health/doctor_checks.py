@@ -1,4 +1,4 @@
-"""Looks at this node, its links and its tasks' storage when `unicronctl doctor` asks (events/queries/node_checks.py).
+"""Checks this node, its links and its tasks' storage for `unicronctl doctor` (events/queries/node_checks.py).
 
 Rules
 -----
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.agents.fork_server.sockets import listen_unix
+from unicrond.agents.fork_server.agent_line import listen_unix
 from unicrond.agents.health import preflight
 from unicrond.agents.protocol.messages import Sum
 from unicrond.events.nats.request_reply import wait_for_answer
@@ -163,7 +163,7 @@ class Checks:
 
 
 class NotForked(Exception):
-    """No process was forked that could sum; the text says why."""
+    """The fork server could not fork the process that sums; the text says why."""
 
 
 async def _process_output(order: Sum, fork: Callable[[Sum], str]) -> bytes:

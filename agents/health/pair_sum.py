@@ -1,4 +1,4 @@
-"""Sums a vector with other nodes, two nodes at a time: does the link carry what a training group sends?
+"""Sums a vector with other nodes, two nodes at a time, to test whether each link carries what a training group sends.
 
 The fork server forks the process when doctor_checks.py asks for it: torch is there already, which would cost seconds of
 CPU.
@@ -50,7 +50,7 @@ Summation: TypeAlias = Callable[[Any, Any, int, str, Any], None]
 
 
 class NotThere(Exception):
-    """The peer has not come to the store."""
+    """The peer has not come to the rendezvous store."""
 
 
 def run(order: Sum) -> NoReturn:

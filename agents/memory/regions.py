@@ -1,4 +1,4 @@
-"""The shards' memory that the fork server holds, as the agent reaches it: by the descriptor's path under /proc."""
+"""Opens the shards' memory, which the fork server holds, by the descriptor's path under /proc."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MemoryRegions:
         """Open the shard's region. Raise NoRegion where there is none."""
         region = self._regions.get((task, shard))
         if region is None:
-            raise NoRegion("this node keeps no state of it")
+            raise NoRegion("this node keeps no state of that shard")
         try:
             return Memory(f"/proc/{self._pid}/fd/{region.fd}", region.max_bytes)
         except OSError as error:

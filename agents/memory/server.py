@@ -65,7 +65,7 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
 class _Refusal(Exception):
-    """The reason that is sent instead of an answer."""
+    """The request is refused; the text is sent instead of an answer."""
 
 
 class _Peer(NamedTuple):

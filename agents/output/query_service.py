@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.output.stacks import NoStacks, stacks
 from unicrond.agents.protocol.marks import Mark, now_us
 from unicrond.agents.protocol.messages import Flight

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import get_args
 
 from unicrond.agents.accelerators.driver import Choice, NoDriver
+from unicrond.agents.fork_server.cgroups import NoCgroup
 from unicrond.agents.fork_server.limits import exceeds_hard_limit
 from unicrond.agents.fork_server.limits import parse as limit
 from unicrond.agents.health import preflight
-from unicrond.agents.host.cgroup_root import NoCgroup
+from unicrond.agents.host.paths import default_run_dir
 from unicrond.agents.host.prctl import CAP_SYS_RESOURCE, capabilities
-from unicrond.agents.host.run_dir_paths import default_run_dir
 from unicrond.agents.host.task_users import BadUser, identities
-from unicrond.agents.kubernetes.node_object import CordonMeans
-from unicrond.agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
+from unicrond.agents.kubernetes.node_object import ACCOUNT, CordonMeans, NodeObject, in_cluster_url
 from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell import flag_values as value
 from unicrond.agents.shell import probe

@@ -1,4 +1,5 @@
-"""Ends the agent: why, by when, what is still done before the connections go, and the exit code.
+"""Ends the agent: keeps the reason and the deadline, finishes what must be sent before the connections close, sets the
+exit code.
 
 Ends
 ----
@@ -39,7 +40,7 @@ _END_S = 5.0
 
 
 class Departure:
-    """Ends one agent. `over` is set when it is to end."""
+    """Ends one agent. `over` is set when its process may end."""
 
     def __init__(self, shell: Shell, options: Options, run_dir: RunDir, processes: ProcessKeeper) -> None:
         self._shell = shell
@@ -133,11 +134,11 @@ class Departure:
 
     @property
     def is_superseded(self) -> bool:
-        """A newer agent has the name: no command is for this one any more."""
+        """Return whether a newer agent has the name: then no command is for this one any more."""
         return self._newer_boot > 0
 
     async def finish(self, linking: asyncio.Task[None]) -> None:
-        """Do what is still to be done before the connections go. `linking`: the task that keeps the fork server."""
+        """Finish what must be done before the connections close. `linking`: the task that keeps the fork server's."""
         if self._newer_boot:  # the log takes nothing of ours
             if self._run_dir.belongs_to(self._newer_boot):
                 logger.warning("the newer agent works in %s too and keeps the workers", self._run_dir.path)

@@ -1,4 +1,4 @@
-"""Handles duplicate agents, two of one name: the one that started first ends itself.
+"""Detects two agents of one name: the one that started first ends itself.
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""What the values of unicron-agent's flags may be: each function converts one, or raises ValueError in one line."""
+"""Converters for the values of unicron-agent's flags: each returns the value, or raises ValueError in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from unicrond.agents.host import container
+from unicrond.agents.host.host_resources import cpus
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.events.cli.command_line import number, whole
 from unicrond.events.vocabulary import NAME_PATTERN, Gpu
@@ -31,7 +31,7 @@ def node_name(text: str) -> str:
 def slots(text: str) -> int:
     """Return the number of workers; "auto": GPUs, or else CPUs."""
     if text == "auto":
-        return min(SLOTS_MAX, len(visible_gpus()) or container.cpus())
+        return min(SLOTS_MAX, len(visible_gpus()) or cpus())
     try:
         return whole(1, SLOTS_MAX)(text)
     except ValueError:

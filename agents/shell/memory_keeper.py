@@ -1,4 +1,5 @@
-"""Keeps the states of training in this node's memory: its regions, their server, and the copies on their way out.
+"""Keeps the training states in this node's memory: its regions, the server that gives them out, and copies to other
+nodes.
 
 Rules
 -----

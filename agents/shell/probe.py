@@ -1,4 +1,4 @@
-"""`unicron-agent --probe live|ready`: does the agent of a run directory live, is it doing its work?
+"""`unicron-agent --probe live|ready`: asks the agent of a run directory whether it lives, and whether it does its work.
 
 Rules
 -----
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET, default_run_dir
+from unicrond.agents.host.paths import PROBE_SOCKET, default_run_dir
 from unicrond.events.cli.command_line import SettableParser, add, fail, option, run
 
 if TYPE_CHECKING:

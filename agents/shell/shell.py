@@ -1,4 +1,4 @@
-"""The shell around the agent's pure core, on every machine, real or simulated.
+"""Runs the agent's pure core with real or simulated IO: feeds it inputs and carries out its actions.
 
 Rules
 -----
@@ -63,7 +63,7 @@ from unicrond.events.wire.schemas import lowered
 
 
 class Shell(ABC):
-    """One agent around its core. `memory`: the memory that the agent before it has written down."""
+    """Runs one agent's core. `memory`: what the agent before it has written down."""
 
     def __init__(self, config: AgentConfig, memory: Remembered, outbox: Outbox, signs: Signs) -> None:
         self.state = core.resume(config, memory)

@@ -1,4 +1,4 @@
-"""The socket on which workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
+"""Serves the Unix socket on which workers talk to the agent: one connection for each worker, the newest one counts.
 
 The fork server makes a worker's connection and names the worker: a worker cannot speak in another one's name. (Workers
 of an older fork server connect themselves, as this user.)
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from unicrond.agents.host.socket_paths import BoundPath
+from unicrond.agents.host.paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import ConnectionOwner, FromWorker, Hello, ToWorker
 from unicrond.agents.protocol.worker_line import peer_uid

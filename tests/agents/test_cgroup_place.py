@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
+from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 
 V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
 HYBRID = "31 24 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n" + V2.replace(

@@ -15,7 +15,7 @@ from tests.agents.test_core import member
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
 from unicrond.agents.core.known_event_log import difference, is_taken
 from unicrond.agents.core.state import LogSeen, Remembered
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.host.paths import PROBE_SOCKET
 from unicrond.agents.shell.probe import Condition, ask
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection

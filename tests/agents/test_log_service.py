@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.output.query_service import answer
 from unicrond.agents.output.stacks import NoStacks, stacks
 from unicrond.agents.protocol import marks

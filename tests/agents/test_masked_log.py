@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log, values_of
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.rotated_output import RotatedLog
 from unicrond.agents.output.query_service import answer
 from unicrond.agents.protocol.redaction import mask_of, redact

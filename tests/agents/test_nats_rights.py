@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.contracts.logs import beat, command, decision, envelope_of, fact, started
 from unicrond.agents.core.state import Remembered
-from unicrond.agents.kubernetes.standing import standing
+from unicrond.agents.kubernetes.keeper import standing
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
 from unicrond.events.log.event_log import LogUnavailable

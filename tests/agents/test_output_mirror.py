@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.agents.processes import TIMEOUT_S
 from tests.agents.test_daemon import AgentProcess, Coordinator, coordinator
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.rotated_output import RotatedLog
 from unicrond.agents.output.output_mirror import OutputMirror
 from unicrond.events.nats.server import EmbeddedServer

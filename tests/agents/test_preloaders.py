@@ -21,8 +21,8 @@ from tests.agents.processes import AgentSide, children, eventually, has_ended
 from tests.agents.test_fork_server import log_of, spawn
 from tests.other_users import needs_root, opened
 from unicrond.agents.fork_server.cgroups import Cgroups
-from unicrond.agents.fork_server.child_setup import ChildSetup
 from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
+from unicrond.agents.fork_server.worker_process import ChildSetup
 from unicrond.agents.protocol.messages import (
     Identity,
     Kill,

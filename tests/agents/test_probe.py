@@ -13,7 +13,7 @@ import pytest
 from tests.agents.processes import eventually
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
 from tests.integration.head import UNICROND
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.host.paths import PROBE_SOCKET
 from unicrond.agents.shell import probe
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server import EmbeddedServer

@@ -11,7 +11,7 @@ import pytest
 
 from tests.agents.node import Node, start
 from unicrond.agents.core.state import Remembered
-from unicrond.agents.host.run_dir_paths import default_run_dir
+from unicrond.agents.host.paths import default_run_dir
 from unicrond.agents.shell.run_dir import BOOT_LIMIT, BadRunDir, RunDir
 from unicrond.events.vocabulary import Boot
 

@@ -25,8 +25,8 @@ from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, ForkServerProcess, eventually, has_ended
 from tests.agents.test_fork_server import born, log_of, spawn
 from tests.other_users import USER, needs_root, opened
+from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 from unicrond.agents.fork_server.masked_output import values_of
-from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.prctl import capabilities
 from unicrond.agents.protocol import marks
 from unicrond.agents.protocol.framing import Unframer

@@ -387,7 +387,7 @@ class Fault:
 
 def _reports_at_once(rank: int, size: int) -> bool:
     try:
-        from unicrond.agents.trainer.groups.reporting import report_after_s
+        from unicrond.agents.trainer.groups.shard_group import report_after_s
     except ImportError:
         return True
     return report_after_s(rank, size) == 0.0

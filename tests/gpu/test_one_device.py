@@ -15,9 +15,8 @@ from tests.integration.test_kill_matrix import chains, check, failure_free_diges
 from tests.trainer.test_group import both, channels, store
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.trainer.process import randomness
-from unicrond.agents.trainer.states.gpu_copies import STAGE_BYTES
 from unicrond.agents.trainer.states.state import TrainingState
-from unicrond.agents.trainer.states.state_bytes import Flat, read
+from unicrond.agents.trainer.states.state_bytes import STAGE_BYTES, Flat, read
 from unicrond.events.vocabulary import StoreAddress
 
 __all__ = ["channels", "store"]  # fixtures

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unicrond.agents.output import flight_recorders as flights
-from unicrond.agents.output.flight_recorders import Flights
+from unicrond.agents.output import stacks as flights
 from unicrond.agents.output.query_service import answer
+from unicrond.agents.output.stacks import Flights
 from unicrond.agents.protocol.framing import Unframer, frame
 from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, Launch, TellFlight
 from unicrond.agents.trainer.process.channel import AgentChannel
@@ -146,13 +146,13 @@ def test_a_worker_answers_beside_its_main_thread(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 0.05)
     sent: list[str] = []
     asking = Flights(lambda worker, _: sent.append(worker))
     assert "too old" in (await asking.ask("t.1")).trouble and not sent
     asking.connected(HELLO)
     assert "stand still" in (await asking.ask("t.1")).trouble and sent == ["t.1"]
-    monkeypatch.setattr(flights, "TIMEOUT_S", 10)
+    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 10)
     both = [asyncio.create_task(asking.ask("t.1")) for _ in range(2)]
     await asyncio.sleep(0)
     asking.receive("t.9", Flight())
@@ -168,11 +168,11 @@ async def test_a_question_that_ends_takes_nothing_of_a_later_one(monkeypatch: py
     asking.connected(HELLO)
     tasks = []
     for timeout_s in (0.02, 0.06):
-        monkeypatch.setattr(flights, "TIMEOUT_S", timeout_s)
+        monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", timeout_s)
         tasks.append(asyncio.create_task(asking.ask("t.1")))
         await asyncio.sleep(0)
     await tasks[0]
-    monkeypatch.setattr(flights, "TIMEOUT_S", 10)
+    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 10)
     later = asyncio.create_task(asking.ask("t.1"))
     await tasks[1]
     asking.receive("t.1", told := read_flight(double(entry())))

@@ -18,7 +18,7 @@ from unicrond.agents.trainer.groups.forming import FormedGroup
 from unicrond.agents.trainer.groups.group import AbortHangs, Operation, ShardGroup
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.faults import error_report
-from unicrond.agents.trainer.states.gpu_copies import copy_staged
+from unicrond.agents.trainer.states.state_bytes import copy_staged
 
 REPORTER = Reporter(node="n", task="t", worker="t.1")
 

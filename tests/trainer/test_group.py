@@ -20,11 +20,11 @@ from unicrond.agents.trainer.groups import forming
 from unicrond.agents.trainer.groups import group as group_module
 from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
 from unicrond.agents.trainer.groups.group import ShardGroup, form
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import parse_addresses
 from unicrond.agents.trainer.groups.standby import Standby
-from unicrond.agents.trainer.groups.stores import StoreConnections
 from unicrond.agents.trainer.lifecycle.effects import StartClock
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.loop.handlers import HANDLERS
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.events.vocabulary import StoreAddress, TaskSpec

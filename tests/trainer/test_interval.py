@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.agents.trainer.states.interval import INTERVAL_MAX_S, iterations, optimal_s
+from unicrond.agents.trainer.states.saving import INTERVAL_MAX_S, optimal_s, save_interval
 
 costs = st.floats(1e-4, 1e3)
 times = st.floats(1.0, 1e8)
@@ -37,8 +37,8 @@ def test_where_saving_costs_more_than_failures_leave_time_for() -> None:
 
 
 def test_in_iterations() -> None:
-    assert iterations(0.5, 2.0, 10_000.0) == round(optimal_s(0.5, 10_000.0) / 2.0)
-    assert iterations(0.0, 2.0, 10_000.0) == 1, "what costs nothing is done each time"
-    assert iterations(60.0, 1.0, 1e9) == INTERVAL_MAX_S
-    assert iterations(1.0, 0.0, 1.0) == 1, "no pace is known yet"
-    assert iterations(1.0, 1.0, 0.0) == iterations(1.0, 1.0, 86400.0), "no failure rate is known yet"
+    assert save_interval(0.5, 2.0, 10_000.0) == round(optimal_s(0.5, 10_000.0) / 2.0)
+    assert save_interval(0.0, 2.0, 10_000.0) == 1, "what costs nothing is done each time"
+    assert save_interval(60.0, 1.0, 1e9) == INTERVAL_MAX_S
+    assert save_interval(1.0, 0.0, 1.0) == 1, "no pace is known yet"
+    assert save_interval(1.0, 1.0, 0.0) == save_interval(1.0, 1.0, 86400.0), "no failure rate is known yet"

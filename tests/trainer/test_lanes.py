@@ -14,17 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from unicrond.agents.trainer.lifecycle.lanes import (
+from unicrond.agents.trainer.lifecycle.lanes import Lanes, Sums, blocks, halves, tree
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import (
     Assignment,
-    Lanes,
     Run,
-    Sums,
-    assign,
-    blocks,
-    halves,
+    assign_lanes,
     initial_assignment,
     stores_needed,
-    tree,
 )
 
 Array: TypeAlias = NDArray[np.float32]
@@ -76,7 +72,7 @@ class Model:
         self.regroup()
 
     def regroup(self) -> None:
-        self.deal: Assignment = assign([member.done for member in self.members], self.lanes)
+        self.deal: Assignment = assign_lanes([member.done for member in self.members], self.lanes)
         self.given: dict[tuple[int, int], tuple[Array, int]] = {}
         for rank, member in enumerate(self.members):
             member.sums.keep(self.deal.valid[rank], self.lanes)
@@ -205,21 +201,21 @@ def test_a_border_inside_a_lane() -> None:
 
 
 def test_a_lost_lane_is_dealt_as_a_chain_and_all_else_stays() -> None:
-    new = assign([{0, 1}, {4, 5, 6, 7}], Lanes(12, 3))
+    new = assign_lanes([{0, 1}, {4, 5, 6, 7}], Lanes(12, 3))
     assert new.valid == ({0, 1}, {4, 5, 6, 7})
     assert new.runs == ((Run(2, (8, 9), target=1), Run(0, (2, 3))), (Run(2, (10, 11), source=0),))
     assert new.ends == (((0, 1),), ((1, 2), (2, 3)))
 
 
 def test_of_two_that_have_a_lane_the_one_with_more_keeps_it() -> None:
-    new = assign([{4, 5}, {4, 5, 6}, {0, 1, 2, 3}], Lanes(12, 3))
+    new = assign_lanes([{4, 5}, {4, 5, 6}, {0, 1, 2, 3}], Lanes(12, 3))
     assert [sorted(own) for own in new.valid] == [[], [4, 5, 6], [0, 1, 2, 3]]
     assert new.runs[1][-1] == Run(1, (7,))
 
 
 def test_whole_blocks_count_before_single_lanes() -> None:
     """They cannot be taken apart again."""
-    new = assign([{0, 1}, {0, 1, 2, 3}, {4, 5, 6, 7}, {2, 3}], Lanes(8, 4))
+    new = assign_lanes([{0, 1}, {0, 1, 2, 3}, {4, 5, 6, 7}, {2, 3}], Lanes(8, 4))
     assert [sorted(own) for own in new.valid] == [[], [0, 1, 2, 3], [4, 5, 6, 7], []]
 
 
@@ -250,5 +246,5 @@ def test_a_member_needs_room_for_few_sums() -> None:
 
 
 def test_without_members_there_is_no_deal() -> None:
-    with pytest.raises(ValueError, match="done"):
-        assign([], Lanes(1, 1))
+    with pytest.raises(ValueError, match="in_sums"):
+        assign_lanes([], Lanes(1, 1))

@@ -16,21 +16,23 @@ import pytest
 
 from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
 from unicrond.agents.trainer import lifecycle
-from unicrond.agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
+from unicrond.agents.trainer.groups.shard_group import ALL_REPORT_MAX, report_after_s
 from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import (
+from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
+from unicrond.agents.trainer.lifecycle.member_state import FOLLOWS
+from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
+from unicrond.agents.trainer.lifecycle.results import (
+    NO_SAVE,
     GroupBroken,
+    Holdings,
+    LoadedState,
     MembershipSuperseded,
     ProgramLeftLoop,
     QuitRequested,
     RendezvousTimedOut,
     StateLost,
 )
-from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
-from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
-from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, LoadedState
-from unicrond.agents.trainer.lifecycle.states import FOLLOWS
 from unicrond.agents.trainer.loop import handlers
 from unicrond.events.vocabulary import (
     CheckpointSpec,

@@ -12,8 +12,8 @@ import torch
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
 from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
+from unicrond.agents.trainer.megatron.logs import LeadWriter
 from unicrond.agents.trainer.megatron.runs import _fitting, _Weighing
-from unicrond.agents.trainer.megatron.writers import LeadWriter
 
 SAMPLES = 20
 

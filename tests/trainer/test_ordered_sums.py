@@ -23,9 +23,10 @@ from unicrond.agents.trainer.gradients.reduction import Reduction
 from unicrond.agents.trainer.groups import group as group_module
 from unicrond.agents.trainer.groups.forming import FormedGroup, GroupPlacement, _connect_gloo
 from unicrond.agents.trainer.groups.group import Operation, PendingRows, ShardGroup, form
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken
-from unicrond.agents.trainer.lifecycle.lanes import AHEAD, Assignment, Lanes, Run, initial_assignment
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import LaneLedger
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import AHEAD, Assignment, Run, initial_assignment
+from unicrond.agents.trainer.lifecycle.results import GroupBroken
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.events.vocabulary import StoreAddress, TaskSpec
 

@@ -108,6 +108,17 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
         corpus.Corpus(tmp_path / "nowhere", 8)
 
 
+def test_preload_imports_what_a_worker_needs() -> None:
+    """A child of the fork server imports no module of ours, of torch or of Megatron that its parent could have had."""
+    look = (
+        "import sys, unicrond.agents.trainer.entry.preload; before = set(sys.modules);"
+        "import unicrond.agents.trainer.entry.worker, unicrond.agents.trainer.loop.pretrain_gpt;"
+        "print(sorted(set(sys.modules) - before), 'megatron.core.models.gpt' in before)"
+    )
+    look_run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
+    assert look_run.stdout.split() == ["[]", "True"]
+
+
 def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
     look = (
         "import unicrond.agents.trainer.entry.preload, os, torch, torch.distributed as dist;"

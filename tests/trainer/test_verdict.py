@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.agents.trainer.lifecycle.assignment import assign
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import assign_evenly
 from unicrond.agents.trainer.lifecycle.verdict import (
     GroupVerdict,
     Position,
@@ -199,7 +199,7 @@ class Model:
         self.draw, self.micro_batches = draw, micro_batches
         self.members = [Member() for _ in range(members)]
         self.group = list(self.members)
-        for member, hand in zip(self.members, assign([()] * members, micro_batches), strict=True):
+        for member, hand in zip(self.members, assign_evenly([()] * members, micro_batches), strict=True):
             member.begin(1, hand)
         self.kept = 0
 
@@ -228,7 +228,7 @@ class Model:
     def commit(self, member: Member) -> None:
         once = Counter(range(self.micro_batches))
         assert all(total == once for total in member.complete.values()), member.complete
-        hands = assign([()] * len(self.group), self.micro_batches)
+        hands = assign_evenly([()] * len(self.group), self.micro_batches)
         member.begin(member.iteration + 1, hands[self.group.index(member)])
 
     def die(self, member: Member) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment, stores_needed
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import initial_assignment, stores_needed
 from unicrond.core.worth.gradient_memory import Gradients, gradients, most_sums, parameters
 from unicrond.events.vocabulary import LANES, ModelSpec, TaskSpec
 

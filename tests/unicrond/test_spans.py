@@ -14,7 +14,7 @@ from aiohttp import web
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, trained
-from unicrond.agents.fork_server.telemetry import resource_attributes
+from unicrond.agents.fork_server.worker_process import resource_attributes
 from unicrond.agents.protocol.messages import Launch
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v

@@ -244,7 +244,7 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
 
 
 def _attributes(**about: str) -> dict[str, str | int]:
-    """Return the attributes by which spans of workers are found, too (agents/fork_server/telemetry.py)."""
+    """Return the attributes by which spans of workers are found, too (agents/fork_server/worker_process.py)."""
     return {f"unicron.{name}": value for name, value in about.items() if value}
 
 

@@ -1,4 +1,4 @@
-"""What a worker observes of its task's course: iteration times, compute times, losses, norms, checksums.
+"""Observes a task's training in one worker: iteration times, compute times, losses, gradient norms, checksums.
 
 Rules
 -----
@@ -56,7 +56,7 @@ _END_S = 6 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What one replica's shard saw of an iteration. Travels as a row of signed 64-bit integers.
+    """What one shard of a replica has measured in an iteration. Travels as a row of signed 64-bit integers.
 
     `compute_us`: see the rules; of all `micro_batches`. `norm`: of the gradient sums of its own micro-batches.
     `checksum` of the parameters, 0: none was made.
@@ -81,7 +81,8 @@ class Sighting:
 
 
 class Detection:
-    """What one worker observes. `parameters` are this shard's."""
+    """Measures each iteration of one worker, compares it with the other replicas' and reports what is wrong.
+    `parameters`: this shard's."""
 
     def __init__(
         self, context: Context, parameters: Iterable[torch.nn.Parameter], *, loss_scaled: bool = False

@@ -1,4 +1,4 @@
-"""The end of training: the last state is saved, the leader says so, and all leave together.
+"""The end of training: saves the last state, reports that the task is complete, and has all members leave together.
 
 After the last iteration no member leaves before the leader has saved: if the leader dies, another member saves.
 """
@@ -17,10 +17,10 @@ from unicrond.agents.trainer.lifecycle.effects import (
     Send,
     SetPhase,
 )
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, leave_broken_group
 from unicrond.agents.trainer.lifecycle.optimizer_state import assemble
 from unicrond.agents.trainer.lifecycle.regrouping import regroup
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.saving import save_and_wait
 from unicrond.events.vocabulary import StopRequested, TaskCompleted
 

@@ -1,4 +1,4 @@
-"""A replica's account of one iteration: what it holds, what it has finished, what came of it."""
+"""A replica's ledger of one iteration: its micro-batches, how many are finished, and their loss and tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS, Sampling, samples_digest
-from unicrond.agents.trainer.lifecycle.lanes import AHEAD, Assignment, Lanes, Run
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import AHEAD, Assignment, Run
 
 #: Losses are counted in these units: float64 sums of them are exact, so they depend on no order, up to 2**29.
 _LOSS_UNITS = 2.0**24
@@ -20,7 +21,7 @@ def to_fixed_point(loss_sum: float) -> float:
 
 @dataclass(slots=True)
 class IterationLedger:
-    """What one replica has to compute of an iteration. `assignment`: its micro-batches in the order of their
+    """The ledger where the sum follows the assignment. `assignment`: the replica's micro-batches in the order of their
     assignment, of which the first `finished` are done.
 
     `loss_sum`: sum of the token losses; `tokens`: how many; `repeated`: micro-batches assigned because another replica
@@ -267,7 +268,10 @@ class Total:
         RuntimeError."""
         count = sum(account.micro_batches for account in self.accounts)
         if count != micro_batches or any(account.iteration != iteration for account in self.accounts):
-            raise RuntimeError(f"iteration {iteration}: {count} of {micro_batches} micro-batches: {self.accounts}")
+            raise RuntimeError(
+                f"iteration {iteration}: the replicas account for {count} of {micro_batches} micro-batches:"
+                f" {self.accounts}"
+            )
         if self.tokens <= 0:
             raise RuntimeError(f"iteration {iteration}: no tokens were added; call step.add(loss_sum, tokens)")
         if any(account.surplus for account in self.accounts):

@@ -1,26 +1,48 @@
-"""What one member knows of itself between two effects: iteration, state, group, and what it owes."""
+"""The state of one member of a task's group: iteration, group, ledger, and the work that is pending."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
 from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
-from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import initial_assignment
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSchedule
 from unicrond.agents.trainer.lifecycle.shares import Shares
-from unicrond.agents.trainer.lifecycle.states import FOLLOWS, State
 from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict, Position
 from unicrond.events.vocabulary import Member, Phase, StateSource, StopRequested, TaskSpec
 
+#: A member's part in training; the package's essay says what happens in each.
+State: TypeAlias = Literal[
+    "new", "regrouping", "transferring", "computing", "reducing", "agreeing", "stepping", "gathering", "committing",
+    "ending", "parked", "stranded", "over",
+]  # fmt: skip
+#: The states that may follow: the table of the package's essay, as data.
+FOLLOWS: dict[State, frozenset[State]] = {
+    "new": frozenset({"regrouping"}),
+    "regrouping": frozenset({"transferring", "computing", "stepping", "gathering", "ending", "parked", "stranded"}),
+    "transferring": frozenset({"regrouping", "computing", "ending"}),
+    "computing": frozenset({"reducing", "regrouping", "ending"}),
+    "reducing": frozenset({"agreeing", "regrouping"}),
+    "agreeing": frozenset({"stepping", "regrouping"}),
+    "stepping": frozenset({"gathering", "committing"}),
+    "gathering": frozenset({"committing", "regrouping"}),
+    "committing": frozenset({"transferring", "computing", "regrouping", "ending"}),
+    "ending": frozenset({"over", "regrouping"}),
+    "parked": frozenset(),
+    "stranded": frozenset(),
+    "over": frozenset(),
+}
 _REASON_CHARS = 512
 
 
 @dataclass(slots=True)
 class PendingWork:
-    """The work that the last verdict has left: a transfer, and, if `assigns_next`, the assignment of the next
+    """The work that the last verdict has left to do: a transfer, and, if `assigns_next`, the assignment of the next
     iteration's micro-batches. `bits_tested`: a micro-batch has been computed for its bits alone
     (`process/determinism.py`)."""
 

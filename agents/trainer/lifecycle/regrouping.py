@@ -1,4 +1,4 @@
-"""From one group to the next, state included; or out of training.
+"""Takes a member from one group to the next with its state, or out of training.
 
 What the verdict says (`verdict.py`) is carried out here: which members step first, who gives state to whom, what is
 computed again, and which parts of sharded optimizer state each member holds from now on.
@@ -23,12 +23,6 @@ from unicrond.agents.trainer.lifecycle.effects import (
     Send,
     SetPhase,
 )
-from unicrond.agents.trainer.lifecycle.failures import (
-    GroupBroken,
-    MembershipSuperseded,
-    QuitRequested,
-    RendezvousTimedOut,
-)
 from unicrond.agents.trainer.lifecycle.member_state import (
     MemberState,
     PendingWork,
@@ -39,7 +33,13 @@ from unicrond.agents.trainer.lifecycle.member_state import (
 )
 from unicrond.agents.trainer.lifecycle.membership_choice import NotAMember, join
 from unicrond.agents.trainer.lifecycle.optimizer_state import divide, gather
-from unicrond.agents.trainer.lifecycle.results import NO_SAVE
+from unicrond.agents.trainer.lifecycle.results import (
+    NO_SAVE,
+    GroupBroken,
+    MembershipSuperseded,
+    QuitRequested,
+    RendezvousTimedOut,
+)
 from unicrond.agents.trainer.lifecycle.saving import save_and_wait
 from unicrond.agents.trainer.lifecycle.shares import Shares, assign_parts, nodes_of
 from unicrond.agents.trainer.lifecycle.state_search import adopt_state, find_state, report_loaded

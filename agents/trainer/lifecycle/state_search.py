@@ -1,4 +1,4 @@
-"""No member has state: the one that is nearest to the newest takes it (`candidates.py`)."""
+"""Finds a state where no member has any: the member that is nearest to the newest one loads it (`candidates.py`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from unicrond.agents.trainer.lifecycle.candidates import newest, ordered
 from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRows, LoadState, Log, Send
-from unicrond.agents.trainer.lifecycle.failures import StateLost
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, resume_after
-from unicrond.agents.trainer.lifecycle.results import LoadedState
+from unicrond.agents.trainer.lifecycle.results import LoadedState, StateLost
 from unicrond.events.vocabulary import StateLoaded, StateSource
 
 _TRIED_CHARS = 1024

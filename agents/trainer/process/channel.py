@@ -1,4 +1,4 @@
-"""The worker's talk with its agent: one thread, one Unix socket, one condition that the main thread waits on.
+"""The worker's connection to its agent: one thread, one Unix socket, one condition that the main thread waits on.
 
 Rules
 -----
@@ -44,7 +44,7 @@ from unicrond.agents.protocol.messages import (
 from unicrond.agents.protocol.peers import message_for
 from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.agents.protocol.worker_line import Line
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested
+from unicrond.agents.trainer.lifecycle.results import QuitRequested
 from unicrond.agents.trainer.process.flight import read_flight
 from unicrond.events.vocabulary import (
     CheckpointSaved,
@@ -66,7 +66,8 @@ _REPEATED = (WorkerJoinedGroup, IterationCommitted, CheckpointSaved, TaskComplet
 
 
 class AgentChannel:
-    """See the module's rules. `start` it in the process that uses it (threads do not survive a fork)."""
+    """Sends messages to the agent and receives its orders; see the module's rules. `start` it in the process that uses
+    it (threads do not survive a fork)."""
 
     def __init__(self, launch: Launch, lease_s: float) -> None:
         #: Ordered faults, for injection.py to take.

@@ -1,4 +1,4 @@
-"""What an exception in a training process most likely means: one table, read from the top, the first match counts."""
+"""Classifies the exceptions of a training process: one table, read from the top, the first match counts."""
 
 from __future__ import annotations
 

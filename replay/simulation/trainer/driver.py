@@ -16,15 +16,15 @@ from unicrond.agents.protocol.messages import FromWorker, IterationCommitted
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import (
+from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, ReplicaAccount, RunningSum
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Run
+from unicrond.agents.trainer.lifecycle.results import (
     GroupBroken,
+    Holdings,
     MembershipSuperseded,
     QuitRequested,
     RendezvousTimedOut,
 )
-from unicrond.agents.trainer.lifecycle.lanes import Run
-from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, ReplicaAccount, RunningSum
-from unicrond.agents.trainer.lifecycle.results import Holdings
 from unicrond.events.vocabulary import TaskCompleted, WorkerJoinedGroup
 from unicrond.replay.simulation.models.weights import EXTENTS
 from unicrond.replay.simulation.trainer.buckets import BUCKETS, Buckets, LaneBuckets

@@ -10,7 +10,7 @@ from typing import Literal
 
 from unicrond.agents.protocol.injection import PHASES, Point
 from unicrond.agents.protocol.messages import EXIT_NO_MEMBERSHIP, FromWorker
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested, RendezvousTimedOut, StateLost
+from unicrond.agents.trainer.lifecycle.results import QuitRequested, RendezvousTimedOut, StateLost
 from unicrond.events.vocabulary import ErrorKind, ErrorReported, Fault, Phase, WorkerReady
 from unicrond.replay.simulation.trainer.driver import SimulatedDriver
 from unicrond.replay.simulation.trainer.ports import GroupMember

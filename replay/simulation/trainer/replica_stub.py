@@ -10,7 +10,7 @@ from msgspec.structs import replace as struct_replace
 
 from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, RendezvousTimedOut
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, RendezvousTimedOut
 from unicrond.agents.trainer.lifecycle.verdict import Position, span_row, spans_of
 from unicrond.events.vocabulary import WorkerWaiting
 from unicrond.replay.simulation.trainer.buckets import BUCKETS

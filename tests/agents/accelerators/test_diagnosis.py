@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicrond.agents.accelerators.diagnosis import BURST_S, QUIET_S, RECURS_S, SUSTAINED, GpuFinding, History, diagnose
-from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Sighting, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, RecoveryAction, Sighting, XidEvent
 
 
 class Gpu:

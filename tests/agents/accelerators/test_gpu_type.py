@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unicrond.agents.accelerators.gpu_type import gpu_type
+from unicrond.agents.accelerators.driver import gpu_type
 from unicrond.events.vocabulary import Gpu
 from unicrond.throughput.presets import GPUS
 

@@ -10,9 +10,8 @@ import pynvml
 import pytest
 
 from tests.agents.accelerators.nvml_library import ALL_LINKS, Gpu, Library
-from unicrond.agents.accelerators.driver import NoDriver
+from unicrond.agents.accelerators.driver import GpuReading, NoDriver, XidEvent
 from unicrond.agents.accelerators.nvml import NvmlDriver
-from unicrond.agents.accelerators.readings import GpuReading, XidEvent
 from unicrond.agents.accelerators.watch import open_driver
 from unicrond.agents.protocol.gpus import visible_gpus
 

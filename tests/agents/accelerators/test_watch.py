@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from unicrond.agents.accelerators.driver import GpuReading, XidEvent
 from unicrond.agents.accelerators.fake import FakeDriver
-from unicrond.agents.accelerators.readings import GpuReading, XidEvent
 from unicrond.agents.accelerators.watch import AcceleratorWatch
 
 Told = tuple[str, str, str | None, str]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unicrond.agents.accelerators.diagnosis import History, diagnose
-from unicrond.agents.accelerators.readings import XidEvent
+from unicrond.agents.accelerators.driver import XidEvent
 from unicrond.agents.accelerators.xids import XIDS, Xid, is_known, xid
 from unicrond.core.faults.severity import SEVERITY
 

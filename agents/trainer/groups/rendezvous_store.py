@@ -1,17 +1,21 @@
-"""The connection to the rendezvous store, kept from one meeting to the next.
+"""The node's rendezvous store, a torch TCPStore: its server, and a member's connection to it.
 
 Rules
 -----
+* A TCPStore server brings threads, so it lives neither in the fork server (which must be able to fork) nor in a rank
+  (whose death would take the meeting place of the survivors with it): it has a process of its own, forked beforehand.
 * The next membership most often names the same store. To connect anew costs a round and, in torch 2.13 (socket.cpp), a
-  question to the name service for the address of the other end.
-* One connection is kept, while no meeting uses it. A store that has been replaced on its port has ended it: then a new
-  one is made.
+  question to the name service. So one connection is kept, while no meeting uses it. A store that has been replaced on
+  its port has ended it: then a new one is made.
 """
 
 from __future__ import annotations
 
+import signal
+import socket
 import threading
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -20,8 +24,23 @@ from unicrond.events.vocabulary import StoreAddress
 _MEET_TIMEOUT = timedelta(seconds=10)
 
 
+def serve(listener: socket.socket) -> NoReturn:
+    """Serve a TCPStore on `listener` (bound and listening already), until the process is killed."""
+    host, port = listener.getsockname()[:2]
+    _store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),  # the store owns the descriptor from here on
+    )
+    while True:
+        signal.pause()
+
+
 class StoreConnections:
-    """One member's connections."""
+    """A member's connection to the rendezvous store, kept from one meeting to the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

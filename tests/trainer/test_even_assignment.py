@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.agents.trainer.lifecycle.assignment import assign
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import assign_evenly
 
 
 @st.composite
@@ -21,14 +21,14 @@ def hands(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], int]:
 @given(hands())
 def test_all_micro_batches_are_held_once(case: tuple[list[tuple[int, ...]], int]) -> None:
     held, micro_batches = case
-    dealt = assign(held, micro_batches)
+    dealt = assign_evenly(held, micro_batches)
     assert sorted(m for hand in [*held, *dealt] for m in hand) == list(range(micro_batches))
 
 
 @given(hands())
 def test_dealing_evens_out(case: tuple[list[tuple[int, ...]], int]) -> None:
     held, micro_batches = case
-    dealt = assign(held, micro_batches)
+    dealt = assign_evenly(held, micro_batches)
     totals = [len(before) + len(new) for before, new in zip(held, dealt, strict=True)]
     for replica, new in enumerate(dealt):
         if new:
@@ -37,22 +37,22 @@ def test_dealing_evens_out(case: tuple[list[tuple[int, ...]], int]) -> None:
 
 @given(st.integers(0, 40), st.integers(1, 6))
 def test_from_empty_hands_it_is_round_robin(micro_batches: int, replicas: int) -> None:
-    dealt = assign([()] * replicas, micro_batches)
+    dealt = assign_evenly([()] * replicas, micro_batches)
     assert dealt == tuple(tuple(range(replica, micro_batches, replicas)) for replica in range(replicas))
 
 
 @given(hands())
 def test_a_second_deal_gives_nothing(case: tuple[list[tuple[int, ...]], int]) -> None:
     held, micro_batches = case
-    after = [before + new for before, new in zip(held, assign(held, micro_batches), strict=True)]
-    assert assign(after, micro_batches) == ((),) * len(held)
+    after = [before + new for before, new in zip(held, assign_evenly(held, micro_batches), strict=True)]
+    assert assign_evenly(after, micro_batches) == ((),) * len(held)
 
 
 def test_a_lost_replicas_work_goes_round_robin_over_equal_survivors() -> None:
-    assert assign([(0, 3, 6, 9), (1, 4, 7, 10)], 12) == ((2, 8), (5, 11))
+    assert assign_evenly([(0, 3, 6, 9), (1, 4, 7, 10)], 12) == ((2, 8), (5, 11))
 
 
 @pytest.mark.parametrize("held", [[(0,), (0,)], [(5,)], [(-1,)], []])
 def test_impossible_hands_are_refused(held: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match="assignments"):
-        assign(held, 5)
+        assign_evenly(held, 5)
