@@ -1,4 +1,7 @@
-"""The package as others install it: an sdist, the wheel of it, environments that know nothing of this checkout."""
+"""The packages as others install them: sdists, wheels of them, environments that know nothing of this checkout.
+
+`make packages` runs it: both projects' sdist and wheel, into dist/.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
@@ -148,3 +152,17 @@ def required(wheel_metadata: str, extra: str = "") -> list[str]:
             requirement.marker = None
             found.append(str(requirement))
     return found
+
+
+def main(target: Path) -> None:
+    """Build both projects; replace what is in `target`."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="unicron-packages-") as name:
+        for project in (UNICROND, LABORATORY):
+            for archive in build(Path(name), project):
+                print(shutil.copy2(archive, target))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
