@@ -45,13 +45,13 @@ def told_version(version: str, schema: int) -> str:
 
 
 def spoken_schema(version: str) -> int:
-    """The schema that the owner of a told version reads; FIRST where it names none."""
+    """Return the schema that the owner of a told version reads; FIRST where it names none."""
     fields = _VERSION_SCHEMA.search(version)
     return int(fields.group(1)) if fields else FIRST
 
 
 def schema_of(event: Event) -> int:
-    """The lowest schema whose readers can read all that `event` says."""
+    """Return the lowest schema whose readers can read all that `event` says."""
     return max(since(type(event)), _needs(event))
 
 
@@ -88,12 +88,12 @@ def _beyond(value: Any, low: Any, path: str) -> list[str]:
 
 
 def readable(kind: type[Event], schema: int) -> bool:
-    """Whether readers of `schema` know the type."""
+    """Say whether readers of `schema` know the type."""
     return since(kind) <= schema
 
 
 def since(kind: type[msgspec.Struct]) -> int:
-    """The schema that brought the type."""
+    """Return the schema that brought the type."""
     return getattr(kind, "since", FIRST)
 
 
@@ -110,7 +110,7 @@ class _Field(NamedTuple):
 
 @functools.cache
 def _watched(kind: type[msgspec.Struct]) -> tuple[_Field, ...]:
-    """The fields of a struct that can make it need more than FIRST."""
+    """Return the fields of a struct that can make it need more than FIRST."""
     fields = []
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
@@ -133,7 +133,7 @@ def _parts(hint: Any) -> list[Any]:
 
 
 def _needs(value: Any) -> int:
-    """The lowest schema that holds what a struct, or a collection of them, says."""
+    """Return the lowest schema that holds what a struct, or a collection of them, says."""
     if isinstance(value, msgspec.Struct):
         needs = FIRST
         for field in _watched(type(value)):

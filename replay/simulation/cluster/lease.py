@@ -51,7 +51,7 @@ class MemoryLease:
 
     @property
     def present(self) -> LeaseEntry | None:
-        """The lease as it is now; None: it is free."""
+        """Return the lease as it is now; None: it is free."""
         return self._entry if self._now_s() < self._ends_s else None
 
     async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
@@ -83,7 +83,7 @@ class MemoryLease:
 
     @property
     def present_heads(self) -> list[Holder]:
-        """The heads that have announced themselves."""
+        """Return the heads that have announced themselves."""
         return [holder for holder, ends_s in self._announced.values() if self._now_s() < ends_s]
 
     async def listen(self, on_news: Callable[[], object], on_beat: Callable[[int], object]) -> None:
