@@ -27,7 +27,8 @@ class Shape(NamedTuple):
         return self._replace(micro_batch=0)
 
     def fits(self, replica: tuple[str, ...]) -> bool:
-        """Say whether the replica, the node of each of its shards, has this shape: one node per tensor-parallel group."""
+        """Whether the replica, which is the node of each of its shards, has this shape: one node per tensor-parallel
+        group."""
         if len(replica) != self.workers:
             return False
         starts = range(0, len(replica), self.tp) if self.tp > 1 else ()
