@@ -12,7 +12,7 @@ Rules
   judged them, and a forged one belongs to no coordinator.
 * A claim is recognised by all of its fields, not by its event id: of two that claim one term, both as its
   first event, one gets it.
-* Reading never raises on what a message holds: an invalid message comes as `Quarantined`.
+* Reading never raises on what a message holds: an invalid message comes as `QuarantinedMessage`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, get_args
 
 from unicrond.events.vocabulary import AnyDecision, AnyEvent, BroadcastDecision, Command, CoordinatorStarted, Heartbeat
 from unicrond.events.wire.codec import BadEvent, encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 
 #: The largest batch that can be written atomically (the limit of NATS).
 MAX_BATCH = 1000
@@ -39,7 +39,7 @@ class Fenced(LogError):
 
 
 class LogUnavailable(LogError):
-    """Given up after `give_up_s`; what was to be written may or may not be in the log."""
+    """The log did not answer within `give_up_s`; what was to be written may or may not be in the log."""
 
 
 class LogDamaged(LogError):
@@ -119,7 +119,7 @@ class CommandFeed(Protocol):
         """
         ...
 
-    def read(self) -> AsyncGenerator[Recorded, None]:
+    def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield entries not yet acknowledged, then live, without end.
 
         To request the next entry acknowledges the previous one; leaving the loop (break, exception, cancellation) does

@@ -31,8 +31,8 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """A head's process.
 
     `head`: a name that no other process ever has; `process`: HOST:PID, for people; `api`: where its API listens,
-    HOST:PORT. `machine`, `pid`, `began`: these tell another process of the same machine whether this one still runs
-    (unicrond/service/coordinator/same_machine.py). `has_left`: it has ended of its own will.
+    HOST:PORT. `machine`, `pid`, `start_ticks`: these tell another process of the same machine whether this one still
+    runs (unicrond/service/coordinator/same_machine.py). `has_left`: it has ended of its own will.
     """
 
     head: str
@@ -40,7 +40,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     api: str = ""
     machine: str = ""
     pid: int = 0
-    began: int = 0
+    start_ticks: int = 0
     has_left: bool = False
 
 

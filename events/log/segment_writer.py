@@ -27,7 +27,7 @@ from unicrond.events.log.segments import (
     segment_paths,
     segment_start,
 )
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class SegmentWriter:
         if self.segments:
             self._open(self.segments[-1])
 
-    def write(self, entries: Sequence[Entry], *, sync: bool = True, beats: Sequence[Recorded] = ()) -> None:
+    def write(self, entries: Sequence[Entry], *, sync: bool = True, beats: Sequence[RecordedEvent] = ()) -> None:
         """Write one batch atomically; durable if `sync`. LogUnavailable: nothing was written.
 
         `beats`: heartbeats that go with the batch, before it.

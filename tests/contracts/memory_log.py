@@ -11,7 +11,7 @@ from unicrond.events.log.event_log import Fence, Fenced, LogDamaged, claimed_ter
 from unicrond.events.log.skips import skips_in
 from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat
 from unicrond.events.wire.codec import decode, encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 
 
 def wall_clock_us() -> int:
@@ -64,7 +64,7 @@ class LocalLog(ABC):
 
     def _write(self, envelopes: Sequence[Envelope]) -> None:
         now_us = self._clock()
-        self._keep([Recorded(seq, now_us, envelope) for seq, envelope in enumerate(envelopes, self._last_seq + 1)])
+        self._keep([RecordedEvent(seq, now_us, envelope) for seq, envelope in enumerate(envelopes, self._last_seq + 1)])
 
     def _keep(self, entries: Sequence[Entry]) -> None:
         self._store(entries)
@@ -78,7 +78,7 @@ class LocalLog(ABC):
         if entry.seq != self._last_seq + 1:
             raise LogDamaged(f"entry {entry.seq} follows entry {self._last_seq}")
         self._last_seq = entry.seq
-        if isinstance(entry, Recorded):
+        if isinstance(entry, RecordedEvent):
             self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
             if isinstance(entry.envelope.event, CoordinatorStarted):
                 self._fence, self._claim = Fence(entry.envelope.event.term, entry.seq), entry.envelope
@@ -118,7 +118,7 @@ class MemoryBeatLog:
     def __init__(self, clock: Callable[[], int] = wall_clock_us) -> None:
         self._clock = clock
         self._seq = 0
-        self._subscribers: set[asyncio.Queue[Recorded]] = set()
+        self._subscribers: set[asyncio.Queue[RecordedEvent]] = set()
 
     async def publish(self, envelope: Envelope) -> None:
         """Publish a beat (BeatLog.publish). Raises TypeError on anything but a Heartbeat, BadEvent on an invalid
@@ -127,13 +127,13 @@ class MemoryBeatLog:
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         encode(envelope)
         self._seq += 1
-        beat = Recorded(self._seq, self._clock(), envelope)
+        beat = RecordedEvent(self._seq, self._clock(), envelope)
         for queue in self._subscribers:
             queue.put_nowait(beat)
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
         """Yield beats from now on (BeatLog.subscribe)."""
-        queue: asyncio.Queue[Recorded] = asyncio.Queue()
+        queue: asyncio.Queue[RecordedEvent] = asyncio.Queue()
         self._subscribers.add(queue)
         try:
             while True:
@@ -156,9 +156,9 @@ class MemoryCommandFeed:
         """Set the tasks to follow (CommandFeed.follow)."""
         self._tasks = frozenset(tasks)
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield commands and broadcasts (CommandFeed.read)."""
         async for entry in self._log.read(self._acked_seq):
-            if isinstance(entry, Recorded) and is_in_feed(entry.envelope.event, self._node, self._tasks):
+            if isinstance(entry, RecordedEvent) and is_in_feed(entry.envelope.event, self._node, self._tasks):
                 yield entry
             self._acked_seq = entry.seq
