@@ -11,7 +11,7 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation bench soak drill takeover bench-recovery stragglers resolve megatron-lm older-core lint clean help
+.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation bench soak drill takeover bench-recovery stragglers packages resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -36,7 +36,8 @@ help:
 	@echo "make containers  head and agents as process 1 of real containers, as deploy/kubernetes has them (root; runc, debootstrap, bindfs)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
-	@echo "make resolve  does pip find a set of versions for the base install and for each extra? (asks the package index)"
+	@echo "make packages  sdist and wheel of unicrond and of unicrond-lab, in dist/"
+	@echo "make resolve  does pip find a set of versions for the base install, each extra and unicrond-lab, and do packages with names of our folders fit beside it? (asks the package index)"
 	@echo "make browser  the web page in a real browser (Debian's chromium): its tests, three real nodes, 1,000 nodes and 100,000 events; pictures in build/pictures"
 	@echo "make man      manual pages of the four commands, in build/man"
 	@echo "make lint     ruff, mypy, import-linter"
@@ -153,6 +154,9 @@ man: $(STAMP)
 	$(MAN) --module unicrond.ctl.parser --prog unicronctl --output build/man/unicronctl.1
 	$(MAN) --module unicrond.agents.shell.cli --prog unicron-agent --output build/man/unicron-agent.1
 	$(MAN) --module unicrond.replay.cli --prog unicron-replay --output build/man/unicron-replay.1
+
+packages: $(STAMP)
+	$(BIN)/python -m tests.integration.installation dist
 
 resolve: $(STAMP)
 	$(BIN)/python -m tests.integration.resolve

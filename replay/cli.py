@@ -31,6 +31,7 @@ from unicrond.events.cli.command_line import (
     whole,
 )
 from unicrond.events.host import daemon_log as log_lines
+from unicrond.events.host import optional_dependencies
 from unicrond.events.log.event_log import LogError
 from unicrond.events.nats.url import parse_urls
 from unicrond.replay.options.arguments import (
@@ -46,12 +47,16 @@ from unicrond.replay.options.arguments import (
 from unicrond.replay.options.examples import EXAMPLES
 from unicrond.replay.reading.opening import PROGRAM
 
+#: The rooms of unicrond-lab, another distribution: only `_run` and a help text open them, by name.
+_LABORATORY = ("simulation.", "evaluation.")
+_FAILURES = (LogError, optional_dependencies.MissingExtra)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     log_lines.set_up(logging.WARNING, f"{PROGRAM}: %(message)s")
     logging.getLogger("unicrond.events").setLevel(logging.CRITICAL)  # retries are not news; failures are raised
-    return command_line.run(PROGRAM, lambda: _run(sys.argv[1:] if arguments is None else arguments), LogError)
+    return command_line.run(PROGRAM, lambda: _run(sys.argv[1:] if arguments is None else arguments), *_FAILURES)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -60,6 +65,8 @@ def _run(arguments: Sequence[str]) -> int:
     if getattr(options, "bare_file", None) is not None:
         options.file = options.bare_file
     module, _, name = options.run.partition(":")
+    if module.startswith(_LABORATORY):
+        _require_laboratory(options.command, f"unicrond.replay.{module}")
     run = getattr(import_module(f"unicrond.replay.{module}"), name)  # what only this command needs
     try:
         return asyncio.run(run(options)) or 0
@@ -234,9 +241,18 @@ def _simulate(commands: Commands) -> None:
 
 
 def _known_to_simulate() -> str:
-    from unicrond.replay.evaluation.studies.simulate_cli import epilog
+    """Return examples, traces, policies and assumptions; where unicrond-lab is missing, how to install it."""
+    module = "unicrond.replay.evaluation.studies.simulate_cli"
+    try:
+        _require_laboratory("simulate", module)
+    except optional_dependencies.MissingExtra as error:
+        return str(error)
+    return str(import_module(module).epilog())
 
-    return epilog()
+
+def _require_laboratory(name: str, module: str) -> None:
+    """Raise MissingExtra where unicrond-lab, which this command and module are of, is missing or of another version."""
+    optional_dependencies.require_laboratory(f"{PROGRAM} {name}", module, VERSION)
 
 
 if __name__ == "__main__":

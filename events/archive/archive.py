@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from unicrond.events.archive.archived_log import archived_batches, newest_archived, require_same
 from unicrond.events.log.event_log import LogDamaged, LogError
-from unicrond.events.log.file_log import SegmentWriter
 from unicrond.events.log.heartbeat_evidence import NodeVerdict, NodeVerdicts, evidence, heartbeat_us_of, spans
+from unicrond.events.log.segment_writer import SegmentWriter
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT
 from unicrond.events.log.subjects import entry as message
 from unicrond.events.nats.connection import Connection

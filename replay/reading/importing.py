@@ -20,7 +20,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from unicrond.events.log.event_log import MAX_BATCH, LogError
-from unicrond.events.log.file_log import LOCK, SegmentWriter
+from unicrond.events.log.segment_writer import LOCK, SegmentWriter
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, headers, subject
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.streams import IMPORTED, JetStreamError, answer, api, beat_stream_config, event_stream_config

@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
+from tests.contracts.memory_log import MemoryLog
 from tests.younger import NEXT, younger
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.events.log.event_log import LogError
-from unicrond.events.log.memory_log import MemoryLog
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer

@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.contracts.file_log import FileLog
+from tests.contracts.memory_log import MemoryBeatLog, MemoryCommandFeed, MemoryLog
 from tests.integration.nats_cluster import nats_cluster
 from unicrond.events.log.event_log import BeatLog, CommandFeed, EventLog
-from unicrond.events.log.file_log import FileLog
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryCommandFeed, MemoryLog
 from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from tests.contracts.logs import beat
 from tests.integration.nats_cluster import nats_cluster
 from unicrond.events.log.event_log import BeatLog, LogUnavailable
-from unicrond.events.log.lease import LEASE_S, Holder, Lease, LeaseEntry, MemoryLease
+from unicrond.events.log.lease import LEASE_S, Holder, Lease, LeaseEntry
 from unicrond.events.nats.connection import connect
 from unicrond.events.nats.event_log import NatsBeatLog
 from unicrond.events.nats.lease import STREAM, NatsLease
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams
-from unicrond.replay.simulation.cluster.lease import LeaseEnd
+from unicrond.replay.simulation.cluster.lease import LeaseEnd, MemoryLease
 from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.models.network import Link

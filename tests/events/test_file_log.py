@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.file_log import FileLog
 from tests.contracts.logs import command, fact, facts, history, started
 from unicrond.events.log.event_log import Fence, Fenced, LogDamaged, LogError, LogUnavailable
-from unicrond.events.log.file_log import FileLog, SegmentWriter
+from unicrond.events.log.segment_writer import SegmentWriter
 from unicrond.events.log.segments import TornTail, read_entries, read_segment, segment_paths
 from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
 

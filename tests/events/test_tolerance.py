@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import envelopes
-from unicrond.events.log.file_log import SegmentWriter
+from unicrond.events.log.segment_writer import SegmentWriter
 from unicrond.events.log.segments import read_entries
 from unicrond.events.log.subjects import entry, subject
 from unicrond.events.nats.decode import line

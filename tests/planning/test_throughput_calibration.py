@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.throughput.calibration import (
+from unicrond.replay.evaluation.studies.calibration import (
     ROWS,
     Efficiencies,
     PublishedRun,
@@ -50,7 +50,9 @@ def test_presets_are_what_the_fit_finds(stack: str) -> None:
 
 
 def test_documentation_carries_this_table(reported: str) -> None:
-    assert reported in DOCUMENT.read_text(), "put the output of: python -m unicrond.throughput.calibration into it"
+    assert reported in DOCUMENT.read_text(), (
+        "put the output of: python -m unicrond.replay.evaluation.studies.calibration into it"
+    )
 
 
 def test_published_layouts_are_the_ones_costed() -> None:

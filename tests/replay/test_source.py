@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.file_log import FileLog
 from tests.replay.logs import eventful, fill, troubled, write_log
 from unicrond.core.replayer import replay
 from unicrond.core.state.state_bytes import digest
 from unicrond.events.log.event_log import LogDamaged, LogError, LogUnavailable
-from unicrond.events.log.file_log import FileLog
 from unicrond.events.log.point import AtSeq, AtTime, Point
 from unicrond.events.log.segments import batch_frame, end_frame, export_start, read_segment, segment_name, segment_start
 from unicrond.events.log.subjects import EVENT_STREAM

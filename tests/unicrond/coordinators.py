@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.core.state.policy import Policy
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.snapshots import Snapshots

@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.state.state import ClusterState
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.queries.worker_queries import Collective, LogsReply, WorkerMark
 from unicrond.events.vocabulary import AnyEvent, CoordinatorStarted
 from unicrond.events.wire.envelope import Entry, RecordedEvent

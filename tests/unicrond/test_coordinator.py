@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.coordinators import running
 from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
@@ -20,7 +21,6 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import MAX_BATCH, Fenced
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.replay.views.verify import Verifier, bases
 from unicrond.service.coordinator import coordinator

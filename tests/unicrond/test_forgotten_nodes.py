@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
+from tests.contracts.memory_log import MemoryLog
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.coordinators import running
 from unicrond.core.fold import fold
@@ -18,7 +19,6 @@ from unicrond.core.state.policy import Policy, Settings, settings_of
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.core.state.state_bytes import digest, from_json, to_json
 from unicrond.events import vocabulary as v
-from unicrond.events.log.memory_log import MemoryLog
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Verifier, bases

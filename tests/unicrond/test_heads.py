@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, cast
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from unicrond.core.state.policy import Policy
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog, LogUnavailable
-from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView, MemoryLease
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
+from unicrond.replay.simulation.cluster.lease import MemoryLease
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
 from unicrond.service.coordinator import other_processes
 from unicrond.service.coordinator.coordinator import Coordinator

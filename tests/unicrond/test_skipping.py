@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from tests.unicrond.test_snapshots import MemoryStore
@@ -17,7 +18,6 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import TaskStatus
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.log.point import AtSeq
 from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.opening import fold_to

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
 from tests.unicrond.coordinators import running
@@ -19,7 +20,6 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import LogUnavailable
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer

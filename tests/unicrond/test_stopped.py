@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.contracts.memory_log import MemoryLog
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from unicrond.core.own_decisions import IDLE_MAX, Breaker, DecidingStopped
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.log.memory_log import MemoryLog
 from unicrond.events.vocabulary import AnyEvent
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.api.metrics import exposition

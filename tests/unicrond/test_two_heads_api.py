@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.serving import Files
 from unicrond.core.state.policy import Policy
 from unicrond.ctl.client import ApiRefused, Client, ConnectionFailed, NotLeader
-from unicrond.events.log.lease import Holder, MemoryLease
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.log.lease import Holder
 from unicrond.intake.config import Config
+from unicrond.replay.simulation.cluster.lease import MemoryLease
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.process_status import ProcessStatus

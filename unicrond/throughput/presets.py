@@ -2,8 +2,8 @@
 
 Models are GPTs in Megatron-core's terms. GPUs carry dense BF16 peaks and one-directional link speeds
 from the vendor's data sheets. A software stack says which of Megatron's optimisations are on and
-carries the two efficiencies that `calibration.py` fits to published runs; a test fits them again and
-compares. The formulas that use all this are in `model.py`.
+carries the two efficiencies that `replay/evaluation/studies/calibration.py` fits to published runs; a test fits them
+again and compares. The formulas that use all this are in `model.py`.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from typing import Any
 from unicrond.core.nodes.isolation import Repair
 from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.log.event_log import Fenced
-from unicrond.events.log.lease import Holder, MemoryLease
+from unicrond.events.log.lease import Holder
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.checker import InvariantChecker
-from unicrond.replay.simulation.cluster.lease import LeaseEnd
+from unicrond.replay.simulation.cluster.lease import LeaseEnd, MemoryLease
 from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats, Boundary, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.models.network import Link

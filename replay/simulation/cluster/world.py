@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from unicrond.core.nodes.isolation import Repair, needs_hands
 from unicrond.core.state.policy import PART_BYTES, Policy
 from unicrond.events import vocabulary as v
-from unicrond.events.log.lease import MemoryLease
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import Envelope
@@ -19,6 +18,7 @@ from unicrond.events.wire.schemas import FIRST, SCHEMA, lowered
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.coordinators import Coordinators
 from unicrond.replay.simulation.cluster.host import Host
+from unicrond.replay.simulation.cluster.lease import MemoryLease
 from unicrond.replay.simulation.cluster.log_client import Beats, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.models.network import Link

@@ -30,7 +30,8 @@ from unicrond.core.state.node_parts import Cordon
 from unicrond.core.state.state import NodeStatus
 from unicrond.core.tasks import reconcile
 from unicrond.events import vocabulary as v
-from unicrond.events.log.lease import LeaseEntry, MemoryLease
+from unicrond.events.log.lease import LeaseEntry
+from unicrond.replay.simulation.cluster.lease import MemoryLease
 from unicrond.replay.simulation.cluster.log_client import Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.mutants.mutation import Mutant, patch, patch_fold

@@ -36,7 +36,7 @@ import msgspec
 
 from unicrond import VERSION
 from unicrond.events.log.event_log import LogDamaged, LogError
-from unicrond.events.log.file_log import LOCK, LogBusy
+from unicrond.events.log.segment_writer import LOCK, LogBusy
 from unicrond.events.log.segments import cut_torn_tail, read_entries, segment_paths
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, Login, connect

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from unicrond.throughput.layouts import ThroughputQuery
 from unicrond.throughput.layouts import job as make_job
-from unicrond.throughput.model import Estimate, best, with_efficiencies
+from unicrond.throughput.model import Estimate, best
 from unicrond.throughput.presets import GPUS, MODELS, STACKS, GptModel, gpt3
 
 #: What a source reports: seconds per iteration, or FLOP/s per GPU counting recomputation as work
@@ -277,9 +277,15 @@ def rows_of(stack: str) -> list[PublishedRun]:
     return [row for row in ROWS if row.stack == stack]
 
 
+def _with_efficiencies(job: ThroughputQuery, efficiencies: Efficiencies) -> ThroughputQuery:
+    """Return the same query under other efficiencies of the stack."""
+    stack = replace(job.stack, gemm_efficiency=efficiencies.gemm, nic_efficiency=efficiencies.nic)
+    return replace(job, stack=stack)
+
+
 def predict(row: PublishedRun, efficiencies: Efficiencies) -> Estimate:
     """Return the model's answer to a run. Raises ValueError if it holds the published run impossible."""
-    answer = best(with_efficiencies(row.job, efficiencies.gemm, efficiencies.nic), row.gpus)
+    answer = best(_with_efficiencies(row.job, efficiencies), row.gpus)
     if not isinstance(answer, Estimate):
         raise ValueError(f"{row.stack} {row.label}: {answer.reason}")
     return answer
