@@ -66,8 +66,9 @@ this page; the tests run the failure again and compare.
 Read it beside the code, from top to bottom: half an hour. Each section is an entry of the log: what it says; **made
 by**, the innermost function first, up to the pure function that handles or decides; **upon**, the message that led to
 it, and its sender; **fold**, what it does to the head's state; **leads to** and **because of**, the decisions and
-answers that follow from an entry; **taken by**, what a node does with a decision. Times are milliseconds after the SIGKILL, under the tracer,
-which slows everything down. The tour does not stop in transport: `events/` (codec, log, NATS) and `agents/protocol/`.
+answers that follow from an entry; **taken by**, what a node does with a decision. Times are milliseconds after the
+SIGKILL, under the tracer, which slows everything down. The tour does not stop in transport: `events/` (codec, log,
+NATS) and `agents/protocol/`.
 """
 
 
@@ -176,8 +177,8 @@ def _files(recording: Json) -> Iterator[str]:
         "touched": "handled an event, message or effect that training without a fault has not",
     }
     yield "## Files that one failure enters\n"
-    yield "Files of the project of which at least one function ran in a process of this kind, from the SIGKILL until the"
-    yield "survivors had committed the iteration; *all* counts a file once. In brackets: the same task and cluster, by"
+    yield "Files of the project of which at least one function ran in a process of this kind, from the SIGKILL until"
+    yield "the survivors had committed the iteration; *all* counts a file once. In brackets: the same task and cluster, by"
     yield f"the same tracer, at `{before['commit']}`, before the folders were made into rooms.\n"
     yield "| files | " + " | ".join(roles) + " |\n|---|" + "--:|" * len(roles)
     for name, title in rows.items():
@@ -186,7 +187,7 @@ def _files(recording: Json) -> Iterator[str]:
     stops = {function.partition(":")[0] for function in stop_functions(recording)}
     folders = {name.rpartition("/")[0] for name in stops}
     yield f"\nThe functions of this tour, without those of the last section but one, stand in {len(stops)} files and"
-    yield f"{len(folders)} folders. A count of that kind, by hand, gave 41 files and 14 folders at `{before['commit']}`."
+    yield f"{len(folders)} folders. A count of that kind, by hand, gave 41 and 14 at `{before['commit']}`."
 
 
 def _title(entry: Json) -> str:

@@ -197,7 +197,8 @@ def _fold(trace: Trace, entry: Json) -> str:
     """Return the function of FOLDS that the head was seen to run on the entry; the one behind it, where it is a
     lambda."""
     event_type = getattr(v, _type(entry))
-    (head,) = (process for process in trace.processes if process.role == "head")
+    # The coordinator, not a process that it has started for a while.
+    head = max((process for process in trace.processes if process.role == "head"), key=lambda each: len(each.lines))
     objects = {line["object"] for line in head.sightings() if line["seq"] == entry["seq"]}
     functions = [str(line["function"]) for line in head.sightings(_type(entry)) if line["object"] in objects]
     registered = function_name(FOLDS[event_type])
