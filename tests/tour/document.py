@@ -178,8 +178,8 @@ def _files(recording: Json) -> Iterator[str]:
     }
     yield "## Files that one failure enters\n"
     yield "Files of the project of which at least one function ran in a process of this kind, from the SIGKILL until"
-    yield "the survivors had committed the iteration; *all* counts a file once. In brackets: the same task and cluster, by"
-    yield f"the same tracer, at `{before['commit']}`, before the folders were made into rooms.\n"
+    yield "the survivors had committed the iteration; *all* counts a file once. In brackets: the same task and cluster,"
+    yield f"by the same tracer, at `{before['commit']}`, before the folders were made into rooms.\n"
     yield "| files | " + " | ".join(roles) + " |\n|---|" + "--:|" * len(roles)
     for name, title in rows.items():
         counts = [f"{files[name].get(role, 0)} ({before[name].get(role, 0)})" for role in roles]
