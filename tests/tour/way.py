@@ -88,9 +88,8 @@ def way(trace: Trace) -> Json:
     kept: dict[str, Json] = {}
     for entry in entries:
         name = key(entry)
-        if entry["at_us"] > end_us or (
-            _type(entry) == "StepCommitted" and entry["envelope"]["event"]["generation"] < 2
-        ):
+        is_before = _type(entry) == "StepCommitted" and entry["envelope"]["event"]["generation"] < 2
+        if entry["at_us"] > end_us or is_before or _type(entry) in ASIDE:
             continue
         if name in kept:
             kept[name]["again_ms"].append(_after_ms(trace, entry["at_us"]))
