@@ -12,14 +12,15 @@ from tests.tour.way import Json, way
 from unicrond.agents.trainer.lifecycle import effects
 from unicrond.agents.trainer.loop.handlers import HANDLERS
 
-#: A survivor reports a broken connection only where the next membership is not there yet.
-MAY_LACK = {"ErrorReported connection_broken", "ReportFailure"}
+#: What depends on the moment of the death. A survivor reports a broken connection only where the next membership is not
+#: there yet; it keeps sums only if some are complete, and computes only if some are not.
+MAY_LACK = {"ErrorReported connection_broken", "ReportFailure", "KeepSums", "Compute"}
 
 
 def parts(recording: Json) -> dict[str, tuple[object, ...]]:
     """What the document names of each entry and effect that does not depend on who was quicker."""
     entries = {
-        entry["key"]: (entry["made"][0], entry["fold"], [step["what"] for step in entry["taken"]])
+        entry["key"]: (entry["made"][0], entry["fold"], [step["functions"] for step in entry["taken"][:1]])
         for entry in recording["entries"]
     }
     rows = {row["effect"]: (row["asked"], row["carried_out"]) for row in recording["survivor"]}

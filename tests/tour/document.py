@@ -67,8 +67,8 @@ Read it beside the code, from top to bottom: half an hour. Each section is an en
 by**, the innermost function first, up to the pure function that handles or decides; **upon**, the message that led to
 it, and its sender; **fold**, what it does to the head's state; **leads to** and **because of**, the decisions and
 answers that follow from an entry; **taken by**, what a node does with a decision. Times are milliseconds after the
-SIGKILL, under the tracer, which slows everything down. The tour does not stop in transport: `events/` (codec, log,
-NATS) and `agents/protocol/`.
+SIGKILL, under the tracer, which slows everything down, beside other work on two cores. The tour does not stop in
+transport: `events/` (codec, log, NATS) and `agents/protocol/`.
 """
 
 

@@ -25,7 +25,7 @@ QUIET_END_US = 20_000
 CHAIN_MAX = 6
 TAKEN_MAX = 8
 #: How long after an entry what its reader does still belongs to it.
-REACTION_US = 30_000
+REACTION_US = 100_000
 #: The fields that tell one event of a type from another, from its first sighting on.
 IDENTITY = ("node", "task", "worker", "kind", "generation", "iteration", "source", "peer")
 SEAMS = tuple(seam.__name__ for seam in get_args(effects.Seam))
