@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from tests.tour.trace import QUIET_S, ROOT, Process, Trace
 from unicrond.agents.core import machine
+from unicrond.agents.protocol.messages import IterationCommitted
 from unicrond.agents.trainer.lifecycle import effects
 from unicrond.core.decide import decide
 from unicrond.core.fold import FOLDS
@@ -252,7 +253,7 @@ def _survivor(trace: Trace) -> Process:
 
 
 def _committed_us(process: Process) -> int:
-    lines = (line for line in process.sightings("Committed") if process.role == "worker")
+    lines = (line for line in process.sightings(IterationCommitted.__name__) if process.role == "worker")
     return next((line["at_us"] for line in lines if line.get("fields", {}).get("generation") == 2), 0)
 
 
