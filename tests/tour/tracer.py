@@ -99,11 +99,12 @@ class ProcessTracer:
         self._functions.add(name)
 
     def _see(self, value: Any, frame: FrameType, kind: str, now_ns: int) -> None:
-        seq = getattr(value, "seq", 0) if type(value).__name__ == "Recorded" else 0
-        if type(value).__name__ == "Recorded":
-            value = value.envelope
-        if type(value).__name__ == "Envelope":
-            value = getattr(value, "event", None)
+        seq, fields = 0, getattr(type(value), "__struct_fields__", ())
+        if "envelope" in fields and "seq" in fields:  # an entry of the log
+            seq, value = value.seq, value.envelope
+            fields = getattr(type(value), "__struct_fields__", ())
+        if "event" in fields and "producer" in fields:  # an envelope
+            value = value.event
         if not self._base(type(value)):
             return
         line = {
