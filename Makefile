@@ -11,7 +11,7 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation bench soak drill takeover bench-recovery stragglers packages resolve megatron-lm older-core lint clean help
+.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/design/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/results/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
+	@echo "make tour     docs/one-failure.md anew: one failure through the code, recorded under a tracer"
 	@echo "make upgrade  rolling upgrades in mid-training, to a version with one more schema and back, in every order"
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make megatron-lm  Megatron-LM, unmodified, in every layout, beside itself under torchrun (docs/use/megatron-lm.md)"
@@ -149,6 +150,9 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 	exit $$failed
 
 MAN = $(BIN)/argparse-manpage --function parser --manual-title "unicrond manual" --project-name unicrond
+tour: $(STAMP)
+	$(BIN)/python -m tests.tour
+
 man: $(STAMP)
 	$(MAN) --module unicrond.commands.cli --prog unicrond --output build/man/unicrond.1
 	$(MAN) --module unicrond.ctl.parser --prog unicronctl --output build/man/unicronctl.1
