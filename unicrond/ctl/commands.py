@@ -182,7 +182,7 @@ def doctor(options: argparse.Namespace) -> int:
         notes = ["nodes, links and storage (--quick)"]
     else:
         try:
-            checks = client.checks(options.library, options.limit_s)
+            checks = client.checks(options.library, options.timeout_s)
             node_report = diagnose_nodes(checks)
             problems, notes = [*without_clocks(problems, checks["facts"]), *node_report.findings], node_report.notes
         except ApiRefused as error:
@@ -202,7 +202,7 @@ def goodput(options: argparse.Namespace) -> int | None:
     """Show where the work and the time went, up to the log's newest entry; an interval is counted from the log here."""
     from unicrond.display.goodput_tables import goodput_tables, hints
 
-    if options.after is not None or options.at is not None:
+    if options.since is not None or options.until is not None:
         return history.run(options)
     report = client_of(options).goodput(options.peak_tflops)
     if options.json:
@@ -277,7 +277,7 @@ def init_megatron(options: argparse.Namespace) -> None:
             command = megatron_init.parse_words(options.words)
         else:
             command = megatron_init.parse_script(options.script.read_text())
-        text = megatron_init.task_file(command, name=options.name, base=Path.cwd())
+        text = megatron_init.task_file(command, name=options.task, base=Path.cwd())
         loads(text, where="the task file that would come of it")
     except (megatron_init.BadScript, BadFlags, TaskFileError, OSError, UnicodeDecodeError) as error:
         raise UsageError(str(error)) from None

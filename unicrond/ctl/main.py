@@ -2,8 +2,7 @@
 
 Rules
 -----
-* Exit codes: 0 done, 1 the operation failed or no coordinator answers (one line says what to check),
-  2 bad usage (one line names the field and the fix), 130 interrupted.
+* Exit codes: events/cli/exit_codes.py. Failed is also that no coordinator answers; one line says what to check.
 * `events decode` is called once per message by the nats CLI: it is found before anything is imported.
 * `plan solve` and `throughput` need no coordinator.
 """

@@ -88,7 +88,7 @@ def _job(options: Namespace) -> ThroughputQuery:
     try:
         return job(
             MODELS[options.model],
-            GPUS[options.gpu],
+            GPUS[options.gpu_type],
             stack=STACKS[options.stack] if options.stack else None,
             batch=options.batch,
             seq=options.seq,
