@@ -120,7 +120,7 @@ async def test_doctor_finds_the_lost_node(ctl: Ctl) -> None:
     assert outcome.code == 1 and "is lost" in found["n4"] and "--quick" in outcome.err
     assert "its clock is behind" in found["n1"], "the story is of another year"
     whole = await ctl("doctor")
-    assert "unicronctl story node:n4" in whole.out and "does not answer: no answer within 10 s" in whole.out
+    assert "unicronctl story node n4" in whole.out and "does not answer: no answer within 10 s" in whole.out
 
 
 async def test_top_shows_tasks_and_workers_once_where_nobody_watches(ctl: Ctl, served: Served) -> None:
@@ -247,7 +247,7 @@ async def test_story_and_verify_are_those_of_the_exported_log(
 
     async def of_file(*arguments: str) -> str:
         capsys.readouterr()
-        await asyncio.to_thread(replayed, [*arguments, "--file", str(tmp_path / "log")])
+        await asyncio.to_thread(replayed, [*arguments, "--log", str(tmp_path / "log")])
         return capsys.readouterr().out
 
     incident = served.coordinator.state.closed[0].id
@@ -267,7 +267,7 @@ def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture
     with Export(tmp_path / "log") as export:
         export.write(list(log))
     for seq in range(1, 30):
-        assert replayed(["verify", "--file", str(tmp_path / "log"), "--at", str(seq)]) == 0, capsys.readouterr().out
+        assert replayed(["verify", "--log", str(tmp_path / "log"), "--at", str(seq)]) == 0, capsys.readouterr().out
 
 
 # --- a report ------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     (tmp_path / "big.1").write_text("the last words\n")
     out = tmp_path / "report.zip"
     outcome = await ctl("debug", "--out", out)
-    assert outcome.code == 0 and f"unicron-replay state --file {out}" in outcome.out, outcome
+    assert outcome.code == 0 and f"unicron-replay state --log {out}" in outcome.out, outcome
     assert out.stat().st_mode & 0o777 == 0o600
     with zipfile.ZipFile(out) as bundle:
         members = {name: bundle.read(name) for name in bundle.namelist()}
@@ -299,7 +299,7 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     } <= set(members)
     assert not [name for name, content in members.items() if TOKEN.encode() in content]
     capsys.readouterr()
-    assert await asyncio.to_thread(replayed, ["state", "--file", str(out), "--json"]) == 0
+    assert await asyncio.to_thread(replayed, ["state", "--log", str(out), "--json"]) == 0
     state = json.loads(capsys.readouterr().out)["state"]
     assert "secret" in state["tasks"] and state["seq"] >= await served.log.last_seq() - 5
     with os.scandir(tmp_path) as left:

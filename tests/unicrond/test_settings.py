@@ -87,7 +87,7 @@ def test_check_config_says_where_each_value_comes_from(
     shown = capsys.readouterr().out
     assert re.search(r"^nats\.port +6000 +4222 +UNICROND_NATS_PORT$", shown, re.MULTILINE)
     assert shown.endswith(f"{file} is sound.\n")
-    assert cli.main(["check-config", "--all", "--json"]) == 0
+    assert cli.main(["check-config", "--defaults", "--json"]) == 0
     everything = json.loads(capsys.readouterr().out)["settings"]
     assert {"severity", "tls.ca", "policy.churn_s", "log.keep_d"} <= everything.keys() and "tls" not in everything
 

@@ -16,6 +16,7 @@ from unicrond.core.state.work import achieved_waf
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
+from unicrond.ctl.lists import incident_rows, node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
@@ -26,7 +27,6 @@ from unicrond.display.cluster_tables import (
     node_status,
     nodes_table,
     planned_waf,
-    ranks_of,
     si,
     stragglers,
     stragglers_table,
@@ -122,18 +122,20 @@ def nodes(options: argparse.Namespace) -> None:
     """Show the nodes, and what runs on them."""
     snapshot = snapshot_of(options)
     table = nodes_table(snapshot.state, outbox_backlog=snapshot.body.get("outbox_backlog"))
-    show_or_json(options, snapshot.body["state"]["nodes"], table)
+    show_or_json(options, node_rows(snapshot), table)
 
 
 def tasks(options: argparse.Namespace) -> None:
     """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
-    derived = snapshot.body.get("derived", {})
-    data = {
-        name: task | {key: values.get(name) for key, values in derived.items()}
-        for name, task in snapshot.body["state"]["tasks"].items()
-    }
-    show_or_json(options, data, tasks_table(snapshot.state))
+    show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state))
+
+
+def incidents(options: argparse.Namespace) -> None:
+    """Show the incidents, open and closed."""
+    snapshot = snapshot_of(options)
+    table = incidents_table(snapshot.state, now_us(options, snapshot.state))
+    show_or_json(options, incident_rows(snapshot), table)
 
 
 def workers(options: argparse.Namespace) -> None:
@@ -141,13 +143,7 @@ def workers(options: argparse.Namespace) -> None:
     snapshot = snapshot_of(options)
     if options.task and options.task not in snapshot.state.tasks:
         raise ApiRefused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
-    data = [
-        {"task": name, "rank": ranks_of(snapshot.state.tasks[name]).get(worker), **record}
-        for name, task in snapshot.body["state"]["tasks"].items()
-        for worker, record in task["workers"].items()
-        if options.task in (None, name)
-    ]
-    show_or_json(options, data, workers_table(snapshot.state, options.task or ""))
+    show_or_json(options, worker_rows(snapshot, options.task), workers_table(snapshot.state, options.task or ""))
 
 
 def describe(options: argparse.Namespace) -> None:
@@ -348,6 +344,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "nodes": nodes,
     "tasks": tasks,
     "workers": workers,
+    "incidents": incidents,
     "describe": describe,
     "doctor": doctor,
     "plan": plan,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 #: More names than anyone reads are none at all.
@@ -22,7 +23,7 @@ def live_names(kind: str, words: Sequence[str]) -> Iterable[str]:
     from unicrond.ctl.client_options import client_of
 
     options = argparse.Namespace(url=None, token_file=None, tls_ca=None)
-    for flag, value in zip(words, words[1:], strict=False):
+    for flag, value in pairwise(words):
         if flag in ("--url", "--token-file", "--tls-ca"):
             setattr(options, flag[2:].replace("-", "_"), value if flag == "--url" else Path(value))
     state = client_of(options).state()[0]

@@ -34,9 +34,8 @@ def nats_context(options: argparse.Namespace) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(_PRIVATE)
         path.write_text(json.dumps(nats_cli.context(url, login), indent=2) + "\n")
-        print(
-            f"{path}: written; use it with `nats --context {options.context}`, or `nats context select {options.context}`"
-        )
+        name = options.context
+        print(f"{path}: written; use it with `nats --context {name}`, or `nats context select {name}`")
     elif options.json:
         print_json(nats_cli.context(url, login))
     else:

@@ -9,11 +9,10 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from msgspec.structs import asdict
-
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.ctl.client_options import client_of, print_json
 from unicrond.ctl.future_time import as_body
+from unicrond.ctl.lists import window_rows
 from unicrond.ctl.streams import states
 from unicrond.ctl.waiting import POLL_S
 from unicrond.display.cluster_tables import windows_table
@@ -49,7 +48,9 @@ def drain(options: argparse.Namespace) -> int:
         if not remaining or time.monotonic() >= ends_s:
             break
     if options.json:
-        print_json({"answers": answers, "left": remaining})
+        print_json(
+            [{"node": node, **answer, "workers_left": remaining.get(node, 0)} for node, answer in answers.items()]
+        )
     elif not remaining:
         print("\n".join(f"node {node} is empty" for node in options.nodes))
     for node, count in {} if options.json else remaining.items():
@@ -89,11 +90,11 @@ def maintain(options: argparse.Namespace) -> None:
     elif options.begins or options.for_s:
         raise UsageError("NODE: name the nodes of the window")
     else:
-        state = client.snapshot().state
+        snapshot = client.snapshot()
         if options.json:
-            print_json({name: asdict(window) for name, window in state.windows.items()})
+            print_json(window_rows(snapshot))
         else:
-            show(windows_table(state))
+            show(windows_table(snapshot.state))
 
 
 def _tell(options: argparse.Namespace, answer: dict[str, Any], text: str) -> None:
@@ -128,7 +129,7 @@ def occupied(state: ClusterState, nodes: Collection[str]) -> dict[str, int]:
 
 def _say(options: argparse.Namespace, answers: dict[str, Any], outcome: str, suffix: str = "") -> None:
     if options.json:
-        print_json(answers if len(answers) > 1 else next(iter(answers.values())))
+        print_json([{"node": node, **answer} for node, answer in answers.items()])
         return
     for node, answer in answers.items():
         print(f"node {node} {outcome}, from sequence {answer.get('seq')} on{suffix}")

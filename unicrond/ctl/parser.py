@@ -6,8 +6,8 @@ from typing import get_args
 
 from unicrond import VERSION
 from unicrond.ctl.completion import live_names
-from unicrond.ctl.future_time import MOMENT_SYNTAX, moment, span_s
-from unicrond.ctl.parsing import AT, NODES, PROG, REASON, SINCE, TASK, UNTIL, add_to, common
+from unicrond.ctl.node_parser import add_node_control
+from unicrond.ctl.parsing import AT, PROG, SINCE, TASK, UNTIL, add_to, common
 from unicrond.ctl.task_parser import add_tasks_control
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import (
@@ -16,7 +16,6 @@ from unicrond.events.cli.command_line import (
     add,
     kind_among,
     name,
-    node_name,
     number,
     option,
     repeated,
@@ -30,6 +29,11 @@ from unicrond.events.vocabulary import ErrorKind, FaultKind, FaultPhase
 #: More than any cluster this is for, and small enough to answer at once.
 GPUS_MAX = 131072
 COUNTS_MAX = 4096
+#: Of what `schema` has one (lists.py).
+SCHEMA_NAMES = (
+    *("nodes", "tasks", "workers", "incidents", "events", "doctor", "maintain"),
+    *("cordon", "uncordon", "forget", "drain", "wait"),
+)
 #: What `wait` waits for (waiting.py): what a task is, or one of `training` and `ended`.
 WAIT_FOR = ("training", "ended", "completed", "failed", "cancelled")
 
@@ -84,20 +88,21 @@ def parser() -> Parser:
     add_to(
         commands,
         "goodput",
-        "show goodput and badput by cause, ETTR, MFU, interruptions, lost work, suspect nodes (docs/operate/goodput.md)",
+        "show goodput, badput by cause, ETTR, MFU, interruptions, lost work, suspect nodes (docs/operate/goodput.md)",
         ("goodput", "goodput --since 24h", "goodput --peak-tflops 989 --json"),
         SINCE,
         UNTIL,
         shared("--peak-tflops", default=0),
     )
     add_tasks_control(commands)
-    _add_node_control(commands)
+    add_node_control(commands)
     _add_inject(commands)
     _add_reading(commands)
     _add_history(commands)
     _add_plan(commands)
     _add_throughput(commands)
     _add_nats(commands)
+    _add_schema(commands)
     root.live_names = live_names
     return root
 
@@ -178,78 +183,6 @@ def _add_wait(commands: Commands) -> None:
     )
     target = wait.add_mutually_exclusive_group(required=True)
     add(target, option("task", "TASK", "its name", type=name, nargs="?"), switch("--all", "wait for every task"))
-
-
-def _add_node_control(commands: Commands) -> None:
-    which = (NODES, REASON, shared("--boot"), shared("--address", "act only where it has this one"))
-    add_to(
-        commands,
-        "cordon",
-        "give a node no new workers; those that it has stay",
-        ("cordon node3 --reason 'new fan'", "cordon node3 --address $POD_IP"),
-        *which,
-    )
-    add_to(
-        commands,
-        "drain",
-        "empty a node: its workers move at an iteration boundary, and nothing is lost",
-        (
-            "drain node3 --reason 'new fan'",
-            "drain node3 node4 --wait --timeout-s 120",
-            "drain node3 --by 2h",
-            "drain node3 --until-return",
-            "drain node3 --address $POD_IP",
-        ),
-        *which,
-        switch("--wait", "wait until it is empty"),
-        shared("--timeout-s", "with --wait (default: for ever)"),
-        option(
-            "--by", "TIME", f"set a deadline; workers stay until they must move for it: {MOMENT_SYNTAX}", type=moment
-        ),
-        switch("--until-return", "end the drain when the node comes back with a new agent: a restart or a reboot"),
-        codes=exit_codes(TIMEOUT),
-    )
-    add_to(
-        commands,
-        "uncordon",
-        "give a cordoned, drained or isolated node workers again",
-        ("uncordon node3 --reason 'new fan'", "uncordon node3 --address $POD_IP"),
-        *which,
-    )
-    add_to(
-        commands,
-        "forget",
-        "forget a node that has left or is lost; its name is free for another machine",
-        ("forget node3", "forget node3 --leave --reason 'the machine goes back'"),
-        *which,
-        switch("--leave", "have a node that is up leave for good first: it is drained, and its agent ends with 0"),
-    )
-    add_to(
-        commands,
-        "maintain",
-        "plan a maintenance window: its nodes are empty while it lasts; without nodes, list those that are planned",
-        (
-            "maintain node3 node4 --from 2026-12-01T08:00:00+01:00 --duration 4h --reason 'new cables'",
-            "maintain node3 --from 90m --duration 30m",
-            "maintain",
-            "maintain --cancel w1234",
-        ),
-        option("nodes", "NODE", "its name; several are taken together", type=node_name, nargs="*"),
-        option("--from", "TIME", f"begin it then: {MOMENT_SYNTAX}", type=moment, dest="begins"),
-        option("--duration", "SPAN", "have it last so long (30m, 4h)", type=span_s, dest="for_s"),
-        option("--cancel", "WINDOW", "end this window, or have it not begin"),
-        REASON,
-    )
-    add_to(
-        commands,
-        "slurm-sync",
-        "tell drains and isolations both ways between Slurm and this cluster, until interrupted",
-        ("slurm-sync --every-s 5", "slurm-sync --once"),
-        option("--every-s", "S", "ask both so often (5)", type=number(0.2, 3600, "seconds"), default=5.0),
-        shared("--once"),
-        switch("--ends", "give back to Slurm what only rests here, and needs no repair: the cluster ends"),
-        switch("--no-holds", "do not drain in Slurm what is isolated here (that needs an operator of Slurm)"),
-    )
 
 
 def _add_inject(commands: Commands) -> None:
@@ -384,6 +317,16 @@ def _add_nats(commands: Commands) -> None:
         shared("--nats"),
     )
     add_login(nats)
+
+
+def _add_schema(commands: Commands) -> None:
+    command_line.add_command(
+        commands,
+        "schema",
+        "print the JSON Schema of what a command prints with --json; without a name, list them; needs no coordinator",
+        command_line.examples(f"{PROG} schema nodes", f"{PROG} schema"),
+        option("name", "COMMAND", "one of: " + ", ".join(SCHEMA_NAMES), choices=SCHEMA_NAMES, nargs="?"),
+    )
 
 
 def _add_plan(commands: Commands) -> None:

@@ -52,7 +52,8 @@ def _tasks(state: ClusterState, options: argparse.Namespace) -> list[Task]:
 
 def _tell(options: argparse.Namespace, tasks: list[Task], pending: list[Task], code: int) -> None:
     if options.json:
-        print_json({"reached": code == DONE, "tasks": {task.name: task.status.value for task in tasks}})
+        rows = [(task.name, task.status.value, has_reached(task, options.until)) for task in tasks]
+        print_json([{"task": name, "status": status, "reached": reached} for name, status, reached in rows])
     elif code == DONE:
         print("\n".join(f"task {task.name}: {options.until}" for task in tasks) or "no tasks")
     else:

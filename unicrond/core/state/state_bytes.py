@@ -126,16 +126,15 @@ def _field(owner: type[msgspec.Struct], path: str) -> tuple[str, Any, Any]:
     return name, info.type, msgspec.field(default=info.default, name=info.encode_name)
 
 
-_FlatTask = msgspec.defstruct(
-    "_FlatTask", [_field(Task, path) for path in TASK_FIELDS], frozen=True, omit_defaults=True
-)
+#: A task as it stands in bytes and in JSON.
+FlatTask = msgspec.defstruct("FlatTask", [_field(Task, path) for path in TASK_FIELDS], frozen=True, omit_defaults=True)
 #: The key of each of TASK_FIELDS in bytes and in JSON: its name there, or the older one that a renamed field keeps.
-TASK_KEYS = tuple(info.encode_name for info in fields(_FlatTask))
+TASK_KEYS = tuple(info.encode_name for info in fields(FlatTask))
 _STATE_FIELDS = tuple(info.name for info in fields(ClusterState) if info.name not in DERIVED)
 _FlatState = msgspec.defstruct(
     "_FlatState",
     [
-        (name, dict[str, _FlatTask] if name == "tasks" else kind, default)  # type: ignore[valid-type]
+        (name, dict[str, FlatTask] if name == "tasks" else kind, default)  # type: ignore[valid-type]
         for name, kind, default in [_field(ClusterState, name) for name in _STATE_FIELDS]
     ],
     frozen=True,
@@ -149,7 +148,7 @@ _PARTS = {info.name: info.type for info in fields(Task) if info.name not in (*TA
 
 def _flat(state: ClusterState) -> Any:
     values = [_plain(value) for value in _values_of_state(state)]
-    values[_TASKS] = {name: _FlatTask(*map(_plain, _values_of_task(task))) for name, task in state.tasks.items()}
+    values[_TASKS] = {name: FlatTask(*map(_plain, _values_of_task(task))) for name, task in state.tasks.items()}
     return _FlatState(*values)
 
 
