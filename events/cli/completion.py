@@ -129,14 +129,13 @@ def find_place(parser: argparse.ArgumentParser, words: Sequence[str]) -> Place:
         elif takes_flags and word.startswith("-"):
             due = _flag(parser, word) if "=" not in word else None
         elif arguments:
-            if isinstance(arguments[0], argparse._SubParsersAction):
-                command = arguments[0].choices.get(word)
-                if command is None:
+            argument, kind = arguments[0], word
+            if isinstance(argument, argparse._SubParsersAction):
+                if word not in argument.choices:
                     return Place(parser, None, takes_flags=False, kind="")
-                parser, arguments = command, _arguments(command)
-                continue
-            kind = word
-            if arguments[0].nargs not in ("*", "+"):
+                parser = argument.choices[word]
+                arguments = _arguments(parser)
+            elif argument.nargs not in ("*", "+"):
                 arguments = arguments[1:]
     if due is not None:
         return Place(parser, due, takes_flags=False, kind="")
@@ -170,7 +169,9 @@ def candidates(place: Place, current: str) -> Iterator[str]:
 
 def kind_of(place: Place) -> str:
     """Return the kind of thing that the word at the cursor names, "" where it is none that runs."""
-    metavar = str(place.action.metavar or "") if place.action is not None else ""
+    if place.action is None:
+        return ""
+    metavar = str(place.action.metavar or "")
     return place.kind if metavar == "NAME" and not place.action.option_strings else metavar.lower()
 
 

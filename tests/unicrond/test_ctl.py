@@ -277,7 +277,7 @@ BAD_USAGE = [
     (["logs"], "arguments are required: TASK"),
     (["logs", "big", "--rank", "one"], "--rank: 'one' is not a whole number of 0 or more"),
     (["logs", "big", "--tail-bytes", "0"], "--tail-bytes: '0' is not a whole number of 1 or more"),
-    (["events", "--since", "-1"], "--after: '-1' is not a whole number of 0 or more"),
+    (["events", "--since", "x"], "--since: 'x' is not a point of a log"),
     (["events", "--type", "PlanAdoptd"], "--type: no event type 'PlanAdoptd'; did you mean PlanAdopted?"),
     (["tasks", "--url", "head:7470"], "--url: 'head:7470' is not an http address; give one like http://127.0.0.1:7470"),
     (["tasks", "--token-file", "/nowhere"], "--token-file: /nowhere: No such file or directory"),

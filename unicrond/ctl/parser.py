@@ -368,7 +368,7 @@ def _add_plan(commands: Commands) -> None:
         "solve",
         "solve a plan problem exactly, without a coordinator",
         _SOLVE_EPILOG,
-        option("problem", "PROBLEM.json", "the problem's file, - for standard input"),
+        option("problem", "FILE", "the problem, JSON; - reads stdin"),
     )
 
 
