@@ -54,6 +54,7 @@ class Parser(argparse.ArgumentParser):
     variables = False
     #: Names of what runs now, for completion; a program that knows them sets it.
     live_names: LiveNames | None = None
+    _words: Sequence[str] = ()
 
     def __init__(self, *, version: str = "", **arguments: Any) -> None:
         """Create a parser. `version`: only for the root of a program."""
@@ -84,17 +85,16 @@ class Parser(argparse.ArgumentParser):
         if COMPLETE_VARIABLE in os.environ:
             complete(self, sys.argv[1:] if args is None else args, self.live_names)
             raise SystemExit(DONE)
-        words = list(sys.argv[1:] if args is None else args)
-        options, rest = self.parse_known_args(words, namespace)
-        if rest:
-            before = words[words.index(rest[0]) - 1]
-            hint = f"; give {rest[0]} alone, without {before}" if before in KINDS else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return options
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one line for bad usage and exit with code 2; argparse calls this for everything that it does not
         accept."""
+        name = message.removeprefix("unrecognized arguments: ")
+        before = self._words[self._words.index(name) - 1] if name != message and name in self._words else ""
+        if before in KINDS:
+            message += f"; give {name} alone, without {before}"
         fail(self.prog.partition(" ")[0], f"{_plainer(message)}; see {self.prog} --help")
         raise SystemExit(USAGE)
 

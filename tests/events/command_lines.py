@@ -1,6 +1,6 @@
 """Every command of the four programs with its arguments and flags, and the document of them: docs/operate/commands.md.
 
-    python -m tests.events.command_lines > docs/operate/commands.md
+python -m tests.events.command_lines > docs/operate/commands.md
 """
 
 from __future__ import annotations
@@ -108,7 +108,11 @@ def document() -> str:
             if is_group(command):
                 continue
             flags = flags_of(command)
-            own = [f"`{flag}`" for flag in flags if flag not in EVERYWHERE | LOGIN and not (flag in LOG and LOG <= {*flags})]
+            own = [
+                f"`{flag}`"
+                for flag in flags
+                if flag not in EVERYWHERE | LOGIN and not (flag in LOG and {*flags} >= LOG)
+            ]
             own += ["*a log*"] if {*flags} >= LOG else []
             own += ["*a login*"] if {*flags} >= LOGIN and not {*flags} >= LOG else []
             line = f"{command.prog} {arguments_of(command)}".rstrip()
@@ -116,7 +120,10 @@ def document() -> str:
         if program == "unicronctl":
             lines += ["", "All but `nats-context` and `schema` take `--url`, `--token-file` and `--tls-ca`."]
         if program == "unicron-replay":
-            lines += ["", "*A log*: one of `--log`, `--nats`, `--state-dir` and `--url`; with `--archive`, and a login's flags."]
+            lines += [
+                "",
+                "*A log*: one of `--log`, `--nats`, `--state-dir` and `--url`; with `--archive`, and a login's flags.",
+            ]
     return "\n".join(lines).replace("|NAME", "\\|NAME").replace("SEQ|TIME SEQ|TIME", "SEQ\\|TIME SEQ\\|TIME") + "\n"
 
 

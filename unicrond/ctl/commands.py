@@ -273,7 +273,7 @@ def init_megatron(options: argparse.Namespace) -> None:
             command = megatron_init.parse_words(options.words)
         else:
             command = megatron_init.parse_script(options.script.read_text())
-        text = megatron_init.task_file(command, name=options.task, base=Path.cwd())
+        text = megatron_init.task_file(command, name=options.task or "", base=Path.cwd())
         loads(text, where="the task file that would come of it")
     except (megatron_init.BadScript, BadFlags, TaskFileError, OSError, UnicodeDecodeError) as error:
         raise UsageError(str(error)) from None
@@ -285,7 +285,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     if (options.what == "import") != bool(options.task):
         raise UsageError("give --task with import, and with import alone")
     extras.require("unicronctl checkpoint", "node")
-    words = [options.what, str(options.source), str(options.directory), f"--task={options.task}"]
+    words = [options.what, str(options.source), str(options.directory), f"--task={options.task or ''}"]
     return subprocess.run(
         [sys.executable, "-P", "-m", "unicrond.agents.trainer.states.portable", *words], check=False
     ).returncode

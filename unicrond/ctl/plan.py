@@ -138,7 +138,8 @@ def plan_whatif(options: argparse.Namespace) -> None:
         body = planner.plan_whatif(changes)
     except ApiRefused as refusal:
         if refusal.status == 400:
-            raise UsageError(f"--{refusal}") from None
+            flag = "--set " if str(refusal).startswith("tasks.") else "--"
+            raise UsageError(f"{flag}{refusal}") from None
         raise
     if options.json:
         print_json(body)
@@ -262,9 +263,9 @@ def _task_changes(settings: list[tuple[str, str]]) -> dict[str, dict[str, float]
         name, _, field = rest.rpartition(".")
         if not (kind == "tasks" and name and field in ("weight", "min_workers", "max_workers")):
             known = "tasks.TASK.weight=3, or min_workers, max_workers; `unicron-replay whatif --url` takes all others"
-            raise UsageError(f"--set: {path}: give {known}")
+            raise UsageError(f"--set {path}: give {known}")
         if not _NUMBER.fullmatch(number):
-            raise UsageError(f"--set: {path}: {number!r} is not a number; give one like 3 or 0.5")
+            raise UsageError(f"--set {path}: {number!r} is not a number; give one like 3 or 0.5")
         value: float = float(number)
         changes.setdefault(name, {})[field] = int(value) if value.is_integer() and field != "weight" else value
     return changes

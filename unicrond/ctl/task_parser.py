@@ -28,7 +28,7 @@ def add_tasks_control(commands: Commands) -> None:
             "init-megatron --script train.sbatch > lm.yaml",
         ),
         option("--script", "FILE", "read the batch or shell script that starts the training", type=Path),
-        shared("--task", "of the file's task (default: the script's)", default=""),
+        shared("--task", "of the file's task (default: the script's)"),
         option("words", "WORD", "behind --: the command line", nargs="*"),
     )
     add_to(commands, "cancel", "end a task; its checkpoints stay", ("cancel big --reason 'wrong data'",), TASK, REASON)
@@ -56,7 +56,7 @@ def add_tasks_control(commands: Commands) -> None:
         option("what", "WHAT", "export or import", choices=("export", "import")),
         option("source", "CHECKPOINT", "a directory iteration-N", type=Path),
         option("directory", "DIR", "where to write it; for import the task's checkpoint.dir", type=Path),
-        shared("--task", "import: the one that is to begin from it", default=""),
+        shared("--task", "import: the one that is to begin from it"),
     )
     add_to(
         commands,
