@@ -32,15 +32,15 @@ Made by `python -m tests.events.command_lines` from the parsers; a test keeps it
 * **One word, one meaning.** A flag that several commands have takes the same value and means the same everywhere: the
   [table](#flags-of-several-commands) below.
 * **Points and ranges.** `--since` and `--until` cut a range out of a log, `--at` names a moment. Each takes a sequence
-  number (`1234`), a time with its zone (`2026-11-20T09:30:00Z`), or a span before the newest entry (`8h`; units ms, s, m,
-  h, d). Times to come are `--from`, `--by` and `--duration`.
-* **`KIND NAME` or `NAME`**, as kubectl has it: a command that takes several kinds of things wants the kind, `describe node
-  gpu07`, `story incident i52`; one that is about one kind takes names alone, `cordon gpu07 gpu08`, `cancel big`.
+  number (`1234`), a time with its zone (`2026-11-20T09:30:00Z`), or a span before the newest entry (`8h`; units ms, s,
+  m, h, d). Times to come are `--from`, `--by` and `--duration`.
+* **`KIND NAME` or `NAME`**, as kubectl has it: a command that takes several kinds of things wants the kind, `describe
+  node gpu07`, `story incident i52`; one that is about one kind takes names alone, `cordon gpu07 gpu08`, `cancel big`.
 * **`--json`** prints a list as a list, with the fields' names of `GET /v1/state`; `events` prints a line for each.
   `unicronctl schema COMMAND` prints the JSON Schema.
-* **Completion**: `eval "$(unicronctl --print-completion bash)"`, or `zsh`, or `unicronctl --print-completion fish | source`.
-  It knows the tasks, nodes, workers, incidents and windows that there are, by the API that the command would ask, and is
-  silent where that does not answer within a second.
+* **Completion**: `eval "$(unicronctl --print-completion bash)"`, or `zsh`; `unicronctl --print-completion fish |
+  source`. It knows the tasks, nodes, workers, incidents and windows that there are, by the API that the command would
+  ask, and is silent where that does not answer within a second.
 """
 
 
@@ -108,11 +108,8 @@ def document() -> str:
             if is_group(command):
                 continue
             flags = flags_of(command)
-            own = [
-                f"`{flag}`"
-                for flag in flags
-                if flag not in EVERYWHERE | LOGIN and not (flag in LOG and {*flags} >= LOG)
-            ]
+            aside = EVERYWHERE | LOGIN | (LOG if {*flags} >= LOG else set())
+            own = [f"`{flag}`" for flag in flags if flag not in aside]
             own += ["*a log*"] if {*flags} >= LOG else []
             own += ["*a login*"] if {*flags} >= LOGIN and not {*flags} >= LOG else []
             line = f"{command.prog} {arguments_of(command)}".rstrip()
@@ -120,10 +117,8 @@ def document() -> str:
         if program == "unicronctl":
             lines += ["", "All but `nats-context` and `schema` take `--url`, `--token-file` and `--tls-ca`."]
         if program == "unicron-replay":
-            lines += [
-                "",
-                "*A log*: one of `--log`, `--nats`, `--state-dir` and `--url`; with `--archive`, and a login's flags.",
-            ]
+            sources = "*A log*: one of `--log`, `--nats`, `--state-dir`, `--url`; with `--archive` and a login's flags."
+            lines += ["", sources]
     return "\n".join(lines).replace("|NAME", "\\|NAME").replace("SEQ|TIME SEQ|TIME", "SEQ\\|TIME SEQ\\|TIME") + "\n"
 
 

@@ -1,4 +1,4 @@
-"""One grammar for the commands of the four programs: events/cli/shared_flags.py, exit_codes.py, docs/operate/commands.md."""
+"""One grammar for the commands of the four programs: shared_flags.py and exit_codes.py of events/cli, commands.md."""
 
 from __future__ import annotations
 
@@ -19,46 +19,10 @@ from unicrond.events.cli.shared_flags import SHARED, SharedFlag
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = {command.prog: command for program in PARSERS for command in commands_of(parser_of(program))}
 #: What a summary begins with: what the command does.
-VERBS = {
-    *[
-        "archive",
-        "cancel",
-        "check",
-        "compare",
-        "copy",
-        "cordon",
-        "decide",
-        "drain",
-        "empty",
-        "end",
-        "fix",
-        "forget",
-        "give",
-        "list",
-        "make",
-        "order",
-        "plan",
-    ],
-    *[
-        "predict",
-        "print",
-        "repeat",
-        "restore",
-        "run",
-        "see",
-        "serve",
-        "show",
-        "simulate",
-        "solve",
-        "submit",
-        "take",
-        "tell",
-        "train",
-        "wait",
-        "write",
-        "change",
-    ],
-}
+WORDS = """
+    archive cancel check compare copy cordon decide drain empty end fix forget give list make order plan predict print
+    repeat restore run see serve show simulate solve submit take tell train wait write change"""
+VERBS = set(WORDS.split())
 
 
 def value_of(read: Any) -> str:

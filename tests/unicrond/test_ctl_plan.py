@@ -89,19 +89,11 @@ async def test_the_table_says_what_each_next_event_leads_to(served: Served) -> N
 
 async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
     before = await served.log.last_seq()
+    weights = ("--set", "tasks.small.weight=3", "--set", "tasks.small.max_workers=2")
     lose, add, weigh = await asyncio.gather(
         ctl("plan", "whatif", "--lose", "n1", "--lose", "n2", "--json", url=served.url),
         ctl("plan", "whatif", "--add-nodes", "1", "--slots", "2", url=served.url),
-        ctl(
-            "plan",
-            "whatif",
-            "--set",
-            "tasks.small.weight=3",
-            "--set",
-            "tasks.small.max_workers=2",
-            "--json",
-            url=served.url,
-        ),
+        ctl("plan", "whatif", *weights, "--json", url=served.url),
     )
     assert [outcome.code for outcome in (lose, add, weigh)] == [0, 0, 0], (lose, add, weigh)
     assert {a["task"]: a["workers"] for a in json.loads(lose.out)["then"]["assignments"]} == {"big": 1, "small": 1}
