@@ -145,10 +145,11 @@ def find_place(parser: argparse.ArgumentParser, words: Sequence[str]) -> Place:
 def candidates(place: Place, current: str) -> Iterator[str]:
     """Yield what the word may become, without the names of what runs now."""
     if place.takes_flags and current.startswith("-"):
-        for action in place.parser._actions:
-            if action.help != argparse.SUPPRESS:
-                flags = [flag for flag in action.option_strings if flag.startswith("--") and flag.startswith(current)]
-                yield from (f"{flag}\t{action.help}" for flag in flags)
+        for option in place.parser._actions:
+            if option.help != argparse.SUPPRESS:
+                flags = [flag for flag in option.option_strings if flag.startswith("--") and flag.startswith(current)]
+                text = str(option.help).replace(" (%(default)s)", "")
+                yield from (f"{flag}\t{text}" for flag in flags)
         return
     action = place.action
     if action is None:
