@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from unicrond.events.cli import environment_flags as variables
 from unicrond.events.cli.completion import COMPLETE_VARIABLE, SHELLS, LiveNames, complete, script
 from unicrond.events.cli.exit_codes import DONE, FAILED, INTERRUPTED, USAGE, exit_codes
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary.phrases import guess
 
 if TYPE_CHECKING:
     from unicrond.events.log.point import BeforeEnd, Point
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def epilog(self) -> str | None:
-        """The examples."""
+        """Return the examples."""
         return self._epilog() if callable(self._epilog) else self._epilog
 
     @epilog.setter

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.service.api.redaction import Discretion, redact
 
 #: The masking of this command.
@@ -19,12 +19,12 @@ REDACTOR = Discretion()
 
 def mask_entries(entries: Sequence[Entry]) -> list[Entry]:
     """Mask secrets in entries that are to be passed on; texts keep their length, everything else is unchanged."""
-    return [_masked(entry) if isinstance(entry, Recorded) else entry for entry in entries]
+    return [_masked(entry) if isinstance(entry, RecordedEvent) else entry for entry in entries]
 
 
-def _masked(entry: Recorded) -> Recorded:
+def _masked(entry: RecordedEvent) -> RecordedEvent:
     mask = REDACTOR.mask()
     plain = msgspec.to_builtins(entry.envelope)
     masked_plain = redact(plain, lambda text: mask.overwrite(text.encode()).decode())
     envelope = entry.envelope if masked_plain == plain else msgspec.convert(masked_plain, Envelope, strict=True)
-    return Recorded(entry.seq, entry.recorded_at_us, envelope)
+    return RecordedEvent(entry.seq, entry.recorded_at_us, envelope)

@@ -20,7 +20,7 @@ from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import Point
 from unicrond.events.log.segments import TornTail, has_end_mark, read_segment, segment_paths
 from unicrond.events.log.skips import apply_skips, skips_in_files
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.reading.shown import REDACTOR
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Source(Protocol):
         """Return when the newest entry was recorded, 0 for an empty log."""
         ...
 
-    def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield the retained heartbeats, in pieces; one may come twice (`events/log/heartbeat_evidence.py`)."""
         ...
 
@@ -141,7 +141,7 @@ class FileSource:
                 break
         return newest
 
-    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    async def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield the heartbeats up to an incomplete end of a segment; see Source."""
         for segment in self._segments:
             try:

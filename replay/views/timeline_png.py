@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unicrond.events.vocabulary.times import format_time
+from unicrond.events.vocabulary.phrases import format_time
 from unicrond.replay.views.timeline import NODE_LEFT, Timeline, TimelineSpan
 from unicrond.replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
 

@@ -30,7 +30,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, NodeStatus, Plan
 from unicrond.core.worth.waf import linear_flops, waf
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.intake.task_file import problems
 
@@ -174,4 +174,4 @@ def _fold_in(state: ClusterState, event: v.AnyEvent, producer: str) -> ClusterSt
     envelope = Envelope(
         producer=producer, boot=boot, number=number + 1, term=term, observed_at_us=state.now_us, event=event
     )
-    return fold(state, Recorded(state.seq + 1, state.now_us, envelope))
+    return fold(state, RecordedEvent(state.seq + 1, state.now_us, envelope))

@@ -163,8 +163,8 @@ def test_names_that_mean_nothing_or_several_things_are_refused() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", eventful(5))
-    done = unicron_replay("story", "n2", "--log", log)
+    done = unicron_replay("story", "node", "n2", "--log", log)
     assert done.returncode == 0 and done.stdout.startswith("Node n2: 1 slots at")
     assert "At the end it is left" in done.stdout
-    done = unicron_replay("story", "nobody", "--log", log)
+    done = unicron_replay("story", "node", "nobody", "--log", log)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "SUBJECT: nobody" in done.stderr

@@ -24,7 +24,7 @@ from unicrond.ctl.main import main
 from unicrond.display.derived_figures import derived_values
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd
 from unicrond.events.vocabulary import NodeLost, TaskCancelled, TaskSubmitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.selection import Selection
 from unicrond.replay.reading.export import Export
 
@@ -48,7 +48,7 @@ Ctl = Callable[..., "asyncio.Future[Outcome]"]
 
 
 @pytest.fixture(scope="module")
-def story() -> list[Recorded]:
+def story() -> list[RecordedEvent]:
     """Of four nodes, two tasks and a worker's death; `big` has a secret, one node is lost."""
     cluster = healed_cluster()
     cluster.kill_host(cluster.hosts["n4"])
@@ -61,7 +61,7 @@ def story() -> list[Recorded]:
 
 
 @pytest.fixture
-async def served(tmp_path: Path, story: list[Recorded]) -> AsyncIterator[Served]:
+async def served(tmp_path: Path, story: list[RecordedEvent]) -> AsyncIterator[Served]:
     async with serving(tmp_path, story) as served:
         yield served
 
@@ -102,12 +102,15 @@ async def test_workers_have_rank_node_and_process(ctl: Ctl, served: Served) -> N
 async def test_one_thing_in_full(ctl: Ctl, served: Served) -> None:
     state = served.coordinator.state
     task, node = await ctl("describe", "task", "big"), await ctl("describe", "node", "n4")
-    incident = await ctl("describe", "incident", state.closed[0].id)
+    incident = await ctl("describe", "incident", state.closed_incidents[0].id)
     assert [task.code, node.code, incident.code] == [0, 0, 0], (task, node, incident)
-    assert "iteration" in task.out and state.closed[0].id in task.out and "last events" in task.out
+    assert "iteration" in task.out and state.closed_incidents[0].id in task.out and "last events" in task.out
     assert all(worker in task.out for worker in state.tasks["big"].workers)
     assert "lost" in node.out and "last events" in node.out and "node n4 joined" in node.out
-    assert state.closed[0].message in incident.out and f"unicronctl story {state.closed[0].id}" in incident.out
+    assert (
+        state.closed_incidents[0].message in incident.out
+        and f"unicronctl story incident {state.closed_incidents[0].id}" in incident.out
+    )
     data = json.loads((await ctl("describe", "task", "big", "--json")).out)
     assert data["task"]["iteration"] == state.tasks["big"].progress.iteration and len(data["workers"]) >= 1
     refused = await ctl("describe", "node", "n9")
@@ -171,11 +174,11 @@ async def test_wait_says_by_its_exit_code_what_came_of_it(ctl: Ctl, served: Serv
 
 async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
     entries = await entries_in(served)
-    begun = next(entry.seq for entry in entries if isinstance(entry, Recorded) and kind_of(entry.envelope.event))
+    begun = next(entry.seq for entry in entries if isinstance(entry, RecordedEvent) and kind_of(entry.envelope.event))
     state = replay(entries, AtSeq(begun - 1))
     for view in ("nodes", "tasks"):
         told = json.loads((await ctl(view, "--json", "--at", begun - 1)).out)
-        assert set(told) == set(to_json(state)[view])
+        assert [row["name"] for row in told] == list(to_json(state)[view])
     then = json.loads((await ctl("status", "--json", "--at", begun - 1)).out)
     assert then["state"] == json.loads(json.dumps(to_json(state)))
     assert then["derived"] == derived_values(state, state.now_us)["derived"]
@@ -220,7 +223,7 @@ def numbers(outcome: Outcome) -> list[int]:
 
 async def test_the_part_of_the_log_that_is_wanted(ctl: Ctl, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past, "_PIECE", 3)  # looked for in several pieces
-    entries = [entry for entry in await entries_in(served) if isinstance(entry, Recorded)]
+    entries = [entry for entry in await entries_in(served) if isinstance(entry, RecordedEvent)]
     of_big = [entry.seq for entry in entries if Selection(task="big").takes(entry)]
     lost = [entry.seq for entry in entries if isinstance(entry.envelope.event, NodeLost)]
     assert len(lost) == 1 and len(of_big) > 20
@@ -250,12 +253,12 @@ async def test_story_and_verify_are_those_of_the_exported_log(
         await asyncio.to_thread(replayed, [*arguments, "--log", str(tmp_path / "log")])
         return capsys.readouterr().out
 
-    incident = served.coordinator.state.closed[0].id
-    for subject in (incident, "task:big", "node:n4"):
-        told = await ctl("story", subject)
-        assert told.code == 0 and told.out == await of_file("story", subject) != ""
-    assert (await ctl("story", "task:big", "--at", 12)).out != (await ctl("story", "task:big")).out
-    assert (await ctl("story", "nothing")).code == 2
+    incident = served.coordinator.state.closed_incidents[0].id
+    for subject in (("incident", incident), ("task", "big"), ("node", "n4")):
+        told = await ctl("story", *subject)
+        assert told.code == 0 and told.out == await of_file("story", *subject) != ""
+    assert (await ctl("story", "task", "big", "--until", 12)).out != (await ctl("story", "task", "big")).out
+    assert (await ctl("story", "nothing")).code == 2 and (await ctl("story", "node", "nothing")).code == 2
     by_api, by_file = json.loads((await ctl("verify", "--json")).out), json.loads(await of_file("verify", "--json"))
     assert by_api == by_file
 
@@ -267,7 +270,7 @@ def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture
     with Export(tmp_path / "log") as export:
         export.write(list(log))
     for seq in range(1, 30):
-        assert replayed(["verify", "--log", str(tmp_path / "log"), "--at", str(seq)]) == 0, capsys.readouterr().out
+        assert replayed(["verify", "--log", str(tmp_path / "log"), "--until", str(seq)]) == 0, capsys.readouterr().out
 
 
 # --- a report ------------------------------------------------------------------------------------

@@ -137,9 +137,10 @@ async def test_json_is_for_programs(served: Served) -> None:
         )
     ]
     assert status["state"]["seq"] >= seq  # type: ignore[index]
-    assert set(nodes) == {"n1", "n2", "n3", "n4"}  # type: ignore[call-overload]
-    assert tasks["small"]["loss"] is None  # type: ignore[index]
-    assert tasks["big"]["waf"] >= 0  # type: ignore[index]
+    assert {node["name"] for node in nodes} == {"n1", "n2", "n3", "n4"}  # type: ignore[attr-defined]
+    by_name = {task["name"]: task for task in tasks}  # type: ignore[attr-defined]
+    assert by_name["small"]["loss"] is None
+    assert by_name["big"]["waf"] >= 0
     assert plan["assignments"]["big"]["workers"] == 3  # type: ignore[index]
     assert events["type"] == "StepCommitted"  # type: ignore[index]
 
@@ -283,7 +284,7 @@ BAD_USAGE = [
     (["tasks", "--token-file", "/nowhere"], "--token-file: /nowhere: No such file or directory"),
     (["submit", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
     (["plan", "shw"], "no command 'shw'; did you mean show?"),
-    (["--json", "plan", "solve"], "arguments are required: PROBLEM.json"),
+    (["--json", "plan", "solve"], "arguments are required: FILE"),
     (["plan", "solve", "/nowhere.json"], "/nowhere.json"),
     (["throughput", "--gpus", "8"], "--model: missing"),
 ]

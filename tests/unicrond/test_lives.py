@@ -15,7 +15,7 @@ from unicrond.core.state import worker_lifecycle as worker_life
 from unicrond.core.state.incident_lifecycle import TRIGGERS, IncidentPhase, IncidentTrigger, phase
 from unicrond.core.state.state import ClusterState, WorkerStatus
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.replay.simulation import run
 
 
@@ -24,15 +24,15 @@ def workers(state: ClusterState) -> dict[str, WorkerStatus]:
 
 
 def phases(state: ClusterState) -> dict[str, IncidentPhase]:
-    return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed]}
+    return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed_incidents]}
 
 
-def played(seed: int) -> list[Recorded]:
+def played(seed: int) -> list[RecordedEvent]:
     """The log of one of the fuzzer's histories."""
     with run._world(seed) as world:
         run.arrange(world, run.draw(world.rng("faults"), list(world.hosts)))
         world.loop.run_until_complete(run._play(world))
-        return [entry for entry in world.server.entries if isinstance(entry, Recorded)]
+        return [entry for entry in world.server.entries if isinstance(entry, RecordedEvent)]
 
 
 def require_legal(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> set[tuple[object, object, object]]:
@@ -58,7 +58,7 @@ def require_legal(before: ClusterState, after: ClusterState, event: v.AnyEvent) 
     return made
 
 
-def moves_of(entries: list[Recorded]) -> set[tuple[object, object, object]]:
+def moves_of(entries: list[RecordedEvent]) -> set[tuple[object, object, object]]:
     made: set[tuple[object, object, object]] = set()
     state = ClusterState()
     for entry in entries:
@@ -77,7 +77,7 @@ def test_no_move_outside_the_tables() -> None:
             pass
         made |= moves_of(list(cluster.log))
     for seed in range(4):
-        made |= moves_of([entry for entry in eventful(seed) if isinstance(entry, Recorded)])
+        made |= moves_of([entry for entry in eventful(seed) if isinstance(entry, RecordedEvent)])
     for seed in range(8):
         made |= moves_of(played(seed))
     assert len(made) >= 30, "too little happened to show anything"

@@ -10,7 +10,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import Point
 from unicrond.events.vocabulary import CoordinatorStarted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 EMPTY = ClusterState()
 
@@ -35,7 +35,7 @@ def policy_after(policy: Policy, entry: Entry) -> Policy:
 
     Raise ValueError for the policy of a version that has other settings.
     """
-    if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, CoordinatorStarted):
+    if not isinstance(entry, RecordedEvent) or not isinstance(entry.envelope.event, CoordinatorStarted):
         return policy
     event = entry.envelope.event
     try:

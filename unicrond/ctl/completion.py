@@ -31,7 +31,7 @@ def live_names(kind: str, words: Sequence[str]) -> Iterable[str]:
         "task": state.tasks,
         "node": state.nodes,
         "worker": (worker for task in state.tasks.values() for worker in task.workers),
-        "incident": (*reversed(state.incidents), *(incident.id for incident in reversed(state.closed))),
+        "incident": (*reversed(state.incidents), *(incident.id for incident in reversed(state.closed_incidents))),
         "plan": (str(state.plan.epoch),),
         "window": state.windows,
     }

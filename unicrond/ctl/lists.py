@@ -115,7 +115,7 @@ def worker_rows(snapshot: Snapshot, task: str | None) -> list[Row]:
 def incident_rows(snapshot: Snapshot) -> list[Row]:
     """Return the incidents, oldest first: those that are closed and still in the state, then the open ones."""
     state = snapshot.body["state"]
-    return [*state["closed"], *state["incidents"].values()]
+    return [*state["closed_incidents"], *state["incidents"].values()]
 
 
 def window_rows(snapshot: Snapshot) -> list[Row]:

@@ -19,7 +19,7 @@ from unicrond.display.cluster_tables import windows_table
 from unicrond.display.tables import show
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.cli.exit_codes import DONE, TIMEOUT
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 
 def cordon(options: argparse.Namespace) -> None:

@@ -26,8 +26,8 @@ from unicrond.core.state.field_faults import faults
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, TaskStatus
 from unicrond.core.tasks.task_rules import spec_faults
-from unicrond.events.host.did_you_mean import guess
 from unicrond.events.vocabulary import Gpu, Name, PlanAdopted, StoreAddress
+from unicrond.events.vocabulary.phrases import guess
 
 #: More nodes than any question needs; a planner's row has one entry per worker.
 NODES_MAX = 10_000

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from unicrond.core.fold import fold
 from unicrond.core.state.state import ClusterState
 from unicrond.events.vocabulary import AnyEvent
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 log = logging.getLogger("unicrond")
 
@@ -34,7 +34,7 @@ class LogStep(NamedTuple):
     @property
     def event(self) -> AnyEvent | None:
         """Return the entry's event; None for an entry that is quarantined."""
-        return self.entry.envelope.event if isinstance(self.entry, Recorded) else None
+        return self.entry.envelope.event if isinstance(self.entry, RecordedEvent) else None
 
 
 class View(Protocol):
