@@ -153,7 +153,7 @@ def test_unknown_name_is_refused_with_the_kind_that_has_it() -> None:
     cluster.submit("n1")
     index = index_of(cluster.log)
     assert index.subject("task", "n1").kind == "task" and index.subject("node", "n1").kind == "node"
-    with pytest.raises(NoSuchSubject, match="no task n2; did you mean node n2?"):
+    with pytest.raises(NoSuchSubject, match="no task n2; did you mean node n2"):
         index.subject("task", "n2")
     with pytest.raises(NoSuchSubject, match="no node x; the log has n1, n2, n3"):
         index.subject("node", "x")
