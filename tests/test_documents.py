@@ -131,7 +131,7 @@ def parser_of(program: str, arguments: list[str], patch: pytest.MonkeyPatch, *, 
 
 #: What stands in a command line of a document for something that its reader knows.
 PLACEHOLDERS = {"URL": "nats://127.0.0.1:4222", "SEQ": "1", "N": "1"}
-FILES = {"--key", "--nodes", "--password-file", "--creds", "--nkey-seed", "--tls-ca", "--tls-cert", "--tls-key"}
+FILES = {"--key", "--nodes-file", "--password-file", "--creds", "--nkey-seed", "--tls-ca", "--tls-cert", "--tls-key"}
 STARTS = {*PROGRAMS, "make", "python", "pytest"}
 
 

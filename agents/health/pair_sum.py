@@ -90,7 +90,7 @@ def too_late(after_s: float, limit_s: float) -> str:
     enough."""
     if after_s <= _BEGUN_BY * limit_s:
         return ""
-    return f"the node is busy: its sums could begin after {after_s:.0f} s; give a --limit-s above {2 * after_s:.0f}"
+    return f"the node is busy: its sums could begin after {after_s:.0f} s; give a --timeout-s above {2 * after_s:.0f}"
 
 
 def sum_all(torch: Any, order: Sum, summation: Summation, ends_s: float) -> list[PairSum]:

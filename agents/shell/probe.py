@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from unicrond.agents.host.paths import PROBE_SOCKET, default_run_dir
 from unicrond.events.cli.command_line import SettableParser, add, fail, option, run
+from unicrond.events.cli.completion import COMPLETE_VARIABLE
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,7 +68,7 @@ def ask(path: Path, timeout_s: float = TIMEOUT_S) -> Condition:
 
 def is_asked(argv: Sequence[str]) -> bool:
     """Return whether a command line is a probe's."""
-    return any(word.partition("=")[0] == "--probe" for word in argv)
+    return COMPLETE_VARIABLE not in os.environ and any(word.partition("=")[0] == "--probe" for word in argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ Rules
 * A point cuts the log in two: the prefix that it covers, and the rest. Nothing is ever left out in between.
 * Time is the log's, a running maximum (as in the fold): a point in time covers everything before the first
   entry that was recorded later. So "up to T" and "after T" share a log without overlap, whatever the clock did.
-* "-10m" counts from the newest entry, not from now: the same log gives the same answer tomorrow.
+* "10m" (or "-10m") counts from the newest entry, not from now: the same log gives the same answer tomorrow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECOND_US = 1_000_000
 _UNITS_US = {"ms": 1000, "s": SECOND_US, "m": 60 * SECOND_US, "h": 3600 * SECOND_US, "d": 86400 * SECOND_US}
 _SPAN = re.compile(r"-?(?P<number>[0-9]{1,12}(?:\.[0-9]{1,6})?)(?P<unit>ms|s|m|h|d)", re.ASCII)
 POINT_SYNTAX = (
-    "a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span before the log's end (-10m)"
+    "a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span before the log's end (10m)"
 )
 
 

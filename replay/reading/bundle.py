@@ -1,4 +1,4 @@
-"""The file that `unicronctl debug` writes: a zip archive, of which the log is one member. `--file` opens it."""
+"""The file that `unicronctl debug` writes: a zip archive, of which the log is one member. `--log` opens it."""
 
 from __future__ import annotations
 

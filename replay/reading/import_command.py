@@ -34,7 +34,7 @@ async def import_command(options: argparse.Namespace) -> int:
         note = (
             ""
             if times == "kept"
-            else " (NATS dates what it stores), and the digests differ accordingly; compare by --file"
+            else " (NATS dates what it stores), and the digests differ accordingly; compare by --log"
         )
         say(f"{where}: entries 1 to {last}; the recorded times are {times}{note}" if last else f"{where}: an empty log")
     return 0

@@ -32,14 +32,14 @@ PROGRAM = "unicron-replay"
 @asynccontextmanager
 async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
     """Open the log that the options name. Raises UsageError, LogError."""
-    if options.archive is not None and (options.file is not None or options.url is not None):
-        flag = "--file" if options.file is not None else "--url"
+    if options.archive is not None and (options.log is not None or options.url is not None):
+        flag = "--log" if options.log is not None else "--url"
         raise UsageError(f"--archive: is the older part of a log on NATS; with {flag} leave it out")
     if options.url is not None:
         yield await open_api(client_of(options))
         return
-    if options.file is not None:
-        with unpack_log(options.file) as path:
+    if options.log is not None:
+        with unpack_log(options.log) as path:
             yield file_source(path)
         return
     archive, login = _archive(options), login_of(options)
@@ -74,7 +74,7 @@ def file_source(path: Path) -> FileSource:
     try:
         return FileSource(path)
     except OSError as error:
-        raise UsageError(f"--file: {path} cannot be read: {error.strerror}; name an exported log") from None
+        raise UsageError(f"--log: {path} cannot be read: {error.strerror}; name an exported log") from None
 
 
 async def state_at(options: argparse.Namespace, at: Point | BeforeEnd | None) -> ClusterState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -47,13 +48,13 @@ async def export_command(options: argparse.Namespace) -> None:
     _require_export(path, replace=options.force)
     last_seq = 0
     async with open_source(options) as source:
-        until = await resolve(source, options.at)
+        until = await resolve(source, options.until)
         async with aclosing(with_bar(read(source, until=until), "exporting")) as chunks:
             with Export(path) as export:
                 async for chunk in chunks:
                     export.write(mask_entries(chunk.entries) if options.masked else chunk.entries)
                     last_seq = chunk.entries[-1].seq if chunk.entries else last_seq
-                require_reached(options.at, last_seq)
+                require_reached(options.until, last_seq)
                 beats = 0
                 async with aclosing(source.beats()) as batches:
                     async for batch in batches:
@@ -69,9 +70,10 @@ async def export_command(options: argparse.Namespace) -> None:
 async def events_command(options: argparse.Namespace) -> None:
     """Print the entries of a stretch of the log, one line each."""
     selection = Selection(types=frozenset(options.type), node=options.node or "", task=options.task or "")
+    lines: deque[str] = deque(maxlen=options.limit)
     matched = 0
     async with open_source(options) as source:
-        after, until = await resolve(source, options.after), await resolve(source, options.until)
+        after, until = await resolve(source, options.since), await resolve(source, options.until)
         chunks: AsyncGenerator[LogChunk, None] = read(source, after=after, until=until)
         if not sys.stdout.isatty():  # a bar among the lines would be useless
             chunks = with_bar(chunks, "reading")
@@ -80,7 +82,13 @@ async def events_command(options: argparse.Namespace) -> None:
                 for entry in chunk.entries:
                     if selection.takes(entry):
                         matched += 1
-                        say(as_json(entry_json(entry)) if options.json else entry_line(entry))
+                        line = as_json(entry_json(entry)) if options.json else entry_line(entry)
+                        if options.limit is None:
+                            say(line)
+                        else:
+                            lines.append(line)
+    for line in lines:
+        say(line)
     if not matched:
         print(f"{PROGRAM}: no events match", file=sys.stderr)
 

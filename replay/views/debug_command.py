@@ -32,7 +32,7 @@ WORKERS_MAX = 64
 _README = """\
 A report of a cluster that unicrond coordinates, written by `unicronctl debug` of version {version}.
 
-{log:<16} the event log; unicron-replay opens this whole file: unicron-replay state --file THIS_FILE
+{log:<16} the event log; unicron-replay opens this whole file: unicron-replay state --log THIS_FILE
 state.json       the coordinator's state, and what follows from it
 health.json      /healthz
 plan_table.json  the plan for each event that may come next
@@ -66,7 +66,7 @@ async def debug_command(options: argparse.Namespace) -> int:
     if options.json:
         say(as_json({"path": str(path), "last_seq": last_seq, "missing": missing}))
     else:
-        say(f"{path}: entries 1 to {last_seq}; look at it with: unicron-replay state --file {path}")
+        say(f"{path}: entries 1 to {last_seq}; look at it with: unicron-replay state --log {path}")
     for line in missing:
         print(f"unicronctl: missing: {line}", file=sys.stderr)
     return 0

@@ -39,9 +39,9 @@ class _Interval(View):
 async def goodput_command(options: argparse.Namespace) -> int:
     """Print the goodput after one pass over the log; the interval is the difference of two readings."""
     async with open_source(options) as source:
-        interval = _Interval(await resolve(source, options.after))
-        state = await show(source, interval, "counting", until=await resolve(source, options.at))
-    require_reached(options.at, state.seq)
+        interval = _Interval(await resolve(source, options.since))
+        state = await show(source, interval, "counting", until=await resolve(source, options.until))
+    require_reached(options.until, state.seq)
     interval.finish(state)
     since = interval.since
     figures = report(reading(interval.totals, state), state, since, options.peak_tflops * 1e12)

@@ -25,7 +25,7 @@ async def serve_command(options: argparse.Namespace) -> int:
         raise UsageError("the log is empty: there is nothing to show")
     gc.freeze()  # what was read stays; what requests leave behind is collected again
     gc.enable()
-    name = str(options.file or options.state_dir or options.url or ", ".join(options.nats))
+    name = str(options.log or options.state_dir or options.url or ", ".join(options.nats))
     runner = web.AppRunner(PageServer(moments, name).application(), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     try:

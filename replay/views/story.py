@@ -36,7 +36,7 @@ class Subject(NamedTuple):
 
 
 class NoSuchSubject(LookupError):
-    """Nothing of that name is in the log; or more than one thing. One line, with the fix."""
+    """Nothing of that kind and name is in the log. One line, with the fix."""
 
 
 @dataclass
@@ -94,28 +94,19 @@ class Index(View):
             else:
                 self.incidents[name].incident = incident
 
-    def subject(self, text: str) -> Subject:
-        """Return the subject that a person named: `node:n1`, `task:big`, `incident:i52`, `plan:6`, or the name alone.
-        Raises NoSuchSubject."""
-        kind, colon, name = text.partition(":")
+    def subject(self, kind: str, name: str) -> Subject:
+        """Return the subject that a person named. Raises NoSuchSubject, with the kind that has the name."""
         names_by_kind: dict[str, Collection[str]] = {
             "node": self.state.nodes,
             "task": self.state.tasks,
             "incident": self.incidents,
             "plan": [str(epoch) for epoch in self.plans],
         }
-        if colon and kind in KINDS:
-            if name in names_by_kind[kind]:
-                return Subject(kind, name)
-            raise NoSuchSubject(f"{text}: no such {kind}; the log has {_abridged(names_by_kind[kind])}")
-        kinds = [kind for kind in KINDS if text in names_by_kind[kind]]
-        if len(kinds) > 1:
-            choice = " or ".join(f"{kind}:{text}" for kind in kinds)
-            raise NoSuchSubject(f"{text}: is the name of several things; give {choice}")
-        if not kinds:
-            overview = "; ".join(f"{kind}s: {_abridged(names)}" for kind, names in names_by_kind.items())
-            raise NoSuchSubject(f"{text}: the log has nothing of this name ({overview})")
-        return Subject(kinds[0], text)
+        if name in names_by_kind[kind]:
+            return Subject(kind, name)
+        others = [f"{other} {name}" for other in KINDS if name in names_by_kind[other]]
+        hint = f"did you mean {' or '.join(others)}?" if others else f"the log has {_abridged(names_by_kind[kind])}"
+        raise NoSuchSubject(f"no {kind} {name}; {hint}")
 
 
 @dataclass

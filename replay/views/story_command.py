@@ -13,13 +13,13 @@ from unicrond.replay.views.story import Index, NoSuchSubject, Story
 async def story_command(options: argparse.Namespace) -> int:
     """Read the log twice, first for the subjects and then for the story, and print it."""
     async with open_source(options) as source:
-        index, until = Index(), await resolve(source, options.at)
+        index, until = Index(), await resolve(source, options.until)
         await show(source, index, "looking", until=until)
-        require_reached(options.at, index.state.seq)
+        require_reached(options.until, index.state.seq)
         try:
-            subject = index.subject(options.subject)
+            subject = index.subject(options.kind, options.name)
         except NoSuchSubject as error:
-            raise UsageError(f"SUBJECT: {error.args[0]}") from None
+            raise UsageError(f"NAME: {error.args[0]}") from None
         story = Story(subject, index)
         await show(source, story, "telling", until=until)
     page = story.page()

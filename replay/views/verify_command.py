@@ -23,7 +23,7 @@ async def verify_command(options: argparse.Namespace) -> int:
     async with open_source(options) as source:
         if not source.has_own_times:
             raise UsageError("--nats: this log was imported, so its times are those of the import; verify the file")
-        until = await resolve(source, options.at)
+        until = await resolve(source, options.until)
         verifier = await _verifier(source, until)
         try:
             await show(source, verifier, "deciding again", until=until)

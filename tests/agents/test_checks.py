@@ -342,7 +342,7 @@ async def test_without_a_free_gpu_nothing_is_summed_by_nccl(store: Any) -> None:
 
 def test_a_node_too_busy_to_begin_in_time_says_so() -> None:
     assert pair_sum.too_late(30.0, 60.0) == ""
-    said = "the node is busy: its sums could begin after 31 s; give a --limit-s above 62"
+    said = "the node is busy: its sums could begin after 31 s; give a --timeout-s above 62"
     assert pair_sum.too_late(31.0, 60.0) == said
 
 

@@ -85,13 +85,13 @@ def test_a_run_directory_that_is_taken_is_said(run_dir: Path) -> None:
         (("--run-as", "no-such-user"), "--run-as: this node has no user no-such-user"),
         (("--run-as", "root"), "--run-as: user root is root (uid 0)"),
         (("--run-as", "nobody,"), "'nobody,' has an empty name"),
-        (("--limit", "nofile=5"), "--limit: is for tasks that run as users of their own; give --run-as"),
+        (("--worker-limit", "nofile=5"), "--worker-limit: is for tasks that run as users of their own; give --run-as"),
         (("--cgroup", "/sys/fs/cgroup"), "--cgroup: is for tasks that run as users of their own"),
         (("--pass-env", "A"), "--pass-env: is for tasks that run as users of their own"),
-        (("--limit", "nofile"), "'nofile' is not NAME=VALUE"),
-        (("--limit", "files=5"), "'files' is not a limit; use as, core,"),
-        (("--limit", "nofile=many"), "nofile: 'many' is not a whole number"),
-        (("--limit", "../memory.max=1"), "'../memory.max' is not a limit"),
+        (("--worker-limit", "nofile"), "'nofile' is not NAME=VALUE"),
+        (("--worker-limit", "files=5"), "'files' is not a limit; use as, core,"),
+        (("--worker-limit", "nofile=many"), "nofile: 'many' is not a whole number"),
+        (("--worker-limit", "../memory.max=1"), "'../memory.max' is not a limit"),
     ],
 )
 def test_what_cannot_be_separated(flags: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

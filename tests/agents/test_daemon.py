@@ -24,7 +24,7 @@ from tests.agents.node import decision, part
 from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
 from tests.other_users import USER, needs_root, opened
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.shell.departure import EXIT_FORGOTTEN
+from unicrond.events.cli.exit_codes import FORGOTTEN
 from unicrond.events.log.subjects import EVENT_STREAM, agent_consumer
 from unicrond.events.nats.commands import ensure_command_consumer
 from unicrond.events.nats.connection import Connection
@@ -551,7 +551,7 @@ async def test_an_agent_that_is_told_to_leave(agent: AgentProcess, coordinator: 
         assert not has_ended(pid, 0), "the coordinator moves it away"
         await coordinator.stop("a.1")
     await coordinator.until(NodeLeft)
-    assert await asyncio.to_thread(agent.process.wait, 20) == (0 if for_good else EXIT_FORGOTTEN), agent.log()
+    assert await asyncio.to_thread(agent.process.wait, 20) == (0 if for_good else FORGOTTEN), agent.log()
     assert has_ended(pid)
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from tests.agents.processes import has_ended
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
-from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents
+from unicrond.agents.shell.duplicate_agent import DuplicateAgents
+from unicrond.events.cli.exit_codes import SUPERSEDED
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.vocabulary import NodeJoined, NodeLeft, StoreAddress, WorkerStarted
@@ -68,7 +69,7 @@ async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obe
     try:
         joined = await coordinator.until(NodeJoined)
         assert joined.agent_boot > older_boot and not joined.workers
-        assert await asyncio.to_thread(agent.process.wait, 20) == EXIT_SUPERSEDED
+        assert await asyncio.to_thread(agent.process.wait, 20) == SUPERSEDED
         assert has_ended(pid) and has_ended(fork_server), "its workers end with it"
         (said,) = [line for line in agent.log().splitlines() if "CRITICAL" in line]
         assert f"a newer agent of the name n1 is at work (boot {joined.agent_boot}" in said
@@ -95,7 +96,7 @@ async def test_in_one_run_directory_the_workers_are_the_newer_ones(
     agent.start()
     joined = await coordinator.until(NodeJoined)
     assert [worker.pid for worker in joined.workers] == [pid]
-    assert await asyncio.to_thread(older.wait, 20) == EXIT_SUPERSEDED
+    assert await asyncio.to_thread(older.wait, 20) == SUPERSEDED
     assert not has_ended(pid, 0)
     assert "keeps the workers" in agent.log()
 

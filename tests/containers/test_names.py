@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.containers.cluster import NO_DAMAGE, NODES, Cluster, is_up, node_of
-from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
+from unicrond.events.cli.exit_codes import SUPERSEDED
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 Record = Callable[..., None]
@@ -26,7 +26,7 @@ async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
     watch.act()
     new = cluster.start_agent(machine)
     code = await asyncio.to_thread(old.box.wait, 60)
-    assert code == EXIT_SUPERSEDED
+    assert code == SUPERSEDED
     whole_s = await watch.whole(also=is_up(machine, boot))
     assert not watch.lines("CommandFailed")
     told_s = watch.told("NodeJoined")
@@ -44,7 +44,7 @@ async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
     calm = await cluster.watch()
     new.mend()
     code = await asyncio.to_thread(new.box.wait, 60)
-    assert code == EXIT_SUPERSEDED
+    assert code == SUPERSEDED
     await cluster.training(None, beyond=5)
     found = await calm.damage()
     # What its worker said while it was cut off arrives, and nothing follows from it.

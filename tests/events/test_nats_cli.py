@@ -104,7 +104,7 @@ def test_a_context_is_written_where_nats_looks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert main(["nats-context", "--nats", "nats://h:4222", "--write", "--name", "prod"]) == 0
+    assert main(["nats-context", "--nats", "nats://h:4222", "--write", "--context", "prod"]) == 0
     path = tmp_path / "nats" / "context" / "prod.json"
     assert json.loads(path.read_text())["url"] == "nats://h:4222" and "nats --context prod" in capsys.readouterr().out
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -127,10 +127,10 @@ def test_the_demo_heals_and_says_so(whole: Path, tmp_path: Path) -> None:
 
 
 def test_without_extras_logs_are_read(base: Path, tmp_path: Path) -> None:
-    expected = must(sys.executable, "-m", "unicrond.replay.cli", "digest", "--file", LOG, cwd=ROOT)
-    assert must(base / "unicron-replay", "digest", "--file", LOG, cwd=tmp_path) == expected
+    expected = must(sys.executable, "-m", "unicrond.replay.cli", "digest", "--log", LOG, cwd=ROOT)
+    assert must(base / "unicron-replay", "digest", "--log", LOG, cwd=tmp_path) == expected
     for command in ("state", "events", "timeline", "story n1", "diff 1 20", "export copy.log"):
-        must(base / "unicron-replay", *command.split(), "--file", LOG, cwd=tmp_path)
+        must(base / "unicron-replay", *command.split(), "--log", LOG, cwd=tmp_path)
     must(base / "unicron-replay", "import", "copy.log", "--into", "copy", cwd=tmp_path)
 
 
@@ -149,8 +149,8 @@ def test_without_extras_unicronctl_works(base: Path, tmp_path: Path) -> None:
         ("unicrond dev", "all"),
         ("unicrond demo", "all"),
         ("unicron-agent --nats nats://127.0.0.1:9 --node n1 --slots 1 --run-dir run", "node"),
-        (f"unicron-replay verify --file {LOG}", "head"),
-        (f"unicron-replay whatif --file {LOG}", "head"),
+        (f"unicron-replay verify --log {LOG}", "head"),
+        (f"unicron-replay whatif --log {LOG}", "head"),
         ("unicronctl plan solve problem.yaml", "head"),
         ("unicronctl plan table --at 1 --url http://127.0.0.1:9", "head"),
         ("unicronctl throughput --model gpt3-7b", "head"),

@@ -64,7 +64,7 @@ async def test_a_head_that_was_lost_is_restored_from_its_backup(tmp_path: Path) 
         with pytest.raises(LogError, match="another coordinator runs in"):
             restore(load(path), backup)
     assert backup.stat().st_mode & 0o777 == 0o700
-    for where in (("--state-dir", backup), ("--file", backup / "archive")):
+    for where in (("--state-dir", backup), ("--log", backup / "archive")):
         of_backup = await asyncio.to_thread(unicron_replay, "digest", *where)
         assert of_backup.stdout.split()[0] == before["digest"], of_backup.stderr
     with pytest.raises(LogError, match="holds a log already"):

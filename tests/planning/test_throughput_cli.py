@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     return unicronctl(["throughput", *arguments])
 
 
-SEVEN = ["--model", "gpt3-7b", "--gpu", "a100-80g"]
+SEVEN = ["--model", "gpt3-7b", "--gpu-type", "a100-80g"]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,12 @@ def test_bad_counts(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "gpt5", "--gpu", "a100-80g", "--gpus", "8"], "--model: unknown 'gpt5'; choose from gpt3-1.3b"),
-        (["--model", "gpt3-7b", "--gpu", "tpu", "--gpus", "8"], "--gpu: unknown 'tpu'; choose from a100-40g"),
-        (["--gpu", "a100-80g", "--gpus", "8"], "--model: missing; choose from"),
+        (
+            ["--model", "gpt5", "--gpu-type", "a100-80g", "--gpus", "8"],
+            "--model: unknown 'gpt5'; choose from gpt3-1.3b",
+        ),
+        (["--model", "gpt3-7b", "--gpu-type", "tpu", "--gpus", "8"], "--gpu-type: unknown 'tpu'; choose from a100-40g"),
+        (["--gpu-type", "a100-80g", "--gpus", "8"], "--model: missing; choose from"),
         (SEVEN, "--gpus: missing; for example"),
         ([*SEVEN, "--gpus", "512..8"], "--gpus: '512..8' runs downwards; write 8..512"),
         ([*SEVEN, "--gpus", "8", "--tp", "3"], "--tp: 3 does not divide gpt3-7b on a100-80g; choose from [1, 2, 4, 8]"),
@@ -71,7 +74,7 @@ def test_bad_arguments_are_one_line(arguments: list[str], says: str, capsys: pyt
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "unicronctl throughput --model gpt3-7b --gpu a100-80g --gpus 8..512" in capsys.readouterr().out
+    assert "unicronctl throughput --model gpt3-7b --gpu-type a100-80g --gpus 8..512" in capsys.readouterr().out
 
 
 def test_table_fits_80_columns_and_explains_itself(
@@ -104,7 +107,7 @@ def test_json_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nothing_fits_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "gpt3-175b", "--gpu", "a100-40g", "--gpus", "8"]) == 1
+    assert main(["--model", "gpt3-175b", "--gpu-type", "a100-40g", "--gpus", "8"]) == 1
     assert "no layout" in capsys.readouterr().out
 
 

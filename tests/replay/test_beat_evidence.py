@@ -211,7 +211,7 @@ async def test_verify_derives_a_loss_after_the_stream_has_forgotten_its_beats(
         running.cancel()
         await asyncio.gather(running, *beating, return_exceptions=True)
     await api(nats_connection, f"STREAM.DELETE.{BEAT_STREAM}", {})
-    for where in (("--nats", nats_server.url, "--archive", tmp_path), ("--file", tmp_path)):
+    for where in (("--nats", nats_server.url, "--archive", tmp_path), ("--log", tmp_path)):
         done = await asyncio.to_thread(unicron_replay, "verify", "--json", *where)
         found = json.loads(done.stdout)
         assert found["verified"] and found["node_verdicts"] >= 1 and not found["unverifiable"], done.stdout

@@ -82,11 +82,11 @@ def test_the_command(tmp_path: Path) -> None:
     log = list(troubled(1).log)
     here = write_log(tmp_path / "here.bin", list(log))
     there = write_log(tmp_path / "there.bin", with_steps_changed(log, "big", 1, loss=9.0))
-    same = unicron_replay("compare", "big", "big", "--file", here)
+    same = unicron_replay("compare", "big", "big", "--log", here)
     assert same.returncode == 0 and same.stdout.startswith("the same bits: ")
-    done = unicron_replay("compare", "big", "big", "--file", here, "--other", there)
+    done = unicron_replay("compare", "big", "big", "--log", here, "--other-log", there)
     assert done.returncode == 1 and "differs: loss" in done.stdout and "B: big in between" in done.stdout
-    said = json.loads(unicron_replay("compare", "big", "big", "--file", here, "--other", there, "--json").stdout)
+    said = json.loads(unicron_replay("compare", "big", "big", "--log", here, "--other-log", there, "--json").stdout)
     assert said["what"] == "loss" and said["values"][1] == 9.0
-    unknown = unicron_replay("compare", "big", "bigg", "--file", here)
+    unknown = unicron_replay("compare", "big", "bigg", "--log", here)
     assert unknown.returncode == 2 and "bigg: the log has no committed iteration" in unknown.stderr

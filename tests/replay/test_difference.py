@@ -48,13 +48,13 @@ def test_the_command_between_two_points_and_two_logs(tmp_path: Path) -> None:
     here, there = list(troubled(1).log), list(troubled(2).log)
     first = write_log(tmp_path / "here.bin", list(here))
     second = write_log(tmp_path / "there.bin", [*here[:40], *there[40:]])
-    same = unicron_replay("diff", "10", "10", "--file", first)
+    same = unicron_replay("diff", "10", "10", "--log", first)
     assert same.returncode == 0 and "the states are equal" in same.stdout
-    done = unicron_replay("diff", "-1h", "-0s", "--file", first)
+    done = unicron_replay("diff", "-1h", "-0s", "--log", first)
     assert "+ tasks.big" in done.stdout and done.stdout.startswith("A: entry 0, before the first event")
-    done = unicron_replay("diff", "41", "41", "--file", first, "--other", second, "--json")
+    done = unicron_replay("diff", "41", "41", "--log", first, "--other-log", second, "--json")
     said = json.loads(done.stdout)
     assert said["first_other_entry"] == 41
     assert (said["before"]["digest"] != said["after"]["digest"]) == bool(said["differences"])
-    beyond = unicron_replay("diff", "10", "100000", "--file", first)
+    beyond = unicron_replay("diff", "10", "100000", "--log", first)
     assert beyond.returncode == 2 and "entry 100000 is not in the log" in beyond.stderr

@@ -45,7 +45,7 @@ def test_a_table_with_every_policy_and_every_assumption(capsys: pytest.CaptureFi
 def test_json_holds_the_identity_and_the_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tasks.yaml").write_text(TASKS)
     given = ["--cluster", "h100-80g:6x8", "--tasks", str(tmp_path / "tasks.yaml"), "--trace", "poisson:days=3"]
-    assert main([*given, "--policy", "unicron,hot-spare:2", "--seeds", "2", "--set", "regroup_s=7", "--json"]) == 0
+    assert main([*given, "--policy", "unicron,hot-spare:2", "--seeds", "2", "--assume", "regroup_s=7", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["assumptions"]["regroup_s"] == 7
     assert told["rows"][0]["core"][0]["cpu_s"] > 0
@@ -91,7 +91,7 @@ def test_unicron_replay_passes_its_options_on(capsys: pytest.CaptureFixture[str]
 def test_help_and_parameters_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "unicron-replay simulate --cluster a800-80g:16x8" in capsys.readouterr().out
-    assert main(["--parameters"]) == 0
+    assert main(["--list-assumptions"]) == 0
     assert "regroup_s = 15" in capsys.readouterr().out
 
 
@@ -109,12 +109,12 @@ def test_help_and_parameters_name_everything(capsys: pytest.CaptureFixture[str])
         ("--trace trace-b --cluster a800-80g:0x8", "0 GPUs"),
         ("--trace trace-b --tasks nowhere.yaml", "cannot be read"),
         ("--trace trace-b --tasks six*0", "no tasks"),
-        ("--trace trace-b --set regroup=1", "--set regroup: unknown"),
-        ("--trace trace-b --set regroup_s=-1", "give seconds"),
-        ("--trace trace-b --set oobleck_ratio=2", "give a ratio"),
-        ("--trace trace-b --set ft_hsdp_replica_nodes=-2", "give nodes"),
+        ("--trace trace-b --assume regroup=1", "--assume regroup: unknown"),
+        ("--trace trace-b --assume regroup_s=-1", "give seconds"),
+        ("--trace trace-b --assume oobleck_ratio=2", "give a ratio"),
+        ("--trace trace-b --assume ft_hsdp_replica_nodes=-2", "give nodes"),
         ("--trace meta:rate=0", "rate='0' does not fit; give faults in 1,000 node days"),
-        ("--trace trace-b --set regroup_s", "give NAME=VALUE"),
+        ("--trace trace-b --assume regroup_s", "give NAME=VALUE"),
         ("--trace trace-b --seeds 0", "--seeds: '0' is not a whole number of 1 to 10000"),
         ("--trace trace-b --seeds two", "--seeds: 'two' is not a whole number"),
         ("--trace trace-b --what", "unrecognized arguments: --what"),

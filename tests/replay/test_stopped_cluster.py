@@ -79,7 +79,7 @@ def test_a_stopped_cluster_is_read_from_a_copy(stopped: Path, tmp_path: Path) ->
     place.mkdir()
     done = unicron_replay("digest", "--state-dir", stopped, TMPDIR=str(place))
     assert done.returncode == 0, done.stderr
-    of_file = unicron_replay("digest", "--file", stopped / "archive")
+    of_file = unicron_replay("digest", "--log", stopped / "archive")
     assert done.stdout == of_file.stdout
     assert content(stopped) == before and not list(place.iterdir())
     shutil.rmtree(stopped / "nats")  # as a backup is

@@ -139,7 +139,7 @@ def test_what_runs_is_worth_what_the_ledger_says() -> None:
 def test_a_log_without_a_plan_can_be_drawn_as_a_picture(tmp_path: Path, points: int) -> None:
     pytest.importorskip("matplotlib")
     log = write_log(tmp_path / "log.bin", eventful(2)[:points])
-    done = unicron_replay("timeline", "--file", log, "--png", tmp_path / "x.png")
+    done = unicron_replay("timeline", "--log", log, "--plot", tmp_path / "x.png")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -147,17 +147,17 @@ def test_the_command_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log = write_log(tmp_path / "log.bin", eventful(2))
     html, png = tmp_path / "x.html", tmp_path / "x.png"
-    done = unicron_replay("timeline", "--file", log, "--html", html, "--png", png)
+    done = unicron_replay("timeline", "--log", log, "--html", html, "--plot", png)
     assert (done.returncode, done.stderr) == (0, "")
     assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in html.read_text()
-    said = json.loads(unicron_replay("timeline", "--file", log, "--json", "--at", "50").stdout)
+    said = json.loads(unicron_replay("timeline", "--log", log, "--json", "--until", "50").stdout)
     assert set(said) == {"start_us", "end_us", "nodes", "tasks", "incidents", "waf"}
-    wrong = unicron_replay("timeline", "--file", log, "--html", tmp_path / "no" / "x.html")
+    wrong = unicron_replay("timeline", "--log", log, "--html", tmp_path / "no" / "x.html")
     assert wrong.returncode == 2 and "is not a directory" in wrong.stderr
-    wrong = unicron_replay("timeline", "--file", log, "--png", tmp_path / "x.pdf")
+    wrong = unicron_replay("timeline", "--log", log, "--plot", tmp_path / "x.pdf")
     assert wrong.returncode == 2 and "does not end in .png" in wrong.stderr
     log = log.rename(tmp_path / "log.html")
-    wrong = unicron_replay("timeline", "--file", log, "--html", log)
+    wrong = unicron_replay("timeline", "--log", log, "--html", log)
     assert wrong.returncode == 2 and "is the log itself" in wrong.stderr
 
 

@@ -261,7 +261,7 @@ def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> Non
 
 
 def test_the_command_says_what_it_compared(tmp_path: Path) -> None:
-    done = unicron_replay("verify", "--file", write_log(tmp_path / "log.bin", list(troubled(2).log)))
+    done = unicron_replay("verify", "--log", write_log(tmp_path / "log.bin", list(troubled(2).log)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verified: every decision equals today's" in done.stdout
     assert "not verifiable" in done.stdout
@@ -273,9 +273,9 @@ def test_the_command_fails_at_the_first_difference(
     log = write_log(tmp_path / "log.bin", list(troubled(2).log))
     nothing = lambda problem: dataclasses.replace(solve(problem), workers=(0,) * len(problem.tasks))  # noqa: E731
     monkeypatch.setattr("unicrond.replay.views.verify.solve", nothing)
-    assert main(["verify", "--file", str(log)]) == 1
+    assert main(["verify", "--log", str(log)]) == 1
     page = capsys.readouterr().out
     assert "NOT VERIFIED: entry" in page and "decided again:" in page and "PlanAdopted" in page
-    assert main(["verify", "--file", str(log), "--json"]) == 1
+    assert main(["verify", "--log", str(log), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["verified"] is False and said["divergence"]["recorded"] != said["divergence"]["decided_again"]

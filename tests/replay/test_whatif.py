@@ -130,11 +130,11 @@ def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", list(troubled(3).log))
-    done = unicron_replay("whatif", "--file", log, "--set", "tasks.small.weight=9", "--add-nodes", "2", "--json")
+    done = unicron_replay("whatif", "--log", log, "--set", "tasks.small.weight=9", "--add-nodes", "2", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["waf_with"] > said["waf_without"] and said["tasks"]["small"]["workers_with"] == 3
-    done = unicron_replay("whatif", "--file", log, "--at", "60", "--lose", "n0", "--set", "policy.transition_s=1")
+    done = unicron_replay("whatif", "--log", log, "--at", "60", "--lose", "n0", "--set", "policy.transition_s=1")
     assert done.returncode in (0, 2) and ("WAF what if" in done.stdout or "no such node is up" in done.stderr)
-    done = unicron_replay("whatif", "--file", log, "--set", "weight=9")
+    done = unicron_replay("whatif", "--log", log, "--set", "weight=9")
     assert done.returncode == 2 and done.stderr.count("\n") == 1

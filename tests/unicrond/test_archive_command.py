@@ -102,7 +102,7 @@ async def test_the_command(tmp_path: Path) -> None:
         done = await asyncio.to_thread(unicrond, "archive", "--config", config, "--keep", "1h")
         assert done.stdout.endswith(f"entries 1 to {count}, 0 of them new; 0 removed from NATS\n"), done.stderr
         done = await asyncio.to_thread(unicron_replay, "digest", "--state-dir", state_dir)
-        same = await asyncio.to_thread(unicron_replay, "digest", "--file", state_dir / "archive")
+        same = await asyncio.to_thread(unicron_replay, "digest", "--log", state_dir / "archive")
         assert done.stdout == same.stdout != "", done.stderr
         done = await asyncio.to_thread(unicrond, "archive", "--config", config, "--keep", "5 minutes")
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "like 12h or 30d" in done.stderr

@@ -109,7 +109,7 @@ async def test_one_thing_in_full(ctl: Ctl, served: Served) -> None:
     assert "lost" in node.out and "last events" in node.out and "node n4 joined" in node.out
     assert (
         state.closed_incidents[0].message in incident.out
-        and f"unicronctl story {state.closed_incidents[0].id}" in incident.out
+        and f"unicronctl story incident {state.closed_incidents[0].id}" in incident.out
     )
     data = json.loads((await ctl("describe", "task", "big", "--json")).out)
     assert data["task"]["iteration"] == state.tasks["big"].progress.iteration and len(data["workers"]) >= 1
@@ -123,7 +123,7 @@ async def test_doctor_finds_the_lost_node(ctl: Ctl) -> None:
     assert outcome.code == 1 and "is lost" in found["n4"] and "--quick" in outcome.err
     assert "its clock is behind" in found["n1"], "the story is of another year"
     whole = await ctl("doctor")
-    assert "unicronctl story node:n4" in whole.out and "does not answer: no answer within 10 s" in whole.out
+    assert "unicronctl story node n4" in whole.out and "does not answer: no answer within 10 s" in whole.out
 
 
 async def test_top_shows_tasks_and_workers_once_where_nobody_watches(ctl: Ctl, served: Served) -> None:
@@ -178,7 +178,7 @@ async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
     state = replay(entries, AtSeq(begun - 1))
     for view in ("nodes", "tasks"):
         told = json.loads((await ctl(view, "--json", "--at", begun - 1)).out)
-        assert set(told) == set(to_json(state)[view])
+        assert [row["name"] for row in told] == list(to_json(state)[view])
     then = json.loads((await ctl("status", "--json", "--at", begun - 1)).out)
     assert then["state"] == json.loads(json.dumps(to_json(state)))
     assert then["derived"] == derived_values(state, state.now_us)["derived"]
@@ -250,15 +250,15 @@ async def test_story_and_verify_are_those_of_the_exported_log(
 
     async def of_file(*arguments: str) -> str:
         capsys.readouterr()
-        await asyncio.to_thread(replayed, [*arguments, "--file", str(tmp_path / "log")])
+        await asyncio.to_thread(replayed, [*arguments, "--log", str(tmp_path / "log")])
         return capsys.readouterr().out
 
     incident = served.coordinator.state.closed_incidents[0].id
-    for subject in (incident, "task:big", "node:n4"):
-        told = await ctl("story", subject)
-        assert told.code == 0 and told.out == await of_file("story", subject) != ""
-    assert (await ctl("story", "task:big", "--at", 12)).out != (await ctl("story", "task:big")).out
-    assert (await ctl("story", "nothing")).code == 2
+    for subject in (("incident", incident), ("task", "big"), ("node", "n4")):
+        told = await ctl("story", *subject)
+        assert told.code == 0 and told.out == await of_file("story", *subject) != ""
+    assert (await ctl("story", "task", "big", "--until", 12)).out != (await ctl("story", "task", "big")).out
+    assert (await ctl("story", "nothing")).code == 2 and (await ctl("story", "node", "nothing")).code == 2
     by_api, by_file = json.loads((await ctl("verify", "--json")).out), json.loads(await of_file("verify", "--json"))
     assert by_api == by_file
 
@@ -270,7 +270,7 @@ def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture
     with Export(tmp_path / "log") as export:
         export.write(list(log))
     for seq in range(1, 30):
-        assert replayed(["verify", "--file", str(tmp_path / "log"), "--at", str(seq)]) == 0, capsys.readouterr().out
+        assert replayed(["verify", "--log", str(tmp_path / "log"), "--until", str(seq)]) == 0, capsys.readouterr().out
 
 
 # --- a report ------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     (tmp_path / "big.1").write_text("the last words\n")
     out = tmp_path / "report.zip"
     outcome = await ctl("debug", "--out", out)
-    assert outcome.code == 0 and f"unicron-replay state --file {out}" in outcome.out, outcome
+    assert outcome.code == 0 and f"unicron-replay state --log {out}" in outcome.out, outcome
     assert out.stat().st_mode & 0o777 == 0o600
     with zipfile.ZipFile(out) as bundle:
         members = {name: bundle.read(name) for name in bundle.namelist()}
@@ -302,7 +302,7 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     } <= set(members)
     assert not [name for name, content in members.items() if TOKEN.encode() in content]
     capsys.readouterr()
-    assert await asyncio.to_thread(replayed, ["state", "--file", str(out), "--json"]) == 0
+    assert await asyncio.to_thread(replayed, ["state", "--log", str(out), "--json"]) == 0
     state = json.loads(capsys.readouterr().out)["state"]
     assert "secret" in state["tasks"] and state["seq"] >= await served.log.last_seq() - 5
     with os.scandir(tmp_path) as left:

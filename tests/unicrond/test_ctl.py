@@ -133,13 +133,14 @@ async def test_json_is_for_programs(served: Served) -> None:
             ["--json", "nodes"],
             ["tasks", "--json"],
             ["plan", "show", "--json"],
-            ["events", "--json", "--after", str(seq - 1)],
+            ["events", "--json", "--since", str(seq - 1)],
         )
     ]
     assert status["state"]["seq"] >= seq  # type: ignore[index]
-    assert set(nodes) == {"n1", "n2", "n3", "n4"}  # type: ignore[call-overload]
-    assert tasks["small"]["loss"] is None  # type: ignore[index]
-    assert tasks["big"]["waf"] >= 0  # type: ignore[index]
+    assert {node["name"] for node in nodes} == {"n1", "n2", "n3", "n4"}  # type: ignore[attr-defined]
+    by_name = {task["name"]: task for task in tasks}  # type: ignore[attr-defined]
+    assert by_name["small"]["loss"] is None
+    assert by_name["big"]["waf"] >= 0
     assert plan["assignments"]["big"]["workers"] == 3  # type: ignore[index]
     assert events["type"] == "StepCommitted"  # type: ignore[index]
 
@@ -148,16 +149,16 @@ async def test_events_are_sentences(served: Served) -> None:
     everything = (await ctl("events", url=served.url)).out.splitlines()
     assert len(everything) == await served.log.last_seq()
     assert everything[0].split()[0] == "1"
-    some = await ctl("events", "--after", "3", "--type", "TaskSubmitted", "--type", "PlanAdopted", url=served.url)
+    some = await ctl("events", "--since", "3", "--type", "TaskSubmitted", "--type", "PlanAdopted", url=served.url)
     kinds = [line.split()[2] for line in some.out.splitlines()]
     assert set(kinds) == {"TaskSubmitted", "PlanAdopted"}
     assert "task big submitted: weight 2, 1 to 3 workers" in some.out
-    assert (await ctl("events", "--after", "999999", url=served.url)) == Outcome(0, "", "")
+    assert (await ctl("events", "--since", "999999", url=served.url)) == Outcome(0, "", "")
 
 
 async def test_events_are_followed_across_a_restart(served: Served) -> None:
     last = await served.log.last_seq()
-    process = await start("events", "-f", "--after", str(last - 1), "--url", served.url)
+    process = await start("events", "-f", "--since", str(last - 1), "--url", served.url)
     await read_until(process, f"{last}  ")
     await served.stop()
     await served.start()
@@ -277,13 +278,13 @@ BAD_USAGE = [
     (["logs"], "arguments are required: TASK"),
     (["logs", "big", "--rank", "one"], "--rank: 'one' is not a whole number of 0 or more"),
     (["logs", "big", "--tail-bytes", "0"], "--tail-bytes: '0' is not a whole number of 1 or more"),
-    (["events", "--after", "-1"], "--after: '-1' is not a whole number of 0 or more"),
+    (["events", "--since", "x"], "--since: 'x' is not a point of a log"),
     (["events", "--type", "PlanAdoptd"], "--type: no event type 'PlanAdoptd'; did you mean PlanAdopted?"),
     (["tasks", "--url", "head:7470"], "--url: 'head:7470' is not an http address; give one like http://127.0.0.1:7470"),
     (["tasks", "--token-file", "/nowhere"], "--token-file: /nowhere: No such file or directory"),
     (["submit", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
     (["plan", "shw"], "no command 'shw'; did you mean show?"),
-    (["--json", "plan", "solve"], "arguments are required: PROBLEM.json"),
+    (["--json", "plan", "solve"], "arguments are required: FILE"),
     (["plan", "solve", "/nowhere.json"], "/nowhere.json"),
     (["throughput", "--gpus", "8"], "--model: missing"),
 ]
@@ -399,7 +400,9 @@ async def test_nodes_are_emptied_by_a_time_and_in_windows(served: Served) -> Non
     drained = await ctl("drain", "n3", "--by", "2h", "--reason", "new fan", url=served.url)
     assert drained.code == 0 and "node n3 will be empty by 20" in drained.out, drained
     await served.until(NodeCordoned)
-    window = await ctl("maintain", "n1,n2", "--from", "3h", "--for", "90m", "--reason", "cables", url=served.url)
+    window = await ctl(
+        "maintain", "n1", "n2", "--from", "3h", "--duration", "90m", "--reason", "cables", url=served.url
+    )
     assert window.code == 0 and " of n1, n2: 20" in window.out, window
     name = window.out.split()[1]
     await served.until(MaintenancePlanned)
@@ -419,9 +422,9 @@ async def test_nodes_are_emptied_by_a_time_and_in_windows(served: Served) -> Non
     for wrong, told in (
         (("drain", "n3", "--by", "-2h"), "is no time to come"),
         (("drain", "n3", "--by", "1234"), "is no time to come"),
-        (("maintain", "n1", "--from", "3h"), "--from and --for"),
-        (("maintain", "n1", "--from", "3h", "--for", "tomorrow"), "is no duration"),
-        (("maintain", "--for", "3h"), "NODE: name the nodes"),
+        (("maintain", "n1", "--from", "3h"), "--from and --duration"),
+        (("maintain", "n1", "--from", "3h", "--duration", "tomorrow"), "is no duration"),
+        (("maintain", "--duration", "3h"), "NODE: name the nodes"),
         (("maintain", "n1", "--cancel", "w1"), "--cancel: "),
     ):
         refused = await ctl(*wrong, url=served.url)

@@ -89,10 +89,11 @@ async def test_the_table_says_what_each_next_event_leads_to(served: Served) -> N
 
 async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
     before = await served.log.last_seq()
+    weights = ("--set", "tasks.small.weight=3", "--set", "tasks.small.max_workers=2")
     lose, add, weigh = await asyncio.gather(
         ctl("plan", "whatif", "--lose", "n1", "--lose", "n2", "--json", url=served.url),
         ctl("plan", "whatif", "--add-nodes", "1", "--slots", "2", url=served.url),
-        ctl("plan", "whatif", "--task", "small:weight=3", "--task", "small:max_workers=2", "--json", url=served.url),
+        ctl("plan", "whatif", *weights, "--json", url=served.url),
     )
     assert [outcome.code for outcome in (lose, add, weigh)] == [0, 0, 0], (lose, add, weigh)
     assert {a["task"]: a["workers"] for a in json.loads(lose.out)["then"]["assignments"]} == {"big": 1, "small": 1}
@@ -106,18 +107,18 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
     ("words", "told"),
     [
         (["--lose", "n9"], "unicronctl: --lose: n9 is not a node that is up; choose from n1, n2, n3, n4"),
-        (["--task", "bgi:weight=2"], "unicronctl: --task: bgi is not active; did you mean big?"),
+        (["--set", "tasks.bgi.weight=2"], "unicronctl: --set tasks.bgi: is not active; did you mean big?"),
         (
-            ["--task", "big:weight=-1"],
-            "unicronctl: --task: 'big:weight=-1': '-1' is not a number; give one like 3 or 0.5",
+            ["--set", "tasks.big.weight=-1"],
+            "unicronctl: --set tasks.big.weight: '-1' is not a number; give one like 3 or 0.5",
         ),
-        (["--task", "big:weight=0"], "unicronctl: --task: big:weight: "),
-        (["--task", "big:max_workers=99"], "unicronctl: --task: big:max_workers: "),
+        (["--set", "tasks.big.weight=0"], "unicronctl: --set tasks.big.weight: "),
+        (["--set", "tasks.big.max_workers=99"], "unicronctl: --set tasks.big.max_workers: "),
         (
-            ["--task", "big:color=3"],
-            "unicronctl: --task: 'big:color=3'; give NAME:weight=3",
+            ["--set", "tasks.big.color=3"],
+            "unicronctl: --set tasks.big.color: give tasks.TASK.weight=3",
         ),
-        (["--add-nodes", "x"], "unicronctl: --add-nodes: 'x' is not a whole number of 0 or more"),
+        (["--add-nodes", "x"], "unicronctl: --add-nodes: 'x' is not a whole number of 0 to 10000"),
     ],
 )
 async def test_a_wrong_question_gets_one_line_and_exit_code_2(served: Served, words: list[str], told: str) -> None:

@@ -29,7 +29,7 @@ def test_a_taken_port_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(DevError, match=r"--api-port: .* is not free"):
+        with pytest.raises(DevError, match=r"--port: .* is not free"):
             check_port(taken.getsockname()[1])
 
 

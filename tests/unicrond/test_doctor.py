@@ -47,8 +47,8 @@ def test_a_cluster_in_order_has_none(state: ClusterState) -> None:
     [
         ({"address": "127.0.0.1"}, "where no other node reaches it", "--address"),
         ({"memory": None}, "takes no copies of states", "--memory-gib"),
-        ({"status": NodeStatus.LOST, "reason": "no heartbeat"}, "is lost: no heartbeat", "unicronctl story node:n2"),
-        ({"isolation": Isolation(active=True)}, "is isolated", "unicronctl story node:n2"),
+        ({"status": NodeStatus.LOST, "reason": "no heartbeat"}, "is lost: no heartbeat", "unicronctl story node n2"),
+        ({"isolation": Isolation(active=True)}, "is isolated", "unicronctl story node n2"),
         ({"slots_max": 8}, "has 1 slots, and had 8", "nvidia-smi"),
     ],
 )

@@ -231,10 +231,10 @@ async def test_the_coordinator_and_a_replay_say_the_same(tmp_path: Path, capsys:
     path = write_log(tmp_path / "some.log", cluster.log)
     state, books = follow(cluster.log)
     said = report(reading(books, state), state)
-    assert await asyncio.to_thread(replay_main, ["goodput", "--file", str(path), "--json"]) == 0
+    assert await asyncio.to_thread(replay_main, ["goodput", "--log", str(path), "--json"]) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert replayed == json.loads(json.dumps(said))
-    assert await asyncio.to_thread(replay_main, ["goodput", "--file", str(path)]) == 0
+    assert await asyncio.to_thread(replay_main, ["goodput", "--log", str(path)]) == 0
     assert "badput: transition" in capsys.readouterr().out
 
 
@@ -244,10 +244,10 @@ async def test_unicronctl_and_replay_cut_the_same_interval(tmp_path: Path, capsy
     after, at = str(len(log) // 2), str(len(log) - 1)
     async with serving(tmp_path, log) as served:
         url = ["--url", served.url]
-        assert await asyncio.to_thread(ctl_main, [*url, "goodput", "--after", after, "--at", at, "--json"]) == 0
+        assert await asyncio.to_thread(ctl_main, [*url, "goodput", "--since", after, "--until", at, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     path = write_log(tmp_path / "some.log", cluster.log)
-    asked = ["goodput", "--file", str(path), "--after", after, "--at", at, "--json"]
+    asked = ["goodput", "--log", str(path), "--since", after, "--until", at, "--json"]
     assert await asyncio.to_thread(replay_main, asked) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert shown["since_seq"] == int(after) and shown["seq"] == int(at)

@@ -163,7 +163,7 @@ def test_what_cannot_be_configured(nats: dict[str, str]) -> None:
 def test_the_configuration_of_servers_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nodes, keys = tmp_path / "nodes.txt", tmp_path / "keys"
     nodes.write_text("# ours\ngpu1\n\ngpu2\n")
-    arguments = ["nats-config", "--nodes", str(nodes), "--keys", str(keys)]
+    arguments = ["nats-config", "--nodes-file", str(nodes), "--keys", str(keys)]
     assert main(arguments) == 0
     told = capsys.readouterr().out
     assert "unicron.v1.obs.gpu2.*" in told and "system_account: SYS" in told and "\nSU" not in told

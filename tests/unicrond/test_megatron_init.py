@@ -53,7 +53,7 @@ def test_a_batch_script_becomes_a_task_file() -> None:
 
 def test_a_command_line_becomes_a_task_file(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["torchrun", "--nproc-per-node", "2", "/opt/Megatron-LM/pretrain_gpt.py", *MODEL.split()]
-    assert main(["init-megatron", "--name", "small", "--", *words]) == 0
+    assert main(["init-megatron", "--task", "small", "--", *words]) == 0
     spec = loads(capsys.readouterr().out)
     assert (spec.name, spec.cwd, spec.max_workers) == ("small", "/opt/Megatron-LM", 2)
     assert spec.args == ("pretrain_gpt.py", *MODEL.split())

@@ -26,7 +26,7 @@ from unicrond.service.head.exporters import Exporters
 from unicrond.views.notifications import Notice, standing, step_notices, taken_over
 from unicrond.views.view import LogStep, steps
 
-SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story i7",))
+SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story incident i7",))
 
 
 def notices(log: list[Entry]) -> list[Notice]:

@@ -224,19 +224,18 @@ async def test_events_end_where_they_were_asked_to(tmp_path: Path) -> None:
 
 async def test_unicronctl_shows_the_newest_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served:
-        assert await asyncio.to_thread(ctl_main, ["--url", served.url, "events", "--last", "3", "--json"]) == 0
+        assert await asyncio.to_thread(ctl_main, ["--url", served.url, "events", "--limit", "3", "--json"]) == 0
         lines = [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()]
         seq = served.coordinator.state.seq
     assert lines == [seq - 2, seq - 1, seq]
 
 
-@pytest.mark.parametrize("given", [["nowhere.log"], ["--file", "nowhere.log"], ["nowhere.log", "--port", "0"]])
-def test_serve_takes_a_file_with_and_without_its_flag(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay_main(["serve", *given]) == 2
-    assert "--file: nowhere.log cannot be read" in capsys.readouterr().err
+def test_serve_takes_an_exported_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay_main(["serve", "--log", "nowhere.log", "--port", "0"]) == 2
+    assert "--log: nowhere.log cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [[], ["a.log", "--file", "b.log"]])
+@pytest.mark.parametrize("given", [[], ["--state-dir", "a", "--log", "b.log"]])
 def test_serve_takes_one_log(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert replay_main(["serve", *given]) == 2
-    assert "FILE" in capsys.readouterr().err
+    assert "--log" in capsys.readouterr().err

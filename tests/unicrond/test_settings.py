@@ -75,7 +75,7 @@ def test_check_config_says_where_each_value_comes_from(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNICROND_NATS_PORT", "6000")
-    assert cli.main(["check-config", str(file), "--json"]) == 0
+    assert cli.main(["check-config", "--config", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["settings"]
     assert found == {
         "heartbeat_s": {"value": 2.0, "default": 1.0, "from": f"{file}:1"},
@@ -83,11 +83,11 @@ def test_check_config_says_where_each_value_comes_from(
         "nats.host": {"value": "127.0.0.2", "default": "127.0.0.1", "from": f"{file}:4"},
         "policy.regroup_s": {"value": 30.0, "default": 60.0, "from": f"{file}:5"},
     }
-    assert cli.main(["check-config", str(file)]) == 0
+    assert cli.main(["check-config", "--config", str(file)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^nats\.port +6000 +4222 +UNICROND_NATS_PORT$", shown, re.MULTILINE)
     assert shown.endswith(f"{file} is sound.\n")
-    assert cli.main(["check-config", "--all", "--json"]) == 0
+    assert cli.main(["check-config", "--defaults", "--json"]) == 0
     everything = json.loads(capsys.readouterr().out)["settings"]
     assert {"severity", "tls.ca", "policy.churn_s", "log.keep_d"} <= everything.keys() and "tls" not in everything
 

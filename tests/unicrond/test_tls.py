@@ -53,7 +53,7 @@ def test_tls_init_makes_and_renews(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "token").write_text("a token")
     api = f"api: {{host: 0.0.0.0, token_file: {tmp_path / 'token'}}}\n"
     path, tls = configured(tmp_path, WIDE + api), tmp_path / "state" / "tls"
-    command = ["tls-init", "--config", str(path), "--name", "head.example", "--name", "10.1.2.3"]
+    command = ["tls-init", "--config", str(path), "--host", "head.example", "--host", "10.1.2.3"]
     assert main([*command, "--renew"]) == 2
     assert "run `unicrond tls-init` first" in capsys.readouterr().err
     assert main([*command, "--days", "10"]) == 0

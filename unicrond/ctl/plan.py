@@ -130,15 +130,16 @@ def plan_whatif(options: argparse.Namespace) -> None:
         "lose": options.lose,
         "add_nodes": options.add_nodes,
         "slots": options.slots,
-        "tasks": _task_changes(options.task),
-        **({"gpu": options.gpu} if options.gpu else {}),
+        "tasks": _task_changes(options.set),
+        **({"gpu": options.gpu_type} if options.gpu_type else {}),
     }
     planner = _planner(options)
     try:
         body = planner.plan_whatif(changes)
     except ApiRefused as refusal:
         if refusal.status == 400:
-            raise UsageError(f"--{refusal}") from None
+            flag = "--set " if str(refusal).startswith("tasks.") else "--"
+            raise UsageError(f"{flag}{refusal}") from None
         raise
     if options.json:
         print_json(body)
@@ -151,7 +152,7 @@ def plan_whatif(options: argparse.Namespace) -> None:
         had = now[name].workers if name in now else 0
         layout = Shape(**{field: share[field] for field in Shape._fields if field in share})
         in_layout = _new_layout(state, name, {name: str(layout)} if share.get("tp") else {})
-        in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu))
+        in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu_type))
         mark = f"*{in_layout}" if in_layout or had != share["workers"] else ""
         waf_now = planned_waf(state, now[name].waf, {name: had}) if name in now else "-"
         waf_then = planned_waf(state, share["waf"], {name: share["workers"]})
@@ -254,16 +255,17 @@ def _gpu_of(state: ClusterState, share: dict[str, Any], added: str) -> dict[str,
     return {share["task"]: gpu} if gpu else {}
 
 
-def _task_changes(texts: list[str]) -> dict[str, dict[str, float]]:
-    """Parse NAME:FIELD=NUMBER, several times. Raises UsageError."""
+def _task_changes(settings: list[tuple[str, str]]) -> dict[str, dict[str, float]]:
+    """Return the changes by task. `settings`: of --set. Raises UsageError."""
     changes: dict[str, dict[str, float]] = {}
-    for text in texts:
-        name, colon, setting = text.partition(":")
-        field, equals, number = setting.partition("=")
-        if not (name and colon and equals and field in ("weight", "min_workers", "max_workers")):
-            raise UsageError(f"--task: {text!r}; give NAME:weight=3, or min_workers, max_workers")
+    for path, number in settings:
+        kind, _, rest = path.partition(".")
+        name, _, field = rest.rpartition(".")
+        if not (kind == "tasks" and name and field in ("weight", "min_workers", "max_workers")):
+            known = "tasks.TASK.weight=3, or min_workers, max_workers; `unicron-replay whatif --url` takes all others"
+            raise UsageError(f"--set {path}: give {known}")
         if not _NUMBER.fullmatch(number):
-            raise UsageError(f"--task: {text!r}: {number!r} is not a number; give one like 3 or 0.5")
+            raise UsageError(f"--set {path}: {number!r} is not a number; give one like 3 or 0.5")
         value: float = float(number)
         changes.setdefault(name, {})[field] = int(value) if value.is_integer() and field != "weight" else value
     return changes

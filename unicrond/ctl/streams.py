@@ -45,13 +45,13 @@ def events(options: argparse.Namespace) -> None:
         if options.follow:
             sys.stdout.flush()
 
-    after, until = options.after, None
-    if options.since is not None or options.until is not None or options.last is not None:
+    after, until = 0, None
+    if options.since is not None or options.until is not None or options.limit is not None:
         end = end_of(client)
-        after = max(after, seq_at(client, options.since, end)) if options.since is not None else after
+        after = seq_at(client, options.since, end) if options.since is not None else 0
         until = seq_at(client, options.until, end) if options.until is not None else end
-    if options.last is not None and until is not None:
-        for event in last_of(client, options.last, after, until, takes):
+    if options.limit is not None and until is not None:
+        for event in last_of(client, options.limit, after, until, takes):
             tell(event)
         after = max(after, until)
     elif not options.follow:

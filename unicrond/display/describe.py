@@ -203,7 +203,7 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
     sections = [Section(f"incident {name}", facts)]
     if incident.log_tail:
         sections.append(Section(f"last output of {incident.worker}", incident.log_tail.splitlines()))
-    return [*sections, Section("more", [f"unicronctl story {name}"])]
+    return [*sections, Section("more", [f"unicronctl story incident {name}"])]
 
 
 def _later(span_us: int) -> str:

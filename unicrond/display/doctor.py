@@ -55,7 +55,7 @@ def _check_presence(nodes: Sequence[Node]) -> Iterator[Finding]:
         status = node_status(node)
         if status in ("lost", "isolated"):
             symptom = f"is {status}: {node.reason or 'no reason given'}"
-            yield Finding(node.name, symptom, f"unicronctl story node:{node.name}")
+            yield Finding(node.name, symptom, f"unicronctl story node {node.name}")
         elif node.slots < node.slots_max:
             symptom = f"has {node.slots} slots, and had {node.slots_max}"
             yield Finding(node.name, symptom, "look for a GPU that is gone (nvidia-smi), or set --slots")

@@ -192,7 +192,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     print(f"starting nats-server, coordinator and {arguments.nodes} agents; their files are in {directory}", flush=True)
     try:
         async with small_cluster(
-            directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.api_port, keys=True
+            directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.port, keys=True
         ) as cluster:
             story = DemoStory(cluster, directory, arguments.iterations)
             stop = asyncio.Event()

@@ -57,7 +57,7 @@ def step_notices(step: LogStep) -> list[Notice]:
     notices = [*_incident_notices(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
-            commands = "unicronctl tasks", f"unicron-replay story task:{event.task} --nats URL"
+            commands = "unicronctl tasks", f"unicron-replay story task {event.task} --nats URL"
             title = f"task {event.task} has failed"
             notices.append(Notice(f"task:{event.task}", "task_failed", "critical", title, event.reason, commands))
         case v.NodeIsolated() if not _is_isolated(before, event.node) and _is_isolated(after, event.node):
@@ -68,7 +68,7 @@ def step_notices(step: LogStep) -> list[Notice]:
                     "error",
                     f"node {event.node} is isolated",
                     event.reason,
-                    (f"unicron-replay story node:{event.node} --nats URL", f"unicronctl uncordon {event.node}"),
+                    (f"unicron-replay story node {event.node} --nats URL", f"unicronctl uncordon {event.node}"),
                 )
             )
         case v.NodeReadmitted() if _is_isolated(before, event.node) and not _is_isolated(after, event.node):
@@ -99,7 +99,7 @@ def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Ite
         if assignment and assignment.workers and now_us - since_us > no_progress_us:
             title = f"task {task.name} has made no step for {(now_us - since_us) // 60_000_000} min"
             text = f"iteration {task.progress.iteration}; {len(state.incidents)} incidents open"
-            commands = f"unicronctl logs {task.name}", f"unicron-replay story task:{task.name} --nats URL"
+            commands = f"unicronctl logs {task.name}", f"unicron-replay story task {task.name} --nats URL"
             notices.append(Notice(f"progress:{task.name}", "no_progress", "critical", title, text, commands))
     for line in trouble:
         # The matter is what the line is about; counts and times in it change.
@@ -131,7 +131,7 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
         old = before.incidents.get(name)
         if incident.severity is Severity.SEV1 and (old is None or old.severity is not Severity.SEV1):
             title = f"SEV1: {incident.kind} on {incident.node}"
-            commands = f"unicron-replay story {name} --nats URL", "unicronctl status"
+            commands = f"unicron-replay story incident {name} --nats URL", "unicronctl status"
             notices.append(Notice(name, "sev1", "error", title, story(incident), commands))
     closed = (
         after.closed_incidents[-1]

@@ -194,16 +194,16 @@ def with_changes(state: ClusterState, changes: ClusterChanges) -> ClusterState:
     for name, change in changes.tasks.items():
         task = tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
-            raise WhatIfError(f"task: {name} is not active; {guess(name, [t.name for t in state.active])}")
+            raise WhatIfError(f"tasks.{name}: is not active; {guess(name, [t.name for t in state.active])}")
         values = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not None}
         try:
             spec = msgspec.convert(msgspec.to_builtins(task.spec) | values, type(task.spec))
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`")
-            raise WhatIfError(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
+            raise WhatIfError(f"tasks.{name}.{field}: {str(error).partition(' - at')[0]}") from None
         wrong = [str(fault) for fault in task_problems(spec) if fault.place and fault.place[0] in values]
         if wrong:
-            raise WhatIfError(f"task: {name}:{wrong[0]}")
+            raise WhatIfError(f"tasks.{name}.{wrong[0]}")
         tasks[name] = replace(task, spec=spec)
     return replace(state, nodes=nodes, tasks=tasks)
 

@@ -78,7 +78,7 @@ export class Incidents {
     const entries = h("div", { class: "scroll" }, "reading the log"), tail = h("div", {});
     show(this.story, h("div", { class: "panel" }, h("h3", {}, `${one.id}: ${one.kind}, ${one.severity}`), table(["", ""], facts.map(([name, text]) => [name, text instanceof Node ? text : h("td", { class: "wide" }, text)])),
       tail, h("h3", {}, "In the log"), entries,
-      h("p", { class: "faint" }, `The whole account: unicron-replay story ${one.id}`)));
+      h("p", { class: "faint" }, `The whole account: unicron-replay story incident ${one.id}`)));
     this.story.scrollIntoView({ block: "nearest" });
     try {
       const found = await this.source.story(one);
