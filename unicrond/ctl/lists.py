@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.structs import fields
 
-from unicrond.core.state.state import Incident, Node, TaskStatus, Window
-from unicrond.core.state.state_bytes import FlatTask
+from unicrond.core.state.state import Incident, TaskStatus, Window
+from unicrond.core.state.state_bytes import FlatNode, FlatTask
 from unicrond.core.state.workers import Worker
 from unicrond.ctl.client import Snapshot
 from unicrond.display.cluster_tables import ranks_of
@@ -64,7 +64,7 @@ class TaskAnswer(msgspec.Struct, forbid_unknown_fields=True):
 
 #: Command -> the type of its rows; of `events` each row is a line of its own.
 ROWS: dict[str, type[msgspec.Struct]] = {
-    "nodes": _with(Node, "NodeRow"),
+    "nodes": _with(FlatNode, "NodeRow"),
     "tasks": _with(
         FlatTask,
         "TaskRow",

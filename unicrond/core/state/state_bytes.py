@@ -213,6 +213,8 @@ def _cheap(value: Any) -> Any:
 _FORMS = {"tasks": _FlatForm(Task, TASK_FIELDS), "nodes": _FlatForm(Node, NODE_FIELDS)}
 #: The keys of TASK_FIELDS and NODE_FIELDS in bytes and in JSON: the names there, or the older ones that fields keep.
 TASK_KEYS, NODE_KEYS = (form.keys for form in _FORMS.values())
+#: A task and a node as they stand there.
+FlatTask, FlatNode = (form.struct for form in _FORMS.values())
 _STATE_FIELDS = tuple(info.name for info in fields(ClusterState) if info.name not in DERIVED)
 _FlatState = msgspec.defstruct(
     "_FlatState",
