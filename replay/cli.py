@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from unicrond import VERSION
+from unicrond.ctl.parsing import CHANGES
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import (
     EXIT_CODES,
@@ -41,7 +42,6 @@ from unicrond.replay.options.arguments import (
     command,
     name_argument,
     places_argument,
-    setting_argument,
 )
 from unicrond.replay.options.examples import EXAMPLES
 from unicrond.replay.reading.opening import PROGRAM
@@ -168,10 +168,7 @@ def _explain(commands: Commands) -> None:
         "views.whatif_command:whatif_command",
         "decide again from a point, with other inputs",
         point("--at", "the point to fork at (default: the end)"),
-        repeated("--set", "PATH=VALUE", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE", type=setting_argument),
-        repeated("--lose", "NODE", "without this node", type=name_argument),
-        option("--add-nodes", "K", "spare nodes that join", type=whole(0, 10_000), default=0),
-        option("--slots", "N", "slots of each (default: as most nodes have)", type=whole(0, 10_000), default=0),
+        *CHANGES,
     )
 
 

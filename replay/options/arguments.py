@@ -45,14 +45,6 @@ def bare_command(commands: Commands, name: str, run: str, summary: str, epilog: 
     return parser
 
 
-def setting_argument(text: str) -> tuple[str, str]:
-    """Split PATH=VALUE into (path, value). Raises ValueError where the text is not of that form."""
-    path, equals, value = text.partition("=")
-    if not equals or "." not in path or not value:
-        raise ValueError(f"{text!r} is not a setting; give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
-    return path, value
-
-
 def places_argument(text: str) -> list[int]:
     """Parse places in a list, counted from 0: "0,2,5"; "" is none. Raises ValueError."""
     if not re.fullmatch(r"[0-9]*(,[0-9]*)*", text, re.ASCII):

@@ -95,7 +95,7 @@ Open the address that it prints in a browser. It listens on loopback alone, and 
 examples:
   unicron-replay whatif --file incident.log --at 1234 --set tasks.big.weight=3
   unicron-replay whatif --file incident.log --at -10m --set policy.worker_mtbf_s=86400 --lose n1
-  unicron-replay whatif --state-dir unicron-state --add-nodes 2
+  unicron-replay whatif --state-dir unicron-state --add-nodes 2 --gpu h100-80g
 
 The coordinator's own planner decides afresh from that point, once as it was and once with the changes.""",
     "fuzz": """\

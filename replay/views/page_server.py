@@ -17,7 +17,7 @@ from unicrond.replay.views.moments import Moment, Moments
 from unicrond.service.api.http_parts import is_from_elsewhere
 from unicrond.service.api.redaction import Discretion
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
-from unicrond.views.plan_preview import WhatIfError, changes_of, what_if
+from unicrond.views.what_if import WhatIfError, answer, changes_of, what_if
 
 #: Entries that go out together.
 _BATCH = 200
@@ -108,10 +108,10 @@ class PageServer:
         moment = self._at(request)
         try:
             changes = changes_of(msgspec.json.decode(await request.read() or b"{}"))
-            plan = await asyncio.to_thread(what_if, moment.state, moment.policy, changes)
+            outcome = await asyncio.to_thread(what_if, moment.state, moment.policy, changes)
         except (msgspec.MsgspecError, WhatIfError, ProblemError) as error:
             return _json({"error": str(error)}, 400)
-        return _json({"now": moment.state.plan, "then": plan})
+        return _json(answer(moment.state, outcome))
 
     def _at(self, request: web.Request) -> Moment:
         return self._moments.at_us(_number(request, "at_us") or None)

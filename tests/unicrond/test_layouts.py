@@ -25,7 +25,8 @@ from unicrond.display.plan_explanation import explain_layouts
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import LayoutSpec
 from unicrond.events.vocabulary.shape import Shape
-from unicrond.views.plan_preview import ClusterChanges, foreseen, what_if
+from unicrond.views.plan_preview import foreseen
+from unicrond.views.what_if import ClusterChanges, what_if
 
 SEEDS = range(12)
 #: tp 2 is much the faster; tp 1 goes anywhere.
@@ -412,7 +413,7 @@ def test_the_plan_says_what_another_layout_would_be_worth() -> None:
     rows = plan_table(cluster.state)
     assert (rows.headers[-1], rows.rows[0][-1]) == ("layout", "tp 2, pp 1")
     then = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("n0",)))
-    assert [(one.workers, one.tp, one.pp) for one in then.assignments] == [(1, 1, 1)]
+    assert [(one.workers, one.tp, one.pp) for one in then.plan.assignments.values()] == [(1, 1, 1)]
     lose(cluster, "n0")
     cluster.run()
     assert explain_layouts(cluster.state) == "big on 1 worker in tp 1, pp 1: 100 FLOP/s; in tp 2, pp 1 nothing"

@@ -7,7 +7,7 @@ from typing import get_args
 
 from unicrond import VERSION
 from unicrond.ctl.future_time import MOMENT_SYNTAX, moment, span_s
-from unicrond.ctl.parsing import AT, PROG, REASON, TASK, add_to, common
+from unicrond.ctl.parsing import AT, CHANGES, PROG, REASON, TASK, add_to, common
 from unicrond.ctl.task_parser import add_tasks_control
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import (
@@ -360,12 +360,8 @@ def _add_plan(commands: Commands) -> None:
         plans,
         "whatif",
         "the plan for a changed cluster; changes nothing",
-        ("plan whatif --lose node3", "plan whatif --add-nodes 4 --slots 8 --task big:weight=3 --at 10m"),
-        repeated("--lose", "NODE", "without this node"),
-        option("--add-nodes", "N", "with N more nodes", type=whole(), default=0),
-        option("--slots", "N", "workers on each (default: as most nodes have)", type=whole(), default=0),
-        option("--gpu", "TYPE", "the type of their GPUs (default: as most nodes have)", default=""),
-        repeated("--task", "NAME:FIELD=N", "a task with another weight, min_workers or max_workers"),
+        ("plan whatif --lose node3", "plan whatif --add-nodes 4 --slots 8 --set tasks.big.weight=3 --at 10m"),
+        *CHANGES,
         AT,
     )
     add_to(

@@ -86,7 +86,8 @@ from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.views.plan_preview import WhatIfError, changes_of, table_json, what_if
+from unicrond.views import what_if
+from unicrond.views.plan_preview import table_json
 from unicrond.views.spares import DAY_S, spares
 
 _REASON = "requested by an operator"
@@ -261,13 +262,13 @@ class Api:
         return answer({"epoch": epoch, **await asyncio.to_thread(table_json, table)})
 
     async def plan_whatif(self, request: web.Request) -> web.Response:
-        """Answer with the plan that would be adopted if the cluster were as the body says (`what_if.Changes`)."""
+        """Answer with the plan that would be adopted if the cluster were as the body says (`ClusterChanges`)."""
         body, state, policy = await json_of(request), self._coordinator.state, self._config.policy
         try:
-            plan = await asyncio.to_thread(what_if, state, policy, changes_of(body))
-        except (WhatIfError, ProblemError) as wrong:
+            outcome = await asyncio.to_thread(what_if.what_if, state, policy, what_if.changes_of(body))
+        except (what_if.WhatIfError, ProblemError) as wrong:
             return error(400, str(wrong))
-        return answer({"now": state.plan, "then": plan})
+        return answer(what_if.answer(state, outcome))
 
     async def plan_spares(self, request: web.Request) -> web.Response:
         """Answer with what the cluster would achieve with some nodes kept back. A failed node is away for `repair_s` (a
