@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain
@@ -14,7 +15,7 @@ from unicrond.replay.reading.progress import show
 from unicrond.replay.views.report import when
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 
 class _Interval(View):

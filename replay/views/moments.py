@@ -9,12 +9,12 @@ from bisect import bisect_right
 from contextlib import suppress
 from typing import NamedTuple
 
-from unicrond.core.replayer import policy_after
+from unicrond.core.replayer import LogStep, policy_after, steps
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Entry
 from unicrond.views.goodput import GoodputTotals, account_step
-from unicrond.views.view import LogStep, View, steps
+from unicrond.views.view import View
 
 #: Entries between two stored states.
 EVERY = 250

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand
 from unicrond.events.vocabulary.times import EPOCH, format_time
 from unicrond.events.wire.envelope import Recorded
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 KINDS = ("node", "task", "incident", "plan")
 

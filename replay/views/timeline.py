@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.worth.waf import linear_flops, waf
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 #: The condition of a node that runs no task; that of a node which does is the names of its tasks.
 NODE_IDLE, NODE_LOST, NODE_LEFT, NODE_ISOLATED = "idle", "lost", "left", "isolated"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import aclosing
 from typing import Any
 
 from unicrond.core.planning.problem import ProblemError
-from unicrond.core.replayer import EMPTY, policy_after, replay
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.parsing import changes_json
 from unicrond.display.tables import Table, clean, plain
 from unicrond.events.cli.command_line import UsageError
-from unicrond.events.wire.envelope import Entry
 from unicrond.replay.reading.opening import as_json, open_source, require_reached, resolve, say
-from unicrond.replay.reading.progress import with_bar
-from unicrond.replay.reading.source import read
+from unicrond.replay.reading.progress import show
 from unicrond.replay.views.report import when
+from unicrond.views.view import PolicyView
 from unicrond.views.what_if import ClusterChanges, WhatIfError, WhatIfOutcome, changes_of, waf_of, what_if
 
 
@@ -37,23 +34,14 @@ async def whatif_command(options: argparse.Namespace) -> int:
 
 async def _state_and_policy(options: argparse.Namespace) -> tuple[ClusterState, Policy]:
     """Return the state at --at, and the policy that the coordinator of that moment had."""
-    state, policy = EMPTY, Policy()
+    policies = PolicyView()
     async with open_source(options) as source:
-        until = await resolve(source, options.at)
-        async with aclosing(with_bar(read(source, until=until), "replaying")) as chunks:
-            async for chunk in chunks:
-                for entry in chunk.entries:
-                    policy = _policy_after(policy, entry)
-                state = replay(chunk.entries, start=state)
+        try:
+            state = await show(source, policies, "replaying", until=await resolve(source, options.at))
+        except ValueError as error:
+            raise UsageError(f"--at: {error}") from None
     require_reached(options.at, state.seq)
-    return state, policy
-
-
-def _policy_after(policy: Policy, entry: Entry) -> Policy:
-    try:
-        return policy_after(policy, entry)
-    except ValueError as error:
-        raise UsageError(f"--at: {error}") from None
+    return state, policies.policy
 
 
 def _json(state: ClusterState, without: WhatIfOutcome, with_changes: WhatIfOutcome) -> dict[str, Any]:

@@ -6,15 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster, membership_of
-from unicrond.core.fold import fold
 from unicrond.core.planning.situation import NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.table import Planner
+from unicrond.core.replayer import replay
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.rules.plan_problems import problem_of, situation_of
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest
 from unicrond.core.state.task_parts import Pace
 from unicrond.core.tasks.reshaping import layout_key, most_workers, reshaped
@@ -392,9 +392,7 @@ def test_a_replay_comes_to_the_same_state() -> None:
     cluster = cluster_of(1, 2, 1)
     lose(cluster, "n0")
     cluster.run()
-    state = ClusterState()
-    for entry in cluster.log:
-        state = fold(state, entry)
+    state = replay(cluster.log)
     assert digest(state) == digest(cluster.state)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from tests.replay.logs import eventful
 from tests.unicrond.life_diagrams import DOCUMENT, document
 from tests.unicrond.test_decide import random_life, two_tasks
-from unicrond.core.fold import fold
+from unicrond.core.replayer import steps
 from unicrond.core.state import incident_lifecycle as incident_life
 from unicrond.core.state import worker_lifecycle as worker_life
 from unicrond.core.state.incident_lifecycle import TRIGGERS, IncidentPhase, IncidentTrigger, phase
@@ -60,11 +58,9 @@ def require_legal(before: ClusterState, after: ClusterState, event: v.AnyEvent) 
 
 def moves_of(entries: list[Recorded]) -> set[tuple[object, object, object]]:
     made: set[tuple[object, object, object]] = set()
-    state = ClusterState()
-    for entry in entries:
-        after = fold(state, entry)
-        made |= require_legal(state, after, entry.envelope.event)
-        state = after
+    for before, entry, after in steps(entries):
+        assert isinstance(entry, Recorded)
+        made |= require_legal(before, after, entry.envelope.event)
     return made
 
 
@@ -103,10 +99,7 @@ def test_consecutive_states_of_one_worker_are_told_apart() -> None:
     """The check itself: a move that no table holds is found."""
     cluster = two_tasks(1)
     cluster.run()
-    states = [ClusterState()]
-    for entry in cluster.log:
-        states.append(fold(states[-1], entry))
-    before, after = next((b, a) for b, a in pairwise(states) if workers(b) != workers(a))
+    before, _, after = next(step for step in steps(cluster.log) if workers(step.before) != workers(step.after))
     with pytest.raises(AssertionError, match="by Heartbeat"):
         beat = v.Heartbeat(node="n0", agent_boot=1, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
         require_legal(before, after, beat)

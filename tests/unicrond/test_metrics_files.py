@@ -19,7 +19,7 @@ from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.event_log import statistics as log_figures
 from unicrond.service.event_log.append_times import AppendTimes
 from unicrond.service.event_log.statistics import Figures, LogVolume
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "unicron.rules.yaml"
@@ -49,8 +49,7 @@ def known() -> dict[str, set[str]]:
     cluster.lose(cluster.hosts["n1"])
     cluster.run()
     views = HeadViews()
-    for step in steps(cluster.log):
-        views.feed(step)
+    feed_all(views, cluster.log)
     assert views.alarms() == []
     text = exposition(lambda: cluster.state, more=of_the_log, views=views)().decode()
     found: dict[str, set[str]] = {}

@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 from tests.unicrond.stories import trained
+from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Quarantined
 from unicrond.service.coordinator.hooks import HeadViews
-from unicrond.views.view import LogStep, View, Views, steps
+from unicrond.views.view import View, Views, feed_all
 
 
 class _Recorder(View):
@@ -43,8 +44,7 @@ def test_a_view_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogCap
     broken, whole = _Recorder(bad_seq=3), _Recorder()
     views = Views(broken)
     views.add(whole)
-    for step in steps(cluster.log):
-        views.feed(step)
+    feed_all(views, cluster.log)
     assert broken.seqs == [1, 2] and whole.seqs == [entry.seq for entry in cluster.log]
     kind = type(cluster.log[2].envelope.event).__name__
     assert views.alarms() == [f"the view _Recorder ends at entry 3 ({kind}); nothing else is concerned"]
@@ -60,8 +60,7 @@ def test_a_head_says_that_there_is_no_goodput_any_more(monkeypatch: pytest.Monke
 
     views = HeadViews()
     monkeypatch.setattr("unicrond.views.goodput_keeper.account_step", fail)
-    for step in steps(trained(2).log):
-        views.feed(step)
+    feed_all(views, trained(2).log)
     assert views.goodput.totals is None and [line.split(" ends")[0] for line in views.alarms()] == [
         "the view GoodputKeeper"
     ]

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task
 from unicrond.core.state.work_ledger import ZERO, Account
@@ -37,7 +38,6 @@ from unicrond.core.worth.costs import plus, worth, worth_in_health
 from unicrond.core.worth.waf import linear_flops, worth_stays
 from unicrond.events import vocabulary as v
 from unicrond.views import lemons
-from unicrond.views.view import LogStep
 
 PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
 NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"

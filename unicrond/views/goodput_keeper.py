@@ -7,10 +7,11 @@ from collections import deque
 
 import msgspec
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState
 from unicrond.views.goodput import GoodputTotals, account_step
 from unicrond.views.goodput_report import EMPTY_READING, GoodputReading, reading
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 #: How often sums are remembered, so that the goodput of an interval can be computed; and how many: a month of them.
 READING_US, READINGS_MAX = 600_000_000, 30 * 24 * 6

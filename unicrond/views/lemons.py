@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep
 
 SCORE_MIN = 8.0
 LEMON_RATIO = 3.0

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
