@@ -126,6 +126,9 @@ def _look(commands: Commands) -> None:
 
 
 def _explain(commands: Commands) -> None:
+    summary = "what a view of the log has to say, as JSON"
+    view = option("name", "NAME", "goodput, spans", type=name_argument)
+    command(commands, "view", "views.commands:view_command", summary, view, _AT)
     command(
         commands,
         "story",

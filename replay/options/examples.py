@@ -36,6 +36,12 @@ examples:
   unicron-replay events --file incident.log --after 100 --until 200 --json
 
 --node and --task take every event that names the node or task, also inside a plan or a membership.""",
+    "view": """\
+examples:
+  unicron-replay view spans --file incident.log
+  unicron-replay view goodput --state-dir unicron-state --at -10m --json | jq .cluster
+
+A head gives the same of its own log: GET /v1/views/NAME.""",
     "verify": """\
 examples:
   unicron-replay verify --state-dir unicron-state

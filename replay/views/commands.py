@@ -1,8 +1,9 @@
-"""`unicron-replay` state, digest, export and events: from parsed options to lines on stdout."""
+"""`unicron-replay` state, digest, view, export and events: from parsed options to lines on stdout."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from unicrond.display.event_lines import entry_json
 from unicrond.events.cli.command_line import UsageError
+from unicrond.events.host.did_you_mean import guess
 from unicrond.events.wire.selection import Selection
 from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.opening import (
@@ -22,10 +24,11 @@ from unicrond.replay.reading.opening import (
     say,
     state_at,
 )
-from unicrond.replay.reading.progress import with_bar
+from unicrond.replay.reading.progress import show, with_bar
 from unicrond.replay.reading.shown import mask_entries
 from unicrond.replay.reading.source import LogChunk, read
 from unicrond.replay.views.report import digest_json, entry_line, state_json, state_page
+from unicrond.views.table import VIEWS
 
 
 async def state_command(options: argparse.Namespace) -> None:
@@ -39,6 +42,18 @@ async def digest_command(options: argparse.Namespace) -> None:
     state = await state_at(options, options.at)
     fields = digest_json(state)
     say(as_json(fields) if options.json else f"{fields['digest']}  at entry {state.seq}")
+
+
+async def view_command(options: argparse.Namespace) -> None:
+    """Print the value of a view by its name."""
+    make = VIEWS.get(options.name)
+    if make is None:
+        raise UsageError(f"NAME: no view {options.name}; {guess(options.name, list(VIEWS))}")
+    view = make()
+    async with open_source(options) as source:
+        state = await show(source, view, "reading", until=await resolve(source, options.at))
+    require_reached(options.at, state.seq)
+    say(json.dumps(view.value(state), indent=None if options.json else 2))  # integers of any size
 
 
 async def export_command(options: argparse.Namespace) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
+import aiohttp
 import pytest
 
+from tests.replay.logs import write_log
+from tests.unicrond.serving import serving
 from tests.unicrond.stories import trained
 from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Quarantined
+from unicrond.replay.cli import main
 from unicrond.service.coordinator.hooks import HeadViews
-from unicrond.views.view import View, Views, feed_all
+from unicrond.views.table import VIEWS
+from unicrond.views.view import JsonView, View, Views, feed_all
 
 
 class _Recorder(View):
@@ -66,3 +74,49 @@ def test_a_head_says_that_there_is_no_goodput_any_more(monkeypatch: pytest.Monke
     ]
     views.begin()
     assert views.goodput.totals is not None
+
+
+class _Counts(JsonView):
+    """Counts entries by the type of their event: a view as CONTRIBUTING.md describes it."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+
+    def feed(self, step: LogStep) -> None:
+        self.counts[type(step.event).__name__] += 1
+
+    def value(self, state: ClusterState) -> dict[str, int]:
+        return {**self.counts, "seq": state.seq}
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(VIEWS, "counts", _Counts)
+    return "counts"
+
+
+async def test_a_view_in_the_table_runs_in_a_head(counts: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, aiohttp.ClientSession() as session:
+        async with session.get(f"{served.url}/v1/views/{counts}") as answer:
+            value = await answer.json()
+        assert value["TaskSubmitted"] == 2 and value["seq"] == served.coordinator.state.seq
+        async with session.get(f"{served.url}/v1/views/count") as answer:
+            assert (
+                answer.status == 404 and (await answer.json())["error"] == "name: no view count; did you mean counts?"
+            )
+        for name in VIEWS:
+            async with session.get(f"{served.url}/v1/views/{name}") as answer:
+                assert answer.status == 200 and await answer.json()
+
+
+def test_a_view_in_the_table_runs_in_a_replay(counts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = trained(2)
+    log = str(write_log(tmp_path / "log.bin", list(cluster.log)))
+    assert main(["view", counts, "--file", log]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value.pop("seq") == len(cluster.log) == sum(value.values())
+    for name in VIEWS:
+        assert main(["view", name, "--file", log, "--at", "20", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)
+    assert main(["view", "count", "--file", log]) == 2
+    assert "NAME: no view count; did you mean counts?" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeAlias
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import View
+from unicrond.views.view import JsonView
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
@@ -93,7 +93,7 @@ def _ignore_spans(_spans: Sequence[Span], _state: ClusterState) -> None:
     pass
 
 
-class Spans(View):
+class Spans(JsonView):
     """Makes spans of steps. `on_end`: called with the spans that have ended and the state by then; must neither raise
     nor wait. `phases`: of transitions, since the reading began."""
 
@@ -107,6 +107,10 @@ class Spans(View):
         self._tracks: dict[str, _Track] = {}
         #: By command id; starts by worker id as well.
         self._orders: dict[str, _PendingCommand] = {}
+
+    def value(self, _: ClusterState) -> dict[str, dict[str, int]]:
+        """Return how often each phase of a transition happened, and how long all of them took."""
+        return {name: phase._asdict() for name, phase in self.phases.items()}
 
     def feed(self, step: LogStep) -> None:
         """Take the next step, and pass on the spans that have ended with it."""

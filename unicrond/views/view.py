@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from unicrond.core.replayer import EMPTY, LogStep, policy_after, steps
 from unicrond.core.state.policy import Policy
@@ -39,6 +39,14 @@ class View(Protocol):
 
     def feed(self, step: LogStep) -> None:
         """Take the next step. May raise what it likes."""
+        ...
+
+
+class JsonView(View, Protocol):
+    """A view whose value can be asked for by name, once it stands in the table (table.py)."""
+
+    def value(self, state: ClusterState) -> Any:
+        """Return what the view has to say, as plain JSON types. `state`: that after the last step."""
         ...
 
 

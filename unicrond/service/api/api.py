@@ -19,6 +19,7 @@
     POST /v1/faults                        see fault_targets.py; 409 unless the configuration allows it
     GET  /v1/goodput?peak_tflops=N&last_s=S   goodput and badput by cause (views/goodput_report.py); N: of one worker
     GET  /v1/plan/table                    what would be planned after each event that may come next
+    GET  /v1/views/NAME                    what a view of the log has to say, such as goodput (views/table.py)
     GET  /v1/plan/spares?repair_s=S&mtbf_s=S   how many nodes of each type to keep back (views/spares.py)
     POST /v1/plan/whatif                   what would be planned if; changes nothing
     GET  /v1/logs/TASK?rank=R|worker=W&tail_bytes=N&offset=O
