@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from itertools import pairwise
@@ -15,8 +16,10 @@ from tests.unicrond.serving import serving
 from tests.unicrond.stories import trained
 from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
+from unicrond.events.cli.command_line import UsageError
 from unicrond.events.wire.envelope import Quarantined
-from unicrond.replay.cli import main
+from unicrond.replay.cli import parser
+from unicrond.replay.views.commands import view_command
 from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.views.table import VIEWS
 from unicrond.views.view import JsonView, View, Views, feed_all
@@ -101,22 +104,25 @@ async def test_a_view_in_the_table_runs_in_a_head(counts: str, tmp_path: Path) -
             value = await answer.json()
         assert value["TaskSubmitted"] == 2 and value["seq"] == served.coordinator.state.seq
         async with session.get(f"{served.url}/v1/views/count") as answer:
-            assert (
-                answer.status == 404 and (await answer.json())["error"] == "name: no view count; did you mean counts?"
-            )
+            assert answer.status == 404
+            assert (await answer.json())["error"] == "name: no view count; did you mean counts?"
         for name in VIEWS:
             async with session.get(f"{served.url}/v1/views/{name}") as answer:
                 assert answer.status == 200 and await answer.json()
 
 
+def show_view(*words: str) -> None:
+    asyncio.run(view_command(parser().parse_args(["view", *words])))
+
+
 def test_a_view_in_the_table_runs_in_a_replay(counts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = trained(2)
     log = str(write_log(tmp_path / "log.bin", list(cluster.log)))
-    assert main(["view", counts, "--file", log]) == 0
+    show_view(counts, "--file", log)
     value = json.loads(capsys.readouterr().out)
     assert value.pop("seq") == len(cluster.log) == sum(value.values())
     for name in VIEWS:
-        assert main(["view", name, "--file", log, "--at", "20", "--json"]) == 0
+        show_view(name, "--file", log, "--at", "20", "--json")
         assert json.loads(capsys.readouterr().out)
-    assert main(["view", "count", "--file", log]) == 2
-    assert "NAME: no view count; did you mean counts?" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="NAME: no view count; did you mean counts"):
+        show_view("count", "--file", log)
