@@ -36,6 +36,7 @@ from unicrond.events.log.event_log import LogError
 from unicrond.events.nats.url import parse_urls
 from unicrond.replay.options.arguments import (
     DEFAULT_POLICIES,
+    EXAMPLES,
     SEED_MAX,
     TRACE_FILE_VARIABLE,
     bare_command,
@@ -43,7 +44,6 @@ from unicrond.replay.options.arguments import (
     name_argument,
     places_argument,
 )
-from unicrond.replay.options.examples import EXAMPLES
 from unicrond.replay.reading.opening import PROGRAM
 
 
@@ -132,7 +132,7 @@ def _explain(commands: Commands) -> None:
     command(
         commands,
         "story",
-        "views.story_command:story_command",
+        "views.commands:story_command",
         "a causal account of a node, a task, an incident or a plan",
         option("subject", "SUBJECT", "NODE, TASK, INCIDENT or PLAN"),
         _AT,
@@ -149,7 +149,7 @@ def _explain(commands: Commands) -> None:
     command(
         commands,
         "goodput",
-        "views.goodput_command:goodput_command",
+        "views.commands:goodput_command",
         "goodput and badput by cause, ETTR, MFU, interruptions, lost work, suspect nodes",
         point("--after", "leave out everything up to and with this point"),
         _AT,
@@ -158,7 +158,7 @@ def _explain(commands: Commands) -> None:
     command(
         commands,
         "serve",
-        "views.serve_command:serve_command",
+        "views.page_server:serve_command",
         "the web page over this log, with a slider for the time",
         option("--port", "PORT", "on loopback; 0: any free one (default: 7480)", type=whole(0, 65535), default=7480),
         takes_file=True,

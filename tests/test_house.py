@@ -13,10 +13,10 @@ from tests import house
 CEILINGS: dict[str, float] = {
     "circles of folders": 0,
     "files in a circle of files": 0,
-    "most files in one room": 24,
+    "most files in one room": 22,
     "class names with several meanings": 0,
-    "files of at most 60 lines": 130,
-    "lines of imports": 6900,
+    "files of at most 60 lines": 116,
+    "lines of imports": 6815,
     "events: names that are participles or pronouns, %": 1.49,
     "events: docstrings without a verb first, %": 22.42,
     "events: docstrings that begin with a fragment, %": 0.87,

@@ -1,4 +1,4 @@
-"""`unicron-replay` state, digest, view, export and events: from parsed options to lines on stdout."""
+"""Commands of `unicron-replay` that show one view or the state: from parsed options to lines on stdout."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
+from unicrond.core.replayer import LogStep
+from unicrond.core.state.state import ClusterState
 from unicrond.display.event_lines import entry_json
+from unicrond.display.goodput_tables import goodput_tables, hints
+from unicrond.display.tables import plain
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host.did_you_mean import guess
+from unicrond.events.log.point import Point
 from unicrond.events.wire.selection import Selection
 from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.opening import (
@@ -25,10 +30,13 @@ from unicrond.replay.reading.opening import (
     state_at,
 )
 from unicrond.replay.reading.progress import show, with_bar
-from unicrond.replay.reading.shown import mask_entries
-from unicrond.replay.reading.source import LogChunk, read
-from unicrond.replay.views.report import digest_json, entry_line, state_json, state_page
+from unicrond.replay.reading.source import LogChunk, mask_entries, read
+from unicrond.replay.views.report import digest_json, entry_line, state_json, state_page, when
+from unicrond.replay.views.story import Index, NoSuchSubject, Story
+from unicrond.views.goodput import GoodputTotals, account_step
+from unicrond.views.goodput_report import EMPTY_READING, reading, report
 from unicrond.views.table import VIEWS
+from unicrond.views.view import View
 
 
 async def state_command(options: argparse.Namespace) -> None:
@@ -105,3 +113,59 @@ def _require_export(path: Path, *, replace: bool) -> None:
     require_place("FILE", path)
     if path.exists() and not replace:
         raise UsageError(f"FILE: {path} exists; name another one, or give --force to replace it")
+
+
+async def story_command(options: argparse.Namespace) -> int:
+    """Read the log twice, first for the subjects and then for the story, and print it."""
+    async with open_source(options) as source:
+        index, until = Index(), await resolve(source, options.at)
+        await show(source, index, "looking", until=until)
+        require_reached(options.at, index.state.seq)
+        try:
+            subject = index.subject(options.subject)
+        except NoSuchSubject as error:
+            raise UsageError(f"SUBJECT: {error.args[0]}") from None
+        story = Story(subject, index)
+        await show(source, story, "telling", until=until)
+    page = story.page()
+    say(as_json({"kind": subject.kind, "name": subject.name, "story": page.splitlines()}) if options.json else page)
+    return 0
+
+
+class _Interval(View):
+    """Sums up the goodput. `since`: the sums after the entries that `after` covers."""
+
+    def __init__(self, after: Point | None) -> None:
+        self.totals, self.since = GoodputTotals(), EMPTY_READING
+        self._after = after
+
+    def feed(self, step: LogStep) -> None:
+        """Add the next step."""
+        if self._after is not None and not self._after.covers(step.entry):
+            self.since, self._after = reading(self.totals, step.before), None
+        self.totals = account_step(self.totals, step)
+
+    def finish(self, state: ClusterState) -> None:
+        """Begin the interval after the last step, if `after` covers all."""
+        if self._after is not None:
+            self.since = reading(self.totals, state)
+
+
+async def goodput_command(options: argparse.Namespace) -> int:
+    """Print the goodput after one pass over the log; the interval is the difference of two readings."""
+    async with open_source(options) as source:
+        interval = _Interval(await resolve(source, options.after))
+        state = await show(source, interval, "counting", until=await resolve(source, options.at))
+    require_reached(options.at, state.seq)
+    interval.finish(state)
+    since = interval.since
+    figures = report(reading(interval.totals, state), state, since, options.peak_tflops * 1e12)
+    if options.json:
+        say(json.dumps(figures))
+        return 0
+    say(f"goodput up to {when(state)}" + (f", after entry {since.seq}" if since.seq else ""))
+    for title, table in goodput_tables(figures):
+        say("\n".join(["", title, *(f"  {line}" for line in plain(table))]))
+    for hint in hints(figures):
+        say(f"\n{hint}")
+    return 0

@@ -1,7 +1,7 @@
 """The course of a log as spans of time: what each node did, what each task had, the incidents, the WAF. Pure.
 
 A span says the same thing from `start_us` to `end_us`, by the log's time. What is drawn of it: `timeline_text.py`,
-`timeline_html.py`, `timeline_png.py`.
+`timeline_drawing.py`, `timeline_png.py`.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from unicrond.events.cli.command_line import UsageError
 
 #: Command -> "module:function" in replay.
 VIEWS = {
-    "story": "views.story_command:story_command",
+    "story": "views.commands:story_command",
     "verify": "views.verify_command:verify_command",
     "debug": "views.debug_command:debug_command",
-    "goodput": "views.goodput_command:goodput_command",
+    "goodput": "views.commands:goodput_command",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -21,8 +22,10 @@ from unicrond.replay.simulation.cluster.coordinators import Coordinators
 from unicrond.replay.simulation.cluster.host import Host
 from unicrond.replay.simulation.cluster.log_client import Beats, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
 from unicrond.replay.simulation.models.network import Link
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
+from unicrond.replay.simulation.trainer.process import Process
 from unicrond.replay.simulation.trainer.replica import begin_replica
 from unicrond.replay.simulation.trainer.training import Training
 
@@ -309,3 +312,20 @@ async def _end_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def until(world: World, fault: SimulatedFault, undo: Callable[[], object]) -> None:
+    """Undo a fault after its time, unless the faulty phase ends before: healing has undone it by then."""
+    if fault.at_s + fault.for_s < FAULTY_UNTIL_S:
+        world.loop.call_later(fault.for_s, undo)
+
+
+def hosts_of(world: World, fault: SimulatedFault) -> list[Host]:
+    """Return the fault's nodes."""
+    return [world.hosts[name] for name in fault.nodes if name in world.hosts]
+
+
+def victims_of(world: World, fault: SimulatedFault) -> list[Process]:
+    """Return one living worker per node."""
+    living = [[process for process in host.processes if process.alive] for host in hosts_of(world, fault)]
+    return [processes[fault.pick % len(processes)] for processes in living if processes]

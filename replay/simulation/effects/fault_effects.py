@@ -12,9 +12,8 @@ from unicrond.agents.core.state import AcceleratorSaw
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.replay.simulation.cluster.host import Host
-from unicrond.replay.simulation.cluster.world import World
+from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
 from unicrond.replay.simulation.effects import people_effects
-from unicrond.replay.simulation.effects.victims import hosts_of, until, victims_of
 from unicrond.replay.simulation.faults.boundary_events import KINDS, STRANGER, Edges
 from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
 

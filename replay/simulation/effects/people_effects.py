@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from unicrond.events import vocabulary as v
-from unicrond.replay.simulation.cluster.world import World
-from unicrond.replay.simulation.effects.victims import hosts_of, until, victims_of
+from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
 from unicrond.replay.simulation.faults.faults import SimulatedFault
 
 

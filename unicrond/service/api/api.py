@@ -55,7 +55,7 @@ from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.tasks.reshaping import reshaped
 from unicrond.core.tasks.task_rules import too_few_lanes
-from unicrond.display.derived_figures import derived_values
+from unicrond.display.cluster_tables import derived_values
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.trust.logins import BadLogin, agent_login
 from unicrond.events.vocabulary import (
