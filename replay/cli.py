@@ -189,7 +189,7 @@ def _move(commands: Commands) -> None:
     into = bare_command(
         commands,
         "import",
-        "reading.import_command:import_command",
+        "views.commands:import_command",
         "an exported log into an empty one",
         None,
         option("path", "FILE", "an exported log, or a directory of segments", type=Path),

@@ -1,4 +1,4 @@
-"""Commands of `unicron-replay` that show one view or the state: from parsed options to lines on stdout."""
+"""Most commands of `unicron-replay`: from parsed options to lines on stdout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.display.event_lines import entry_json
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain
-from unicrond.events.cli.command_line import UsageError
+from unicrond.events.cli.command_line import UsageError, login_of
 from unicrond.events.host.did_you_mean import guess
 from unicrond.events.log.point import Point
 from unicrond.events.wire.selection import Selection
@@ -22,6 +22,7 @@ from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.opening import (
     PROGRAM,
     as_json,
+    file_source,
     open_source,
     require_place,
     require_reached,
@@ -168,4 +169,35 @@ async def goodput_command(options: argparse.Namespace) -> int:
         say("\n".join(["", title, *(f"  {line}" for line in plain(table))]))
     for hint in hints(figures):
         say(f"\n{hint}")
+    return 0
+
+
+async def import_command(options: argparse.Namespace) -> int:
+    """Import into a directory of segments, or into a NATS server that has no log yet."""
+    from unicrond.replay.reading.importing import (  # the NATS client takes 100 ms to import
+        import_to_directory,
+        import_to_nats,
+    )
+
+    source = file_source(options.path)
+    chunks = with_bar(source.chunks(), "importing")
+    if options.into is not None:
+        last, where, times = await import_to_directory(chunks, options.into, source.beats()), str(options.into), "kept"
+    else:
+        from unicrond.events.nats.connection import connect
+
+        connection = await connect(options.nats, name="unicron-replay", login=login_of(options), timeout_s=5.0)
+        try:
+            last, where, times = await import_to_nats(chunks, connection), connection.urls, "those of the import"
+        finally:
+            await connection.close()
+    if options.json:
+        say(as_json({"into": where, "last_seq": last, "times_kept": times == "kept"}))
+    else:
+        note = (
+            ""
+            if times == "kept"
+            else " (NATS dates what it stores), and the digests differ accordingly; compare by --file"
+        )
+        say(f"{where}: entries 1 to {last}; the recorded times are {times}{note}" if last else f"{where}: an empty log")
     return 0

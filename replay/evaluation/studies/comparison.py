@@ -1,4 +1,4 @@
-"""Runs side by side: policies times seeds, each policy on the very same traces; their figures, also as Markdown tables."""
+"""Runs side by side: policies times seeds, all on the very same traces; their figures, also as Markdown tables."""
 
 from __future__ import annotations
 

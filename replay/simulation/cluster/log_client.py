@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from unicrond.events.log.event_log import Fence, Fenced, claimed_term, encode_batch
@@ -15,6 +16,7 @@ from unicrond.events.log.skips import skips_in
 from unicrond.events.vocabulary import Heartbeat, MembershipPart
 from unicrond.events.wire.codec import COORDINATOR, encode
 from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.log_server import FencedReply, LogServer, Reply
 from unicrond.replay.simulation.models.network import Link
 
@@ -23,6 +25,23 @@ ANSWER_S = 0.5
 Boundary = Literal["", "before", "sent", "acknowledged", "part"]
 #: Called after every append that was acknowledged.
 AcknowledgementCallback = Callable[[Sequence[Envelope], Sequence[int]], None]
+
+
+@dataclass(frozen=True)
+class ClusterParts:
+    """What all machines of one simulated cluster share: the event loop, the log and the heartbeats, the checker of all
+    that becomes durable; and the times that their agents are configured with.
+
+    `lease_s`: how long workers and fork servers go on without an agent. `start_max_age_s`: of an order to start a
+    worker that an agent still obeys."""
+
+    loop: asyncio.AbstractEventLoop
+    server: LogServer
+    beats: Beats
+    checker: InvariantChecker
+    heartbeat_s: float
+    lease_s: float
+    start_max_age_s: float
 
 
 class Endpoint:

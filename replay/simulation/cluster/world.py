@@ -20,7 +20,7 @@ from unicrond.events.wire.schemas import FIRST, SCHEMA, lowered
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.coordinators import Coordinators
 from unicrond.replay.simulation.cluster.host import Host
-from unicrond.replay.simulation.cluster.log_client import Beats, Endpoint
+from unicrond.replay.simulation.cluster.log_client import Beats, ClusterParts, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
 from unicrond.replay.simulation.models.network import Link
@@ -82,16 +82,21 @@ class World:
         self.layouts = self.rng("layouts")
         self.degrees = self.rng("degrees")
         self.gpus = self.rng("gpus")
-        self.hosts = self._hosts()
-        self.training.hosts = self.checker.hosts = self.hosts
-        self.coordinators = Coordinators(
+        self.parts = ClusterParts(
             loop,
-            self.rng("head"),
             self.server,
             self.beats,
             self.checker,
+            heartbeat_s=HEARTBEAT_S,
+            lease_s=_LEASE_S,
+            start_max_age_s=60.0,
+        )
+        self.hosts = self._hosts()
+        self.training.hosts = self.checker.hosts = self.hosts
+        self.coordinators = Coordinators(
+            self.parts,
+            self.rng("head"),
             self.policy,
-            HEARTBEAT_S,
             self.rng("heads' versions"),
             self._repair if seed % 2 else None,
             MemoryLease(loop.time) if self.rng("leases").random() < LEASED else None,
@@ -114,15 +119,9 @@ class World:
             name: Host(
                 name,
                 slots,
-                loop=self.loop,
-                rng=self.rng(name),
-                server=self.server,
-                beats=self.beats,
-                training=self.training,
-                checker=self.checker,
-                heartbeat_s=HEARTBEAT_S,
-                lease_s=_LEASE_S,
-                start_max_age_s=60.0,
+                self.parts,
+                self.training,
+                self.rng(name),
                 schema=self.versions.choice(VERSIONS),
                 gpu=self.gpus.choice(self.types),
             )
