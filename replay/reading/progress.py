@@ -1,4 +1,4 @@
-"""Reads a log for a view, with a progress bar on stderr where that takes a while and stderr is a terminal."""
+"""Feed a view from a log, with a progress bar on stderr where that takes a while and stderr is a terminal."""
 
 from __future__ import annotations
 

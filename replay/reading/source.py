@@ -109,7 +109,7 @@ async def _folded_chunks(source: Source, after_seq: int) -> AsyncGenerator[LogCh
 
 
 class FileSource:
-    """An exported log: one segment file, or a directory of them. FileNotFoundError, LogDamaged."""
+    """An exported log: one segment file, or a directory of them. Raises FileNotFoundError, LogDamaged."""
 
     has_own_times = True
 

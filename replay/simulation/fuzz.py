@@ -1,4 +1,4 @@
-"""`unicron-replay fuzz`: many seeds; the first failure is shrunk and told with the one command that repeats it."""
+"""`unicron-replay fuzz`: many seeds; the first failure is shrunk and printed with the command that repeats it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _ENOUGH = 20
 
 
 class FuzzReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints. `failure`: the first one, shrunk; `repeat`: the command that plays it again."""
+    """The outcome of all seeds, which `--json` prints. `failure`: the first one, shrunk; `repeat`: the command that
+    plays it again."""
 
     first_seed: int
     seeds: int

@@ -30,7 +30,7 @@ _BATCH = 200
 
 
 class PageServer:
-    """`name`: what the log is called on the page."""
+    """Answers the page from a log that was read. `name`: what the log is called on the page."""
 
     def __init__(self, moments: Moments, name: str) -> None:
         self._moments = moments

@@ -30,7 +30,7 @@ KINDS = ("node", "task", "incident", "plan")
 
 
 class Subject(NamedTuple):
-    """`kind` is one of KINDS; `name`: a node, a task, an incident's id, or a plan's epoch."""
+    """What a story is about. `kind` is one of KINDS; `name`: a node, a task, an incident's id, or a plan's epoch."""
 
     kind: str
     name: str

@@ -78,7 +78,8 @@ class Divergence(Exception):
 
 @dataclass
 class Findings:
-    """What was compared. `notes`: versions, configurations and their changes, in the log's order."""
+    """The outcome of a verification: how much was compared. `notes`: versions, configurations and their changes, in the
+    log's order."""
 
     entries: int = 0
     batches: int = 0
@@ -113,9 +114,10 @@ def bases(entries: Iterable[Entry]) -> set[int]:
 
 
 class Verifier(View):
-    """Verifies a log; it takes every step in order, then `finish`. Raises Divergence at the first difference.
+    """Verifies a log. Feed it every step in order, then call `finish`. Raises Divergence at the first difference.
 
-    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order."""
+    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order.
+    """
 
     def __init__(self, needed: set[int], beats: Sequence[Recorded] = ()) -> None:
         self.findings = Findings()

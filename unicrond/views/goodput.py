@@ -51,8 +51,8 @@ _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What incidents have cost one task. `detection`, `transition`: work; with `_us`: its time. `lost_us`: what
-    training the lost iterations again takes, and what was thrown away. `redone`, `micro_batches_lost`:
+    """What incidents have cost one task. `detection`, `transition`: work, weighted FLOP; with `_us`: the time of it.
+    `lost_us`: what training the lost iterations again takes, and what was thrown away. `redone`, `micro_batches_lost`:
     micro-batches."""
 
     detection: Decimal = ZERO
@@ -75,9 +75,9 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What accrues to one task now, weighted FLOP/s. `short`: by cause. `doing`: where its time goes; "" while an
-    `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step. `workers`:
-    that train."""
+    """What one task gains and loses per second at the moment, weighted FLOP/s. `short`: by cause. `doing`: where its
+    time goes; "" while an `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step.
+    `workers`: that train."""
 
     delivered: int = 0
     had: int = 0

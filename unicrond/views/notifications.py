@@ -39,7 +39,7 @@ Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
 
 
 class Notice(NamedTuple):
-    """`text`: what is known, some lines. `commands`: what to go on with."""
+    """Something to tell people. `text`: what is known, some lines. `commands`: those that help next."""
 
     key: str
     rule: Rule

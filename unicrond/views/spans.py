@@ -41,7 +41,8 @@ About: TypeAlias = Mapping[str, str | int]
 
 
 class Span(NamedTuple):
-    """`trace`: 128 bits, `span` and `parent`: 64 bits; no parent: 0. `error`: why, "" where it went well."""
+    """A span of a trace, as OpenTelemetry has it. `trace`: 128 bits, `span` and `parent`: 64 bits; no parent: 0.
+    `error`: why, "" where it went well."""
 
     trace: int
     span: int
@@ -94,8 +95,8 @@ def _ignore_spans(_spans: Sequence[Span], _state: ClusterState) -> None:
 
 
 class Spans(JsonView):
-    """Makes spans of steps. `on_end`: called with the spans that have ended and the state by then; must neither raise
-    nor wait. `phases`: of transitions, since the reading began."""
+    """Makes spans of the log's steps. `on_end`: called with the spans that have ended and the state by then; must
+    neither raise nor wait. `phases`: of transitions, since the reading began."""
 
     def __init__(self, on_end: Callable[[Sequence[Span], ClusterState], None] = _ignore_spans) -> None:
         self._on_end = on_end

@@ -28,8 +28,8 @@ NODES_MAX = 128
 
 @dataclass(frozen=True)
 class Template:
-    """A pipeline on `nodes` nodes. `slope_s`: seconds per micro-batch; `fill_s`: of filling and draining; `step_s`: the
-    optimizer's."""
+    """The best form of a pipeline on `nodes` nodes. `slope_s`: seconds per micro-batch; `fill_s`: of filling and
+    draining; `step_s`: the optimizer's."""
 
     nodes: int
     layout: Layout

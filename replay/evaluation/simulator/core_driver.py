@@ -73,7 +73,7 @@ class NodeAgent:
 
 @dataclass
 class CoreWork:
-    """What the coordinator's core did. Times are this machine's and differ from run to run.
+    """How much the coordinator's core did, and how long that took. Times are this machine's and differ from run to run.
 
     `cpu_s`: CPU time of the whole run, the simulated world's part included; `wall_s`: its wall time. `fold_s`: wall
     time of all folds; `decide_s`, `solve_s`: of each decision (its survey and deadlines included) and each plan.

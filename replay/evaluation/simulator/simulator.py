@@ -39,7 +39,8 @@ from unicrond.throughput.presets import MODELS
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """`costs` in exact integers; `rates`: (virtual time, WAF delivered) at every change; `core`: None for others.
+    """What one run delivered, and what it cost. `costs` in exact integers; `rates`: (virtual time, WAF delivered) at
+    every change; `core`: None for others.
 
     `nodes`, `tasks`: how many there are.
     """

@@ -45,7 +45,7 @@ class ClusterParts:
 
 
 class Endpoint:
-    """An EventLog. `crash`: ends its owner; set by the owner."""
+    """One process's connection to the log: an EventLog over one link. `crash`: ends that process, which sets it."""
 
     def __init__(self, server: LogServer, link: Link, on_acknowledged: AcknowledgementCallback) -> None:
         self._server = server

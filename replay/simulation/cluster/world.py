@@ -43,8 +43,8 @@ GPU_TYPES = ("a100-80g", "h100-80g")
 
 
 class World:
-    """One simulated cluster. `shape` draws its form; every part draws its own chances, so that a fault less in one
-    place leaves the others' alone."""
+    """One simulated cluster. `shape` draws its form. Every part has its own source of chance, so that what one draws
+    does not change when another draws less."""
 
     def __init__(self, seed: int, loop: VirtualLoop) -> None:
         self.seed = seed

@@ -1,5 +1,5 @@
-"""A replica's processes and its main thread, which waits here and into which faults are injected; what it computes:
-`driver.py`."""
+"""A simulated replica: its processes, and its main thread, which waits here and into which faults are injected. What it
+computes: `driver.py`."""
 
 from __future__ import annotations
 
