@@ -52,7 +52,7 @@ class Moments(View):
 
     @property
     def span_us(self) -> tuple[int, int]:
-        """The times of the first and the last entry; zeros for an empty log."""
+        """Return the times of the first and the last entry; zeros for an empty log."""
         return (self._times_us[0], self._times_us[-1]) if self._times_us else (0, 0)
 
     def at_us(self, time_us: int | None) -> Moment:

@@ -87,7 +87,7 @@ class Views:
     def _close(self, view: View, step: LogStep) -> None:
         event = step.event
         name, kind = type(view).__name__, "quarantined" if event is None else type(event).__name__
-        self._open = tuple(other for other in self._open if other is not view)
+        self._open = tuple(candidate for candidate in self._open if candidate is not view)
         message = f"the view {name} ends at entry {step.entry.seq} ({kind})"
         self._alarms.append(f"{message}; nothing else is concerned")
         log.exception("%s; restart the coordinator without its snapshot", message)

@@ -75,12 +75,12 @@ class WhatIfOutcome(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The plan after the decisions."""
+        """Return the plan after the decisions."""
         return self.state.plan
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many decisions of each type there are, but for the plan."""
+        """Count the decisions of each type, but for the plan."""
         return dict(Counter(type(event).__name__ for event in self.decisions if not isinstance(event, v.PlanAdopted)))
 
 
@@ -180,9 +180,9 @@ def _with_task_field(state: ClusterState, task: Task | None, fields: Sequence[st
 def _require_valid(before: Task, after: Task) -> None:
     """Check that the changed settings of a task agree. What was wrong before is not the question."""
     if after is not before:
-        known = {str(fault) for fault in spec_faults(before.spec)}
+        old_faults = {str(fault) for fault in spec_faults(before.spec)}
         for fault in spec_faults(after.spec):
-            if str(fault) not in known:
+            if str(fault) not in old_faults:
                 raise WhatIfError(f"set: tasks.{after.name}.{fault}")
 
 

@@ -58,7 +58,7 @@ class Templates:
 
     @property
     def fewest(self) -> int:
-        """The nodes of the shortest pipeline. Raises ValueError if there is no template."""
+        """Return the nodes of the shortest pipeline. Raises ValueError if there is no template."""
         return min(self.by_nodes)
 
     def _best(self, nodes: int) -> Template | None:

@@ -67,7 +67,7 @@ class NodeAgent:
 
     @property
     def name(self) -> str:
-        """The node's name in the log."""
+        """Return the node's name in the log."""
         return f"n{self.node}"
 
 

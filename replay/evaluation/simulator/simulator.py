@@ -60,7 +60,7 @@ class SimulationOutcome:
 
     @property
     def ratio(self) -> float:
-        """The WAF before the first fault over failure-free: what the system's mechanism and its spare nodes leave."""
+        """Return the WAF before the first fault over failure-free: what the mechanism and spare nodes leave."""
         return self.rates[0][1] * self.trace.length_us / self.costs.failure_free
 
     @property

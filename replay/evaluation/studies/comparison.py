@@ -34,17 +34,17 @@ class PolicyRow:
 
     @property
     def ratio(self) -> float:
-        """The WAF before the first fault over failure-free."""
+        """Return the WAF before the first fault over failure-free."""
         return self.outcomes[0].ratio
 
     @property
     def ettr(self) -> float:
-        """The mean over seeds; see SimulationOutcome."""
+        """Return the mean over seeds; see SimulationOutcome."""
         return fmean(outcome.ettr for outcome in self.outcomes)
 
     @property
     def goodput(self) -> float:
-        """The mean over seeds; see SimulationOutcome."""
+        """Return the mean over seeds; see SimulationOutcome."""
         return fmean(outcome.goodput for outcome in self.outcomes)
 
     def mean(self, part: str) -> float:
@@ -58,7 +58,7 @@ class PolicyRow:
 
     @property
     def waf(self) -> float:
-        """The accumulated WAF, mean over seeds, weighted FLOP."""
+        """Return the accumulated WAF, mean over seeds, weighted FLOP."""
         return fmean(outcome.costs.delivered / 1e6 for outcome in self.outcomes)
 
     @property

@@ -45,7 +45,7 @@ class SimulatedReplica:
 
     @property
     def generation(self) -> int:
-        """The generation of the membership last tried."""
+        """Return the generation of the membership last tried."""
         return self._driver.rendezvous.generation
 
     # --- the process -----------------------------------------------------------------------------
