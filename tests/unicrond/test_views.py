@@ -17,6 +17,7 @@ from tests.unicrond.stories import trained
 from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events.cli.command_line import UsageError
+from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.wire.envelope import Quarantined
 from unicrond.replay.cli import parser
 from unicrond.replay.views.commands import view_command
@@ -126,3 +127,11 @@ def test_a_view_in_the_table_runs_in_a_replay(counts: str, tmp_path: Path, capsy
         assert json.loads(capsys.readouterr().out)
     with pytest.raises(UsageError, match="NAME: no view count; did you mean counts"):
         show_view("count", "--file", log)
+
+
+def test_a_log_with_a_gap_is_shown_by_no_view() -> None:
+    log = trained(2).log
+    recorder = _Recorder()
+    with pytest.raises(LogDamaged, match="entry 7 follows entry 5"):
+        feed_all(recorder, log[:5] + log[6:])
+    assert recorder.seqs == [1, 2, 3, 4, 5]
