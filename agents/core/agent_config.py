@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.events.vocabulary import ExitCause, Gpu, MemoryService, Name, TaskSpec
 
 

@@ -40,7 +40,7 @@ def commanded(transition: Transition, delivery: Commanded) -> None:  # noqa: C90
             commanded(transition, replace(delivery, command=start))
         return
     order = PendingCommand(command_id=command.command_id, cause=delivery.cause)
-    if order.command_id in transition.memory.answered:
+    if order.command_id in transition.memory.answers:
         transition.say_answer(order)
         return
     if is_pending(transition, order.command_id):
@@ -109,7 +109,7 @@ def apply_decision(transition: Transition, decision: LogDecision) -> None:
 def unreadable(transition: Transition, unread: Unreadable) -> None:
     """Refuse a command that cannot be read; if it has been answered already, repeat the answer."""
     order = PendingCommand(command_id=unread.command_id, cause=unread.cause)
-    if order.command_id in transition.memory.answered:
+    if order.command_id in transition.memory.answers:
         transition.say_answer(order)
     else:
         transition.answer(order, f"{UNREAD}{unread.reason}")
@@ -117,7 +117,7 @@ def unreadable(transition: Transition, unread: Unreadable) -> None:
 
 def is_pending(transition: Transition, command_id: str) -> bool:
     """Return whether the command has been accepted and not answered yet."""
-    starts = [w.order for w in transition.memory.waiting]
+    starts = [w.order for w in transition.memory.waiting_starts]
     starts += [w.starting.order for w in transition.memory.workers.values() if w.starting]
     stops = [o for w in transition.memory.workers.values() for o in w.stop_orders]
     checking = transition.state.checking
@@ -182,7 +182,7 @@ def checked(transition: Transition, outcome: Checked) -> None:
         NodeChecked(
             node=transition.config.node,
             command_id=outcome.command_id,
-            passed=outcome.has_passed,
+            has_passed=outcome.has_passed,
             duration_us=outcome.duration_us,
             detail=outcome.detail[:MAX_TEXT],
         ),

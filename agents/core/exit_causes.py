@@ -10,8 +10,7 @@ import os
 import signal
 from typing import NamedTuple
 
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT, EXIT_NO_MEMBERSHIP, LEFT_EARLY
-from unicrond.agents.protocol.messages import OomKill
+from unicrond.agents.protocol.messages import EXIT_NO_AGENT, EXIT_NO_MEMBERSHIP, LEFT_EARLY, OomKill
 from unicrond.events.vocabulary import ErrorKind, ExitCause
 
 _SIGNALS: dict[int, tuple[ErrorKind, str]] = {

@@ -108,7 +108,7 @@ from unicrond.agents.core.state import (
     WorkerSaid,
 )
 from unicrond.agents.core.transaction import Transition, newest_of
-from unicrond.agents.protocol.messages import ExitedAck
+from unicrond.agents.protocol.messages import ProcessExitAck
 from unicrond.events.vocabulary import Observation, StepCommitted, WorkerExited
 
 
@@ -116,7 +116,7 @@ def resume(config: AgentConfig, memory: Remembered) -> AgentState:
     """Return the state of an agent that starts, with what the one before it remembered (or an empty Remembered)."""
     if memory == Remembered():
         memory = Remembered(since_boot=config.agent_boot)
-    return AgentState(config=config, memory=memory, summed=dict(memory.reported))
+    return AgentState(config=config, memory=memory, summed=dict(memory.reported_commits))
 
 
 def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Action]]:  # noqa: C901  # one case for each kind of input
@@ -147,8 +147,8 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             joining.log_seen(transition, agent_input)
         case MachineSaw():
             joining.machine_saw(transition, agent_input)
-        case StateHeld(held_state=held_state):
-            kept_states.report_held(transition, held_state)
+        case StateHeld(snapshot=snapshot):
+            kept_states.report_held(transition, snapshot)
         case Appended(event=event):
             _appended(transition, event)
         case NodeFaultInjected(command_id=command_id, reason=reason):
@@ -194,7 +194,7 @@ def _timer_fired(transition: Transition, fired: TimerFired) -> None:  # noqa: C9
         case "drain":
             joining.end_drain(transition)
         case "wait":
-            for waiting in transition.memory.waiting:
+            for waiting in transition.memory.waiting_starts:
                 if waiting.command.worker == fired.key:
                     lack = "no slot became free" if transition.state.store_port else "the fork server did not start"
                     starting.give_up_start(transition, waiting, f"{lack} in time")
@@ -209,9 +209,9 @@ def _appended(transition: Transition, event: Observation) -> None:
             exit_record = transition.memory.ended_workers.get(worker)
             if exit_record:
                 exits.remember_end(transition, worker, replace(exit_record, durable=True))
-            transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+            transition.actions.append(TellForkServer(message=ProcessExitAck(worker=worker)))
         case StepCommitted(task=task, generation=generation, last=last):
-            rest = {t: position for t, position in transition.memory.reported.items() if t != task}
-            transition.remember(reported=newest_of({**rest, task: (generation, last)}, MAX_TASKS))
+            rest = {t: position for t, position in transition.memory.reported_commits.items() if t != task}
+            transition.remember(reported_commits=newest_of({**rest, task: (generation, last)}, MAX_TASKS))
         case _:
             pass

@@ -13,15 +13,7 @@ import msgspec
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.commit_sums import CommitSum, Position
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import (
-    Busy,
-    FromForkServer,
-    FromWorker,
-    GroupMembership,
-    Hello,
-    ToForkServer,
-    ToWorker,
-)
+from unicrond.agents.protocol.messages import FromForkServer, FromWorker, GroupMembership, Hello, ToForkServer, ToWorker
 from unicrond.events.vocabulary import (
     AnyCommand,
     Decision,
@@ -33,7 +25,9 @@ from unicrond.events.vocabulary import (
     Name,
     Observation,
     RepairNeed,
+    SnapshotStored,
     StartWorker,
+    WorkerBusy,
     WorkerId,
 )
 from unicrond.events.vocabulary.placements import PartialMembership
@@ -96,19 +90,6 @@ class EndedWorker(_StateStruct, frozen=True, kw_only=True):
     durable: bool
 
 
-class HeldState(_StateStruct, frozen=True, kw_only=True):
-    """A state that the node's memory holds: captured here, or a copy of what `origin` captured."""
-
-    task: Name
-    shard: int
-    iteration: int
-    generation: int
-    origin: Name
-    size_bytes: int
-    shards: int
-    duration_us: int = 0
-
-
 class Remembered(_StateStruct, frozen=True, kw_only=True):
     """The memory that one agent hands to the next one of the same run directory."""
 
@@ -122,18 +103,18 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
     #: The highest (term, epoch) that a command came with.
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, WorkerRecord] = {}
-    waiting: tuple[PendingStart, ...] = ()
+    waiting_starts: tuple[PendingStart, ...] = ()
     memberships: dict[Name, GroupMembership] = {}
     #: Parts of memberships to come (events/vocabulary/placements.py).
-    tellings: dict[Name, PartialMembership] = {}
+    membership_parts: dict[Name, PartialMembership] = {}
     #: Command id -> "" for applied, else the reason of failure; the newest MAX_ANSWERED.
-    answered: dict[str, str] = {}
-    #: The newest MAX_GONE workers that have ended; written as "gone".
-    ended_workers: dict[WorkerId, EndedWorker] = msgspec.field(default_factory=dict, name="gone")
+    answers: dict[str, str] = {}
+    #: The newest MAX_GONE workers that have ended.
+    ended_workers: dict[WorkerId, EndedWorker] = {}
     #: Workers of a log that no longer exists, whose exits the fork server may still report.
-    foreign_gone: tuple[WorkerId, ...] = ()
+    foreign_workers: tuple[WorkerId, ...] = ()
     #: Per task, the last commit that the log holds from this node.
-    reported: dict[Name, Position] = {}
+    reported_commits: dict[Name, Position] = {}
 
 
 MAX_ANSWERED = 256
@@ -150,7 +131,7 @@ class WorkerLink(_StateStruct, frozen=True, kw_only=True):
     sent_generation: int = 0
     iteration: int = 0
     #: The work that its program has declared to be busy with, and whether that was reported to the log.
-    busy: Busy | None = None
+    busy: WorkerBusy | None = None
     busy_told: bool = False
 
 
@@ -185,7 +166,7 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
     #: "task/shard" of all that the node's memory is known to hold.
     holds: frozenset[str] = frozenset()
     #: By "task/shard": a state in the node's memory that is not reported yet, while the timer of the last report runs.
-    untold: dict[str, HeldState | None] = {}
+    untold: dict[str, SnapshotStored | None] = {}
     leave_reason: str = ""
     #: Why it ends by the coordinator's order: for good, or since the node was forgotten while it was away.
     ends: Literal["", "for good", "forgotten"] = ""
@@ -239,8 +220,8 @@ class WorkerDisconnected(_StateStruct, frozen=True, kw_only=True):
 
 
 class ForkServerSaid(_StateStruct, frozen=True, kw_only=True):
-    """A message of the fork server. With Exited, `log_tail`: the last bytes of the worker's log; `mark`: its last
-    mark."""
+    """A message of the fork server. With ProcessExited, `log_tail`: the last bytes of the worker's log; `mark`: its
+    last mark."""
 
     message: FromForkServer
     log_tail: str = ""
@@ -277,7 +258,7 @@ class TimerFired(_StateStruct, frozen=True, kw_only=True):
 class StateHeld(_StateStruct, frozen=True, kw_only=True):
     """The node's memory holds a state that no worker here has reported: a copy has come, or it was there before us."""
 
-    held_state: HeldState
+    snapshot: SnapshotStored
 
 
 class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
@@ -288,7 +269,7 @@ class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
     kind: ErrorKind | None
     xid: int
     message: str
-    needs: RepairNeed = ""
+    repair_need: RepairNeed = ""
     predicts_failure: bool = False
 
 

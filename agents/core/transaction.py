@@ -65,17 +65,20 @@ class Transition:
 
     def answer(self, order: PendingCommand, reason: str = "") -> None:
         """Answer a command, now and whenever it comes again. `reason`: why it failed, "" if it did not."""
-        answered = {**self.memory.answered, order.command_id: reason[:MAX_TEXT]}
-        self.remember(answered=newest_of(answered, MAX_ANSWERED))
+        answered = {**self.memory.answers, order.command_id: reason[:MAX_TEXT]}
+        self.remember(answers=newest_of(answered, MAX_ANSWERED))
         self.say_answer(order)
 
     def say_answer(self, order: PendingCommand) -> None:
         """Append the answer to an order, as it is remembered."""
-        reason = self.memory.answered[order.command_id]
+        reason = self.memory.answers[order.command_id]
         node, command_id = self.config.node, order.command_id
         self.append(
             CommandFailed(
-                node=node, command_id=command_id, reason=reason, reads=SCHEMA if reason.startswith(UNREAD) else 0
+                node=node,
+                command_id=command_id,
+                reason=reason,
+                readable_schema=SCHEMA if reason.startswith(UNREAD) else 0,
             )
             if reason
             else CommandApplied(node=node, command_id=command_id),

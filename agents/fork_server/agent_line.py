@@ -18,7 +18,7 @@ from unicrond.agents.fork_server.sockets import listen_unix
 from unicrond.agents.host.socket_paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import FromForkServer, ToForkServer
-from unicrond.agents.protocol.peer_uid import peer_uid
+from unicrond.agents.protocol.worker_line import peer_uid
 
 logger = logging.getLogger("unicrond.agents.fork_server")
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.protocol.messages import Identity, Launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from unicrond.agents.fork_server.privileges import acting_for
 from unicrond.agents.fork_server.task_secrets import NoSecret, read_secrets, regular
 from unicrond.agents.host.rotated_output import RotatedLog
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.events.host.masking import PLACEHOLDER, needles, values_in
 from unicrond.events.vocabulary import TaskSpec
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from unicrond.agents.host.prctl import be_debuggable, capabilities, die_with_parent, drop_capabilities, gain_nothing
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 
 
 class StillPrivileged(Exception):

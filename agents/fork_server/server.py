@@ -42,19 +42,19 @@ from unicrond.agents.fork_server.worker_process import HANDLED_SIGNALS, detach
 from unicrond.agents.fork_server.workers import Separation, Workers
 from unicrond.agents.host.prctl import adopt_orphans, drop_capabilities, gain_nothing
 from unicrond.agents.protocol.messages import (
-    ExitedAck,
     FromForkServer,
     Inventory,
     Kill,
     Launch,
+    ProcessExitAck,
     ReleaseMemory,
     ReserveMemory,
     Retire,
     Spawn,
+    Sum,
     ToForkServer,
 )
 from unicrond.agents.protocol.peers import agent_schema, plain
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.wire.schemas import SCHEMA
 
 logger = logging.getLogger("unicrond.agents.fork_server")
@@ -166,7 +166,7 @@ class ForkServer:
         inventory = Inventory(
             store_port=self._store.port,
             workers=self._workers.inventory(),
-            kept=self._memories.regions(),
+            reserved_memory=self._memories.regions(),
             schema=SCHEMA,
             separates=self._separates,
         )
@@ -178,7 +178,7 @@ class ForkServer:
                 self._workers.spawn(message)
             case Kill(worker=worker, signal=number):
                 self._workers.kill(worker, number)
-            case ExitedAck(worker=worker):
+            case ProcessExitAck(worker=worker):
                 self._workers.acknowledged(worker)
             case ReserveMemory(task=task, shard=shard):
                 self._memories.reserve(task, shard)

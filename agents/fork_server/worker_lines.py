@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unicrond.agents.protocol import worker_line as line
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import Connected
+from unicrond.agents.protocol.messages import ConnectionOwner
 from unicrond.agents.protocol.peers import agent_schema
 
 #: A worker waits longer than this between two tries; one that asks more often gets no connection each time.
@@ -21,7 +21,7 @@ _PAUSE_S = 0.005
 @dataclass(slots=True)
 class _Line:
     ours: socket.socket
-    owner: Connected
+    owner: ConnectionOwner
     granted_s: float = 0.0
 
 
@@ -33,7 +33,7 @@ class Lines:
         self._selector = selector
         self._lines: dict[int, _Line] = {}
 
-    def serve(self, ours: socket.socket, owner: Connected) -> None:
+    def serve(self, ours: socket.socket, owner: ConnectionOwner) -> None:
         """Answer the worker at the other end, until it closes the line."""
         opened = _Line(ours, owner)
         self._lines[ours.fileno()] = opened
@@ -60,7 +60,7 @@ class Lines:
             with connection:
                 line.grant(worker_line.ours, connection, agent_schema(self._agent_socket))
 
-    def _connected(self, owner: Connected) -> socket.socket | None:
+    def _connected(self, owner: ConnectionOwner) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:

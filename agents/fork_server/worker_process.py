@@ -22,8 +22,7 @@ from unicrond.agents.fork_server.privileges import StillPrivileged, become, pers
 from unicrond.agents.fork_server.task_secrets import NoSecret, read_secrets
 from unicrond.agents.fork_server.telemetry import resource_attributes
 from unicrond.agents.host.prctl import die_with_parent
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.protocol.messages import Identity, Launch
 
 #: Under memory pressure the kernel shall kill a worker, not the agent or the fork server (see proc(5)).
 OOM_SCORE_ADJUSTMENT = 500

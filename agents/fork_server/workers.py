@@ -31,13 +31,13 @@ from unicrond.agents.fork_server.worker_process import become_worker
 from unicrond.agents.protocol import worker_line as line
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
-    Connected,
-    Exited,
-    Forked,
+    ConnectionOwner,
     FromForkServer,
     InventoryWorker,
     Launch,
     OomKill,
+    ProcessExited,
+    ProcessForked,
     Spawn,
     SpawnFailed,
 )
@@ -121,7 +121,7 @@ class Workers:
         self._pending: set[WorkerId] = set()
         self._outputs: dict[int, _Output] = {}
         #: Exits that no agent has acknowledged.
-        self.exits: dict[WorkerId, Exited] = {}
+        self.exits: dict[WorkerId, ProcessExited] = {}
 
     def inventory(self) -> tuple[InventoryWorker, ...]:
         """Return the workers that live."""
@@ -153,7 +153,7 @@ class Workers:
         launch = spawn.launch
         worker = launch.worker
         if worker in self._pids:
-            self._say(Forked(worker=worker, pid=self._pids[worker]))
+            self._say(ProcessForked(worker=worker, pid=self._pids[worker]))
             return
         if worker in self.exits:
             self._say(self.exits[worker])
@@ -237,12 +237,12 @@ class Workers:
         if launch.spec.preload and setup.cgroup is not None:
             with contextlib.suppress(OSError):  # it has ended already
                 enter(setup.cgroup, pid)
-        self._lines.serve(pending.ours, Connected(worker=launch.worker, task=launch.task, pid=pid))
+        self._lines.serve(pending.ours, ConnectionOwner(worker=launch.worker, task=launch.task, pid=pid))
         self._carry(output)
         self._oom.track(pid, stays=setup.cgroup is None)
         self._workers[pid] = _WorkerProcess(launch.worker, launch.task, pid, setup.slot, output)
         self._pids[launch.worker] = pid
-        self._say(Forked(worker=launch.worker, pid=pid))
+        self._say(ProcessForked(worker=launch.worker, pid=pid))
 
     def _carry(self, output: _Output) -> None:
         self._outputs[output.fd] = output
@@ -328,7 +328,7 @@ class Workers:
         else:
             self._oom.forget(worker.pid)
         self.separation.cgroups.ended(worker.worker)
-        exited = Exited(worker=worker.worker, pid=worker.pid, status=status, oom=oom)
+        exited = ProcessExited(worker=worker.worker, pid=worker.pid, status=status, oom=oom)
         self.exits[worker.worker] = exited
         self._say(exited)
 

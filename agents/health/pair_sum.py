@@ -31,9 +31,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
-from unicrond.agents.protocol.sum_order import Sum
-from unicrond.events.queries.node_checks import PairSum
-from unicrond.events.queries.pair_sums import Library, Pair
+from unicrond.agents.protocol.messages import Sum
+from unicrond.events.queries.node_checks import Library, Pair, PairSum
 
 _NICENESS = 10
 #: Whole numbers of 4 bytes.
@@ -134,7 +133,7 @@ def sum_with(torch: Any, pair: Pair, order: Sum, summation: Summation, ends_s: f
         trouble = f"the sum failed: {_first_line(error)}"
     took_us = round((time.monotonic() - began_s) * 1e6)
     _part(server, store, pair, prefix)
-    return PairSum(peer=pair.peer, trouble=trouble, took_us=took_us)
+    return PairSum(peer=pair.peer, trouble=trouble, duration_us=took_us)
 
 
 def _meet(torch: Any, pair: Pair, prefix: str, meet_by_s: float) -> tuple[Any, Any]:

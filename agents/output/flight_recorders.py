@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from unicrond.agents.protocol.flight import Flight, TellFlight
-from unicrond.agents.protocol.messages import Hello
+from unicrond.agents.protocol.messages import Flight, Hello, TellFlight
 from unicrond.events.vocabulary import WorkerId
 
 TIMEOUT_S = 3.0

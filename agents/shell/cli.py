@@ -22,7 +22,7 @@ from unicrond.agents.host.run_dir_paths import default_run_dir
 from unicrond.agents.host.task_users import BadUser, identities
 from unicrond.agents.kubernetes.node_object import CordonMeans
 from unicrond.agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell import flag_values as value
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.daemon import installed_version, run_agent

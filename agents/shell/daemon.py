@@ -31,7 +31,6 @@ from unicrond.agents.core.state import (
     Append,
     CopyState,
     ForkServerDied,
-    HeldState,
     InjectIntoNode,
     Input,
     NodeFaultInjected,
@@ -41,9 +40,9 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
-    Exited,
     FromForkServer,
     GroupMembership,
+    ProcessExited,
     ReleaseMemory,
     ToForkServer,
     ToWorker,
@@ -64,8 +63,8 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.vocabulary import ExitCause, NodeJoined, WorkerId
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.vocabulary import ExitCause, NodeJoined, SnapshotStored, WorkerId
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 logger = logging.getLogger("unicrond.agents")
@@ -234,18 +233,18 @@ class Agent(Shell):
         """See Shell."""
         return self._output.log_tail(worker)
 
-    def held_states(self) -> list[HeldState]:
+    def snapshots(self) -> list[SnapshotStored]:
         """See Shell."""
         return self._memory.states()
 
     def fork_server_said(self, message: FromForkServer) -> None:
         """See Shell. The memory regions follow what the fork server holds."""
         self._memory.fork_server_said(message, self._processes.fork_server_pid)
-        if isinstance(message, Exited):
+        if isinstance(message, ProcessExited):
             self._output.ended(message.worker)
         super().fork_server_said(message)
 
-    def take(self, recorded: Recorded) -> None:
+    def take(self, recorded: RecordedEvent) -> None:
         """See Shell. Logs the entry."""
         logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
         super().take(recorded)
@@ -254,8 +253,8 @@ class Agent(Shell):
         """See Shell. That agent is heard soon; one that is not belongs to no agent."""
         self._log.look_for_agent(boot)
 
-    def _copy_stored(self, state: HeldState) -> None:
-        self.feed(StateHeld(held_state=state))
+    def _copy_stored(self, state: SnapshotStored) -> None:
+        self.feed(StateHeld(snapshot=state))
 
     def _fork_server_died(self, cause: ExitCause) -> None:
         self._memory.fork_server_died()

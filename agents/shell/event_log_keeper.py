@@ -158,7 +158,7 @@ class EventLogKeeper:
         if self._shell.has_joined.is_set() or not self._shell.has_inventory.is_set():
             return False
         memory = self._shell.state.memory
-        return self._options.new_log or not (memory.workers or memory.waiting or self._shell.state.holds)
+        return self._options.new_log or not (memory.workers or memory.waiting_starts or self._shell.state.holds)
 
     def _coordinator_started(self, event: CoordinatorStarted) -> None:
         schema = min(SCHEMA, spoken_schema(event.version))

@@ -29,8 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from unicrond.agents.fork_server.server import EXIT_OCCUPIED, READY
 from unicrond.agents.host.rotated_output import MAX_BYTES, tail
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
-from unicrond.agents.protocol.messages import FromForkServer, Inventory, Retire, ToForkServer
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import FromForkServer, Inventory, Retire, Sum, ToForkServer
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.events.wire.schemas import FIRST
 

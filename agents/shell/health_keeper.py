@@ -81,7 +81,7 @@ class HealthKeeper:
                 kind=finding.kind,
                 xid=finding.xid,
                 message=finding.message,
-                needs=finding.needs,
+                repair_need=finding.needs,
                 predicts_failure=finding.predicts_failure,
             )
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from unicrond.agents.accelerators.driver import Choice
 from unicrond.agents.fork_server.limits import Limit
 from unicrond.agents.kubernetes.place import NodeObject
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.events.nats.connection import Login
 from unicrond.events.vocabulary import Gpu, Name
 

@@ -26,10 +26,17 @@ from unicrond.agents.host import oom_kill_counts as kill_counts
 from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.task_users import not_separated, visible_environment
 from unicrond.agents.output.flight_recorders import Flights
-from unicrond.agents.protocol.flight import Flight
-from unicrond.agents.protocol.messages import Exited, FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
+from unicrond.agents.protocol.messages import (
+    Flight,
+    FromForkServer,
+    FromWorker,
+    Hello,
+    ProcessExited,
+    Sum,
+    ToForkServer,
+    ToWorker,
+)
 from unicrond.agents.protocol.peers import plain
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.agents.shell.fork_server_link import ForkLink
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.run_dir import RunDir
@@ -179,7 +186,7 @@ class ProcessKeeper:
 
     def _fork_server_said(self, message: FromForkServer) -> None:
         self._shell.fork_server_said(message)
-        if isinstance(message, Exited) and not self._shell.state.memory.workers:
+        if isinstance(message, ProcessExited) and not self._shell.state.memory.workers:
             self._link.renew()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from unicrond.events.cli import environment_flags as variables
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary.phrases import guess
 
 if TYPE_CHECKING:
     from unicrond.events.log.point import BeforeEnd, Point
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def epilog(self) -> str | None:
-        """The examples."""
+        """Return the examples."""
         return self._epilog() if callable(self._epilog) else self._epilog
 
     @epilog.setter

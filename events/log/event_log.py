@@ -12,7 +12,7 @@ Rules
   judged them, and a forged one belongs to no coordinator.
 * A claim is recognised by all of its fields, not by its event id: of two that claim one term, both as its
   first event, one gets it.
-* Reading never raises on what a message holds: an invalid message comes as `Quarantined`.
+* Reading never raises on what a message holds: an invalid message comes as `QuarantinedMessage`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol, get_args
 
 from unicrond.events.vocabulary import AnyDecision, AnyEvent, BroadcastDecision, Command, CoordinatorStarted, Heartbeat
 from unicrond.events.wire.codec import BadEvent, decode, encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 
 #: The largest batch that can be written atomically (the limit of NATS).
 MAX_BATCH = 1000
@@ -41,7 +41,7 @@ class Fenced(LogError):
 
 
 class LogUnavailable(LogError):
-    """Given up after `give_up_s`; what was to be written may or may not be in the log."""
+    """The log did not answer within `give_up_s`; what was to be written may or may not be in the log."""
 
 
 class LogDamaged(LogError):
@@ -121,7 +121,7 @@ class CommandFeed(Protocol):
         """
         ...
 
-    def read(self) -> AsyncGenerator[Recorded, None]:
+    def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield entries not yet acknowledged, then live, without end.
 
         To request the next entry acknowledges the previous one; leaving the loop (break, exception, cancellation) does
@@ -206,7 +206,7 @@ class LocalLog(ABC):
 
     def _write(self, envelopes: Sequence[Envelope]) -> None:
         now_us = self._clock()
-        self._keep([Recorded(seq, now_us, envelope) for seq, envelope in enumerate(envelopes, self._last_seq + 1)])
+        self._keep([RecordedEvent(seq, now_us, envelope) for seq, envelope in enumerate(envelopes, self._last_seq + 1)])
 
     def _keep(self, entries: Sequence[Entry]) -> None:
         self._store(entries)
@@ -220,7 +220,7 @@ class LocalLog(ABC):
         if entry.seq != self._last_seq + 1:
             raise LogDamaged(f"entry {entry.seq} follows entry {self._last_seq}")
         self._last_seq = entry.seq
-        if isinstance(entry, Recorded):
+        if isinstance(entry, RecordedEvent):
             self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
             if isinstance(entry.envelope.event, CoordinatorStarted):
                 self._fence, self._claim = Fence(entry.envelope.event.term, entry.seq), entry.envelope

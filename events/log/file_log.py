@@ -30,7 +30,7 @@ from unicrond.events.log.segments import (
     segment_start,
 )
 from unicrond.events.log.skips import skips_in_files
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class SegmentWriter:
         if self.segments:
             self._open(self.segments[-1])
 
-    def write(self, entries: Sequence[Entry], *, sync: bool = True, beats: Sequence[Recorded] = ()) -> None:
+    def write(self, entries: Sequence[Entry], *, sync: bool = True, beats: Sequence[RecordedEvent] = ()) -> None:
         """Write one batch atomically; durable if `sync`. LogUnavailable: nothing was written.
 
         `beats`: heartbeats that go with the batch, before it.

@@ -32,8 +32,8 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """A head's process.
 
     `head`: a name that no other process ever has; `process`: HOST:PID, for people; `api`: where its API listens,
-    HOST:PORT. `machine`, `pid`, `began`: these tell another process of the same machine whether this one still runs
-    (unicrond/service/coordinator/same_machine.py). `has_left`: it has ended of its own will.
+    HOST:PORT. `machine`, `pid`, `start_ticks`: these tell another process of the same machine whether this one still
+    runs (unicrond/service/coordinator/same_machine.py). `has_left`: it has ended of its own will.
     """
 
     head: str
@@ -41,7 +41,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     api: str = ""
     machine: str = ""
     pid: int = 0
-    began: int = 0
+    start_ticks: int = 0
     has_left: bool = False
 
 
@@ -121,7 +121,7 @@ class MemoryLease:
 
     @property
     def present(self) -> LeaseEntry | None:
-        """The lease as it is now; None: it is free."""
+        """Return the lease as it is now; None: it is free."""
         return self._entry if self._now_s() < self._ends_s else None
 
     async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
@@ -153,7 +153,7 @@ class MemoryLease:
 
     @property
     def present_heads(self) -> list[Holder]:
-        """The heads that have announced themselves."""
+        """Return the heads that have announced themselves."""
         return [holder for holder, ends_s in self._announced.values() if self._now_s() < ends_s]
 
     async def listen(self, on_news: Callable[[], object], on_beat: Callable[[int], object]) -> None:

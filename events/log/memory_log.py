@@ -10,7 +10,7 @@ from unicrond.events.log.event_log import LocalLog, is_in_feed
 from unicrond.events.log.skips import skips_in
 from unicrond.events.vocabulary import Heartbeat
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 
 
 def wall_clock_us() -> int:
@@ -52,7 +52,7 @@ class MemoryBeatLog:
     def __init__(self, clock: Callable[[], int] = wall_clock_us) -> None:
         self._clock = clock
         self._seq = 0
-        self._subscribers: set[asyncio.Queue[Recorded]] = set()
+        self._subscribers: set[asyncio.Queue[RecordedEvent]] = set()
 
     async def publish(self, envelope: Envelope) -> None:
         """Publish a beat (BeatLog.publish). Raises TypeError on anything but a Heartbeat, BadEvent on an invalid
@@ -61,13 +61,13 @@ class MemoryBeatLog:
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         encode(envelope)
         self._seq += 1
-        beat = Recorded(self._seq, self._clock(), envelope)
+        beat = RecordedEvent(self._seq, self._clock(), envelope)
         for queue in self._subscribers:
             queue.put_nowait(beat)
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
         """Yield beats from now on (BeatLog.subscribe)."""
-        queue: asyncio.Queue[Recorded] = asyncio.Queue()
+        queue: asyncio.Queue[RecordedEvent] = asyncio.Queue()
         self._subscribers.add(queue)
         try:
             while True:
@@ -90,9 +90,9 @@ class MemoryCommandFeed:
         """Set the tasks to follow (CommandFeed.follow)."""
         self._tasks = frozenset(tasks)
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield commands and broadcasts (CommandFeed.read)."""
         async for entry in self._log.read(self._acked_seq):
-            if isinstance(entry, Recorded) and is_in_feed(entry.envelope.event, self._node, self._tasks):
+            if isinstance(entry, RecordedEvent) and is_in_feed(entry.envelope.event, self._node, self._tasks):
                 yield entry
             self._acked_seq = entry.seq

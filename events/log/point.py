@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
-from unicrond.events.vocabulary.times import EPOCH
+from unicrond.events.vocabulary.phrases import EPOCH
 from unicrond.events.wire.envelope import Entry
 
 SECOND_US = 1_000_000
@@ -28,7 +28,7 @@ POINT_SYNTAX = (
 
 @dataclass(frozen=True, slots=True)
 class AtSeq:
-    """Up to and with entry `seq`; 0 covers nothing."""
+    """A point after entry `seq`; 0 covers nothing."""
 
     seq: int
 
@@ -39,7 +39,8 @@ class AtSeq:
 
 @dataclass(frozen=True, slots=True)
 class AtTime:
-    """Up to the last entry before the first that was recorded after `time_us` (microseconds since the epoch)."""
+    """A point after the last entry before the first that was recorded after `time_us` (microseconds since the
+    epoch)."""
 
     time_us: int
 
@@ -50,7 +51,7 @@ class AtTime:
 
 @dataclass(frozen=True, slots=True)
 class BeforeEnd:
-    """`span_us` before the newest entry; it takes the log's end to make a point of it (`resolve`)."""
+    """A point `span_us` before the newest entry; it takes the log's end to make a point of it (`resolve`)."""
 
     span_us: int
 

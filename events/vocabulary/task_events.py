@@ -30,7 +30,7 @@ class TaskSubmitted(Request, frozen=True, kw_only=True):
     spec: TaskSpec
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         spec = self.spec
         return (
             f"task {spec.name} submitted: weight {spec.weight:g}, {spec.min_workers} to {spec.max_workers}"
@@ -38,7 +38,7 @@ class TaskSubmitted(Request, frozen=True, kw_only=True):
         )
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         yield self.spec.name
 
 
@@ -51,7 +51,7 @@ class TaskCancelled(Request, frozen=True, kw_only=True):
     reason: Text
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"task {self.task} cancelled: {self.reason}"
 
 
@@ -84,11 +84,11 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return (
             f"task {self.task} is to continue with {self.shape}{_settings(self.iterations, self.lr)} and"
             f" {self.min_workers} to {self.max_workers} workers: {self.reason}"
@@ -120,11 +120,11 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"task {self.task} has {self.shape}{_settings(self.iterations, self.lr)} and {self.min_workers} to"
             f" {self.max_workers} workers from now on: {self.reason}"
@@ -140,7 +140,7 @@ class TaskFailed(Decision, frozen=True, kw_only=True):
     reason: LongText
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"task {self.task} failed: {self.reason}"
 
 
@@ -154,5 +154,5 @@ class TaskCompleted(WorkerObservation, frozen=True, kw_only=True):
     params_digest: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"task {self.task} completed after iteration {self.iteration}, loss {self.loss:.4g}"

@@ -55,8 +55,9 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):
-    """Where and how often the task's state is written, in iterations; None: from the measured cost and the failure
-    rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
+    """The places and times of checkpoints: where and how often the task's state is written, in iterations; None: from
+    the measured cost and the failure rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`:
+    to the node's memory, 0 = never.
     """
 
     dir: Text = always("")
@@ -91,7 +92,7 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
 
@@ -153,40 +154,40 @@ class TaskSpec(Value, frozen=True, kw_only=True):
 
     @property
     def cut(self) -> Shape:
-        """The layout, as far as a state depends on it."""
+        """Return the layout, as far as a state depends on it."""
         return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1)
 
     @property
     def shape(self) -> Shape:
-        """The layout, by which a plan tells it from the task's others."""
+        """Return the layout, by which a plan tells it from the task's others."""
         varies = any(layout.micro_batch for layout in self.layouts)
         return self.cut._replace(micro_batch=self.micro_batch if varies else 0)
 
     @property
     def replica_workers(self) -> int:
-        """Workers in one data-parallel replica: tp * pp."""
+        """Return workers in one data-parallel replica: tp * pp."""
         return self.tp * self.pp
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one iteration over all replicas."""
+        """Return micro-batches of one iteration over all replicas."""
         return self.global_batch // self.micro_batch
 
     @property
     def fewest_micro_batches(self) -> int:
-        """The same in the layout of the task that has the largest."""
+        """Return the same in the layout of the task that has the largest."""
         return self.global_batch // max([self.micro_batch, *(layout.micro_batch for layout in self.layouts)])
 
     @property
     def lanes(self) -> int:
-        """In how many parts an iteration's gradients are summed, whoever computes them
+        """Return in how many parts an iteration's gradients are summed, whoever computes them
         (agents/trainer/lifecycle/lanes.py). 0: the sum follows the deal.
 
         A constant of the task, which its environment carries through all changes of its size: by default as many as
         there may be replicas when it is submitted."""
         if self.accumulation != "exact":
             return 0
-        wanted = self.env.get(LANES, "")
+        choice = self.env.get(LANES, "")
         sizes = [self.replica_workers, *(layout.tp * layout.pp for layout in self.layouts)]
         replicas = self.max_workers // min(sizes)
-        return max(1, min(int(wanted) if wanted.isdecimal() else replicas, self.fewest_micro_batches))
+        return max(1, min(int(choice) if choice.isdecimal() else replicas, self.fewest_micro_batches))

@@ -22,7 +22,7 @@ from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import Point
 from unicrond.events.log.segments import TornTail, has_end_mark, read_segment, segment_paths
 from unicrond.events.log.skips import apply_skips, skips_in_files
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.service.api.redaction import Discretion, redact
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Source(Protocol):
         """Return when the newest entry was recorded, 0 for an empty log."""
         ...
 
-    def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield the retained heartbeats, in pieces; one may come twice (`events/log/heartbeat_evidence.py`)."""
         ...
 
@@ -146,7 +146,7 @@ class FileSource:
                 break
         return newest
 
-    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    async def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield the heartbeats up to an incomplete end of a segment; see Source."""
         for segment in self._segments:
             try:
@@ -184,12 +184,12 @@ class FileSource:
 
 def mask_entries(entries: Sequence[Entry]) -> list[Entry]:
     """Mask secrets in entries that are to be passed on; texts keep their length, everything else is unchanged."""
-    return [_masked(entry) if isinstance(entry, Recorded) else entry for entry in entries]
+    return [_masked(entry) if isinstance(entry, RecordedEvent) else entry for entry in entries]
 
 
-def _masked(entry: Recorded) -> Recorded:
+def _masked(entry: RecordedEvent) -> RecordedEvent:
     mask = REDACTOR.mask()
     plain = msgspec.to_builtins(entry.envelope)
     masked_plain = redact(plain, lambda text: mask.overwrite(text.encode()).decode())
     envelope = entry.envelope if masked_plain == plain else msgspec.convert(masked_plain, Envelope, strict=True)
-    return Recorded(entry.seq, entry.recorded_at_us, envelope)
+    return RecordedEvent(entry.seq, entry.recorded_at_us, envelope)

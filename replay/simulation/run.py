@@ -37,8 +37,8 @@ _GETTING_ON = ("tasks_train", "states_have_copies")
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outcome of a seed. `rule` "": every rule held. `faults`: those that were played.
 
-    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests. `redone`:
-    micro-batches computed again, `iterations_lost`: both of closed incidents."""
+    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests.
+    `micro_batches_repeated`: micro-batches computed again, `iterations_lost`: both of closed incidents."""
 
     seed: int
     faults: tuple[SimulatedFault, ...]
@@ -51,7 +51,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incidents: int = 0
     generations: int = 0
     digest: str = ""
-    redone: int = 0
+    micro_batches_repeated: int = 0
     iterations_lost: int = 0
 
 
@@ -80,8 +80,8 @@ def simulate(seed: int, faults: Sequence[SimulatedFault] | None = None) -> RunOu
             incidents=state.incidents_total,
             generations=sum(task.generation for task in state.tasks.values()),
             digest=digest(state),
-            redone=sum(incident.redone for incident in state.closed),
-            iterations_lost=sum(incident.iterations_lost for incident in state.closed),
+            micro_batches_repeated=sum(incident.micro_batches_repeated for incident in state.closed_incidents),
+            iterations_lost=sum(incident.iterations_lost for incident in state.closed_incidents),
         )
 
 

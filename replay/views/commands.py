@@ -15,8 +15,8 @@ from unicrond.display.event_lines import entry_json
 from unicrond.display.goodput_tables import goodput_tables, hints
 from unicrond.display.tables import plain
 from unicrond.events.cli.command_line import UsageError, login_of
-from unicrond.events.host.did_you_mean import guess
 from unicrond.events.log.point import Point
+from unicrond.events.vocabulary.phrases import guess
 from unicrond.events.wire.selection import Selection
 from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.opening import (

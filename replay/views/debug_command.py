@@ -109,7 +109,9 @@ def _texts(client: Client, state: ClusterState, options: argparse.Namespace, mis
 
 def _workers(state: ClusterState, task: str) -> list[str]:
     """List the task's workers and those of its incidents; the newest WORKERS_MAX."""
-    names = dict.fromkeys(incident.worker for incident in state.closed if incident.worker.rpartition(".")[0] == task)
+    names = dict.fromkeys(
+        incident.worker for incident in state.closed_incidents if incident.worker.rpartition(".")[0] == task
+    )
     names |= dict.fromkeys(
         incident.worker for incident in state.incidents.values() if incident.worker.rpartition(".")[0] == task
     )

@@ -82,7 +82,7 @@ class PageServer:
             documents = [self._redactor.plain(entry_json(entry)) for entry in entries[first : first + _BATCH]]
             lines = []
             for document in documents:
-                kind = document["envelope"]["event"]["type"] if "envelope" in document else "Quarantined"
+                kind = document["envelope"]["event"]["type"] if "envelope" in document else "QuarantinedMessage"
                 lines.append(
                     f"id: {document['seq']}\nevent: {kind}\ndata: {msgspec.json.encode(document).decode()}\n\n"
                 )

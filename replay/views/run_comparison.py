@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicrond.events.vocabulary import StepCommitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ def history_of(entries: Iterable[Entry], task: str) -> RunHistory:
 
 def follow(run: RunHistory, entry: Entry, task: str) -> None:
     """Add one more entry of the log to the run."""
-    if not isinstance(entry, Recorded):
+    if not isinstance(entry, RecordedEvent):
         return
     event = entry.envelope.event
     if isinstance(event, StepCommitted):
@@ -64,9 +64,9 @@ def follow(run: RunHistory, entry: Entry, task: str) -> None:
             run.losses[event.last] = event.loss
             checksums = event.checksums
             if checksums is not None and checksums.parameters:
-                run.parameters[checksums.after] = checksums.parameters
+                run.parameters[checksums.iteration] = checksums.parameters
             if checksums is not None and checksums.sums:
-                run.sums[checksums.after + 1] = checksums.sums
+                run.sums[checksums.iteration + 1] = checksums.sums
             run.last = event.last
     elif getattr(event, "task", "") == task or task in getattr(event, "tasks", ()):
         run.entries.append((run.last, entry))

@@ -21,9 +21,9 @@ from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.phrases import EPOCH, format_time
 from unicrond.events.vocabulary.placements import expand
-from unicrond.events.vocabulary.times import EPOCH, format_time
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.views.view import View
 
 KINDS = ("node", "task", "incident", "plan")
@@ -78,8 +78,11 @@ class Index(View):
         explained: list[IncidentLife] = []
         for name in ended:
             life = self.incidents[name]
-            if self.state.closed is not before.closed and self.state.closed[-1].id == name:
-                life.incident, life.last_seq = self.state.closed[-1], entry.seq
+            if (
+                self.state.closed_incidents is not before.closed_incidents
+                and self.state.closed_incidents[-1].id == name
+            ):
+                life.incident, life.last_seq = self.state.closed_incidents[-1], entry.seq
             else:
                 explained.append(self.incidents.pop(name))  # explained by the incident that is opened here
         for name, incident in now.items():
@@ -141,7 +144,7 @@ class Story(View):
     def feed(self, step: LogStep) -> None:
         """Add the next step."""
         before, entry, after = step
-        if not isinstance(entry, Recorded):
+        if not isinstance(entry, RecordedEvent):
             return
         event = entry.envelope.event
         if not self._belongs(entry, before, after):
@@ -161,7 +164,7 @@ class Story(View):
 
     # --- which entries -----------------------------------------------------------------------
 
-    def _belongs(self, entry: Recorded, before: ClusterState, after: ClusterState) -> bool:
+    def _belongs(self, entry: RecordedEvent, before: ClusterState, after: ClusterState) -> bool:
         event = entry.envelope.event
         kind, name = self._subject
         if kind == "node":
@@ -189,7 +192,7 @@ class Story(View):
         old = _tasks_on(name, before.plan.assignments.values())
         return old != _tasks_on(name, event.assignments)
 
-    def _belongs_to_plan(self, entry: Recorded, epoch: int, epoch_in_force: int) -> bool:
+    def _belongs_to_plan(self, entry: RecordedEvent, epoch: int, epoch_in_force: int) -> bool:
         event = entry.envelope.event
         if isinstance(event, v.PlanAdopted):
             return event.epoch in (epoch, epoch + 1) and entry.seq == self._index.plans.get(event.epoch)
@@ -203,7 +206,7 @@ class Story(View):
             | v.WorkerExited | v.CommandFailed,
         )  # fmt: skip
 
-    def _belongs_to_incident(self, entry: Recorded) -> bool:
+    def _belongs_to_incident(self, entry: RecordedEvent) -> bool:
         life = self._life
         if life is None or entry.seq < life.first_seq or (life.last_seq and entry.seq > life.last_seq):
             return False
@@ -221,7 +224,7 @@ class Story(View):
 
     # --- how they are shown ------------------------------------------------------------------
 
-    def _remark(self, entry: Recorded, before: ClusterState, after: ClusterState) -> str:
+    def _remark(self, entry: RecordedEvent, before: ClusterState, after: ClusterState) -> str:
         """Say what the entry meant, where its sentence does not."""
         event = entry.envelope.event
         opened = after.incidents.get(f"i{entry.seq}")
@@ -244,7 +247,7 @@ class Story(View):
             return f" (sent to {', '.join(nodes)}{because})" if nodes else because
         return ""
 
-    def _append_line(self, entry: Recorded, remark: str) -> None:
+    def _append_line(self, entry: RecordedEvent, remark: str) -> None:
         event, envelope = entry.envelope.event, entry.envelope
         basis = (envelope.term, envelope.based_on)
         if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._basis:
@@ -329,8 +332,8 @@ class Story(View):
             f"From the first sign (entry {life.first_seq}, {format_time(life.first_us)}) to its end (entry"
             f" {life.last_seq}) it took {whole_s:.3f} s.",
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
-            f" {incident.transition_us / 1e6:.3f} s later; {incident.redone} micro-batches were computed again,"
-            f"{_lost_work(incident)} {incident.symptoms} symptoms explained.",
+            f" {incident.transition_us / 1e6:.3f} s later; {incident.micro_batches_repeated} micro-batches were"
+            f" computed again,{_lost_work(incident)} {incident.symptoms} symptoms explained.",
         ]
 
 

@@ -64,8 +64,8 @@ class Timeline(View):
         self.end_us = self.state.now_us
         if isinstance(step.event, _ROUTINE):
             return
-        if self.state.closed is not before.closed and self.state.closed:
-            self.incidents.append(self.state.closed[-1])
+        if self.state.closed_incidents is not before.closed_incidents and self.state.closed_incidents:
+            self.incidents.append(self.state.closed_incidents[-1])
         now_us = self.state.now_us
         if self.state.nodes is not before.nodes or self.state.tasks is not before.tasks:
             for node in self.state.nodes.values():

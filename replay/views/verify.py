@@ -38,7 +38,7 @@ from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy, Settings, settings_of
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema, told_version
 from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.service.coordinator.code_identity import code_version
@@ -107,7 +107,7 @@ def bases(entries: Iterable[Entry]) -> set[int]:
     return {
         entry.envelope.based_on
         for entry in entries
-        if isinstance(entry, Recorded)
+        if isinstance(entry, RecordedEvent)
         and isinstance(entry.envelope.event, v.Decision | v.Command)
         and not isinstance(entry.envelope.event, v.CoordinatorStarted)
     }
@@ -119,7 +119,7 @@ class Verifier(View):
     `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order.
     """
 
-    def __init__(self, needed: set[int], beats: Sequence[Recorded] = ()) -> None:
+    def __init__(self, needed: set[int], beats: Sequence[RecordedEvent] = ()) -> None:
         self.findings = Findings()
         self._state = ClusterState()
         self._needed = needed
@@ -137,11 +137,11 @@ class Verifier(View):
         before, entry, after = step
         self.findings.entries += 1
         self._state = before
-        if isinstance(entry, Recorded):
+        if isinstance(entry, RecordedEvent):
             self._beats.advance(entry.recorded_at_us, self._state)
             self._judge(entry)
         self._state = after
-        if isinstance(entry, Recorded):
+        if isinstance(entry, RecordedEvent):
             event = entry.envelope.event
             if isinstance(event, v.CoordinatorStarted) and self._state.term > before.term:
                 self._take_over(event, entry)
@@ -158,7 +158,7 @@ class Verifier(View):
 
     # --- terms -------------------------------------------------------------------------------
 
-    def _take_over(self, event: v.CoordinatorStarted, entry: Recorded) -> None:
+    def _take_over(self, event: v.CoordinatorStarted, entry: RecordedEvent) -> None:
         self._close_batch(at_end=True)
         note = f"term {event.term} from entry {entry.seq}: version {event.version}"
         if event.version not in (code_version(), told_version(code_version(), spoken_schema(event.version))):
@@ -181,7 +181,7 @@ class Verifier(View):
 
     # --- decisions ---------------------------------------------------------------------------
 
-    def _judge(self, entry: Recorded) -> None:
+    def _judge(self, entry: RecordedEvent) -> None:
         event, envelope = entry.envelope.event, entry.envelope
         if not isinstance(event, v.Decision | v.Command) or isinstance(event, v.CoordinatorStarted):
             return
@@ -247,7 +247,7 @@ class Verifier(View):
 
     def _verify_observed(
         self,
-        entry: Recorded,
+        entry: RecordedEvent,
         event: v.DeadlineExpired | v.NodeLost | v.NodeReturned | v.RepairEnded,
         open_deadlines: set[str],
     ) -> None:

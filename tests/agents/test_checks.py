@@ -22,7 +22,7 @@ from unicrond.agents.health import doctor_checks as checks
 from unicrond.agents.health import pair_sum
 from unicrond.agents.health.doctor_checks import Checks, look_at_storage, unreached
 from unicrond.agents.health.pair_sum import Summation, sum_all
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import Sum
 from unicrond.agents.shell.fork_server_link import ForkLink
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.events.queries.finding import Finding
@@ -32,6 +32,7 @@ from unicrond.events.queries.node_checks import (
     LinksCheck,
     LinksReport,
     NodeFacts,
+    Pair,
     PairSum,
     Peer,
     StorageCheck,
@@ -39,7 +40,6 @@ from unicrond.events.queries.node_checks import (
     decode_report,
     encode,
 )
-from unicrond.events.queries.pair_sums import Pair
 from unicrond.events.queries.worker_queries import LogsReply, decode_reply
 from unicrond.events.vocabulary import StoreAddress
 
@@ -83,7 +83,7 @@ def both(store: Any, by: Summation, token: str, limit_s: float = 30.0) -> tuple[
 
 def test_two_nodes_sum_by_gloo_and_leave_nothing_in_the_store(store: Any) -> None:
     one, other = both(store, pair_sum.by_gloo, "a" * 16)
-    assert (one.peer, one.trouble, other.peer, other.trouble) == ("n1", "", "n0", "") and one.took_us > 0
+    assert (one.peer, one.trouble, other.peer, other.trouble) == ("n1", "", "n0", "") and one.duration_us > 0
     assert not [key for key in store.list_keys() if "a" * 16 in key]
 
 
@@ -182,16 +182,21 @@ def test_connections_that_stand_and_that_do_not(monkeypatch: pytest.MonkeyPatch)
         port = server.getsockname()[1]
         assert connect(port) is None
         lost = connect(port, source="192.0.2.1")
-        assert lost.why == "cannot assign requested address", "it begins at the node's own address"
+        assert lost.reason == "cannot assign requested address", "it begins at the node's own address"
     lost = connect(port)
-    assert (lost.peer, lost.what, lost.at, lost.why) == ("n2", "store", f"{HERE}:{port}", "connection refused")
+    assert (lost.peer, lost.service, lost.address, lost.reason) == (
+        "n2",
+        "store",
+        f"{HERE}:{port}",
+        "connection refused",
+    )
     monkeypatch.setattr(checks, "CONNECT_S", 0.2)
 
     async def never(*_: Any, **__: Any) -> Any:
         await asyncio.sleep(60)
 
     monkeypatch.setattr(asyncio, "open_connection", never)
-    assert connect(port).why == "no answer within 0.2 s"
+    assert connect(port).reason == "no answer within 0.2 s"
 
 
 def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +209,7 @@ def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: py
 
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
     monkeypatch.setattr(asyncio, "open_connection", late)
-    assert connect(1).why == "no answer within 0.1 s" and closed == [True]
+    assert connect(1).reason == "no answer within 0.1 s" and closed == [True]
 
 
 # --- storage -------------------------------------------------------------------------------------
@@ -231,7 +236,7 @@ def test_why_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "file"
     file.touch()
     seen = look(file, "write")
-    assert (seen.result, seen.why) == ("failed", "Not a directory")
+    assert (seen.result, seen.reason) == ("failed", "Not a directory")
 
     def refused(*_: Any, **__: Any) -> int:
         raise PermissionError(13, "Permission denied")
@@ -308,7 +313,9 @@ async def test_two_agents_sum_with_a_process_each(
         await asyncio.sleep(0)
     assert "already" in (await ask(one, encode(links(store, 0, "n2")))).error
     seen = [decode_report((await task).data, LinksReport) for task in (first, second)]
-    assert [(one.unreached, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [((), "", [""])] * 2
+    assert [(one.unreachable_ports, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [
+        ((), "", [""])
+    ] * 2
     assert not any(name.endswith(("a.sock", "b.sock")) for name in os.listdir(run_dir))  # noqa: PTH208
     assert eventually(lambda: children(server.pid) == before)
 

@@ -11,9 +11,8 @@ import pytest
 
 from unicrond.agents.core.exit_causes import Exit, classify
 from unicrond.agents.host.host_resources import load_milli, memory_free_bytes
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT
 from unicrond.agents.protocol.gpus import visible_gpus
-from unicrond.agents.protocol.messages import OomKill
+from unicrond.agents.protocol.messages import EXIT_NO_AGENT, OomKill
 from unicrond.agents.trainer.process.faults import SYMPTOMS
 from unicrond.events.vocabulary import ExitCause
 

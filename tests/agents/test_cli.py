@@ -11,7 +11,7 @@ import pytest
 from tests.agents.processes import environment
 from unicrond.agents.host import task_users as users
 from unicrond.agents.host.prctl import CAP_KILL, CAP_SETGID, CAP_SETUID
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell.cli import parse
 
 GOOD = ("--nats", "nats://127.0.0.1:4222", "--node", "n1", "--slots", "2")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import CONFIG, NODE, Node, committed, membership, start, stop
-from unicrond.agents.core import reports
+from tests.agents.node import CONFIG, NODE, Node, committed, membership, reporter, start, stop
 from unicrond.agents.core.state import (
     Append,
     Appended,
@@ -25,23 +25,19 @@ from unicrond.agents.core.state import (
     Unreadable,
     WorkerConnected,
     WorkerDisconnected,
+    WorkerSaid,
 )
-from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Busy,
-    Completed,
-    ErrorReport,
-    ExitedAck,
+    FromWorker,
     GroupMembership,
     Hello,
+    Identity,
     Inventory,
     Kill,
-    Parked,
+    ProcessExitAck,
     Quit,
-    Regrouped,
-    SaveFinished,
-    StopRequest,
+    WorkerReport,
 )
 from unicrond.events.vocabulary import (
     CheckpointSaved,
@@ -49,20 +45,26 @@ from unicrond.events.vocabulary import (
     CommandApplied,
     CommandFailed,
     ErrorReported,
+    Event,
+    HangSuspected,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     Phase,
+    SnapshotStored,
     StartWorker,
     StepCommitted,
+    StopRequested,
     TaskCompleted,
     TaskSpec,
     WorkerBusy,
     WorkerExited,
     WorkerJoinedGroup,
+    WorkerObservation,
     WorkerPaused,
     WorkerReady,
     WorkerStarted,
+    WorkerWaiting,
 )
 from unicrond.events.vocabulary.placements import members_of
 from unicrond.events.wire.schemas import SCHEMA
@@ -93,12 +95,21 @@ def member(node: Node, worker: str, number: int, generation: int = 1) -> None:
     node.say(worker, regrouped(generation))
 
 
-def regrouped(generation: int, iteration: int = 1) -> Regrouped:
-    return Regrouped(generation=generation, iteration=iteration, dealt=0, duration_us=5, source="own")
+def regrouped(generation: int, iteration: int = 1) -> WorkerJoinedGroup:
+    return WorkerJoinedGroup(
+        **reporter("a.1"),
+        generation=generation,
+        iteration=iteration,
+        micro_batches_assigned=0,
+        duration_us=5,
+        source="own",
+    )
 
 
-def trouble(kind: str) -> ErrorReport:
-    return ErrorReport(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
+def trouble(kind: str) -> ErrorReported:
+    return ErrorReported(
+        **reporter("a.1"), kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d"
+    )  # type: ignore[arg-type]
 
 
 # --- joining -------------------------------------------------------------------------------------
@@ -167,7 +178,7 @@ def test_what_the_inventory_lacks_went_with_its_fork_server(node: Node) -> None:
     node.appended.clear()
     node.boot(port=4001)
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+    assert (exited.signal, exited.is_expected) == (SIGKILLED, False)
     assert node.of(NodeJoined)[0].workers == ()
 
 
@@ -342,7 +353,7 @@ def test_a_stop_is_quit_then_term_then_kill(node: Node) -> None:
     node.die("a.1", SIGKILLED)
     assert node.answers("1.1.n1.3") == [""]
     (exited,) = node.of(WorkerExited)
-    assert exited.expected and exited.log_tail == ""
+    assert exited.is_expected and exited.log_tail == ""
     assert node.of(ErrorReported) == []
 
 
@@ -371,7 +382,7 @@ def test_a_stop_goes_on_under_the_next_agent(node: Node) -> None:
     assert ("stop", "a.1") in node.timers
     node.die("a.1", EXIT_0)
     assert node.answers("1.1.n1.3") == [""]
-    assert node.of(WorkerExited)[0].expected
+    assert node.of(WorkerExited)[0].is_expected
 
 
 def test_a_stop_of_what_waits_ends_its_start(node: Node) -> None:
@@ -425,18 +436,18 @@ def test_a_membership_that_was_not_delivered_is_by_the_next_agent(node: Node) ->
 
 def test_facts_of_workers_become_events(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4))
+    node.say("a.1", CheckpointSaved(**reporter("a.1"), iteration=2, path="/c", size_bytes=3, duration_us=4))
     node.say("a.1", trouble("connection_broken"))
-    node.say("a.1", Parked(generation=2, iteration=5))
-    node.say("a.1", Completed(iteration=9, loss=0.5, params_digest="x"))
+    node.say("a.1", WorkerPaused(**reporter("a.1"), generation=2, iteration=5))
+    node.say("a.1", TaskCompleted(**reporter("a.1"), iteration=9, loss=0.5, params_digest="x"))
     for kind in (WorkerReady, WorkerJoinedGroup, CheckpointSaved, ErrorReported, WorkerPaused, TaskCompleted):
         assert len(node.of(kind)) == 1, kind
 
 
 def test_what_is_told_again_to_a_new_agent_is_no_news(node: Node) -> None:
     member(node, "a.1", 1)
-    saved = SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4)
-    completed = Completed(iteration=9, loss=0.5, params_digest="x")
+    saved = CheckpointSaved(**reporter("a.1"), iteration=2, path="/c", size_bytes=3, duration_us=4)
+    completed = TaskCompleted(**reporter("a.1"), iteration=9, loss=0.5, params_digest="x")
     messages = [regrouped(1), committed(1, 1), saved, completed]
     for message in messages:
         node.say("a.1", message)
@@ -475,11 +486,11 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
     member(node, "a.1", 1)
     node.say("a.1", committed(1, 1))
     for iteration, checksum in ((2, 5), (3, 6), (4, 0)):
-        checked = iteration - 1 if checksum else 0
-        commit = msgspec.structs.replace(committed(1, iteration), checked=checked, checksum=checksum, sums=7 * checksum)
+        checksums = Checksums(iteration=iteration - 1, parameters=checksum, sums=7 * checksum) if checksum else None
+        commit = msgspec.structs.replace(committed(1, iteration), checksums=checksums)
         node.say("a.1", commit)
     node.fire("commits", "a")
-    assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(after=2, parameters=6, sums=42)]
+    assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(iteration=2, parameters=6, sums=42)]
 
 
 @pytest.mark.parametrize(
@@ -487,12 +498,12 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
     [
         regrouped(2),
         trouble("exception"),
-        Parked(generation=2, iteration=3),
-        Completed(iteration=3, loss=1.0, params_digest="x"),
+        WorkerPaused(**reporter("a.1"), generation=2, iteration=3),
+        TaskCompleted(**reporter("a.1"), iteration=3, loss=1.0, params_digest="x"),
     ],
 )
 def test_a_sum_is_closed_by_news_of_its_worker(
-    node: Node, closing: Regrouped | ErrorReport | Parked | Completed
+    node: Node, closing: WorkerJoinedGroup | ErrorReported | WorkerPaused | TaskCompleted
 ) -> None:
     member(node, "a.1", 1)
     for iteration in (1, 2, 3):
@@ -547,7 +558,7 @@ def test_an_unexpected_exit_is_told_with_its_cause_and_log(node: Node) -> None:
     assert (error.kind, error.detail, error.generation) == ("process_exit", "last words", 1)
     assert "OOM" in error.message
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.exit_code, exited.expected, exited.log_tail) == (9, None, False, "last words")
+    assert (exited.signal, exited.exit_code, exited.is_expected, exited.log_tail) == (9, None, False, "last words")
 
 
 def test_an_exit_before_ready_is_a_failed_start(node: Node) -> None:
@@ -567,29 +578,29 @@ def test_exit_0_in_mid_training_is_an_error_of_the_program(node: Node) -> None:
     (error,) = node.of(ErrorReported)
     assert (error.kind, error.iteration, error.phase) == ("left_early", 5, "step")
     assert "hook.stop(reason)" in error.message
-    assert not node.of(WorkerExited)[0].expected
+    assert not node.of(WorkerExited)[0].is_expected
 
 
 @pytest.mark.parametrize("says", ["done", "stop"])
 def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says: str) -> None:
     member(node, "a.1", 1)
     if says == "stop":
-        node.say("a.1", StopRequest(iteration=5, reason="enough"))
+        node.say("a.1", StopRequested(**reporter("a.1"), iteration=5, reason="enough"))
     node.die("a.1", EXIT_0, mark=mark_in("done" if says == "done" else "step"))
     assert not node.of(ErrorReported)
-    assert node.of(WorkerExited)[0].expected
+    assert node.of(WorkerExited)[0].is_expected
 
 
 def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", Busy(what="evaluation", at_most_us=5_000_000))
-    node.say("a.1", Busy(what="", at_most_us=0))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="evaluation", limit_us=5_000_000))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="", limit_us=0))
     node.fire("busy", "a.1")
     assert not node.of(WorkerBusy), "it was over at once"
-    node.say("a.1", Busy(what="export", at_most_us=5_000_000))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="export", limit_us=5_000_000))
     node.fire("busy", "a.1")
-    node.say("a.1", Busy(what="", at_most_us=0))
-    assert [event.what for event in node.of(WorkerBusy)] == ["export", ""]
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="", limit_us=0))
+    assert [event.section for event in node.of(WorkerBusy)] == ["export", ""]
 
 
 def test_a_cause_that_the_worker_told_is_not_told_again(node: Node) -> None:
@@ -613,7 +624,7 @@ def test_a_member_that_ends_with_0_has_completed(node: Node, was_member: bool, e
     else:
         running(node, "a.1", 1)
     node.die("a.1", EXIT_0)
-    assert node.of(WorkerExited)[0].expected is expected
+    assert node.of(WorkerExited)[0].is_expected is expected
 
 
 def test_an_exit_is_acknowledged_once_the_log_holds_it(node: Node) -> None:
@@ -624,7 +635,7 @@ def test_an_exit_is_acknowledged_once_the_log_holds_it(node: Node) -> None:
     assert len(node.of(WorkerExited)) == 1
     (exited,) = node.of(WorkerExited)
     actions = node.feed(Appended(event=exited))
-    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [ExitedAck(worker="a.1")]
+    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [ProcessExitAck(worker="a.1")]
 
 
 def test_an_exit_whose_acknowledgement_was_lost_is_acknowledged_and_not_told_again(node: Node) -> None:
@@ -647,14 +658,14 @@ def test_an_exit_that_died_in_the_outbox_is_told_by_the_next_agent(node: Node) -
     node.appended.clear()
     node.boot()
     (exited,) = node.of(WorkerExited)
-    assert exited.expected, "it was told to stop, which the agent before knew"
+    assert exited.is_expected, "it was told to stop, which the agent before knew"
 
 
 def test_a_dead_fork_server_took_its_workers_along(node: Node) -> None:
     member(node, "a.1", 1)
     node.kill_fork_server()
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+    assert (exited.signal, exited.is_expected) == (SIGKILLED, False)
 
 
 # --- leaving -------------------------------------------------------------------------------------
@@ -710,7 +721,7 @@ def test_a_drain_has_an_end(node: Node) -> None:
     assert TellForkServer(message=Kill(worker="a.1", signal=9)) in node.fire("stop", "a.1")
     assert isinstance(node.die("a.1", SIGKILLED)[-1], Finish)
     (exited,) = node.of(WorkerExited)
-    assert exited.expected and node.of(NodeLeft)
+    assert exited.is_expected and node.of(NodeLeft)
 
 
 def test_an_interrupt_ends_a_drain(node: Node) -> None:
@@ -776,12 +787,42 @@ def test_the_messages_of_a_membership_carry_what_was_decided(node: Node) -> None
     assert (told.generation, told.members, told.urgent, told.store) == (3, members, True, order.store)
 
 
-@pytest.mark.parametrize(("message", "event"), reports.REPORTED.items(), ids=lambda kind: kind.__name__)
-def test_what_a_worker_reports_has_the_fields_of_its_observation(message: type, event: type) -> None:
-    wanted = {field.name for field in msgspec.structs.fields(event)}
-    told = {field.name for field in msgspec.structs.fields(message)}
-    assert told.isdisjoint({"node", "task", "worker"})
-    assert told | {"node", "task", "worker"} == wanted
+OWN = WorkerWaiting(**reporter("a.1"), generation=1)
+OWN_STATE = SnapshotStored(
+    node=NODE, task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, duration_us=0
+)
+
+
+@pytest.mark.parametrize("event", [OWN, OWN_STATE])
+def test_agent_appends_the_event_of_a_worker_as_it_is(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
+    member(node, "a.1", 1)
+    node.feed(WorkerSaid(worker="a.1", message=event))
+    assert node.of(type(event)) == [event]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        msgspec.structs.replace(OWN, worker="a.2"),
+        msgspec.structs.replace(OWN, task="b"),
+        msgspec.structs.replace(OWN, node="n9"),
+        msgspec.structs.replace(OWN_STATE, task="b"),
+        msgspec.structs.replace(OWN_STATE, origin="n9"),
+    ],
+)
+def test_agent_disconnects_a_worker_that_speaks_of_another(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
+    member(node, "a.1", 1)
+    (action,) = node.feed(WorkerSaid(worker="a.1", message=event))
+    assert isinstance(action, Disconnect) and action.worker == "a.1" and not node.of(type(event))
+
+
+def test_worker_may_send_no_event_but_those_of_its_own() -> None:
+    events = {kind for kind in get_args(FromWorker) if issubclass(kind, Event)}
+    assert events == set(get_args(WorkerReport))
+    assert all(issubclass(kind, WorkerObservation | SnapshotStored) for kind in events)
+    assert events.isdisjoint({WorkerStarted, WorkerExited, HangSuspected, StepCommitted}), (
+        "these the agent knows itself"
+    )
 
 
 def test_a_command_that_cannot_be_read_is_answered_once(node: Node) -> None:
@@ -791,7 +832,7 @@ def test_a_command_that_cannot_be_read_is_answered_once(node: Node) -> None:
     failed = [event for event in node.appended if isinstance(event, CommandFailed)]
     assert len(failed) == 2, "the same answer to the same command"
     assert failed[0] == failed[1]
-    assert (failed[0].command_id, failed[0].reads) == ("1.1.n1.7", SCHEMA)
+    assert (failed[0].command_id, failed[0].readable_schema) == ("1.1.n1.7", SCHEMA)
     assert failed[0].reason.endswith("$.event: unknown")
 
 

@@ -61,7 +61,7 @@ from unicrond.events.vocabulary import (
     WorkerStarted,
 )
 from unicrond.events.vocabulary.placements import runs_of
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 E = TypeVar("E", bound=Observation)
@@ -125,7 +125,7 @@ class Coordinator:
         self.log = NatsEventLog(connection)
         self.number = 0
         self.entries = self.log.read(0)
-        self.seen: list[Recorded] = []
+        self.seen: list[RecordedEvent] = []
 
     async def command(self, make: Callable[[str], Command]) -> str:
         command = make(f"1.1.n1.{self.number + 1}")
@@ -186,7 +186,7 @@ class Coordinator:
         """The next event of a kind (with these fields) that was not read before."""
         async with asyncio.timeout(TIMEOUT_S):
             async for entry in self.entries:
-                assert isinstance(entry, Recorded), entry
+                assert isinstance(entry, RecordedEvent), entry
                 self.seen.append(entry)
                 event = entry.envelope.event
                 if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items()):
@@ -236,7 +236,7 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
     os.kill(pid, signal.SIGKILL)
     exited = await coordinator.until(WorkerExited)
     print(f"SIGKILL to the coordinator's reading of the exit: {(time.monotonic() - begun) * 1e3:.1f} ms")
-    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    assert (exited.signal, exited.is_expected) == (signal.SIGKILL, False)
     kinds = [type(entry.envelope.event) for entry in coordinator.seen[-3:]]
     assert kinds == [StepCommitted, ErrorReported, WorkerExited]
 
@@ -249,7 +249,7 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
 
     await coordinator.trained("c.1")
     order = await coordinator.stop("c.1")
-    assert (await coordinator.until(WorkerExited, worker="c.1")).expected
+    assert (await coordinator.until(WorkerExited, worker="c.1")).is_expected
     await coordinator.until(CommandApplied, command_id=order)
 
 
@@ -266,8 +266,8 @@ async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
     there = {"store": (joined.store.host, joined.store.port), "nothing": ("127.0.0.1", 9)}
     peers = (Peer(node="n2", ports=there),)
     links = LinksCheck(token="0" * 16, peers=peers, pairs=(), library="gloo", limit_s=10.0)
-    (lost,) = decode_report((await ask(node_checks.encode(links))).data, LinksReport).unreached
-    assert (lost.peer, lost.what, lost.why) == ("n2", "nothing", "connection refused")
+    (lost,) = decode_report((await ask(node_checks.encode(links))).data, LinksReport).unreachable_ports
+    assert (lost.peer, lost.service, lost.reason) == ("n2", "nothing", "connection refused")
 
     await coordinator.start("a.1")
     await coordinator.until(WorkerReady)
@@ -393,7 +393,7 @@ async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, 
     assert has_ended(pid)
     agent.start()
     exited = await coordinator.until(WorkerExited)
-    assert (exited.worker, exited.signal, exited.expected) == ("a.1", signal.SIGKILL, False)
+    assert (exited.worker, exited.signal, exited.is_expected) == ("a.1", signal.SIGKILL, False)
     assert (await coordinator.until(NodeJoined)).workers == ()
 
 
@@ -416,7 +416,7 @@ async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentPro
     await coordinator.trained("a.1")
     kill(agent.fork_server())
     exited = await coordinator.until(WorkerExited)
-    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    assert (exited.signal, exited.is_expected) == (signal.SIGKILL, False)
     second = await coordinator.until(NodeJoined)
     assert second.agent_boot == first.agent_boot
     told, replaced = agent.log().index("ended by signal 9"), agent.log().rindex("started a fork server")
@@ -474,7 +474,7 @@ async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_co
     beats: list[Heartbeat] = []
     async with asyncio.timeout(TIMEOUT_S), aclosing(NatsBeatLog(nats_connection).subscribe()) as entries:
         async for entry in entries:
-            assert isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat)
+            assert isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, Heartbeat)
             beats.append(entry.envelope.event)
             if len(beats) >= 5 and beats[-1].read_seq == read_seq:
                 break
@@ -494,7 +494,7 @@ async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, 
     assert all(has_ended(pid, 5) for pid in (fork_server, *theirs))
     await coordinator.until(NodeLeft)
     exits = [e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, WorkerExited)]
-    assert [(e.worker, e.expected) for e in exits] == [("a.1", True), ("b.1", True)]
+    assert [(e.worker, e.is_expected) for e in exits] == [("a.1", True), ("b.1", True)]
 
 
 async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
@@ -513,7 +513,7 @@ async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
         assert [w.worker for w in joined.workers] == ["a.1"]
         agent.process.terminate()
         exited = await coordinator.until(WorkerExited)
-        assert exited.expected
+        assert exited.is_expected
         await coordinator.until(NodeLeft)
         assert await asyncio.to_thread(agent.process.wait, 20) == 143, agent.log()
     finally:

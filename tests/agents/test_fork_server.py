@@ -15,12 +15,12 @@ from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, ForkServerProcess, children, eventually, has_ended
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.messages import (
-    Exited,
-    ExitedAck,
-    Forked,
     Kill,
     Launch,
     MemoryReserved,
+    ProcessExitAck,
+    ProcessExited,
+    ProcessForked,
     ReleaseMemory,
     ReserveMemory,
     Retire,
@@ -52,7 +52,7 @@ def log_of(run_dir: Path, worker: str) -> Path:
 
 def born(agent: AgentSide, order: Spawn) -> int:
     agent.send(order)
-    forked = agent.next(Forked)
+    forked = agent.next(ProcessForked)
     assert forked.worker == order.launch.worker
     return int(forked.pid)
 
@@ -69,7 +69,7 @@ def test_a_worker_is_born_clean(fork_server: ForkServers, agent: Agents, run_dir
     side = agent()
     order = spawn(run_dir, "a.1", "describe", env={"COLOUR": "red"}, cwd="/usr")
     pid = born(side, order)
-    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 0
     tale = json.loads(log_of(run_dir, "a.1").read_text())
     assert (tale["pid"], tale["sid"], tale["pgid"]) == (pid, pid, pid)
     line, mark, memory = tale["given"]
@@ -84,7 +84,7 @@ def test_secrets_are_read_where_the_worker_runs(fork_server: ForkServers, agent:
     side = agent()
     (run_dir / "secret").write_text("s3cret\n")
     born(side, spawn(run_dir, "a.1", "describe", secrets={"COLOUR": f"file:{run_dir / 'secret'}"}))
-    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 0
     said = json.loads(log_of(run_dir, "a.1").read_text())["env"]["COLOUR"]
     assert said == "(hidden)", "it has the value and prints it, and its log does not show it"
     for worker, source, why in (
@@ -92,7 +92,7 @@ def test_secrets_are_read_where_the_worker_runs(fork_server: ForkServers, agent:
         ("a.3", "env:NO_SUCH", "the agent has no variable NO_SUCH; set it in the agent's environment"),
     ):
         born(side, spawn(run_dir, worker, "describe", secrets={"COLOUR": source}))
-        assert os.WEXITSTATUS(side.next(Exited).status) == 1
+        assert os.WEXITSTATUS(side.next(ProcessExited).status) == 1
         assert log_of(run_dir, worker).read_text() == f"secret COLOUR: {why}\n"
 
 
@@ -102,12 +102,12 @@ def test_an_exit_is_repeated_to_new_agents_until_it_is_acknowledged(
     fork_server()
     first = agent()
     pid = born(first, spawn(run_dir, "a.1", "exit", "7"))
-    exited = first.next(Exited)
+    exited = first.next(ProcessExited)
     assert (exited.pid, os.WEXITSTATUS(exited.status)) == (pid, 7)
     second = agent()
     inventory = second.inventory()
     assert second.received == [exited, inventory], "exits come before the inventory"
-    second.send(ExitedAck(worker="a.1"))
+    second.send(ProcessExitAck(worker="a.1"))
     born(second, spawn(run_dir, "a.2", "sleep"))  # the acknowledgement has been read before this
     third = agent()
     assert third.inventory().workers[0].worker == "a.2"
@@ -126,7 +126,7 @@ def test_workers_survive_their_agent_and_the_newest_agent_is_obeyed(
     assert first.ends()
     begun = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    exited = second.next(Exited)
+    exited = second.next(ProcessExited)
     print(f"exit status seen after {(time.monotonic() - begun) * 1e3:.2f} ms")
     assert os.WTERMSIG(exited.status) == signal.SIGKILL
 
@@ -137,7 +137,7 @@ def test_kill_reaches_the_worker_by_name(fork_server: ForkServers, agent: Agents
     born(side, spawn(run_dir, "a.1", "sleep"))
     side.send(Kill(worker="a.9", signal=signal.SIGKILL))
     side.send(Kill(worker="a.1", signal=signal.SIGTERM))
-    assert os.WTERMSIG(side.next(Exited).status) == signal.SIGTERM
+    assert os.WTERMSIG(side.next(ProcessExited).status) == signal.SIGTERM
 
 
 def test_a_spawn_that_comes_twice_is_done_once(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
@@ -160,7 +160,7 @@ def test_all_output_is_in_the_log_when_the_exit_is_told(fork_server: ForkServers
     side = agent()
     lines = 100_000
     side.send(spawn(run_dir, "a.1", "print", str(lines)))
-    assert os.WEXITSTATUS(side.next(Exited).status) == 1
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 1
     text = log_of(run_dir, "a.1").read_text()
     assert f"line {lines - 1:06d}\n" in text
     assert text.endswith("RuntimeError: and then it broke\n")
@@ -170,7 +170,7 @@ def test_what_a_worker_leaves_behind_ends_with_it(fork_server: ForkServers, agen
     server = fork_server()
     side = agent()
     born(side, spawn(run_dir, "a.1", "orphan"))
-    side.next(Exited)
+    side.next(ProcessExited)
     assert has_ended(int(log_of(run_dir, "a.1").read_text()))
     assert eventually(lambda: len(children(server.pid)) == 1), "only the store is left: orphans are reaped"
 
@@ -280,7 +280,7 @@ def test_the_real_thing_has_one_thread_and_forks_fast(fork_server: ForkServers, 
     begun = time.monotonic()
     born(side, spawn(run_dir, "a.1", "exit", "0"))
     forked = time.monotonic()
-    side.next(Exited)
+    side.next(ProcessExited)
     print(f"forked in {(forked - begun) * 1e3:.1f} ms, ended after {(time.monotonic() - begun) * 1e3:.1f} ms")
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     store.set("key", "value")
@@ -311,7 +311,7 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     memory.close()
 
     second = agent()
-    assert second.inventory().kept == (kept,)
+    assert second.inventory().reserved_memory == (kept,)
     again = opened(server.pid, kept)
     assert again.newest() == head
     again.close()
@@ -320,7 +320,7 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     assert second.next(MemoryReserved) == kept, "there already"
     second.send(ReleaseMemory(task="a"))
     third = agent()
-    assert third.inventory().kept == ()
+    assert third.inventory().reserved_memory == ()
     assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if "unicron" in os.readlink(fd)]  # noqa: PTH115
 
 
@@ -335,7 +335,7 @@ def test_a_worker_is_born_with_its_shards_memory_and_no_other(
     side.send(spawn(run_dir, "a.1", "describe"))
     kept = side.next(MemoryReserved)
     assert (kept.task, kept.shard) == ("a", 0)
-    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 0
     tale = json.loads(log_of(run_dir, "a.1").read_text())
     assert sorted(tale["fds"]) == sorted(["0", "1", "2", *tale["given"]]), tale["fds"]
     assert "unicron a/0" in tale["fds"][tale["given"][2]], "of its shard, and of no other"

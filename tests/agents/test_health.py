@@ -44,7 +44,7 @@ def test_a_check_is_run_and_told_and_then_the_command_is_applied(node: Node) -> 
     assert node.command(check(1)) == [], "the same command again, while it runs"
     told = [action.event for action in node.feed(ended(1)) if isinstance(action, Append)]
     assert told == [
-        NodeChecked(node=NODE, command_id=f"1.1.{NODE}.1", passed=True, duration_us=7, detail="well"),
+        NodeChecked(node=NODE, command_id=f"1.1.{NODE}.1", has_passed=True, duration_us=7, detail="well"),
         CommandApplied(node=NODE, command_id=f"1.1.{NODE}.1"),
     ]
     (again,) = node.command(check(1))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import CONFIG, Node, committed, decision, start
-from unicrond.agents.protocol.messages import Regrouped
+from tests.agents.node import CONFIG, Node, committed, decision, reporter, start
 from unicrond.events.vocabulary import StateSource, StepCommitted, WorkerJoinedGroup
 
 SLOTS = 4
@@ -26,14 +25,17 @@ def node() -> Node:
 def regroup(node: Node, worker: str, generation: int = 1, *, source: StateSource = "own", others: int = 0) -> None:
     node.say(
         worker,
-        Regrouped(
-            generation=generation, iteration=7, dealt=1, duration_us=9, source=source, peers_assigned=others
+        WorkerJoinedGroup(
+            **reporter(worker), generation=generation, iteration=7, micro_batches_assigned=1, duration_us=9,
+            source=source, micro_batches_assigned_elsewhere=others
         ),
     )  # fmt: skip
 
 
 def told(node: Node) -> list[tuple[str, int, int]]:
-    return [(event.worker, event.generation, event.peers_assigned) for event in node.of(WorkerJoinedGroup)]
+    return [
+        (event.worker, event.generation, event.micro_batches_assigned_elsewhere) for event in node.of(WorkerJoinedGroup)
+    ]
 
 
 def test_the_lead_is_reported_with_all_that_it_says(node: Node) -> None:

@@ -106,8 +106,12 @@ def test_marks_say_where_the_workers_of_a_task_are(logs: Path, tmp_path: Path) -
     reply = decode_reply(asyncio.run(answer("n1", logs, lambda _: 0, request, tasks.__getitem__)))
     first, second = decode_marks(reply.data)
     assert (first.worker, first.phase, first.generation, first.iteration) == ("a.2", "forward", 3, 41)
-    assert (first.micro_batch, first.entered, first.waiting) == (5, 0, False) and 0 <= first.still_us < 60_000_000
-    assert (second.entered, second.waiting) == (7, True)
+    assert (first.micro_batch, first.collectives_entered, first.is_waiting) == (
+        5,
+        0,
+        False,
+    ) and 0 <= first.still_us < 60_000_000
+    assert (second.collectives_entered, second.is_waiting) == (7, True)
     assert second.generation == 2**53 - 1, "what a worker writes is bounded"
 
 

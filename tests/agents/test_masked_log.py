@@ -11,10 +11,9 @@ from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log, val
 from unicrond.agents.host.output_layout import worker_log
 from unicrond.agents.host.rotated_output import RotatedLog
 from unicrond.agents.output.query_service import answer
-from unicrond.agents.protocol.messages import ErrorReport
 from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.events.queries.worker_queries import MAX_LOG_BYTES, LogsRequest, decode_reply, encode
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary import ErrorReported, TaskSpec
 
 VALUES = ["hunter2-hunter2", "hunter2-x", "hunter2-x-and-more", "aaaaab", "key-line-one\nkey-line-two\n"]
 
@@ -93,7 +92,10 @@ def test_what_looks_like_a_secret_is_blotted_where_a_log_is_served(tmp_path: Pat
 
 def test_a_trouble_is_told_without_secrets() -> None:
     spec = TaskSpec(name="a", secrets={"A": "env:X"}, env={"DB_PASSWORD": "in-the-env"})
-    trouble = ErrorReport(
+    trouble = ErrorReported(
+        node="n1",
+        task="a",
+        worker="a.1",
         kind="exception",
         generation=1,
         iteration=1,

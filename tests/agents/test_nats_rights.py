@@ -28,7 +28,7 @@ from unicrond.events.queries.worker_queries import ANSWERS, answer_subject, logs
 from unicrond.events.trust.keys import load_or_create_key
 from unicrond.events.trust.logins import Role
 from unicrond.events.vocabulary import CoordinatorStarted, NodeIsolated, NodeJoined, NodeReadmitted, StoreAddress
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 
 _NODE = "gpu07"
 _LOGINS = (Role.OPERATOR, Role.COORDINATOR, Role.API, f"agent-{_NODE}")
@@ -112,7 +112,7 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
         await feed.follow(["big"])
         await log.append([command(1, _NODE)], fence=fence)
         async for recorded in feed.read():
-            assert isinstance(recorded, Recorded) and recorded.warrant == "a warrant"
+            assert isinstance(recorded, RecordedEvent) and recorded.warrant == "a warrant"
             break
         following = asyncio.create_task(feed.follow(["small"]))
         await asyncio.sleep(0.2)

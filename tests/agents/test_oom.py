@@ -14,7 +14,7 @@ from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, has_ended, kill
 from tests.agents.test_fork_server import born, spawn
 from unicrond.agents.fork_server.oom_witnesses import OomWitness
-from unicrond.agents.protocol.messages import Exited
+from unicrond.agents.protocol.messages import ProcessExited
 
 LIMIT_BYTES = 96 * 1024 * 1024
 
@@ -66,9 +66,9 @@ def cgroup() -> Iterator[MemoryCgroup]:
     made.remove()
 
 
-def died(side: AgentSide) -> Exited:
-    exited = side.next(Exited)
-    assert isinstance(exited, Exited) and os.WTERMSIG(exited.status) == signal.SIGKILL
+def died(side: AgentSide) -> ProcessExited:
+    exited = side.next(ProcessExited)
+    assert isinstance(exited, ProcessExited) and os.WTERMSIG(exited.status) == signal.SIGKILL
     return exited
 
 
@@ -93,7 +93,7 @@ def test_a_core_dump_is_told(fork_server: ForkServers, agent: Agents, run_dir: P
     fork_server()
     side = agent()
     born(side, spawn(run_dir, "a.1", "crash", cwd=str(run_dir)))
-    status = side.next(Exited).status
+    status = side.next(ProcessExited).status
     assert os.WTERMSIG(status) == signal.SIGABRT and os.WCOREDUMP(status)
 
 

@@ -192,7 +192,7 @@ async def test_a_real_worker_is_stopped_and_killed_by_order(agent: AgentProcess,
             )
         )
     exited = await coordinator.until(WorkerExited)
-    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    assert (exited.signal, exited.is_expected) == (signal.SIGKILL, False)
 
 
 IN_A_NAMESPACE = """

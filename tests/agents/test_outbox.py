@@ -27,7 +27,7 @@ from unicrond.events.vocabulary import (
     StepCommitted,
 )
 from unicrond.events.vocabulary.field_defaults import Since
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import FIRST
 
 
@@ -58,7 +58,7 @@ def outbox(**options: int) -> Outbox:
 
 async def reasons(log: NatsEventLog | MemoryLog) -> list[str]:
     async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
-        return [e.envelope.event.reason async for e in entries if isinstance(e, Recorded)]  # type: ignore[union-attr]
+        return [e.envelope.event.reason async for e in entries if isinstance(e, RecordedEvent)]  # type: ignore[union-attr]
 
 
 async def test_nothing_is_lost_or_doubled_by_a_server_that_is_killed(
@@ -164,7 +164,7 @@ async def test_answers_that_get_lost_make_nobody_read_the_stream(
         task.cancel()
     session.client._subs[1]._cb = on_answer
     async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
-        told = [(e.envelope.producer, e.envelope.number) async for e in entries if isinstance(e, Recorded)]
+        told = [(e.envelope.producer, e.envelope.number) async for e in entries if isinstance(e, RecordedEvent)]
     assert len(told) == 40, "each once"
     for n in range(4):
         assert [number for producer, number in told if producer == f"n{n}"] == list(range(1, 11))
@@ -211,19 +211,19 @@ async def test_the_largest_error_fits_into_an_event() -> None:
 async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all() -> None:
     log = MemoryLog()
     box = outbox()
-    failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", reads=2)
+    failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", readable_schema=2)
     remembered = PeersRemembered(node="n1", task="a", peers=())
     confirmed: list[int] = []
     # What is written for the next schema says so, and no log of today takes it: none is.
-    with younger(PeersRemembered, fields={CommandFailed: {"reads": Since(NEXT)}}):
+    with younger(PeersRemembered, fields={CommandFailed: {"readable_schema": Since(NEXT)}}):
         sending = asyncio.create_task(box.run(log))
         for event in (failed, remembered):
             box.put(event, on_durable=lambda: confirmed.append(box.schema))
         assert await box.drained(5)
         sending.cancel()
     async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
-        told = [entry.envelope.event async for entry in entries if isinstance(entry, Recorded)]
-    assert told == [replace(failed, reads=0)]
+        told = [entry.envelope.event async for entry in entries if isinstance(entry, RecordedEvent)]
+    assert told == [replace(failed, readable_schema=0)]
     assert confirmed == [FIRST, FIRST], "what is not told is done with, too"
 
 

@@ -63,7 +63,7 @@ def test_a_sound_node_has_no_findings() -> None:
 )
 def test_what_is_wrong_is_found_with_a_fix(asked: dict[str, Any], seen: dict[str, Any], about: str, what: str) -> None:
     (found,) = findings(ASKED._replace(**asked), SEEN._replace(**seen))
-    assert (found.about, found.what) == (about, what) and found.fix
+    assert (found.about, found.problem) == (about, what) and found.fix
 
 
 def test_a_run_directory_without_logs_may_be_small() -> None:
@@ -78,7 +78,7 @@ def test_a_run_directory_without_logs_may_be_small() -> None:
 def test_a_disk_and_locked_memory() -> None:
     (disk,) = findings(ASKED, SEEN._replace(run_dir_in_memory=False))
     (locked,) = findings(ASKED, SEEN._replace(limits={"nofile": 1 << 20, "memlock": 8 << 20}))
-    assert disk.about == "--run-dir" and locked.what.startswith("8 MiB may be locked")
+    assert disk.about == "--run-dir" and locked.problem.startswith("8 MiB may be locked")
 
 
 def test_a_look_at_this_machine(tmp_path: Path) -> None:

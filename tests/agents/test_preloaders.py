@@ -23,8 +23,15 @@ from tests.other_users import needs_root, opened
 from unicrond.agents.fork_server.cgroups import Cgroups
 from unicrond.agents.fork_server.child_setup import ChildSetup
 from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.messages import Exited, Forked, Kill, ReleaseMemory, Spawn, SpawnFailed
+from unicrond.agents.protocol.messages import (
+    Identity,
+    Kill,
+    ProcessExited,
+    ProcessForked,
+    ReleaseMemory,
+    Spawn,
+    SpawnFailed,
+)
 
 FLAGS = (
     "--preload=tests.agents.preloading",
@@ -52,7 +59,7 @@ def order(run_dir: Path, worker: str, checkout: Path, entry: str = "wait", **spe
 def born(side: AgentSide, run_dir: Path, order: Spawn) -> dict[str, Any]:
     """What the worker says of itself."""
     side.send(order)
-    forked = side.next(Forked)
+    forked = side.next(ProcessForked)
     log = log_of(run_dir, forked.worker)
     assert eventually(lambda: log.read_text().endswith("\n"))
     facts: dict[str, Any] = json.loads(log.read_text())
@@ -82,9 +89,9 @@ def test_workers_start_with_what_was_imported_once(
         assert (facts["cwd"], facts["colour"]) == (str(checkout), "red")
     assert str(checkout) not in Path(f"/proc/{server.pid}/maps").read_text()
     os.kill(first["pid"], signal.SIGKILL)
-    assert os.WTERMSIG(side.next(Exited).status) == signal.SIGKILL
+    assert os.WTERMSIG(side.next(ProcessExited).status) == signal.SIGKILL
     side.send(Kill(worker="a.2", signal=signal.SIGTERM))
-    assert os.WTERMSIG(side.next(Exited).status) == signal.SIGTERM, "heard as every worker's end"
+    assert os.WTERMSIG(side.next(ProcessExited).status) == signal.SIGTERM, "heard as every worker's end"
     side.send(ReleaseMemory(task="a"))
     assert has_ended(first["preloaded by"])
     assert eventually(lambda: len(children(server.pid)) == 1), "the store is left"

@@ -30,18 +30,18 @@ from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.prctl import capabilities
 from unicrond.agents.protocol import marks
 from unicrond.agents.protocol.framing import Unframer
-from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.messages import (
-    Connected,
-    Exited,
-    ExitedAck,
+    ConnectionOwner,
     FromWorker,
+    Identity,
     Kill,
     MemoryReserved,
+    ProcessExitAck,
+    ProcessExited,
     Spawn,
     SpawnFailed,
+    Sum,
 )
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.vocabulary import TaskSpec
 
 pytestmark = needs_root
@@ -102,7 +102,9 @@ class Listening:
             except OSError:
                 return
             with connection:
-                self.heard += Unframer[FromWorker | Connected](FromWorker | Connected).feed(connection.recv(4096))
+                self.heard += Unframer[FromWorker | ConnectionOwner](FromWorker | ConnectionOwner).feed(
+                    connection.recv(4096)
+                )
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -144,7 +146,7 @@ def test_a_task_gets_at_nothing_of_the_agents_or_of_other_tasks(
         "cgroup": str(cgroup),
     }
     pid = born(side, order(run_dir, "a.1", "attack", user(ALICE, place), facts))
-    exited = side.next(Exited)
+    exited = side.next(ProcessExited)
     listening.close()
     said = log_of(run_dir, "a.1").read_text()
     assert (exited.worker, os.waitstatus_to_exitcode(exited.status)) == ("a.1", 0), said
@@ -172,12 +174,14 @@ def test_a_task_gets_at_nothing_of_the_agents_or_of_other_tasks(
     assert got.pop("its home") == [str(place), f"u{ALICE}", str(place)]
     assert got.pop("its cgroup").splitlines()[-1].endswith(f"/{cgroup.name}/a.1")
     assert got.pop("speak to its agent") == "connected"
-    assert listening.heard == [Connected(worker="a.1", task="a", pid=pid)], "the agent knows whose connection it is"
+    assert listening.heard == [ConnectionOwner(worker="a.1", task="a", pid=pid)], (
+        "the agent knows whose connection it is"
+    )
     assert got.pop("what was imported") == []
     assert got == {"write a mark": None, "open its memory": None}
     mark = marks.read(marks.path_of(str(run_dir / "agent.sock"), "a.1"))
     assert mark is not None and mark.iteration == 7, "kept until the agent has read it"
-    side.send(ExitedAck(worker="a.1"))
+    side.send(ProcessExitAck(worker="a.1"))
     assert eventually(lambda: not (run_dir / "marks" / "a.1").is_symlink())
     assert capabilities() and server.process.poll() is None
 
@@ -196,7 +200,7 @@ def test_what_leaves_its_worker_ends_with_it_all_the_same(
     fork_server("--separate", f"--cgroup={cgroup}", flags=FLAGS)
     side = agent()
     born(side, order(run_dir, "a.1", "linger", user(ALICE), {}))
-    side.next(Exited)
+    side.next(ProcessExited)
     lingering = int(log_of(run_dir, "a.1").read_text())
     assert has_ended(lingering, 5), "a session of its own is no way out of a cgroup"
     assert eventually(lambda: not (cgroup / "a.1").exists())
@@ -250,7 +254,7 @@ def test_the_fork_server_needs_no_root(fork_server: ForkServers, agent: Agents, 
     assert facts(server.pid) == [str(pwd.getpwnam(USER).pw_uid), *["e0"] * 4]
     assert eventually(lambda: facts(pid) == [str(ALICE), *[""] * 4]), facts(pid)
     side.send(Kill(worker="a.1", signal=signal.SIGKILL))
-    assert side.next(Exited).worker == "a.1", "it may signal its own workers"
+    assert side.next(ProcessExited).worker == "a.1", "it may signal its own workers"
 
 
 def test_without_a_user_nothing_starts_and_without_privilege_no_user(
@@ -284,7 +288,7 @@ def test_secrets_and_directories_are_those_that_the_user_may_read(
         (2, {"cwd": str(closed)}, f"cwd: cannot enter {closed} as user u{ALICE}: Permission denied"),
     ):
         born(side, order(run_dir, f"a.{number}", "attack", user(ALICE), {}, **spec))
-        assert os.waitstatus_to_exitcode(side.next(Exited).status) == 1
+        assert os.waitstatus_to_exitcode(side.next(ProcessExited).status) == 1
         assert log_of(run_dir, f"a.{number}").read_text().startswith(said)
 
 
@@ -311,7 +315,7 @@ def test_a_users_secret_is_hidden_by_a_fork_server_that_is_not_root(
     os.chown(secret, ALICE, ALICE)
     server, side = without_root(fork_server, agent, run_dir)
     born(side, order(run_dir, "a.1", "tell", user(ALICE), {}, secrets={"TOKEN": f"file:{secret}"}))
-    side.next(Exited)
+    side.next(ProcessExited)
     assert log_of(run_dir, "a.1").read_text() == "the token is (hidden)\n"
     assert Path(f"/proc/{server.pid}/environ").stat().st_uid != 0, "its agent may still read its descriptors"
 
@@ -341,12 +345,12 @@ def test_the_fork_server_imports_nothing_of_a_task(
     side = agent()
     for number in (1, 2):
         born(side, order(run_dir, f"a.{number}", "x", user(ALICE), {}, cwd=str(place), env={"PYTHONPATH": str(place)}))
-        side.next(Exited)
+        side.next(ProcessExited)
         assert log_of(run_dir, f"a.{number}").read_text() == f"imported by {ALICE}\n"
     assert str(place) not in Path(f"/proc/{server.pid}/maps").read_text()
     assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if str(place) in os.readlink(fd)]  # noqa: PTH115
     born(side, order(run_dir, "a.3", "x", user(BOB), {}, cwd=str(place)))
-    side.next(Exited)
+    side.next(ProcessExited)
     assert log_of(run_dir, "a.3").read_text() == f"imported by {BOB}\n", "not from what an earlier worker imported"
 
 

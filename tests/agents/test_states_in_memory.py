@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tests.agents.node import NODE, Node, membership, start
-from unicrond.agents.core.state import ArmTimer, CopyState, HeldState, StateHeld, TellForkServer
+from tests.agents.node import NODE, Node, membership, reporter, start
+from unicrond.agents.core.state import ArmTimer, CopyState, StateHeld, TellForkServer
 from unicrond.agents.core.stored_states import TELL_APART_S
-from unicrond.agents.protocol.messages import Captured, ReleaseMemory, StateLoadReport
+from unicrond.agents.protocol.messages import ReleaseMemory
 from unicrond.events.vocabulary import (
     DropState,
     Member,
@@ -38,8 +38,18 @@ def trained(*peers: MemoryService) -> Node:
     return node
 
 
-def capture(iteration: int) -> Captured:
-    return Captured(shard=0, iteration=iteration, generation=1, size_bytes=10, shards=1, duration_us=5)
+def capture(iteration: int) -> SnapshotStored:
+    return SnapshotStored(
+        node=NODE,
+        task="a",
+        origin=NODE,
+        shard=0,
+        iteration=iteration,
+        generation=1,
+        size_bytes=10,
+        shards=1,
+        duration_us=5,
+    )
 
 
 def test_every_capture_is_copied_and_told_now_and_then() -> None:
@@ -67,8 +77,10 @@ def test_nowhere_to_copy_to() -> None:
 
 def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
     node = trained(service("n2"))
-    held = HeldState(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1)
-    actions = node.feed(StateHeld(held_state=held))
+    held = SnapshotStored(
+        node=NODE, duration_us=0, task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1
+    )
+    actions = node.feed(StateHeld(snapshot=held))
     assert not any(isinstance(action, CopyState) for action in actions)
     assert (node.of(SnapshotStored)[0].task, node.of(SnapshotStored)[0].origin) == ("b", "n3")
 
@@ -77,7 +89,17 @@ def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     node = Node()
     node.feed(
         StateHeld(
-            held_state=HeldState(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)
+            snapshot=SnapshotStored(
+                node=NODE,
+                duration_us=0,
+                task="b",
+                shard=0,
+                iteration=7,
+                generation=2,
+                origin=NODE,
+                size_bytes=10,
+                shards=1,
+            )
         )
     )
     assert not node.appended
@@ -132,13 +154,14 @@ def test_where_a_worker_took_its_state_from() -> None:
     node = trained()
     node.say(
         "a.1",
-        StateLoadReport(
+        StateLoaded(
+            **reporter("a.1"),
             generation=1,
             source="peer",
             iteration=9,
             size_bytes=10,
             duration_us=5,
-            tried=("memory of iteration 10: no",),
+            failed_sources=("memory of iteration 10: no",),
             storage_iteration=4,
             saved_us=50,
             resharded_from="tp 2, pp 1",
@@ -146,4 +169,4 @@ def test_where_a_worker_took_its_state_from() -> None:
     )
     (told,) = node.of(StateLoaded)
     assert (told.worker, told.source, told.iteration, told.saved_us) == ("a.1", "peer", 9, 50)
-    assert (told.tried, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")
+    assert (told.failed_sources, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.agents.node import CONFIG, NODE, STORE, Node, decision, part, start, stop
-from unicrond.agents.core.state import CopyState, HeldState, LogSeen, Remembered, StateHeld, TellWorker
+from unicrond.agents.core.state import CopyState, LogSeen, Remembered, StateHeld, TellWorker
 from unicrond.agents.protocol.framing import frame
 from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, GroupMembership
 from unicrond.agents.shell.outbox import Outbox
@@ -21,12 +21,13 @@ from unicrond.events.vocabulary import (
     Member,
     MemoryService,
     PeersDecided,
+    SnapshotStored,
     Start,
     StartWorkers,
     TaskSpec,
     WorkerStarted,
 )
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_membership_in_parts(node: Node) -> None:
     (told,) = node.tell(decision("a", 1, ["a.4"], parts=2))
     assert isinstance(told, TellWorker) and isinstance(told.message, GroupMembership)
     assert [member.worker for member in told.message.members] == ["a.1", "a.2", "a.3", "a.4"]
-    assert not node.state.memory.tellings
+    assert not node.state.memory.membership_parts
 
 
 def test_parts_outlive_the_agent(node: Node) -> None:
@@ -144,7 +145,17 @@ def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
     node.tell(decision("a", 1, ["a.1"]))
     node.feed(
         StateHeld(
-            held_state=HeldState(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)
+            snapshot=SnapshotStored(
+                node=NODE,
+                duration_us=0,
+                task="a",
+                shard=0,
+                iteration=1,
+                generation=1,
+                origin=NODE,
+                size_bytes=1,
+                shards=1,
+            )
         )
     )
     peers = (MemoryService(node="n9", host="h", port=1, token="t"),)
@@ -210,10 +221,10 @@ class Feed:
     async def follow(self, tasks: Collection[str]) -> None:
         self.diary.append(f"follow {','.join(sorted(tasks))}")
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         for seq, event in enumerate(self.events, 1):
             envelope = Envelope(producer="coordinator", boot=1, number=seq, term=1, observed_at_us=1, event=event)
-            yield Recorded(seq, 1, envelope)
+            yield RecordedEvent(seq, 1, envelope)
             self.diary.append(f"acknowledge {seq}")
             self.on_acknowledged()
 
@@ -221,7 +232,7 @@ class Feed:
 def shell() -> Shell:
     """One whose lines to the outside lead nowhere."""
     missing = {name: lambda self, *_: None for name in Shell.__abstractmethods__}
-    missing |= {"now_us": lambda self: 1, "held_states": lambda self: ()}
+    missing |= {"now_us": lambda self: 1, "snapshots": lambda self: ()}
     return type("Silent", (Shell,), missing)(CONFIG, Remembered(), Outbox(NODE, 1, lambda: 1), _NoSigns())  # type: ignore[no-any-return]
 
 
@@ -262,7 +273,7 @@ async def test_an_agent_that_has_ended_acknowledges_nothing() -> None:
     feed = Feed(stop("b.1", 1), stop("b.1", 2))
     taking = made.take
 
-    def take(recorded: Recorded) -> None:
+    def take(recorded: RecordedEvent) -> None:
         taking(recorded)
         made.closed = True
 

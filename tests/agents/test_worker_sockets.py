@@ -13,8 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import Connected, Hello, Ready
+from unicrond.agents.protocol.messages import ConnectionOwner, Hello
 from unicrond.agents.shell.worker_sockets import WorkerSockets
+from unicrond.events.vocabulary import WorkerReady
 
 
 class Heard:
@@ -79,8 +80,10 @@ async def test_a_socket_that_is_taken_away_is_bound_again(
     assert caplog.text.count("was gone: bound it again") == 1
     assert caplog.text.count("cannot be bound again") <= 1, "told once, not at each look"
     assert stat.S_IMODE(heard.path.stat().st_mode) == 0o600
-    first.write(frame(Ready()))
-    assert await heard.next() == ("a.1", Ready()), "who was connected did not notice"
+    first.write(frame(WorkerReady(node="n", task="a", worker="a.1")))
+    assert await heard.next() == ("a.1", WorkerReady(node="n", task="a", worker="a.1")), (
+        "who was connected did not notice"
+    )
     for writer in (first, second):
         writer.close()
 
@@ -92,7 +95,7 @@ class Given:
         self.heard = heard
         self.writers: list[asyncio.StreamWriter] = []
 
-    async def say(self, *messages: Connected | Hello) -> asyncio.StreamReader:
+    async def say(self, *messages: ConnectionOwner | Hello) -> asyncio.StreamReader:
         reader, writer = await asyncio.open_unix_connection(str(self.heard.path))
         self.writers.append(writer)
         writer.write(b"".join(frame(message) for message in messages))
@@ -107,7 +110,7 @@ async def given(heard: Heard) -> AsyncIterator[Given]:
         writer.close()
 
 
-WHOSE = Connected(worker="a.1", task="a", pid=7)
+WHOSE = ConnectionOwner(worker="a.1", task="a", pid=7)
 HELLO = Hello(worker="a.1", task="a", pid=7, generation=0, ready=False)
 
 

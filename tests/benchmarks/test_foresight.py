@@ -27,7 +27,7 @@ from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.coordinator.plan_precompute import Foresight
 
 POLICY = Policy(worker_mtbf_s=10**7, transition_s=60.0)
@@ -71,7 +71,7 @@ class Cluster:
         envelope = Envelope(
             producer="all", boot=1, number=self._number, term=term, observed_at_us=self._number, event=event
         )
-        self.state = fold(self.state, Recorded(self._number, self._number, envelope))
+        self.state = fold(self.state, RecordedEvent(self._number, self._number, envelope))
 
     def plan(self) -> None:
         solutions = {problem: solve(problem) for problem in needed_solves(Survey(self.state, POLICY))}

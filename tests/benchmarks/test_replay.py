@@ -38,7 +38,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import NANOS, api, create_streams
 from unicrond.events.vocabulary import StepCommitted
 from unicrond.events.wire.codec import decode, encode
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.replay.reading.nats_source import NatsSource
 from unicrond.replay.reading.source import read
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -51,7 +51,7 @@ MILLION = 1_000_000
 ROUNDS = 5
 
 
-def long_log(nodes: int, count: int = ENTRIES) -> list[Recorded]:
+def long_log(nodes: int, count: int = ENTRIES) -> list[RecordedEvent]:
     """Entries of two tasks on `nodes` nodes: again and again 200 steps, then a worker dies and is replaced."""
     cluster = MiniCluster(1)
     for number in range(nodes):
@@ -71,7 +71,7 @@ def long_log(nodes: int, count: int = ENTRIES) -> list[Recorded]:
 
 
 @pytest.fixture(scope="module", params=[4, 64, 512], ids="{}-nodes".format)
-def log(request: pytest.FixtureRequest) -> list[Recorded]:
+def log(request: pytest.FixtureRequest) -> list[RecordedEvent]:
     return long_log(request.param)
 
 
@@ -88,27 +88,27 @@ def measure(benchmark: Any, work: Callable[[], Any], entries: int = ENTRIES) -> 
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="file: read, checksum, decode, validate, fold")
-def test_from_a_file(benchmark: Any, log: list[Recorded], tmp_path: Path) -> None:
+def test_from_a_file(benchmark: Any, log: list[RecordedEvent], tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.bin", list(log), 1000)
     assert measure(benchmark, lambda: replay(read_entries(path))).seq == ENTRIES
     benchmark.extra_info["bytes_per_entry"] = path.stat().st_size // ENTRIES
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="decode and validate alone")
-def test_decode_alone(benchmark: Any, log: list[Recorded]) -> None:
+def test_decode_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
     bodies = [encode(entry.envelope) for entry in log]
     measure(benchmark, lambda: [decode(body) for body in bodies])
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="fold alone")
-def test_fold_alone(benchmark: Any, log: list[Recorded]) -> None:
+def test_fold_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
     assert measure(benchmark, lambda: replay(log)).seq == ENTRIES
 
 
 # --- from a NATS server ------------------------------------------------------------------------
 
 
-async def append_all(connection: Connection, log: Sequence[Recorded]) -> None:
+async def append_all(connection: Connection, log: Sequence[RecordedEvent]) -> None:
     stream = NatsEventLog(connection)
     await stream.claim_term(log[0].envelope)
     for begin in range(1, len(log), 1000):

@@ -206,7 +206,7 @@ async def test_a_head_with_an_empty_volume(cluster: Cluster, directory: Path, re
     back_s = time.monotonic() - watch.began_s
     await cluster.training(None, beyond=5)
     found = await watch.damage()
-    record("empty volume, back", whole=back_s, faults=found["faults"], redone=found["redone"])
+    record("empty volume, back", whole=back_s, faults=found["faults"], repeated=found["repeated"])
 
 
 async def test_a_volume_that_cannot_be_written(cluster: Cluster, directory: Path, record: Record) -> None:

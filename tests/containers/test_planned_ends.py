@@ -1,4 +1,4 @@
-"""The end of an agent's pod: deleted, replaced, updated; nothing fails, nothing is redone."""
+"""The end of an agent's pod: deleted, replaced, updated; nothing fails, nothing is repeated."""
 
 from __future__ import annotations
 
@@ -98,4 +98,6 @@ async def test_a_hook_interrupts_and_sigterm_follows(cluster: Cluster, record: R
     assert found["faults"] == ["CommandFailed"] * len(refused) and len(refused) <= 1, found
     assert not found["incidents"] and not found["failures"] and not found["flaps"], found
     assert code == 128 + signal.SIGINT
-    record("interrupt", told=watch.told("NodeLeft", "NodeLeaving"), whole=whole_s, pod_s=took_s, redone=found["redone"])
+    record(
+        "interrupt", told=watch.told("NodeLeft", "NodeLeaving"), whole=whole_s, pod_s=took_s, repeated=found["repeated"]
+    )

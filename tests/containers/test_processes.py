@@ -125,7 +125,7 @@ async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: C
     await asyncio.to_thread(pod.restart)
     whole_s = await watch.whole(also=is_up(machine, boot))
     # One that the dead container was to start may still be started and ended by the next one, as expected.
-    ended = [line for line in watch.lines("WorkerExited") if not line.envelope["event"]["expected"]]
+    ended = [line for line in watch.lines("WorkerExited") if not line.envelope["event"]["is_expected"]]
     causes = sorted({line.envelope["event"]["cause"] for line in ended})
     said = [line.summary for line in ended]
     assert causes and set(causes) <= {"oom_killed", "maybe_oom_killed", "unknown"}, said

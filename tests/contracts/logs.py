@@ -27,7 +27,7 @@ from unicrond.events.vocabulary import (
     StopWorker,
     StoreAddress,
 )
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats, CommandEnd, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.models.network import Link
@@ -181,7 +181,7 @@ def beat(number: int, node: str = "n1") -> Envelope:
 
 
 def envelope_of(entry: Entry) -> Envelope:
-    assert isinstance(entry, Recorded), entry
+    assert isinstance(entry, RecordedEvent), entry
     return entry.envelope
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.contracts.logs import BUSES, Bus, beat, command, decision, envelope_of, fact, membership
 from unicrond.events.log.event_log import CommandFeed
 from unicrond.events.vocabulary import PeersDecided, ThroughputCorrected
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 
 @pytest.fixture(params=sorted(BUSES))
@@ -21,9 +21,9 @@ async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[B
         yield opened
 
 
-async def take(feed: CommandFeed, count: int) -> list[Recorded]:
+async def take(feed: CommandFeed, count: int) -> list[RecordedEvent]:
     """`count` commands; the last one is left unacknowledged."""
-    taken: list[Recorded] = []
+    taken: list[RecordedEvent] = []
     async with asyncio.timeout(20), aclosing(feed.read()) as commands:
         async for recorded in commands:
             taken.append(recorded)

@@ -130,7 +130,7 @@ def test_reason_names_the_field(body: bytes, names: str) -> None:
 
 
 def exited(exit_code: int | None, signal: int | None) -> Envelope:
-    event = WorkerExited(node="n1", task="t", worker="t.1", exit_code=exit_code, signal=signal, expected=False)
+    event = WorkerExited(node="n1", task="t", worker="t.1", exit_code=exit_code, signal=signal, is_expected=False)
     return msgspec.structs.replace(READY, event=event)
 
 

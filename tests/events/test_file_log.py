@@ -13,7 +13,7 @@ from tests.contracts.logs import command, fact, facts, history, started
 from unicrond.events.log.event_log import Fence, Fenced, LogDamaged, LogError, LogUnavailable
 from unicrond.events.log.file_log import FileLog, SegmentWriter
 from unicrond.events.log.segments import TornTail, read_entries, read_segment, segment_paths
-from unicrond.events.wire.envelope import Quarantined, Recorded
+from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
 
 
 async def written(directory: Path, **options: int) -> list[Path]:
@@ -192,10 +192,10 @@ async def test_a_first_batch_that_fails_in_a_new_segment(tmp_path: Path, monkeyp
 
 def test_a_writer_knows_nothing_of_ids(tmp_path: Path) -> None:
     writer = SegmentWriter(tmp_path)
-    writer.write([Recorded(1, 5, fact(1)), Quarantined(2, 6, "s", "r", 3)])
+    writer.write([RecordedEvent(1, 5, fact(1)), QuarantinedMessage(2, 6, "s", "r", 3)])
     writer.close()
     writer.close()
-    assert list(read_entries(tmp_path)) == [Recorded(1, 5, fact(1)), Quarantined(2, 6, "s", "r", 3)]
+    assert list(read_entries(tmp_path)) == [RecordedEvent(1, 5, fact(1)), QuarantinedMessage(2, 6, "s", "r", 3)]
 
 
 async def _collect(log: FileLog, until_seq: int) -> list[int]:

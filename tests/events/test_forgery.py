@@ -36,7 +36,7 @@ from unicrond.events.vocabulary import (
     StoreAddress,
 )
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.service.coordinator.alarms import Alarms
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -278,7 +278,7 @@ async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
 
 
 def _is_event(each: Entry) -> bool:
-    return isinstance(each, Recorded)
+    return isinstance(each, RecordedEvent)
 
 
 # --- what each may ------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ async def test_what_a_node_gets_stored_is_quarantined_with_an_alarm(site: Site, 
     for stream, seq in before.items():
         for each in await _settled(site, stream, seq):
             assert name not in NOT_STORED
-            assert isinstance(each, Quarantined), f"{each} of {stream} is taken for an event"
+            assert isinstance(each, QuarantinedMessage), f"{each} of {stream} is taken for an event"
             assert Alarms().quarantined(each, state)
     after = await site.state()
     assert (after.term, after.nodes, after.tasks, after.last_numbers) == (
@@ -491,7 +491,7 @@ async def test_a_squatted_id_swallows_nothing(site: Site) -> None:
     (seq,) = await NatsEventLog(connection).append([event])
     await connection.close()
     (stored,) = [each for each in await site.since(EVENT_STREAM, seq - 1) if each.seq == seq]
-    assert isinstance(stored, Recorded)
+    assert isinstance(stored, RecordedEvent)
     assert stored.envelope == event
 
 

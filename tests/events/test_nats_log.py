@@ -27,7 +27,7 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.request_reply import wait_for_answer, wait_for_event
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import JetStreamError, api, beat_stream_config, create_streams, event_stream_config
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 
 
 async def test_appends_and_reads_survive_sigkills(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
@@ -356,8 +356,10 @@ async def test_strangers_in_the_stream_are_quarantined(nats_connection: Connecti
         await nats_connection.request(subject, body)
     await log.append([fact(2)])
     entries = await history(log)
-    assert [type(entry).__name__ for entry in entries] == ["Recorded"] + ["Quarantined"] * 4 + ["Recorded"]
-    assert all(isinstance(entry, Quarantined) and entry.reason for entry in entries[1:5])
+    assert [type(entry).__name__ for entry in entries] == ["RecordedEvent"] + ["QuarantinedMessage"] * 4 + [
+        "RecordedEvent"
+    ]
+    assert all(isinstance(entry, QuarantinedMessage) and entry.reason for entry in entries[1:5])
     assert await log.claim_term(started(1)) == Fence(1, 7), "garbage on the term subject stops nobody"
 
 

@@ -115,7 +115,7 @@ def test_a_message_says_the_lowest_schema_that_holds_it(envelope: Envelope) -> N
 
 FIELDS = {
     vocabulary.StopWorker: {"kill": Since(NEXT)},
-    vocabulary.TaskSpec: {"seed": Since(NEXT), "run_as": Since(NEXT, kept=True), "secrets": Since(NEXT)},
+    vocabulary.TaskSpec: {"seed": Since(NEXT), "run_as": Since(NEXT, is_required=True), "secrets": Since(NEXT)},
     vocabulary.AcceleratorReported: {"kind": Since(NEXT, instead=(("gpu_broken", "gpu_fault"),))},
     vocabulary.CoordinatorStarted: {"severity": Since(NEXT, instead=(("gpu_broken", "gpu_fault"),))},
 }

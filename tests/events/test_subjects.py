@@ -26,7 +26,7 @@ from unicrond.events.vocabulary import (
     TaskFailed,
 )
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -75,10 +75,10 @@ def test_headers_are_short_plain_lines(made: Envelope) -> None:
 def test_an_entry_stands_on_its_own_subject_only(made: Envelope, seq: int) -> None:
     body = encode(made)
     found = entry(seq, 5, subject(made), body)
-    assert isinstance(found, Recorded)
+    assert isinstance(found, RecordedEvent)
     assert encode(found.envelope) == body
     foreign = entry(seq, 5, "unicron.v1.obs.somebody-else.NodeLeft", body)
-    assert isinstance(foreign, Quarantined)
+    assert isinstance(foreign, QuarantinedMessage)
     assert "belongs on subject" in foreign.reason
     assert foreign.size_bytes == len(body)
 
@@ -86,7 +86,7 @@ def test_an_entry_stands_on_its_own_subject_only(made: Envelope, seq: int) -> No
 def test_a_stored_acknowledgement_is_quarantined() -> None:
     """Reply subjects are unchecked by the server: a node can make it store a PubAck under any subject."""
     found = entry(3, 5, "unicron.v1.obs.n2.NodeLeft", b'{"stream":"UNICRON_EVENTS","seq":2}')
-    assert isinstance(found, Quarantined)
+    assert isinstance(found, QuarantinedMessage)
 
 
 @given(envelopes(kinds=EVENT_TYPES))

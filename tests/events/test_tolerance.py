@@ -28,7 +28,7 @@ from unicrond.events.vocabulary import (
     WorkerExited,
 )
 from unicrond.events.wire.codec import BadEvent, body_of, decode, encode, read
-from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA
 
 OBSERVATIONS = typing.get_args(AnyObservation)
@@ -43,7 +43,7 @@ JOINED = said(
         node="n1", address="10.0.0.1", slots=3, store=StoreAddress(host="h", port=1), agent_boot=1, version="9.0"
     )
 )
-EXITED = said(WorkerExited(node="n1", task="t", worker="t.1", exit_code=1, signal=None, expected=False))
+EXITED = said(WorkerExited(node="n1", task="t", worker="t.1", exit_code=1, signal=None, is_expected=False))
 
 
 def with_more(envelope: Envelope, schema: int = SCHEMA + 1, **more: Any) -> bytes:
@@ -109,15 +109,15 @@ def test_orders_and_decisions_are_refused_whole() -> None:
 def test_the_log_keeps_what_was_said(tmp_path: Path) -> None:
     body = with_more(EXITED, rack="r7")
     found = entry(1, 5, subject(EXITED), body)
-    assert found == Recorded(1, 5, EXITED, body)
+    assert found == RecordedEvent(1, 5, EXITED, body)
     writer = SegmentWriter(tmp_path)
     writer.repair()
-    writer.write([found, Recorded(2, 6, JOINED)])
+    writer.write([found, RecordedEvent(2, 6, JOINED)])
     writer.close()
     kept = list(read_entries(tmp_path))
-    assert kept == [found, Recorded(2, 6, JOINED)]
-    assert isinstance(kept[0], Recorded) and body_of(kept[0]) == body
-    assert isinstance(entry(1, 5, subject(JOINED), body), Quarantined), "the subject is compared as ever"
+    assert kept == [found, RecordedEvent(2, 6, JOINED)]
+    assert isinstance(kept[0], RecordedEvent) and body_of(kept[0]) == body
+    assert isinstance(entry(1, 5, subject(JOINED), body), QuarantinedMessage), "the subject is compared as ever"
 
 
 def test_events_decode_shows_it() -> None:

@@ -14,7 +14,7 @@ from unicrond.events.log.segments import read_entries
 from unicrond.events.vocabulary import NodeJoined, StoreAddress, WorkerExited
 from unicrond.events.wire import upcast as module
 from unicrond.events.wire.codec import BadEvent, decode, encode
-from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.events.wire.upcast import Message, upcast
 
 
@@ -36,7 +36,7 @@ def joined() -> Envelope:
 
 
 def exited(code: int | None, signal: int | None) -> Envelope:
-    event = WorkerExited(node="n1", task="a", worker="a.1", exit_code=code, signal=signal, expected=False)
+    event = WorkerExited(node="n1", task="a", worker="a.1", exit_code=code, signal=signal, is_expected=False)
     return Envelope(producer="n1", boot=1, number=2, observed_at_us=1, event=event)
 
 
@@ -87,13 +87,13 @@ def test_steps_are_taken_one_after_the_other() -> None:
 @pytest.mark.usefixtures("schema_0")
 def test_the_golden_log_of_schema_0_still_folds_to_its_facts() -> None:
     entries = list(read_entries(LOG_0))
-    assert not [entry for entry in entries if isinstance(entry, Quarantined)]
-    assert all(entry.envelope.schema == 1 for entry in entries if isinstance(entry, Recorded))
+    assert not [entry for entry in entries if isinstance(entry, QuarantinedMessage)]
+    assert all(entry.envelope.schema == 1 for entry in entries if isinstance(entry, RecordedEvent))
     stored = json.loads(LOG_0.with_suffix(".json").read_text())
     assert json.loads(json.dumps(facts(replay(entries)))) == stored
 
 
 def test_a_log_of_an_unknown_old_schema_is_quarantined_entry_by_entry() -> None:
     entries = list(read_entries(LOG_0))
-    assert entries and all(isinstance(entry, Quarantined) for entry in entries)
-    assert replay(entries).quarantined == len(entries)
+    assert entries and all(isinstance(entry, QuarantinedMessage) for entry in entries)
+    assert replay(entries).quarantined_messages == len(entries)

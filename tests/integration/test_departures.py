@@ -1,4 +1,4 @@
-"""Planned departures of nodes whose workers train: by a time, in a window, before a failure. Nothing is redone.
+"""Planned departures of nodes whose workers train: by a time, in a window, before a failure. Nothing is repeated.
 
 By `make matrix`: units and the simulation have each rule, and two parts wait for a time on purpose.
 """
@@ -54,9 +54,9 @@ async def test_nodes_are_emptied_by_plan_and_nothing_is_redone(tmp_path: Path) -
             assert not live.events(never), never
         assert not any(decided["urgent"] for decided in live.events("MembershipDecided")[1:])
         assert not any(stop.get("kill") for stop in live.events("StopWorker"))
-        assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
-        assert sum(event.get("dealt", 0) for event in live.events("WorkerJoinedGroup")) == 0
+        assert sum(step["micro_batches_repeated"] for step in live.events("StepCommitted")) == 0
+        assert sum(event.get("micro_batches_assigned", 0) for event in live.events("WorkerJoinedGroup")) == 0
         assert {event["source"] for event in live.events("WorkerJoinedGroup")} <= {"own", "replica", "init"}
-        assert all(exited["expected"] for exited in live.events("WorkerExited"))
+        assert all(exited["is_expected"] for exited in live.events("WorkerExited"))
         assert not state.incidents_total and state.ledger.failures == 0
         await live.run("unicron-replay", "verify", "--nats", live.dev.nats_url)

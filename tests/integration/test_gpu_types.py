@@ -49,7 +49,7 @@ async def test_the_better_type_dies_and_the_task_trains_on_with_the_other(tmp_pa
         task = await until(dev, "it trains on", lambda task: task.progress.iteration > at + 5)
         assert len(nodes_of(task)) == 1
         state, _ = await dev.state()
-        assert told_again(client) == sum(one.iterations_lost for one in state.closed) <= 5, (
+        assert told_again(client) == sum(one.iterations_lost for one in state.closed_incidents) <= 5, (
             "a capture every 5 iterations"
         )
         await decides_again(dev)

@@ -49,7 +49,7 @@ async def test_one_is_killed_one_leaves_and_each_time_the_other_takes_over_once(
         await nodes.after(seq, is_decision(term + 2))
         state = await nodes.state()
         assert state.term == term + 2, "two takeovers, and no more"
-        assert not [one for one in (*state.closed, *state.incidents.values()) if one.kind == "node_lost"]
+        assert not [one for one in (*state.closed_incidents, *state.incidents.values()) if one.kind == "node_lost"]
         assert [node.status for node in state.nodes.values()] == ["up"] * NODES
 
 

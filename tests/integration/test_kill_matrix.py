@@ -280,7 +280,7 @@ def test_final_buckets_are_kept(server: ForkServer, data: Path, tmp_path: Path, 
         for worker in ("t.1", "t.3"):
             rig.signal(worker, signal.SIGCONT)
         complete(rig)
-        assert rig.iterations()[3].redone == 2
+        assert rig.iterations()[3].micro_batches_repeated == 2
         for worker in ("t.1", "t.3"):
             assert "iteration 3 goes on, 1 of " in (tmp_path / f"{worker}.log").read_text()
     run.chain.born = 3
@@ -300,6 +300,6 @@ def test_after_the_agreement_nobody_waits(server: ForkServer, data: Path, tmp_pa
         assert rig.reached(3)
         rig.tell(2, ["t.1", "t.3"], urgent=True)
         complete(rig)
-        assert (rig.iterations()[3].generation, rig.iterations()[3].redone) == (1, 0)
+        assert (rig.iterations()[3].generation, rig.iterations()[3].micro_batches_repeated) == (1, 0)
     run.chain.born = 3
     run.check_work(6)

@@ -19,7 +19,7 @@ from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams
 from unicrond.events.vocabulary import CoordinatorStarted
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.local.dev import free_port
 from unicrond.service.event_log.known_event_log import KnownLog
 
@@ -66,7 +66,7 @@ async def order(connection: Connection, claims: int) -> int:
     """When a person last took a log, as the claim of that number says it. A head is ready before it has claimed."""
     async with asyncio.timeout(20), aclosing(NatsEventLog(connection).read()) as entries:
         async for entry in entries:
-            if isinstance(entry, Recorded) and isinstance(event := entry.envelope.event, CoordinatorStarted):
+            if isinstance(entry, RecordedEvent) and isinstance(event := entry.envelope.event, CoordinatorStarted):
                 claims -= 1
                 if not claims:
                     return event.adopted_us

@@ -88,9 +88,13 @@ async def test_a_node_dies_and_the_task_trains_on_in_the_best_layout_and_returns
         assert told(client, "ReshapeRequested") == []
         assert told_again(client) <= 1, "the lead died, and the next one told of the step that it did not know was told"
         state, _ = await dev.state()
-        assert [one.iterations_lost for one in state.closed] == [0]
-        assert [one.micro_batches_lost for one in state.closed] == [0], "the surviving pair has finished the iteration"
-        assert all(one.redone <= 4 for one in state.closed), "what the other pair was dealt, at most"
+        assert [one.iterations_lost for one in state.closed_incidents] == [0]
+        assert [one.micro_batches_lost for one in state.closed_incidents] == [0], (
+            "the surviving pair has finished the iteration"
+        )
+        assert all(one.micro_batches_repeated <= 4 for one in state.closed_incidents), (
+            "what the other pair was dealt, at most"
+        )
         await decides_again(dev)
 
 
@@ -111,7 +115,7 @@ async def test_a_pipeline_loses_a_stage_and_trains_on_without_one(tmp_path: Path
         taken = [event for event in told(client, "StateLoaded") if event["resharded_from"]]
         assert taken and taken[0]["resharded_from"] == "tp 1, pp 2" and taken[0]["source"] in ("memory", "peer")
         state, _ = await dev.state()
-        lost = sum(one.iterations_lost for one in state.closed)
+        lost = sum(one.iterations_lost for one in state.closed_incidents)
         assert told_again(client) == lost <= 5, "a capture is kept every five iterations"
         await decides_again(dev)
 
@@ -191,7 +195,7 @@ async def test_a_worker_is_killed_during_a_reshape(tmp_path: Path, moment: str) 
             os.kill(living[0][1], signal.SIGKILL)
         await until(dev, "two singles train", lambda task: trains(task, (1, 1, 2), at + 2))
         state, _ = await dev.state()
-        lost = sum(one.iterations_lost for one in state.closed)
+        lost = sum(one.iterations_lost for one in state.closed_incidents)
         assert lost <= 5, "a capture is kept every five iterations"
         assert told_again(client) <= lost + 1
         (killed,) = [e for e in told(client, "WorkerExited") if e["worker"] == living[0][0]]

@@ -141,7 +141,7 @@ def digests(live: Live, worker: str) -> dict[int, str]:
 @in_one_loop
 async def test_a_worker_that_ends_before_it_is_ready_is_started_again(live: Live) -> None:
     state, _ = await live.dev.state()
-    incident = state.closed[0]
+    incident = state.closed_incidents[0]
     assert (incident.kind, incident.worker, incident.severity) == ("start_failed", f"{TASK}.2", SEV2)
     assert "exit code 9" in incident.message and "it was not ready yet" in incident.message
     assert incident.response == "restart the process"
@@ -157,12 +157,12 @@ async def test_a_broken_collective_is_tried_again_by_the_same_processes(live: Li
     worker = members(before)[RANK]
     order(orders(live), worker, *row.how)
     after = await live.training(incidents=live.incidents + 1)
-    incident = after.closed[-1]
+    incident = after.closed_incidents[-1]
     assert (incident.kind, incident.severity, incident.response) == (row.kind, SEV3, "reattempt in place")
     assert row.says in incident.message and row.place in incident.place
     assert list(seats(after).items()) == list(seats(before).items()), "the same processes"
     assert after.tasks[TASK].generation == before.tasks[TASK].generation + 1
-    assert incident.redone == 0
+    assert incident.micro_batches_repeated == 0
     if row.how == ("reset",):
         peers = {event["peer"] for event in live.events("ErrorReported", after=before.seq) if event["worker"] != worker}
         assert worker in peers, "who lost a connection knows whose its other end was"
@@ -202,7 +202,7 @@ async def test_a_drain_moves_the_worker_and_loses_nothing(live: Live) -> None:
     steps = [step for step in live.events("StepCommitted", after=before.seq) if step["task"] == TASK]
     iterations = {iteration for step in steps for iteration in range(step["first"], step["last"] + 1)}
     assert iterations == set(range(min(iterations), max(iterations) + 1)), "no iteration is missing"
-    assert sum(step["redone"] for step in steps) == 0, "nothing was computed again"
+    assert sum(step["micro_batches_repeated"] for step in steps) == 0, "nothing was computed again"
     await live.run("unicronctl", "--url", live.dev.url, "uncordon", node)
     await live.until("the node may have workers", lambda s: s.nodes[node].schedulable)
 
@@ -234,7 +234,7 @@ async def test_row(live: Live, row: Row) -> None:
         assert "it needs a reboot" in await live.run("unicronctl", "--url", live.dev.url, "nodes")
         await live.run("unicronctl", "--url", live.dev.url, "uncordon", node)
     after = await live.training(incidents=live.incidents + 1)
-    incident = after.closed[-1]
+    incident = after.closed_incidents[-1]
     assert (incident.kind, incident.severity, incident.response) == (row.kind, row.severity, RESPONSE[row.severity])
     assert incident.node == node and incident.worker == ("" if row.kind == "node_lost" else worker)
     assert row.says in incident.message and row.place in incident.place
@@ -290,7 +290,7 @@ async def end_all(live: Live) -> ClusterState:
     state = await live.until(
         "all has ended", lambda s: not s.incidents and all(not task.workers for task in s.tasks.values()), may_fail=True
     )
-    live.incidents = len(state.closed)
+    live.incidents = len(state.closed_incidents)
     return state
 
 
@@ -362,10 +362,12 @@ async def test_a_store_that_dies_while_a_group_meets_there_is_a_store_error(live
     membership = state.tasks["other"].membership
     assert membership is not None
     kill_store(live, membership.members[0].node, membership.store.port)
-    state = await live.until("that is an incident", lambda s: len(s.closed) + len(s.incidents) > live.incidents)
+    state = await live.until(
+        "that is an incident", lambda s: len(s.closed_incidents) + len(s.incidents) > live.incidents
+    )
     os.kill(state.tasks["other"].workers["other.2"].pid, signal.SIGCONT)
     state = await live.until("they train", lambda s: s.tasks["other"].progress.iteration > 10 and not s.incidents)
-    incident = state.closed[-1]
+    incident = state.closed_incidents[-1]
     assert (incident.kind, incident.severity, incident.response) == ("store_error", SEV3, RESPONSE[SEV3])
     assert members(state, "other") == ["other.1", "other.2"] and state.tasks["other"].generation == 2
 
@@ -394,7 +396,7 @@ async def test_who_hangs_while_the_last_state_is_written_is_found(live: Live) ->
     checkpoint = {"dir": str(live.directory / "last"), "interval": 5}
     await submit(live, "last", max_workers=2, iterations=12, checkpoint=checkpoint, env=fault)
     state = await is_complete(live, "last")
-    (incident,) = [incident for incident in state.closed if incident.worker.startswith("last.")]
+    (incident,) = [incident for incident in state.closed_incidents if incident.worker.startswith("last.")]
     assert (incident.kind, incident.worker, incident.severity) == ("hang", "last.1", SEV2)
     assert "which it has not entered" in incident.message and state.tasks["last"].progress.iteration == 12
 
@@ -409,7 +411,7 @@ async def test_a_group_that_breaks_before_the_last_state_is_written_meets_again(
     await live.until("they train", lambda s: "parts" in s.tasks and s.tasks["parts"].progress.iteration > 5)
     order(orders(live), "parts.2", "part")
     state = await is_complete(live, "parts")
-    (incident,) = [incident for incident in state.closed if "parts" in incident.generations]
+    (incident,) = [incident for incident in state.closed_incidents if "parts" in incident.generations]
     assert (incident.kind, incident.severity) == ("connection_broken", SEV3) and "checkpoint" in incident.place
     assert not [event for event in live.events("StartWorker") if event["worker"] == "parts.4"], "all live, and write it"
 
@@ -454,7 +456,7 @@ async def test_each_incident_has_a_readable_story(live: Live) -> None:
     chain = list(steps(entries))
     for step in chain:
         index.feed(step)
-    closed = index.state.closed
+    closed = index.state.closed_incidents
     assert len(closed) == live.incidents
     for incident in closed:
         story = Story(Subject("incident", incident.id), index)

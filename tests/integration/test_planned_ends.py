@@ -1,4 +1,4 @@
-"""A rolling update of all nodes in mid-training, and another right after it: nothing fails, nothing is redone.
+"""A rolling update of all nodes in mid-training, and another right after it: nothing fails, nothing is repeated.
 
 The first half of it here; the whole by `make matrix`, and in containers by `make containers`."""
 
@@ -54,9 +54,9 @@ async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool,
         assert len(live.events("NodeLeaving")) == len(live.events("NodeLeft")) == len(updates) * NODES
         for never in ("NodeLost", "NodeIsolated", "IncidentEscalated", "ErrorReported", "CommandFailed"):
             assert not live.events(never), never
-        assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
-        assert sum(event.get("dealt", 0) for event in live.events("WorkerJoinedGroup")) == 0
-        assert all(exited["expected"] for exited in live.events("WorkerExited"))
+        assert sum(step["micro_batches_repeated"] for step in live.events("StepCommitted")) == 0
+        assert sum(event.get("micro_batches_assigned", 0) for event in live.events("WorkerJoinedGroup")) == 0
+        assert all(exited["is_expected"] for exited in live.events("WorkerExited"))
         assert not state.incidents_total and not any(node.returns_us for node in state.nodes.values())
         assert state.ledger.failures == before.ledger.failures == 0
         assert state.tasks[TASK].progress.best_iteration > before.tasks[TASK].progress.best_iteration
@@ -76,7 +76,7 @@ async def test_a_node_leaves_for_good_and_is_forgotten(tmp_path: Path) -> None:
         await live.until(f"{node} is forgotten", lambda s: node not in s.nodes)
         state = await live.training(0, beyond=3)
         assert len(nodes_of(state)) == NODES - 1 and not state.incidents_total
-        assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
+        assert sum(step["micro_batches_repeated"] for step in live.events("StepCommitted")) == 0
         assert len(live.events("NodeForgotten")) == 1
         assert agent.process.returncode == 0, "it is not started again"
         await agent.start()

@@ -41,7 +41,7 @@ async def test_a_broken_node_is_checked_and_one_that_needs_a_reboot_is_repaired_
         ill.unlink()
         await live.until("it is back", lambda s: s.nodes[node].schedulable)
         checks = live.events("NodeChecked", after=before.seq)
-        assert [check["passed"] for check in checks] == [False] * (len(checks) - 1) + [True]
+        assert [check["has_passed"] for check in checks] == [False] * (len(checks) - 1) + [True]
         (readmitted,) = live.events("NodeReadmitted", after=before.seq)
         assert readmitted["reason"] == "its health check passed: well"
 
@@ -52,6 +52,6 @@ async def test_a_broken_node_is_checked_and_one_that_needs_a_reboot_is_repaired_
         await live.until("it is back", lambda s: s.nodes[broken].schedulable)
         assert repaired.read_text().split() == [broken, "reboot"]
         (ended,) = live.events("RepairEnded", after=again.seq)
-        assert ended["passed"] and ended["node"] == broken
+        assert ended["has_passed"] and ended["node"] == broken
         rest = await live.until("all are in service", lambda s: not any(node.isolated for node in s.nodes.values()))
         assert phase(rest, rest.nodes[broken]) is IsolationPhase.IN_SERVICE

@@ -17,19 +17,22 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from tests.integration.regroup_rig import ADDRESS, ForkServer, Rig, storm
-from unicrond.agents.protocol.messages import (
-    Committed,
-    ErrorReport,
-    Hello,
-    Parked,
-    Regrouped,
-    SaveFinished,
-    StateLoadReport,
-)
+from unicrond.agents.protocol.messages import Hello, IterationCommitted
 from unicrond.agents.protocol.sampling import Sampling, samples_digest
 from unicrond.agents.trainer.loop import corpus
 from unicrond.agents.trainer.states import checkpoint
-from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    CheckpointSpec,
+    Checksums,
+    ErrorReported,
+    ModelSpec,
+    OptimizerSpec,
+    StateLoaded,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerPaused,
+)
 
 Reference: TypeAlias = dict[str, torch.Tensor]
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -178,19 +181,23 @@ def listening(pid: int) -> set[str]:
     return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
-def regrouped(run: Rig, worker: str) -> Regrouped:
+def regrouped(run: Rig, worker: str) -> WorkerJoinedGroup:
     """What the worker said when it took its last seat."""
-    told = run.of(Regrouped, worker)[-1]
-    assert isinstance(told, Regrouped)
+    told = run.of(WorkerJoinedGroup, worker)[-1]
+    assert isinstance(told, WorkerJoinedGroup)
     return told
 
 
 def noted(run: Rig) -> dict[int, tuple[float, int, int]]:
     """Of each iteration the loss, and the checksums of the parameters before it and of its gradients' sums."""
-    return {iteration: (commit.loss, commit.checksum, commit.sums) for iteration, commit in run.iterations().items()}
+    numbers = {}
+    for iteration, commit in run.iterations().items():
+        made = commit.checksums or Checksums(iteration=0, parameters=0)
+        numbers[iteration] = (commit.loss, made.parameters, made.sums)
+    return numbers
 
 
-def last_commit(run: Rig) -> Committed:
+def last_commit(run: Rig) -> IterationCommitted:
     return run.committed[-1]
 
 
@@ -249,13 +256,13 @@ def test_a_replica_killed_in_mid_iteration_changes_nothing(rig: Start, spec: Tas
     with rig(with_dropout) as run:
         begin(run, *THREE, fault={"t.3": "kill@iteration=4,micro_batch=2"})
         lose(run, "t.3")
-        run.until(lambda: run.of(ErrorReport))  # the survivors notice by themselves, and wait for the membership
+        run.until(lambda: run.of(ErrorReported))  # the survivors notice by themselves, and wait for the membership
         run.tell(2, ["t.1", "t.2"], urgent=True)
         complete(run)
         assert same(parameters(run), expected)
         assert noted(run) == noted(unbroken)
         assert last_commit(run).micro_batches_by_rank == (6, 6)
-        assert last_commit(run).redone == 4
+        assert last_commit(run).micro_batches_repeated == 4
         check_samples(run)
 
 
@@ -287,7 +294,7 @@ def test_after_reduced_a_death_costs_no_recomputation(rig: Start, spec: TaskSpec
             run.signal(worker, signal.SIGCONT)
         complete(run)
         commit = run.iterations()[3]
-        assert (commit.generation, commit.redone, commit.micro_batches_by_rank) == (1, 0, (4, 4, 4))
+        assert (commit.generation, commit.micro_batches_repeated, commit.micro_batches_by_rank) == (1, 0, (4, 4, 4))
         assert same(parameters(run), reference)
 
 
@@ -296,7 +303,7 @@ def test_twenty_steps_after_a_planned_change_or_a_loss_there_is_no_drift(rig: St
     expected, _ = failure_free(rig, longer, 3)
     with rig(longer) as control:
         begin_and_tell_in_mid_iteration(control, THREE, ["t.1", "t.2"])
-        control.until(lambda: control.of(Parked))
+        control.until(lambda: control.of(WorkerPaused))
         control.quit("t.3")
         complete(control)
         last_of_three = max(i for i, c in control.iterations().items() if len(c.micro_batches_by_rank) == 3)
@@ -319,7 +326,9 @@ def test_bits_that_differ_are_told_where_a_task_begins(rig: Start, spec: TaskSpe
         told = "on replica 1 a micro-batch computed twice has different bits"
         if wish == "require":
             run.until(lambda: not run.living())
-            assert all(told in message.message for message in run.of(ErrorReport) if isinstance(message, ErrorReport))
+            assert all(
+                told in message.message for message in run.of(ErrorReported) if isinstance(message, ErrorReported)
+            )
         else:
             complete(run)
             assert told in (run.directory / "t.1.log").read_text()
@@ -337,7 +346,7 @@ def test_a_joiner_that_computes_on_something_else_is_told_of(rig: Start, spec: T
             run.tell(3, ["t.1", "t.2"], urgent=True)
         complete(run)
         assert any(
-            told in message.message for message in run.of(ErrorReport, "t.3") if isinstance(message, ErrorReport)
+            told in message.message for message in run.of(ErrorReported, "t.3") if isinstance(message, ErrorReported)
         ) == (wish == "require")
         assert told in (run.directory / "t.1.log").read_text()
         assert last_commit(run).micro_batches_by_rank == ((6, 6) if wish == "require" else (4, 4, 4))
@@ -405,7 +414,7 @@ def test_a_joiner_takes_its_state_from_a_replica(rig: Start, spec: TaskSpec) -> 
         assert regrouped(run, "t.3").source == "replica"
         assert 3 <= regrouped(run, "t.3").iteration <= 12
         assert last_commit(run).micro_batches_by_rank == (4, 4, 4)
-        assert last_commit(run).redone == 0
+        assert last_commit(run).micro_batches_repeated == 0
         check_samples(run)
         assert same(parameters(run), expected)
 
@@ -413,25 +422,25 @@ def test_a_joiner_takes_its_state_from_a_replica(rig: Start, spec: TaskSpec) -> 
 def test_a_leaver_takes_part_in_the_last_agreement_and_parks(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, iterations=12)) as run:
         begin_and_tell_in_mid_iteration(run, THREE, ["t.2", "t.3"])
-        run.until(lambda: run.of(Parked, "t.1"))
+        run.until(lambda: run.of(WorkerPaused, "t.1"))
         run.quit("t.1")
         complete(run)
         assert run.exits["t.1"] == 0
-        (parked,) = run.of(Parked, "t.1")
-        assert isinstance(parked, Parked)
+        (parked,) = run.of(WorkerPaused, "t.1")
+        assert isinstance(parked, WorkerPaused)
         assert len(run.iterations()[parked.iteration].micro_batches_by_rank) == 3
         assert len(run.iterations()[parked.iteration + 1].micro_batches_by_rank) == 2
-        assert not run.of(ErrorReport)
+        assert not run.of(ErrorReported)
         check_samples(run)
 
 
 def test_where_nobody_stays_the_lead_saves_before_it_parks(rig: Start, spec: TaskSpec, reference: Reference) -> None:
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, ("t.1", "t.2"), [])
-        run.until(lambda: len(run.of(Parked)) == 2)
-        (saved,) = run.of(SaveFinished)
-        parked = run.of(Parked)[0]
-        assert isinstance(saved, SaveFinished) and isinstance(parked, Parked)
+        run.until(lambda: len(run.of(WorkerPaused)) == 2)
+        (saved,) = run.of(CheckpointSaved)
+        parked = run.of(WorkerPaused)[0]
+        assert isinstance(saved, CheckpointSaved) and isinstance(parked, WorkerPaused)
         assert saved.iteration == parked.iteration < 4
         run.start("t.3")
         run.until(lambda: run.ready("t.3"))
@@ -462,10 +471,10 @@ def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Referen
         complete(run)
         assert regrouped(run, "t.2").source == "checkpoint"
         assert regrouped(run, "t.2").iteration == (2 if damaged else 3)
-        (taken,) = run.of(StateLoadReport, "t.2")
-        assert isinstance(taken, StateLoadReport)
+        (taken,) = run.of(StateLoaded, "t.2")
+        assert isinstance(taken, StateLoaded)
         assert (taken.source, taken.iteration) == ("checkpoint", 1 if damaged else 2)
-        assert len(taken.tried) == damaged
+        assert len(taken.failed_sources) == damaged
         assert same(parameters(run), reference)
 
 
@@ -475,7 +484,7 @@ def test_without_a_membership_the_survivors_save_and_stop(rig: Start, spec: Task
         lose(run, "t.3")
         run.until(lambda: not run.living())
         assert os.waitstatus_to_exitcode(run.exits["t.1"]) == os.waitstatus_to_exitcode(run.exits["t.2"]) == 75
-        assert {message.iteration for message in run.of(SaveFinished) if isinstance(message, SaveFinished)} == {2}
+        assert {message.iteration for message in run.of(CheckpointSaved) if isinstance(message, CheckpointSaved)} == {2}
         assert parameters(run)
 
 
@@ -530,8 +539,8 @@ def test_an_exception_is_told_before_the_process_ends(rig: Start, spec: TaskSpec
         begin(run, "t.1", fault={"t.1": "raise@iteration=2,at=agreed"})
         run.until(lambda: not run.living())
         assert os.waitstatus_to_exitcode(run.exits["t.1"]) == 1
-        (trouble,) = run.of(ErrorReport)
-        assert isinstance(trouble, ErrorReport)
+        (trouble,) = run.of(ErrorReported)
+        assert isinstance(trouble, ErrorReported)
         assert (trouble.kind, trouble.generation, trouble.iteration, trouble.phase) == ("exception", 1, 2, "step")
         assert "injected at agreed" in trouble.message and "hook.py" in trouble.detail
 
@@ -540,8 +549,8 @@ def test_missing_data_is_told_as_such(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, data="/nowhere/text")) as run:
         run.start("t.1")
         run.until(lambda: "t.1" in run.exits)
-        (trouble,) = run.of(ErrorReport)
-        assert isinstance(trouble, ErrorReport)
+        (trouble,) = run.of(ErrorReported)
+        assert isinstance(trouble, ErrorReported)
         assert (trouble.kind, trouble.phase) == ("data_error", "data") and "/nowhere/text" in trouble.message
 
 

@@ -31,8 +31,7 @@ from tests.integration.test_regroup import (
     stopped,
     task,
 )
-from unicrond.agents.protocol.messages import Parked, SaveFinished, StateLoadReport
-from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
+from unicrond.events.vocabulary import CheckpointSaved, CheckpointSpec, StateLoaded, TaskSpec, WorkerPaused
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 FOUR = ("t.1", "t.2", "t.3", "t.4")
@@ -84,8 +83,8 @@ def lose_and_go_on(run: Rig, lost: Sequence[str], left: Sequence[str]) -> None:
     complete(run)
 
 
-def taken(run: Rig) -> list[StateLoadReport]:
-    return [said for said in run.of(StateLoadReport) if isinstance(said, StateLoadReport) and said.generation > 1]
+def taken(run: Rig) -> list[StateLoaded]:
+    return [said for said in run.of(StateLoaded) if isinstance(said, StateLoaded) and said.generation > 1]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_two_leave_with_both_holders_of_a_part(rig: Start, spec: TaskSpec, diges
     """As planned, so they leave it with those who stay."""
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, FOUR, ["t.1", "t.4"])
-        run.until(lambda: len(run.of(Parked)) == 2)
+        run.until(lambda: len(run.of(WorkerPaused)) == 2)
         run.quit("t.2", "t.3")
         complete(run)
         assert not taken(run)
@@ -142,9 +141,9 @@ def test_where_nobody_stays_the_whole_state_is_saved_and_another_optimizer_takes
 ) -> None:
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, THREE, [])
-        run.until(lambda: len(run.of(Parked)) == 3)
-        (saved,) = run.of(SaveFinished)
-        assert isinstance(saved, SaveFinished)
+        run.until(lambda: len(run.of(WorkerPaused)) == 3)
+        (saved,) = run.of(CheckpointSaved)
+        assert isinstance(saved, CheckpointSaved)
         run.start("t.4", spec=plain_task(data))
         run.until(lambda: run.ready("t.4"))
         run.tell(3, ["t.4"], joiners=["t.4"])

@@ -20,8 +20,17 @@ from unicrond.agents.memory.peer_tokens import Credentials
 from unicrond.agents.protocol import memory_exchange
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching
-from unicrond.agents.protocol.messages import Captured, Parked, Passes, SaveError, SaveFinished, StateLoadReport
-from unicrond.events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
+from unicrond.agents.protocol.messages import Passes
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    CheckpointSpec,
+    MemoryService,
+    SaveFailed,
+    SnapshotStored,
+    StateLoaded,
+    TaskSpec,
+    WorkerPaused,
+)
 from unicrond.events.vocabulary.shape import Shape
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -51,9 +60,9 @@ def stopped_worker(run: Rig, worker: str) -> bool:
     return stopped(run.pids[worker])
 
 
-def taken(run: Rig, worker: str) -> StateLoadReport:
-    (message,) = run.of(StateLoadReport, worker)
-    assert isinstance(message, StateLoadReport)
+def taken(run: Rig, worker: str) -> StateLoaded:
+    (message,) = run.of(StateLoaded, worker)
+    assert isinstance(message, StateLoaded)
     return message
 
 
@@ -85,7 +94,7 @@ def test_the_process_is_lost_and_its_nodes_memory_is_not(rig: Start, spec: TaskS
         assert regrouped(run, "t.2").source == "memory"
         assert regrouped(run, "t.2").iteration == kept + 1, "nothing that was kept is trained again"
         told = taken(run, "t.2")
-        assert (told.source, told.iteration, told.tried, told.storage_iteration) == ("memory", kept, (), 0)
+        assert (told.source, told.iteration, told.failed_sources, told.storage_iteration) == ("memory", kept, (), 0)
         assert told.size_bytes > 100_000 and told.saved_us > 0
         assert run.completed is not None and run.completed.params_digest == digest
 
@@ -99,7 +108,11 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: Tas
         restart(run)
         told = taken(run, "t.2")
         assert (told.source, told.iteration) == ("memory", kept - 1)
-        assert len(told.tried) == 1 and f"memory of iteration {kept}" in told.tried[0] and "digest" in told.tried[0]
+        assert (
+            len(told.failed_sources) == 1
+            and f"memory of iteration {kept}" in told.failed_sources[0]
+            and "digest" in told.failed_sources[0]
+        )
         assert run.completed is not None and run.completed.params_digest == digest
 
 
@@ -149,16 +162,16 @@ def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, diges
             run.start("t.1", fault="stop@iteration=4,micro_batch=0", memory=memory)
             run.until(lambda: run.ready("t.1"))
             run.tell(1, ["t.1"])
-            run.until(lambda: len(run.of(SaveError)) >= 2)
-            told = run.of(SaveError)[0]
-            assert isinstance(told, SaveError) and told.by == "unicron" and told.iteration == 1
+            run.until(lambda: len(run.of(SaveFailed)) >= 2)
+            told = run.of(SaveFailed)[0]
+            assert isinstance(told, SaveFailed) and told.saver == "unicron" and told.iteration == 1
             assert told.reason.startswith(("NotADirectoryError", "FileExistsError"))
             run.until(lambda: stopped(run.pids["t.1"]))
             run.checkpoints.unlink()
             run.signal("t.1", signal.SIGCONT)
             complete(run)
             assert run.completed is not None and run.completed.params_digest == digest
-            saved = [message.iteration for message in run.of(SaveFinished) if isinstance(message, SaveFinished)]
+            saved = [message.iteration for message in run.of(CheckpointSaved) if isinstance(message, CheckpointSaved)]
             assert saved[-3:] == [4, 5, 6] and not {1, 2} & {*saved}
 
 
@@ -206,7 +219,9 @@ def test_a_sharded_replica_takes_what_all_its_shards_have(rig: Start, spec: Task
         run.tell(2, ["t.3", "t.4"], joiners=["t.3", "t.4"], urgent=True)
         complete(run)
         assert taken(run, "t.3").iteration == taken(run, "t.4").iteration == kept - 1
-        assert "another shard" in taken(run, "t.3").tried[0] and "digest" in taken(run, "t.4").tried[0]
+        assert (
+            "another shard" in taken(run, "t.3").failed_sources[0] and "digest" in taken(run, "t.4").failed_sources[0]
+        )
         assert expected is not None and run.completed is not None
         assert run.completed.params_digest == expected.params_digest
 
@@ -221,7 +236,7 @@ def test_intervals_follow_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> N
             run.until(lambda: run.ready("t.1"))
             run.tell(1, ["t.1"], mtbf_us=mtbf_us)
             complete(run)
-            counts.append(len(run.of(Captured)))
+            counts.append(len(run.of(SnapshotStored)))
             assert last_commit(run).iteration == 40
     assert counts[0] > 8
     assert counts[1] <= 2
@@ -238,9 +253,9 @@ def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, 
         run.tell(2, ["t.1", "t.2"], joiners=["t.2"])
         run.until(lambda: stopped(run.pids["t.1"]))
         run.signal("t.1", signal.SIGCONT)
-        run.until(lambda: run.of(StateLoadReport, "t.2"))
+        run.until(lambda: run.of(StateLoaded, "t.2"))
         run.tell(3, ["t.2"], also=["t.1"])
-        run.until(lambda: run.of(Parked, "t.1") or run.completed)
+        run.until(lambda: run.of(WorkerPaused, "t.1") or run.completed)
         run.quit("t.1")
         complete(run)
         assert taken(run, "t.2").source == "replica"

@@ -56,7 +56,10 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     ],
     "events/vocabulary/training.py": [
         _SINCE,
-        (r"(?s)(class StepCommitted\(.*?redone: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
+        (
+            r"(?s)(class StepCommitted\(.*?micro_batches_repeated: [^\n]*\n)",
+            rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n',
+        ),
     ],
     "events/vocabulary/memberships.py": [
         _SINCE,
@@ -244,8 +247,8 @@ class Upgrade:
         os.kill(worker.pid, signal.SIGKILL)
         self.incidents += 1
         after = await self.live.training(incidents=self.incidents, beyond=10)
-        assert after.closed[-1].worker == worker.worker
-        assert after.closed[-1].kind == "process_exit"
+        assert after.closed_incidents[-1].worker == worker.worker
+        assert after.closed_incidents[-1].kind == "process_exit"
 
     async def all_is_well(self) -> None:
         """Nothing was lost, and whoever reads the log finds what the coordinator has."""

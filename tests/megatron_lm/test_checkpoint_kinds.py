@@ -10,7 +10,7 @@ import pytest
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Outcome, broken, ended, furthest, names, stock, told
-from unicrond.agents.protocol.messages import StateLoadReport
+from unicrond.events.vocabulary import StateLoaded
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 TEN = MODEL.replace("--train-iters 5", "--train-iters 10")
@@ -37,8 +37,8 @@ def started(server: ForkServer, directory: Path, flags: str, replicas: int) -> O
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
         outcome = ended(rig)
-        (taken, *_) = rig.of(StateLoadReport)
-    assert isinstance(taken, StateLoadReport) and (taken.source, taken.iteration) == ("checkpoint", 5)
+        (taken, *_) = rig.of(StateLoaded)
+    assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("checkpoint", 5)
     assert list(outcome.iterations) == [6, 7, 8, 9, 10]
     return outcome
 

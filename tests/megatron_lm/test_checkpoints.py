@@ -12,7 +12,7 @@ import pytest
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken
-from unicrond.agents.protocol.messages import Busy, StateLoadReport
+from unicrond.events.vocabulary import StateLoaded, WorkerBusy
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 #: With Adam: of SGD stock writes states that it cannot load itself.
@@ -48,8 +48,8 @@ def test_a_stock_checkpoint_starts_a_task(server: ForkServer, tmp_path: Path, wh
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
         outcome = ended(rig)
-        (taken, *_) = rig.of(StateLoadReport)
-    assert isinstance(taken, StateLoadReport) and (taken.source, taken.iteration) == ("checkpoint", 5)
+        (taken, *_) = rig.of(StateLoaded)
+    assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("checkpoint", 5)
     assert list(outcome.iterations) == [6, 7, 8, 9, 10]
     assert "consumed samples:           36" in outcome.logs["t.1"]
     assert whole.is_met_by(outcome.shards, "a stock checkpoint in a task")
@@ -99,7 +99,7 @@ def test_a_worker_dies_in_what_is_no_training(server: ForkServer, tmp_path: Path
         rig.start(*workers)
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
-        rig.until(lambda: any(isinstance(one, Busy) and one.what == what for one in rig.of(Busy, "t.1")))
+        rig.until(lambda: any(isinstance(one, WorkerBusy) and one.section == what for one in rig.of(WorkerBusy, "t.1")))
         rig.signal("t.1", signal.SIGKILL)
         rig.until(lambda: "t.1" in rig.exits)
         rig.tell(2, workers[1:], urgent=True)

@@ -31,7 +31,7 @@ def test_a_dead_replica_and_a_newcomer_leave_no_bit_different(
     server: ForkServer, calm: Outcome, tmp_path: Path
 ) -> None:
     healed = broken(server, tmp_path, task(), "kill@iteration=3,micro_batch=1", joins=False)
-    assert healed.iterations[3].redone == 2
+    assert healed.iterations[3].micro_batches_repeated == 2
     assert healed.losses == calm.losses
     assert healed.completed.params_digest == calm.completed.params_digest
     assert same_bits(healed.shards, calm.shards)

@@ -62,7 +62,7 @@ async def test_a_worker_is_killed_and_the_task_ends_with_the_bits_of_an_unbroken
         await whole(live, 2)
         await live.run("unicronctl", "--url", live.dev.url, "inject", "kill", "--task", NAME, "--rank", "1")
         assert await completed(live) == expected.params_digest
-        (incident,) = (await live.dev.state())[0].closed
+        (incident,) = (await live.dev.state())[0].closed_incidents
         assert incident.kind == "process_exit"
         told(f"a worker killed: {times(incident)}")
 
@@ -90,9 +90,9 @@ async def test_every_fault_heals_and_leaves_no_bit_different(server: ForkServer,
         await whole(live, 2)
         for fault in FAULTS:
             await live.run("unicronctl", "--url", live.dev.url, "inject", *fault.split(), "--task", NAME, "--rank", "1")
-            await live.until(fault, lambda s, n=live.incidents: len(s.closed) > n)  # type: ignore[misc]
+            await live.until(fault, lambda s, n=live.incidents: len(s.closed_incidents) > n)  # type: ignore[misc]
             state = await whole(live, 3)
-            one = state.closed[-1]
+            one = state.closed_incidents[-1]
             told(f"{fault}: {one.kind}, {times(one)}, iteration {state.tasks[NAME].progress.iteration}")
         state = await whole(live)
         node = state.tasks[NAME].workers[members(state, NAME)[1]].node

@@ -22,7 +22,7 @@ def test_it_heals_to_the_same_bits_and_trains_as_alone(server: ForkServer, tmp_p
     calm = unbroken(server, tmp_path / "calm", spec, 3)
     assert "lm loss" in calm.logs["t.1"]
     healed = broken(server, tmp_path / "healed", spec, "kill@iteration=3,micro_batch=1", joins=False)
-    assert healed.iterations[3].redone == 2
+    assert healed.iterations[3].micro_batches_repeated == 2
     assert same_bits(healed.shards, calm.shards)
     apart = furthest(healed.shards, stock(tmp_path / "stock", f"{MODEL} {flags}", 3, script=SCRIPT))
     told(f"{kind}: {apart:.2g} from stock DP3")

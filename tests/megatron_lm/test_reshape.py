@@ -14,10 +14,9 @@ from tests.integration.test_reshape import BOUNDARY, apart, go_on, hand_over
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import names, told, unbroken
 from tests.megatron_lm.test_layouts import MOE
-from unicrond.agents.protocol.messages import StateLoadReport
 from unicrond.agents.trainer.states import checkpoint
 from unicrond.agents.trainer.states.resharding import layout_in
-from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
+from unicrond.events.vocabulary import CheckpointSpec, StateLoaded, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.megatron_lm]
@@ -98,8 +97,8 @@ def goes_on(
         hand_over(rig, old, memory=True)
         other = msgspec.structs.replace(spec, tp=shape.tp, pp=shape.pp, vpp=shape.vpp, ep=shape.ep)
         go_on(rig, other, [f"t.{len(old) + 1 + number}" for number in range(shape.workers)])
-        (taken,) = rig.of(StateLoadReport, f"t.{len(old) + 1}")
-        assert isinstance(taken, StateLoadReport) and (taken.source, taken.iteration) == ("peer", BOUNDARY)
+        (taken,) = rig.of(StateLoaded, f"t.{len(old) + 1}")
+        assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("peer", BOUNDARY)
         assert taken.resharded_from == str(spec.cut)
         losses = {iteration: commit.loss for iteration, commit in rig.iterations().items()}
         here = whole(rig.checkpoints)

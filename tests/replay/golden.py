@@ -36,8 +36,10 @@ def facts(state: ClusterState) -> dict[str, Any]:
         },
         "plan": [state.plan.epoch, {a.task: a.workers for a in state.plan.assignments.values()}, state.plan.waf],
         "incidents_open": [incident.id for incident in state.incidents.values()],
-        "incidents_closed": [[i.id, i.kind, int(i.severity), i.node, i.worker, i.redone] for i in state.closed],
-        "quarantined": state.quarantined,
+        "incidents_closed": [
+            [i.id, i.kind, int(i.severity), i.node, i.worker, i.micro_batches_repeated] for i in state.closed_incidents
+        ],
+        "quarantined": state.quarantined_messages,
         "duplicates": state.duplicates,
         "inert": state.inert,
     }

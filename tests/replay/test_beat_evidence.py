@@ -23,7 +23,7 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api
 from unicrond.events.wire.codec import COORDINATOR
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.views.beat_check import GAP_US, SLACK_US
 from unicrond.replay.views.verify import Divergence
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -39,7 +39,7 @@ class Told:
         for name in NODES:
             self.cluster.add_host(name)
         self.cluster.run()
-        self.beats: list[Recorded] = []
+        self.beats: list[RecordedEvent] = []
         self._ticks = 0
 
     def run(self, seconds: float, *silent: str) -> None:
@@ -70,7 +70,7 @@ class Told:
         return list(self.cluster.log)
 
 
-def kept(log: list[Entry], beats: list[Recorded]) -> list[Recorded]:
+def kept(log: list[Entry], beats: list[RecordedEvent]) -> list[RecordedEvent]:
     """What archives keep that look at five entries each."""
     verdicts, found = NodeVerdicts(HEARTBEAT_US), []
     for begin in range(0, len(log), 5):
@@ -142,9 +142,11 @@ def test_evidence_that_no_beat_was_is_found_in_what_is_kept() -> None:
     told.run(3, "n2")
     told.lose("n2")
     log = told.log
-    place = next(n for n, e in enumerate(log) if isinstance(e, Recorded) and isinstance(e.envelope.event, v.NodeLost))
+    place = next(
+        n for n, e in enumerate(log) if isinstance(e, RecordedEvent) and isinstance(e.envelope.event, v.NodeLost)
+    )
     entry = log[place]
-    assert isinstance(entry, Recorded) and isinstance(entry.envelope.event, v.NodeLost)
+    assert isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, v.NodeLost)
     named = entry.envelope.event.evidence
     other = next(b for b in told.beats if b.seq == named.beat_seq - 1)
     log[place] = changed(entry, evidence=v.Evidence(beat_seq=other.seq, beat_at_us=other.recorded_at_us))
@@ -198,7 +200,7 @@ async def test_verify_derives_a_loss_after_the_stream_has_forgotten_its_beats(
         ends["n2"].set()
         async with asyncio.timeout(20), aclosing(log.read()) as entries:
             async for entry in entries:
-                if isinstance(entry, Recorded) and isinstance(entry.envelope.event, v.NodeLost):
+                if isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, v.NodeLost):
                     break
         held = await archive(nats_connection, tmp_path)
         assert held.beats > 0

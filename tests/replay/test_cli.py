@@ -152,7 +152,7 @@ def types(objects: list[dict[str, object]]) -> set[str]:
 
 def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: list[Entry]) -> None:
     assert types(events(log, "--type", "PlanAdopted", "--type", "NodeLeft")) == {"PlanAdopted", "NodeLeft"}
-    assert [each["seq"] for each in events(log, "--type", "Quarantined")] == [len(entries) - 1]
+    assert [each["seq"] for each in events(log, "--type", "QuarantinedMessage")] == [len(entries) - 1]
     assert [each["seq"] for each in events(log, "--after", "10", "--until", "13")] == [11, 12, 13]
     of_node = events(log, "--node", "n2")
     assert types(of_node) >= {"NodeJoined", "PlanAdopted", "MembershipDecided", "NodeLeft"}

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 from unicrond.events.vocabulary import Checksums, StepCommitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.views.run_comparison import RunHistory, compare_runs, entries_between, history_of
 
 
@@ -19,7 +19,7 @@ def with_steps_changed(entries: list[Entry], task: str, since: int, **fields: ob
     """The log, in which the task's commits from that iteration on say something else."""
     changed: list[Entry] = []
     for entry in entries:
-        if isinstance(entry, Recorded) and isinstance(event := entry.envelope.event, StepCommitted):
+        if isinstance(entry, RecordedEvent) and isinstance(event := entry.envelope.event, StepCommitted):
             other = replace(event, **fields) if event.task == task and event.last >= since else event
             changed.append(replace(entry, envelope=replace(entry.envelope, event=other)))
         else:
@@ -58,7 +58,7 @@ def test_the_first_bit_that_differs_is_found(other: RunHistory, told: tuple[int,
 
 def test_checksums_are_those_of_the_iterations_that_a_commit_names() -> None:
     """Of the parameters that an iteration began with, and of its own sums; a commit without any says nothing."""
-    log = with_steps_changed(list(troubled(1).log), "big", 1, checksums=Checksums(after=4, parameters=7, sums=5))
+    log = with_steps_changed(list(troubled(1).log), "big", 1, checksums=Checksums(iteration=4, parameters=7, sums=5))
     found = history_of(log, "big")
     assert (found.parameters, found.sums) == ({4: 7}, {5: 5})
     plain = history_of(list(troubled(1).log), "big")

@@ -39,8 +39,8 @@ def test_a_lost_node_is_told_by_its_path() -> None:
 def test_closed_incidents_are_compared_by_id() -> None:
     cluster = troubled(2)
     found = differences(EMPTY, cluster.state)
-    assert [each.path for each in found if each.path.startswith("closed.")] == [
-        f"closed.{incident.id}" for incident in cluster.state.closed
+    assert [each.path for each in found if each.path.startswith("closed_incidents.")] == [
+        f"closed_incidents.{incident.id}" for incident in cluster.state.closed_incidents
     ]
 
 

@@ -15,7 +15,7 @@ from unicrond.events.log.event_log import LogError
 from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
-from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.replay.reading.importing import NotEmpty, import_to_directory, import_to_nats
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import FileSource, entries_of
@@ -57,17 +57,17 @@ async def test_a_server_keeps_numbers_producers_and_repetitions_but_not_times(
         copy = [entry async for entry in entries_of(stored)]
     for old, new in zip(entries, copy, strict=True):
         assert old.seq == new.seq
-        if isinstance(old, Quarantined):
-            assert isinstance(new, Quarantined) and new.size_bytes == old.size_bytes
+        if isinstance(old, QuarantinedMessage):
+            assert isinstance(new, QuarantinedMessage) and new.size_bytes == old.size_bytes
         else:
-            assert isinstance(new, Recorded) and repr(new.envelope) == repr(old.envelope)
+            assert isinstance(new, RecordedEvent) and repr(new.envelope) == repr(old.envelope)
             assert new.recorded_at_us > old.recorded_at_us
     was, now = replay(entries), replay(copy)
-    assert (now.seq, now.duplicates, now.inert, now.quarantined) == (
+    assert (now.seq, now.duplicates, now.inert, now.quarantined_messages) == (
         was.seq,
         was.duplicates,
         was.inert,
-        was.quarantined,
+        was.quarantined_messages,
     )
     assert {name: task.progress.iteration for name, task in now.tasks.items()} == {
         name: task.progress.iteration for name, task in was.tasks.items()

@@ -26,7 +26,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams, event_stream_config
 from unicrond.events.vocabulary import ErrorReported
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Quarantined
+from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage
 from unicrond.replay.reading import reading_process
 from unicrond.replay.reading.nats_source import NatsSource, open_nats
 from unicrond.replay.reading.source import Source, read
@@ -83,7 +83,7 @@ async def test_the_same_entries_come_with_and_without_it(
         open_nats([nats_server.url], apart_from=APART) as two,
     ):
         entries = await entries_of(one)
-        assert sum(isinstance(entry, Quarantined) for entry in entries) == 3
+        assert sum(isinstance(entry, QuarantinedMessage) for entry in entries) == 3
         assert repr(await entries_of(two)) == repr(entries)  # by repr: a loss may be NaN
         for after, until in [(0, 1), (10, 200), (len(entries) - 1, len(entries)), (len(entries), len(entries))]:
             stretch = await entries_of(two, after=AtSeq(after), until=AtSeq(until))

@@ -16,8 +16,8 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd, parse_point
-from unicrond.events.vocabulary.times import format_time
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.vocabulary.phrases import format_time
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 seeds = st.integers(0, 7)
 
@@ -80,9 +80,9 @@ def test_a_missing_entry_is_damage(seed: int, share: float) -> None:
 def test_a_clock_that_was_set_back_does_not_hide_what_came_before() -> None:
     first, second, third = troubled(1).log[:3]
     entries = [
-        Recorded(1, 100, first.envelope),
-        Recorded(2, 200, second.envelope),
-        Recorded(3, 150, third.envelope),
+        RecordedEvent(1, 100, first.envelope),
+        RecordedEvent(2, 200, second.envelope),
+        RecordedEvent(3, 150, third.envelope),
     ]
     assert replay(entries, AtTime(150)).seq == 1, "entry 3 is at 200 by the log's time"
     assert replay(entries, AtTime(200)).seq == 3

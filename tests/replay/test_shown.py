@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.replay.logs import troubled, write_log
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.cli import main
 
 VALUE = 'va"lue-of-\\a-secret'
@@ -18,7 +18,7 @@ LOOKING = "hf_abcdefghijklmnopqrstuvwxyz0123"
 TOKEN = "t0ken-of-a-memory"
 
 
-def secretive(entries: list[Recorded]) -> list[Entry]:
+def secretive(entries: list[RecordedEvent]) -> list[Entry]:
     """The log, with a secret in each task's environment and arguments, and in what is told of each death."""
     found: list[Entry] = []
     for entry in entries:

@@ -21,7 +21,7 @@ from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import FileSource, Source, read
@@ -70,7 +70,7 @@ async def test_segments_of_a_file_log_and_its_export_give_the_same_digest(tmp_pa
     assert len(list((tmp_path / "live").glob("*.log"))) > 2
     live = await entries_of(FileSource(tmp_path / "live"))
     assert digest(replay(live)) == digest(replay(await entries_of(FileSource(tmp_path / "exported"))))
-    assert [entry.envelope for entry in live if isinstance(entry, Recorded)] == [e.envelope for e in cluster.log]
+    assert [entry.envelope for entry in live if isinstance(entry, RecordedEvent)] == [e.envelope for e in cluster.log]
     assert await FileSource(tmp_path / "live").end_us() == live[-1].recorded_at_us
 
 
@@ -174,7 +174,7 @@ async def test_nats_and_its_export_give_the_same_digest_and_the_server_keeps_not
     assert some == entries[10:20]
     assert len(entries) == len(cluster.log) + 1
     state = replay(entries)
-    assert state.quarantined == 1
+    assert state.quarantined_messages == 1
     exported = FileSource(write_log(tmp_path / "log.bin", entries))
     assert digest(replay(await entries_of(exported))) == digest(state)
 

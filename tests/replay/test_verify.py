@@ -19,7 +19,7 @@ from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
 from unicrond.core.state.policy import Policy
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.cli import main
 from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
@@ -29,19 +29,19 @@ from unicrond.views.view import feed_all
 HEARTBEAT_US = SECOND_US
 
 
-def verify(entries: Sequence[Entry], beats: Sequence[Recorded] = ()) -> Findings:
+def verify(entries: Sequence[Entry], beats: Sequence[RecordedEvent] = ()) -> Findings:
     verifier = Verifier(bases(entries), beats)
     feed_all(verifier, entries)
     return verifier.finish()
 
 
-def changed(entry: Recorded, **fields: object) -> Recorded:
+def changed(entry: RecordedEvent, **fields: object) -> RecordedEvent:
     """The entry with another event."""
     event: Any = replace(entry.envelope.event, **fields)
-    return Recorded(entry.seq, entry.recorded_at_us, replace(entry.envelope, event=event))
+    return RecordedEvent(entry.seq, entry.recorded_at_us, replace(entry.envelope, event=event))
 
 
-def first(log: Sequence[Recorded], kind: type) -> int:
+def first(log: Sequence[RecordedEvent], kind: type) -> int:
     return next(number for number, entry in enumerate(log) if isinstance(entry.envelope.event, kind))
 
 
@@ -68,7 +68,7 @@ def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
         (v.PlanAdopted, {"waf": 1}),
         (v.MembershipDecided, {"urgent": False}),
         (v.StartWorker, {"replica": 9}),
-        (v.TransitionCompleted, {"micro_batches_redone": 77}),
+        (v.TransitionCompleted, {"micro_batches_repeated": 77}),
     ],
 )
 def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: dict[str, object]) -> None:
@@ -84,7 +84,7 @@ def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: di
     assert caught.value.differing and caught.value.differing[0].startswith(f"{kind.__name__}.{field}: ")
 
 
-def second_of_a_batch(log: list[Recorded]) -> int:
+def second_of_a_batch(log: list[RecordedEvent]) -> int:
     """The place of the first command that was decided together with what stands before it."""
     return next(
         at
@@ -97,7 +97,7 @@ def test_a_decision_that_is_missing_is_found() -> None:
     log = list(troubled(3).log)
     at = second_of_a_batch(log)
     gone = log.pop(at)
-    log[at:] = [Recorded(entry.seq - 1, entry.recorded_at_us, entry.envelope) for entry in log[at:]]
+    log[at:] = [RecordedEvent(entry.seq - 1, entry.recorded_at_us, entry.envelope) for entry in log[at:]]
     with pytest.raises(Divergence) as caught:
         verify(log)
     assert caught.value.based_on == gone.envelope.based_on
@@ -183,19 +183,19 @@ def test_decisions_of_an_old_term_are_not_compared() -> None:
     assert verify(cluster.log).inert == 0
     plan = cluster.log[first(cluster.log, v.PlanAdopted)]
     stale = replace(plan.envelope, boot=10_000, number=1, term=1)
-    assert verify([*cluster.log, Recorded(len(cluster.log) + 1, cluster.now_us, stale)]).inert == 1
+    assert verify([*cluster.log, RecordedEvent(len(cluster.log) + 1, cluster.now_us, stale)]).inert == 1
 
 
 # --- node losses from heartbeats -----------------------------------------------------------------
 
 
-def beat(node: str, seq: int, at_us: int, boot: int = 1, number: int = 0) -> Recorded:
+def beat(node: str, seq: int, at_us: int, boot: int = 1, number: int = 0) -> RecordedEvent:
     said = v.Heartbeat(node=node, agent_boot=boot, beat=number or seq, workers=0, load_milli=0, memory_free_bytes=0)
     envelope = Envelope(producer=node, boot=boot, number=seq, observed_at_us=at_us, event=said)
-    return Recorded(seq, at_us, envelope)
+    return RecordedEvent(seq, at_us, envelope)
 
 
-def silent_node(silence_us: int) -> tuple[list[Recorded], list[Recorded]]:
+def silent_node(silence_us: int) -> tuple[list[RecordedEvent], list[RecordedEvent]]:
     """Two nodes beat for 10 s, then one is silent for `silence_us` and declared lost: log and beats."""
     cluster = MiniCluster(1)
     cluster.add_host("n1")
@@ -203,7 +203,7 @@ def silent_node(silence_us: int) -> tuple[list[Recorded], list[Recorded]]:
     cluster.run()
     start_us = cluster.now_us
     lost_us = start_us + 10 * SECOND_US + silence_us
-    beats: list[Recorded] = []
+    beats: list[RecordedEvent] = []
     for tick in range((lost_us - start_us) // (HEARTBEAT_US // 2) + 4):
         at_us = start_us + tick * HEARTBEAT_US // 2
         for name in ("coordinator", "n1", "n2"):

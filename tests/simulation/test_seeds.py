@@ -94,7 +94,7 @@ def test_planned_departures_lose_no_step_and_redo_no_micro_batch(seed: int) -> N
     ]
     outcome = simulate(seed, faults)
     assert not outcome.rule, outcome.story
-    assert outcome.redone == outcome.iterations_lost == 0
+    assert outcome.micro_batches_repeated == outcome.iterations_lost == 0
 
 
 def test_equal_seeds_are_equal_histories() -> None:

@@ -7,10 +7,13 @@ import re
 import pytest
 import torch
 
+from unicrond.agents.protocol.messages import Reporter
 from unicrond.agents.trainer.loop import corpus
 from unicrond.agents.trainer.process import faults
 from unicrond.agents.trainer.process.faults import SYMPTOMS
 from unicrond.core.faults.severity import SEVERITY
+
+REPORTER = Reporter(node="n", task="t", worker="t.1")
 
 
 class DistNetworkError(RuntimeError):
@@ -101,7 +104,7 @@ def test_the_row_is_the_first_that_describes_its_examples(name: str) -> None:
     for error in EXAMPLES[name]:
         row = faults.find_symptom(error)
         assert row is not None and row.name == name, f"{error!r}"
-        told = faults.error_report(error, 3, 7, "step")
+        told = faults.error_report(REPORTER, error, 3, 7, "step")
         assert (told.kind, told.phase) == (row.kind, row.phase or "step")
         assert type(error).__name__ in told.message and str(error)[:900] in told.message
         assert (told.generation, told.iteration) == (3, 7)
@@ -117,7 +120,7 @@ def test_every_kind_has_a_severity() -> None:
 )
 def test_what_no_row_describes_takes_the_default_and_keeps_its_text(error: BaseException) -> None:
     assert faults.find_symptom(error) is None
-    told = faults.error_report(error, 1, 1, "backward")
+    told = faults.error_report(REPORTER, error, 1, 1, "backward")
     assert (told.kind, told.phase) == ("exception", "backward")
     assert told.message == f"{type(error).__name__}: {error}"[:1024]
 
@@ -137,7 +140,7 @@ def test_what_an_exception_was_raised_from_counts_where_it_says_more() -> None:
     cause = AcceleratorError("CUDA error: uncorrectable ECC error encountered")
     for explicit in (True, False):
         error = wrapped(cause, explicit)
-        told = faults.error_report(error, 1, 1, "step")
+        told = faults.error_report(REPORTER, error, 1, 1, "step")
         assert told.kind == "ecc_error" and told.message == "ValueError: the step failed"
         assert "uncorrectable ECC" in told.detail, "the traceback holds both"
     outer = wrapped(cause, True)
@@ -152,8 +155,8 @@ def test_a_circle_of_causes_ends() -> None:
 
 
 def test_the_phase_is_the_workers_unless_the_table_knows_better() -> None:
-    assert faults.error_report(ValueError("x"), 1, 1, "checkpoint").phase == "checkpoint"
-    assert faults.error_report(corpus.DataError("x"), 1, 1, "forward").phase == "data"
+    assert faults.error_report(REPORTER, ValueError("x"), 1, 1, "checkpoint").phase == "checkpoint"
+    assert faults.error_report(REPORTER, corpus.DataError("x"), 1, 1, "forward").phase == "data"
 
 
 def test_rows_are_regular_expressions_that_match_something() -> None:
@@ -176,5 +179,5 @@ def test_broken_groups_are_classified(text: str, kind: str) -> None:
 
 
 def test_trouble_fits_its_message() -> None:
-    told = faults.error_report(ValueError("x" * 100_000), 1, 1, "step")
+    told = faults.error_report(REPORTER, ValueError("x" * 100_000), 1, 1, "step")
     assert len(told.message) == 1024 and len(told.detail) <= 32768

@@ -20,13 +20,18 @@ import torch.distributed as dist
 from unicrond.agents.output import flight_recorders as flights
 from unicrond.agents.output.flight_recorders import Flights
 from unicrond.agents.output.query_service import answer
-from unicrond.agents.protocol.flight import Flight, TellFlight
 from unicrond.agents.protocol.framing import Unframer, frame
-from unicrond.agents.protocol.messages import FromWorker, Hello, Launch
+from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, Launch, TellFlight
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.flight import read_flight
-from unicrond.events.queries.collectives import COLLECTIVES_MAX, Collective
-from unicrond.events.queries.worker_queries import LogsRequest, decode_flight, decode_reply, encode
+from unicrond.events.queries.worker_queries import (
+    COLLECTIVES_MAX,
+    Collective,
+    LogsRequest,
+    decode_flight,
+    decode_reply,
+    encode,
+)
 from unicrond.events.vocabulary import StoreAddress, TaskSpec
 
 MODULE = "torch._C._distributed_c10d"

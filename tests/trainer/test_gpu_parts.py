@@ -12,12 +12,15 @@ import torch
 from tests.gpu import acceptance, devices
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, Cell, Chain
 from tests.trainer.test_group import channels
+from unicrond.agents.protocol.messages import Reporter
 from unicrond.agents.trainer.groups import group as group_module
 from unicrond.agents.trainer.groups.forming import FormedGroup
 from unicrond.agents.trainer.groups.group import AbortHangs, Operation, ShardGroup
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.faults import error_report
 from unicrond.agents.trainer.states.gpu_copies import copy_staged
+
+REPORTER = Reporter(node="n", task="t", worker="t.1")
 
 __all__ = ["channels"]  # fixtures
 
@@ -53,7 +56,9 @@ def test_an_abort_that_hangs_is_the_processs_end(
     with pytest.raises(AbortHangs) as caught:
         group.close()
     assert communicator.aborting.is_set()
-    assert error_report(caught.value, 1, 1, "regroup").kind == "nccl_error", "SEV2: another process takes its place"
+    assert error_report(REPORTER, caught.value, 1, 1, "regroup").kind == "nccl_error", (
+        "SEV2: another process takes its place"
+    )
     group.close()  # nothing is left to do
 
 

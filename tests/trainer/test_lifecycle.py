@@ -14,15 +14,7 @@ from typing import Any
 
 import pytest
 
-from unicrond.agents.protocol.messages import (
-    Committed,
-    Completed,
-    GroupMembership,
-    Launch,
-    Parked,
-    Regrouped,
-    StopRequest,
-)
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
 from unicrond.agents.trainer import lifecycle
 from unicrond.agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
 from unicrond.agents.trainer.lifecycle import MemberState, run
@@ -40,7 +32,16 @@ from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, LoadedState
 from unicrond.agents.trainer.lifecycle.states import FOLLOWS
 from unicrond.agents.trainer.loop import handlers
-from unicrond.events.vocabulary import CheckpointSpec, Member, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import (
+    CheckpointSpec,
+    Member,
+    StopRequested,
+    StoreAddress,
+    TaskCompleted,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerPaused,
+)
 from unicrond.replay.simulation.trainer import driver
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
@@ -148,7 +149,7 @@ class Driven:
                 ledger = effect.ledger
                 return [
                     ReplicaAccount(
-                        ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.redone
+                        ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.repeated
                     )
                 ]
             case e.AskSaveSchedule():
@@ -237,16 +238,16 @@ def test_an_iteration_in_its_order() -> None:
         "AnyShard", "Agree", "Settle", "SetPhase", "FaultPoint agreed", "Optimize", "Send", "Observe", "Clear",
         "StartClock", "FaultPoint committed", "SetPhase", "Save", "PrepareStandby", "SetPhase", "Compute",
     ]  # fmt: skip
-    assert [message.iteration for message in driven.told(Committed)] == [1]
+    assert [message.iteration for message in driven.told(IterationCommitted)] == [1]
 
 
 def test_a_training_from_the_seed_to_its_end() -> None:
     driven = Driven(membership(1, "t.1"))
     assert driven.until() is None
     assert driven.member.state == "over"
-    assert [message.source for message in driven.told(Regrouped)] == ["init"]
-    assert [message.iteration for message in driven.told(Committed)] == [1, 2]
-    assert [message.iteration for message in driven.told(Completed)] == [2]
+    assert [message.source for message in driven.told(WorkerJoinedGroup)] == ["init"]
+    assert [message.iteration for message in driven.told(IterationCommitted)] == [1, 2]
+    assert [message.iteration for message in driven.told(TaskCompleted)] == [2]
     saved, told = driven.names().index("SaveAndWait"), driven.names().index("ParamsDigest")
     assert saved < told, "it says that it is complete before it has saved"
 
@@ -275,7 +276,7 @@ def test_a_broken_group_is_left_before_it_is_told_of() -> None:
     driven.until(e.Compute)
     names = driven.names(since)
     assert names[:6] == ["LeaveGroup", "ReportFailure", "SetPhase", "Idle", "ReportHoldings", "KeepOldGroup"]
-    assert [message.generation for message in driven.told(Regrouped)] == [1, 2]
+    assert [message.generation for message in driven.told(WorkerJoinedGroup)] == [1, 2]
     assert driven.member.ledger.iteration == 2
 
 
@@ -312,7 +313,7 @@ def test_a_member_that_is_left_out_saves_and_parks() -> None:
         driven.until()
     (saved,) = [one for one in driven.done if isinstance(one, e.SaveAndWait)]
     assert saved.handover and saved.iteration == 1
-    assert [message.generation for message in driven.told(Parked)] == [2]
+    assert [message.generation for message in driven.told(WorkerPaused)] == [2]
     assert driven.member.state == "parked"
 
 
@@ -330,11 +331,11 @@ def test_without_a_membership_it_saves_and_ends() -> None:
 def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.Effect[Any]], commits: int) -> None:
     driven = Driven(membership(1, "t.1"), iterations=9)
     driven.until(seam)
-    assert isinstance(driven.member.stop("enough"), StopRequest)
+    assert isinstance(driven.member.stop("enough"), StopRequested)
     assert driven.member.stop("again") is None
     driven.once(seam, ProgramLeftLoop())
     assert driven.until() is None
-    assert len(driven.told(Committed)) == commits
+    assert len(driven.told(IterationCommitted)) == commits
     assert driven.member.state == "over"
 
 
@@ -423,8 +424,8 @@ def test_a_member_tells_what_fell_to_the_others_too() -> None:
     ]
     driven.once(e.Compute, MembershipSuperseded("generation 2 is urgent"))
     driven.until(e.Compute)
-    last = driven.told(Regrouped)[-1]
-    assert (last.generation, last.dealt, last.peers_assigned) == (2, 0, 1)
+    last = driven.told(WorkerJoinedGroup)[-1]
+    assert (last.generation, last.micro_batches_assigned, last.micro_batches_assigned_elsewhere) == (2, 0, 1)
 
 
 # --- which members report a break ----------------------------------------------------------------

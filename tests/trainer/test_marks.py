@@ -36,10 +36,10 @@ def test_collectives_are_counted_in_each_generation(tmp_path: Path) -> None:
     marker.leaving()
     marker.entering()
     mark = read(tmp_path / "m")
-    assert mark is not None and (mark.entered, mark.finished, mark.waiting) == (2, 1, True)
+    assert mark is not None and (mark.collectives_entered, mark.collectives_finished, mark.is_waiting) == (2, 1, True)
     marker.enter_group(2)
     mark = read(tmp_path / "m")
-    assert mark is not None and (mark.entered, mark.waiting) == (0, False)
+    assert mark is not None and (mark.collectives_entered, mark.is_waiting) == (0, False)
 
 
 def test_an_idle_worker_is_never_late(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_reading_is_never_torn(tmp_path: Path) -> None:
         over.set()
         writer.join()
     assert len(readings) > 1000
-    assert all(mark.iteration == mark.micro_batch == mark.entered for mark in readings)
+    assert all(mark.iteration == mark.micro_batch == mark.collectives_entered for mark in readings)
 
 
 @pytest.mark.parametrize("number", [2**53, 2**64 - 1])

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from unicrond.agents.protocol import injection
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
-from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
+from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, ToWorker
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
 from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import WorkerReady
 
 
 def test_ordered_faults_are_parsed() -> None:
@@ -52,11 +53,11 @@ def test_the_total_is_of_exactly_all_micro_batches() -> None:
     sampling = Sampling(1, 4, 1, None)
     ledgers = [
         IterationLedger(2, [0, 2], finished=2, loss_sum=3.0, tokens=8),
-        IterationLedger(2, [1, 3], 2, 1.0, 8, redone=1),
+        IterationLedger(2, [1, 3], 2, 1.0, 8, repeated=1),
     ]
     total = Total(1, tuple(ledger.account(sampling) for ledger in ledgers))
     total.check(2, 4)
-    assert (total.loss, total.samples, total.redone, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))
+    assert (total.loss, total.samples, total.repeated, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))
     with pytest.raises(RuntimeError, match="4 of 5"):
         total.check(2, 5)
     with pytest.raises(RuntimeError):
@@ -75,7 +76,13 @@ def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [frame(Ready()), (MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\2\x92\xc0"]
+    "data",
+    [
+        frame(WorkerReady(node="n", task="t", worker="t.1")),
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\2\x92\xc0",
+    ],
 )
 def test_bad_frames_are_refused(data: bytes) -> None:
     with pytest.raises(BadFrame):

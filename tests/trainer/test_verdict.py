@@ -65,10 +65,10 @@ def test_who_is_behind_a_commit_steps_first() -> None:
 
 def test_what_is_done_again_is_counted_per_member() -> None:
     """Only where a member goes on with what it holds: all else is its first share of an iteration."""
-    assert judge([at(7, (0, 3)), at(7, (1,)), JOINER], 9).redone == (1, 2, 0)
-    assert judge([at(7, (0, 2), sums=True), at(8, (1, 3))], 6).redone == (0, 1)
-    assert judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 6).redone == (0, 0)
-    assert not sum(judge([JOINER, JOINER], 4).redone)
+    assert judge([at(7, (0, 3)), at(7, (1,)), JOINER], 9).repeated == (1, 2, 0)
+    assert judge([at(7, (0, 2), sums=True), at(8, (1, 3))], 6).repeated == (0, 1)
+    assert judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 6).repeated == (0, 0)
+    assert not sum(judge([JOINER, JOINER], 4).repeated)
 
 
 def test_buckets_that_are_complete_everywhere_are_final() -> None:
@@ -134,7 +134,7 @@ def test_what_stands_in_sums_stays_and_all_else_is_dealt_anew() -> None:
         and verdict.valid_sums(1) == {4, 5, 6, 7}
     )
     assert verdict.additions == ((8, 9, 2, 3), (10, 11))
-    assert verdict.redone == (2, 2), "what was another's; 2 and 3 were its own"
+    assert verdict.repeated == (2, 2), "what was another's; 2 and 3 were its own"
 
 
 def test_of_a_running_sum_at_two_members_the_longer_one_counts() -> None:

@@ -13,10 +13,9 @@ from aiohttp import web
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.queries.collectives import Collective
-from unicrond.events.queries.worker_queries import LogsReply, WorkerMark
+from unicrond.events.queries.worker_queries import Collective, LogsReply, WorkerMark
 from unicrond.events.vocabulary import AnyEvent, CoordinatorStarted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.intake.config import Config
 from unicrond.service.api.access import Access
@@ -59,7 +58,7 @@ class Files:
         marks = {
             member.worker: WorkerMark(
                 worker=member.worker, phase="reduce" if rank else "forward", generation=2, iteration=11,
-                micro_batch=rank, entered=7, waiting=bool(rank), still_us=40_000 * (rank + 1),
+                micro_batch=rank, collectives_entered=7, is_waiting=bool(rank), still_us=40_000 * (rank + 1),
             )
             for rank, member in enumerate(members)
         }  # fmt: skip
@@ -132,7 +131,7 @@ class Served:
         with suppress(asyncio.CancelledError):
             await self._task
 
-    async def tell(self, story: list[Recorded]) -> None:
+    async def tell(self, story: list[RecordedEvent]) -> None:
         """Copy a MiniCluster's log into ours."""
         for entry in story:
             if isinstance(entry.envelope.event, CoordinatorStarted):
@@ -145,7 +144,7 @@ class Served:
         while True:
             async with asyncio.timeout(10):
                 entry = await self.coordinator.folded.get()
-            if isinstance(entry, Recorded) and entry.seq > after and isinstance(entry.envelope.event, kind):
+            if isinstance(entry, RecordedEvent) and entry.seq > after and isinstance(entry.envelope.event, kind):
                 return entry.seq
 
 
@@ -172,7 +171,7 @@ def healed_cluster() -> MiniCluster:
 @asynccontextmanager
 async def serving(
     logs: Path,
-    story: list[Recorded] | None = None,
+    story: list[RecordedEvent] | None = None,
     token: str = "",
     config: Config | None = None,
     schema: int = SCHEMA,

@@ -33,7 +33,7 @@ def test_a_broken_one_takes_its_node_out_of_service(seed: int) -> None:
     cluster.run_but_isolation()
     (isolated,) = said(cluster, v.NodeIsolated)
     assert isolated.node == node and "GPU-1: XID 79" in isolated.reason
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.severity, incident.kind, incident.response) == (Severity.SEV1, "gpu_broken", "reconfigure")
     assert node not in {w.node for task in cluster.state.tasks.values() for w in task.workers.values()}
     cluster.run()
@@ -49,7 +49,7 @@ def test_a_fault_restarts_the_process_on_it(seed: int) -> None:
     cluster.run()
     cluster.assert_whole()
     assert not said(cluster, v.NodeIsolated) and worker not in members(cluster, "big")
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.severity, incident.worker, incident.node) == (Severity.SEV2, worker, node)
 
 
@@ -86,7 +86,7 @@ def test_one_that_nobody_runs_on() -> None:
     report(cluster, "idle", "gpu_fault", xid=94)
     assert not cluster.state.incidents, "there is nothing to restart"
     nobody = "idle" if "idle" not in workers else next(iter(workers))
-    before = len(cluster.state.closed)
+    before = len(cluster.state.closed_incidents)
     for _ in range(3):
         report(cluster, nobody, "gpu_broken", xid=79)
     (incident,) = cluster.state.incidents.values()
@@ -94,7 +94,9 @@ def test_one_that_nobody_runs_on() -> None:
     cluster.run_but_isolation()
     assert [event.node for event in said(cluster, v.NodeIsolated)] == [nobody]
     report(cluster, nobody, "gpu_broken", xid=79)
-    assert not cluster.state.incidents and len(cluster.state.closed) == before + 1, "it is out of service already"
+    assert not cluster.state.incidents and len(cluster.state.closed_incidents) == before + 1, (
+        "it is out of service already"
+    )
     cluster.run()
     cluster.assert_whole()
 

@@ -152,7 +152,7 @@ async def test_each_scope_opens_its_routes_and_the_event_says_who_asked(tmp_path
         assert await statuses(served, SUBMITS) == shut | {"read": 200, "submit": 202}
         await served.until(v.TaskCancelled)
         asked = {
-            type(each.envelope.event): each.envelope.event.by
+            type(each.envelope.event): each.envelope.event.requester
             async for each in served.log.read(until_seq=await served.log.last_seq())
             if isinstance(each.envelope.event, v.NodeCordoned | v.TaskCancelled)  # type: ignore[union-attr]
         }

@@ -18,15 +18,15 @@ from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.fold import fold
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.service.coordinator.alarms import STANDS_US, Alarms, unsaved_lines, written_by
 
 NOW_US = 1_700_000_000_000_000
 
 
-def refused(subject: str, seq: int = 9, at_us: int = NOW_US) -> Quarantined:
-    return Quarantined(seq, at_us, subject, "$.event.node: unreadable", 100)
+def refused(subject: str, seq: int = 9, at_us: int = NOW_US) -> QuarantinedMessage:
+    return QuarantinedMessage(seq, at_us, subject, "$.event.node: unreadable", 100)
 
 
 def test_who_wrote_it_follows_from_the_subject() -> None:
@@ -94,7 +94,7 @@ def test_alarms_are_no_part_of_the_state() -> None:
         fold(state, refused(f"unicron.v1.obs.{name}.X", seq=state.seq + 1, at_us=state.now_us)) for name in ("n1", "x")
     )
     assert digest(known) == digest(unknown)
-    assert known.quarantined == state.quarantined + 1
+    assert known.quarantined_messages == state.quarantined_messages + 1
 
 
 async def write(served: Served, entry: Entry) -> None:

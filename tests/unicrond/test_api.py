@@ -18,13 +18,13 @@ from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.state.state_bytes import digest, from_json
 from unicrond.events import vocabulary as v
 from unicrond.events.trust.keys import make_key
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.intake.config import Config, NatsConfig
 
 
 @asynccontextmanager
 async def api(
-    tmp_path: Path, *, token: str = "", story: list[Recorded] | None = None, config: Config | None = None
+    tmp_path: Path, *, token: str = "", story: list[RecordedEvent] | None = None, config: Config | None = None
 ) -> AsyncIterator[tuple[Served, aiohttp.ClientSession]]:
     async with serving(tmp_path, story, token, config) as served, aiohttp.ClientSession(served.url) as session:
         yield served, session
@@ -432,7 +432,7 @@ async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: 
         assert (answer["worker"], answer["node"]) == (member.worker, member.node)
         seq = await served.until(v.InjectFault)
         (entry,) = [e async for e in served.log.read(seq - 1, until_seq=seq)]
-        assert isinstance(entry, Recorded)
+        assert isinstance(entry, RecordedEvent)
         command = entry.envelope.event
         assert isinstance(command, v.InjectFault) and command.injection == f"f{answer['seq']}"
         assert command.node == member.node

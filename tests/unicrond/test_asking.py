@@ -24,7 +24,7 @@ from unicrond.ctl.main import main
 from unicrond.display.cluster_tables import derived_values
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd
 from unicrond.events.vocabulary import NodeLost, TaskCancelled, TaskSubmitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.selection import Selection
 from unicrond.replay.reading.export import Export
 
@@ -48,7 +48,7 @@ Ctl = Callable[..., "asyncio.Future[Outcome]"]
 
 
 @pytest.fixture(scope="module")
-def story() -> list[Recorded]:
+def story() -> list[RecordedEvent]:
     """Of four nodes, two tasks and a worker's death; `big` has a secret, one node is lost."""
     cluster = healed_cluster()
     cluster.kill_host(cluster.hosts["n4"])
@@ -61,7 +61,7 @@ def story() -> list[Recorded]:
 
 
 @pytest.fixture
-async def served(tmp_path: Path, story: list[Recorded]) -> AsyncIterator[Served]:
+async def served(tmp_path: Path, story: list[RecordedEvent]) -> AsyncIterator[Served]:
     async with serving(tmp_path, story) as served:
         yield served
 
@@ -102,12 +102,15 @@ async def test_workers_have_rank_node_and_process(ctl: Ctl, served: Served) -> N
 async def test_one_thing_in_full(ctl: Ctl, served: Served) -> None:
     state = served.coordinator.state
     task, node = await ctl("describe", "task", "big"), await ctl("describe", "node", "n4")
-    incident = await ctl("describe", "incident", state.closed[0].id)
+    incident = await ctl("describe", "incident", state.closed_incidents[0].id)
     assert [task.code, node.code, incident.code] == [0, 0, 0], (task, node, incident)
-    assert "iteration" in task.out and state.closed[0].id in task.out and "last events" in task.out
+    assert "iteration" in task.out and state.closed_incidents[0].id in task.out and "last events" in task.out
     assert all(worker in task.out for worker in state.tasks["big"].workers)
     assert "lost" in node.out and "last events" in node.out and "node n4 joined" in node.out
-    assert state.closed[0].message in incident.out and f"unicronctl story {state.closed[0].id}" in incident.out
+    assert (
+        state.closed_incidents[0].message in incident.out
+        and f"unicronctl story {state.closed_incidents[0].id}" in incident.out
+    )
     data = json.loads((await ctl("describe", "task", "big", "--json")).out)
     assert data["task"]["iteration"] == state.tasks["big"].progress.iteration and len(data["workers"]) >= 1
     refused = await ctl("describe", "node", "n9")
@@ -171,7 +174,7 @@ async def test_wait_says_by_its_exit_code_what_came_of_it(ctl: Ctl, served: Serv
 
 async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
     entries = await entries_in(served)
-    begun = next(entry.seq for entry in entries if isinstance(entry, Recorded) and kind_of(entry.envelope.event))
+    begun = next(entry.seq for entry in entries if isinstance(entry, RecordedEvent) and kind_of(entry.envelope.event))
     state = replay(entries, AtSeq(begun - 1))
     for view in ("nodes", "tasks"):
         told = json.loads((await ctl(view, "--json", "--at", begun - 1)).out)
@@ -220,7 +223,7 @@ def numbers(outcome: Outcome) -> list[int]:
 
 async def test_the_part_of_the_log_that_is_wanted(ctl: Ctl, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past, "_PIECE", 3)  # looked for in several pieces
-    entries = [entry for entry in await entries_in(served) if isinstance(entry, Recorded)]
+    entries = [entry for entry in await entries_in(served) if isinstance(entry, RecordedEvent)]
     of_big = [entry.seq for entry in entries if Selection(task="big").takes(entry)]
     lost = [entry.seq for entry in entries if isinstance(entry.envelope.event, NodeLost)]
     assert len(lost) == 1 and len(of_big) > 20
@@ -250,7 +253,7 @@ async def test_story_and_verify_are_those_of_the_exported_log(
         await asyncio.to_thread(replayed, [*arguments, "--file", str(tmp_path / "log")])
         return capsys.readouterr().out
 
-    incident = served.coordinator.state.closed[0].id
+    incident = served.coordinator.state.closed_incidents[0].id
     for subject in (incident, "task:big", "node:n4"):
         told = await ctl("story", subject)
         assert told.code == 0 and told.out == await of_file("story", subject) != ""

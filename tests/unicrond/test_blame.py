@@ -286,9 +286,9 @@ def test_what_a_report_names_that_is_no_member_is_left_out(lost: list[str]) -> N
 
 
 def test_with_a_readmitted_node_its_peers_record_is_forgotten_but_for_equals() -> None:
-    held = Troubles(ends={"n1": 6, "n3": 6, "n5": 1}, breaks={"n3": 3}, unclear={"n3": 3})
+    held = Troubles(ends={"n1": 6, "n3": 6, "n5": 1}, breaks={"n3": 3}, unclear_breaks={"n3": 3})
     forgiven = readmit(held, "n3")
-    assert forgiven.ends == {"n1": 1, "n5": 1} and not forgiven.breaks and not forgiven.unclear
+    assert forgiven.ends == {"n1": 1, "n5": 1} and not forgiven.breaks and not forgiven.unclear_breaks
     verdict = judge({("n1", "n3"): PLAIN}, forgiven.ends, {})
     assert verdict.blamed == ("n1",) and verdict.clear == ()
     assert readmit(held, "n4") == held

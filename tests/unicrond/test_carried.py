@@ -18,7 +18,7 @@ from unicrond.core.state.state import ClusterState, NodeStatus, Tally, Task, Wor
 from unicrond.core.state.workers_by_node import ByNode
 from unicrond.core.tasks.reconcile import all_in, staffing
 from unicrond.events.vocabulary import WorkerJoinedGroup
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 
 COUNTS = Tally._COUNTS
 
@@ -40,7 +40,7 @@ def test_generations_by_the_leads_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered_map, "SMALL", 2)
     joined, vouched = dict[str, int](), 0
     for before, entry, state in steps(eventful(5)):
-        event = entry.envelope.event if isinstance(entry, Recorded) and state.tasks is not before.tasks else None
+        event = entry.envelope.event if isinstance(entry, RecordedEvent) and state.tasks is not before.tasks else None
         if isinstance(event, WorkerJoinedGroup):
             task = state.tasks[event.task]
             assert task.membership is not None

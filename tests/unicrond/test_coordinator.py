@@ -20,7 +20,7 @@ from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import MAX_BATCH, Fenced
 from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.replay.views.verify import Verifier, bases
 from unicrond.service.coordinator import coordinator
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -36,12 +36,12 @@ def joined(node: str = "n1") -> v.NodeJoined:
     return v.NodeJoined(node=node, address="127.0.0.1", slots=1, store=store, agent_boot=1, version="test")
 
 
-async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> list[Recorded]:
+async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> list[RecordedEvent]:
     """The whole log, up to the first entry for which `found` holds."""
-    read: list[Recorded] = []
+    read: list[RecordedEvent] = []
     async with asyncio.timeout(30):
         async for entry in log.read():
-            assert isinstance(entry, Recorded)
+            assert isinstance(entry, RecordedEvent)
             read.append(entry)
             if found(entry.envelope.event):
                 return read
@@ -66,7 +66,7 @@ async def test_a_persons_word_on_the_log_is_said_by_every_later_coordinator() ->
     for adopted_us, said_us in ((0, 0), (70, 70), (0, 70), (50, 70)):
         async with running(log, adopted_us=adopted_us) as coordinator:
             newest = [e async for e in log.read(0, until_seq=await log.last_seq())]
-            claims = [e.envelope.event for e in newest if isinstance(e, Recorded)]
+            claims = [e.envelope.event for e in newest if isinstance(e, RecordedEvent)]
             claim = [claim for claim in claims if isinstance(claim, v.CoordinatorStarted)][-1]
             assert (claim.term, claim.adopted_us) == (coordinator.state.term, said_us)
 
@@ -121,7 +121,7 @@ async def test_a_new_coordinator_fences_the_old_one() -> None:
             await asyncio.wait_for(running_old, 5)
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
     plans = [e async for e in log.read(until_seq=await log.last_seq())]
-    assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, Recorded)) == 1
+    assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, RecordedEvent)) == 1
 
 
 async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_in_its_name() -> None:
@@ -200,7 +200,7 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
         lost: set[str] = set()
         async with asyncio.timeout(20):
             async for entry in log.read():
-                assert isinstance(entry, Recorded)
+                assert isinstance(entry, RecordedEvent)
                 event = entry.envelope.event
                 if isinstance(event, v.NodeLost):
                     lost.add(event.node)

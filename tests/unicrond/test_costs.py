@@ -128,7 +128,7 @@ def test_a_killed_worker_costs_its_task_until_it_goes_on() -> None:
     died_us = cluster.now_us
     cluster.now_us += 2 * SECOND_US
     cluster.run()
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     assert closed.transition_us > 2 * SECOND_US and closed.detected_us == died_us
     # What is charged is what the task did not achieve, to the microsecond.
     assert closed.transition_flop == rate * closed.transition_us / SECOND_US
@@ -143,7 +143,7 @@ def test_a_node_lost_late_takes_its_silence_out_of_what_was_delivered() -> None:
     cluster.kill_host(host)
     cluster.lose(host)  # its last beat was a second ago
     cluster.run()
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     assert closed.detection_us >= SECOND_US
     assert closed.detection_flop == rate * closed.detection_us / SECOND_US
     assert closed.sub_health_flops == cluster.state.plan.waf_if_healthy - cluster.state.plan.waf > 0
@@ -160,7 +160,7 @@ def test_a_lost_node_takes_over_what_its_dead_worker_has_cost() -> None:
     cluster.kill_host(host)
     cluster.lose(host)
     cluster.run()
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     assert closed.kind == "node_lost" and closed.detected_us == died_us
     assert closed.transition_flop == rate * closed.transition_us / SECOND_US > 5 * rate
     assert closed.detection_flop * SECOND_US == cluster.state.ledger.detection

@@ -43,7 +43,7 @@ def test_a_killed_worker_is_one_incident_and_is_replaced_on_its_node(seed: int) 
     cluster.run()
     cluster.assert_whole()
     assert cluster.state.incidents_total == 1
-    assert cluster.state.closed[0].severity is Severity.SEV2
+    assert cluster.state.closed_incidents[0].severity is Severity.SEV2
     assert cluster.state.plan.epoch == epoch, "a restart in place needs no new plan"
     assert victim not in members(cluster, "big")
     assert node in {w.node for w in cluster.state.tasks["big"].workers.values()}
@@ -58,7 +58,7 @@ def test_a_lost_node_is_one_incident_with_a_new_plan_and_its_return_restores_it(
     cluster.run()
     cluster.assert_whole()
     assert cluster.state.incidents_total == 1
-    assert cluster.state.closed[0].severity is Severity.SEV1
+    assert cluster.state.closed_incidents[0].severity is Severity.SEV1
     assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 3
     cluster.add_host("n1")
     cluster.run()

@@ -260,9 +260,9 @@ def test_windows_that_cannot_be_are_refused() -> None:
     ):
         asked = v.MaintenancePlanned(nodes=nodes, from_us=from_us, until_us=until_us, reason="test")
         assert request_problem(cluster.state, asked).startswith(wrong)
-        seen = len(cluster.state.refused)
+        seen = len(cluster.state.refusals)
         cluster.append(asked, "api", cluster.state.term)
-        assert len(cluster.state.refused) == seen + 1 and not cluster.state.windows
+        assert len(cluster.state.refusals) == seen + 1 and not cluster.state.windows
 
 
 # --- foretold failures ---------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_a_node_that_is_expected_to_fail_is_emptied_checked_and_comes_back(seed:
     cluster.run()
     assert of(cluster, v.CheckNode) and of(cluster, v.NodeReadmitted)
     assert phase(cluster.state, cluster.state.nodes[node]) is IsolationPhase.IN_SERVICE
-    assert not cluster.state.nodes[node].foretold and len(on_node(cluster, node)) == 1
+    assert not cluster.state.nodes[node].failure_forecast and len(on_node(cluster, node)) == 1
 
 
 def test_it_is_not_checked_while_workers_are_on_it() -> None:
@@ -331,9 +331,9 @@ def test_a_person_may_say_that_all_is_well() -> None:
     cluster.submit("big")
     cluster.run()
     foretell(cluster, "n0")
-    assert cluster.state.nodes["n0"].foretold
+    assert cluster.state.nodes["n0"].failure_forecast
     cluster.uncordon("n0")
-    assert not cluster.state.nodes["n0"].foretold
+    assert not cluster.state.nodes["n0"].failure_forecast
 
 
 def test_every_decision_is_made_again_from_the_log() -> None:

@@ -53,14 +53,14 @@ def test_a_cluster_in_order_has_none(state: ClusterState) -> None:
 )
 def test_what_is_wrong_with_a_node(state: ClusterState, fields: dict[str, object], what: str, fix: str) -> None:
     [found] = findings(with_node(state, "n2", **fields), HEALTH, [])
-    assert found.about == "n2" and what in found.what and fix in found.fix
+    assert found.about == "n2" and what in found.problem and fix in found.fix
 
 
 def test_what_nodes_have_in_common_or_not(state: ClusterState) -> None:
     [same] = findings(with_node(state, "n2", address="10.0.0.1"), HEALTH, [])
-    assert "n1, n2 say the same address" in same.what
+    assert "n1, n2 say the same address" in same.problem
     [versions] = findings(with_node(state, "n2", version="0.0.9+x"), HEALTH, [])
-    assert "run several versions" in versions.what and "0.0.9: n2" in versions.what
+    assert "run several versions" in versions.problem and "0.0.9: n2" in versions.problem
     keys = {name: NodeLogin(key="U", is_used=True) for name in ("n1", "n2", "n3")}
     [login] = findings(replace(state, logins=keys), HEALTH, [])
     assert (login.about, login.fix) == ("n4", "unicrond enroll n4")
@@ -68,10 +68,10 @@ def test_what_nodes_have_in_common_or_not(state: ClusterState) -> None:
 
 def test_clocks_by_what_nodes_said(state: ClusterState) -> None:
     [ahead] = findings(state, HEALTH, [*said("n1", -2.0), *said("n2", 0.1), *said("stranger", -9)])
-    assert ahead.about == "n1" and "ahead of the log's by 2.0 s" in ahead.what and "chrony" in ahead.fix
+    assert ahead.about == "n1" and "ahead of the log's by 2.0 s" in ahead.problem and "chrony" in ahead.fix
     assert findings(state, HEALTH, said("n1", -2.0, count=2)) == [], "too few"
     [behind] = findings(state, HEALTH, [*said("n1", 9.0), *said("n1", 7.0)])
-    assert "behind the log's by up to 7.0 s" in behind.what
+    assert "behind the log's by up to 7.0 s" in behind.problem
 
 
 def test_the_head(state: ClusterState) -> None:
@@ -79,5 +79,5 @@ def test_the_head(state: ClusterState) -> None:
     kept = {"n3": {"entries": 4.0, "oldest_s": 12.0}}
     found = findings(state, {**health, "outbox_backlog": kept}, [])
     assert [one.about for one in found] == ["coordinator", "coordinator", "n3"]
-    assert "disk full" in found[0].what and "holds back 4 observations, the oldest for 12 s" in found[2].what
-    assert findings(ClusterState(), HEALTH, [])[0].what == "none has joined"
+    assert "disk full" in found[0].problem and "holds back 4 observations, the oldest for 12 s" in found[2].problem
+    assert findings(ClusterState(), HEALTH, [])[0].problem == "none has joined"

@@ -49,8 +49,8 @@ def test_a_program_that_leaves_strikes_no_node(cluster: MiniCluster) -> None:
     for _ in range(2):
         leave_early(cluster)
         task = cluster.state.tasks["big"]
-        assert not task.troubles.strikes and not task.troubles.breaks and not task.troubles.unclear
-    assert task.troubles.early == 2
+        assert not task.troubles.strikes and not task.troubles.breaks and not task.troubles.unclear_breaks
+    assert task.troubles.early_ends == 2
     worker = next(name for name in members(cluster) if task.workers[name].node == node)
     cluster.kill_worker(cluster.hosts[node], worker)
     cluster.run()
@@ -62,12 +62,14 @@ def test_ten_iterations_without_it_are_forgiven(cluster: MiniCluster) -> None:
         leave_early(cluster)
         cluster.train("big", 12)
         cluster.run()
-    assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].troubles.early == 0
+    assert (
+        cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].troubles.early_ends == 0
+    )
 
 
 def stop(cluster: MiniCluster, worker: str, *, left: bool) -> None:
     node = cluster.state.tasks["big"].workers[worker].node
-    asked = v.StopRequested(node=node, task="big", worker=worker, iteration=3, reason="enough", left=left)
+    asked = v.StopRequested(node=node, task="big", worker=worker, iteration=3, reason="enough", has_left_loop=left)
     cluster.say(cluster.hosts[node], asked)
 
 

@@ -15,7 +15,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus, WorkerStatus
 from unicrond.core.state.task_parts import CALM_ITERATIONS
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 SEEDS = range(20)
 
@@ -53,7 +53,7 @@ def test_a_broken_connection_is_reattempted_by_the_same_processes(seed: int) -> 
     cluster.assert_whole()
     assert members(cluster, "big") == before
     assert not said(cluster, v.StartWorker, mark) and not said(cluster, v.StopWorker, mark)
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.severity, incident.response, incident.symptoms) == (Severity.SEV3, "reattempt in place", 2)
 
 
@@ -72,7 +72,7 @@ def test_a_failed_reattempt_restarts_who_is_at_fault_and_a_failed_restart_isolat
     (escalated,) = said(cluster, v.IncidentEscalated)
     assert (escalated.severity, escalated.worker) == (2, suspect)
     assert f"after reattempts in place: once; {node} is an endpoint of " in escalated.reason
-    assert [i.severity for i in cluster.state.closed] == [Severity.SEV3, Severity.SEV2]
+    assert [i.severity for i in cluster.state.closed_incidents] == [Severity.SEV3, Severity.SEV2]
     successor = next(w.worker for w in cluster.state.tasks["big"].workers.values() if w.node == node)
     assert successor != suspect and len(members(cluster, "big")) == 3
 
@@ -81,7 +81,7 @@ def test_a_failed_reattempt_restarts_who_is_at_fault_and_a_failed_restart_isolat
         cluster.run_but_isolation()
     (isolated,) = said(cluster, v.NodeIsolated)
     assert isolated.node == node and "groups of big broke here again and again" in isolated.reason
-    assert cluster.state.closed[-1].severity is Severity.SEV1
+    assert cluster.state.closed_incidents[-1].severity is Severity.SEV1
     assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 3
     cluster.run()
     cluster.assert_whole()
@@ -334,7 +334,7 @@ def test_a_first_group_that_does_not_form_is_tried_again(seed: int) -> None:
     assert members(cluster, "big") == first and cluster.state.tasks["big"].generation == 2
     cluster.run()
     cluster.assert_whole()
-    assert [(i.kind, i.response) for i in cluster.state.closed] == [("store_error", "reattempt in place")]
+    assert [(i.kind, i.response) for i in cluster.state.closed_incidents] == [("store_error", "reattempt in place")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -352,7 +352,7 @@ def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(se
     assert [type(event) for event in decided] == [v.TransitionCompleted]
     cluster.report(first, "connection_broken")
     cluster.append(decided[0], "coordinator", cluster.state.term)
-    assert len(cluster.state.incidents) == len(cluster.state.closed) == 1
+    assert len(cluster.state.incidents) == len(cluster.state.closed_incidents) == 1
     cluster.run()
     cluster.assert_whole()
     assert cluster.state.tasks["big"].generation > 2
@@ -400,7 +400,7 @@ def test_who_loses_a_worker_that_is_to_leave_has_no_incident_of_its_own(seed: in
     for worker in survivors:
         cluster.report(worker, "connection_broken", generation=generation - 1)
     cluster.run_but_isolation()
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.severity, incident.worker) == ("ecc_error", Severity.SEV1, culprit)
     assert incident.symptoms >= 2
 
@@ -448,7 +448,7 @@ def test_a_calm_between_two_breaks_makes_the_second_a_first() -> None:
         break_group(cluster, "big", members(cluster, "big")[0])
         cluster.run()
         cluster.train("big", CALM_ITERATIONS)
-    assert not said(cluster, v.IncidentEscalated) and len(cluster.state.closed) == 6
+    assert not said(cluster, v.IncidentEscalated) and len(cluster.state.closed_incidents) == 6
 
 
 @pytest.mark.parametrize("kind", sorted(kind for kind, severity in SEVERITY.items() if severity is Severity.SEV2))
@@ -462,7 +462,7 @@ def test_who_reports_an_error_and_lives_on_is_restarted(kind: str) -> None:
     (escalated,) = said(cluster, v.IncidentEscalated)
     assert escalated.worker == culprit and "still runs" in escalated.reason
     assert culprit not in members(cluster, "big") and len(members(cluster, "big")) == 3
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.severity, incident.place) == (kind, Severity.SEV2, "rank 2, iteration 1, reduce")
 
 
@@ -484,7 +484,7 @@ def test_a_broken_machine_is_isolated_at_once(kind: str, seed: int) -> None:
     cluster.run_but_isolation()
     assert cluster.state.nodes[node].isolated
     assert not [w for t in cluster.state.tasks.values() for w in t.workers.values() if w.node == node]
-    assert cluster.state.closed[-1].response == "reconfigure"
+    assert cluster.state.closed_incidents[-1].response == "reconfigure"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -616,9 +616,11 @@ def test_a_task_that_gets_on_is_not_failed_for_what_ends_on_two_other_nodes(seed
 # --- severities that the configuration sets ------------------------------------------------------
 
 
-def started(severity: dict) -> Recorded:
+def started(severity: dict) -> RecordedEvent:
     event = v.CoordinatorStarted(term=1, version="t", severity=severity)
-    return Recorded(10**6, 1, Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=event))
+    return RecordedEvent(
+        10**6, 1, Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=event)
+    )
 
 
 def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
@@ -630,12 +632,12 @@ def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
     assert severity_of("nan_loss", state.severity) is Severity.SEV2
 
 
-def _next(state: ClusterState) -> Recorded:
+def _next(state: ClusterState) -> RecordedEvent:
     event = v.CoordinatorStarted(term=state.term + 1, version="t")
     envelope = Envelope(
         producer="coordinator", boot=state.term + 1, number=1, term=state.term + 1, observed_at_us=1, event=event
     )
-    return Recorded(state.seq + 1, 1, envelope)
+    return RecordedEvent(state.seq + 1, 1, envelope)
 
 
 def test_an_override_changes_the_response() -> None:

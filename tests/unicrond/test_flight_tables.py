@@ -19,7 +19,13 @@ def rank(number: int, *collectives: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark(entered: int, *, waiting: bool = True, generation: int = 4) -> dict[str, Any]:
-    told = {"phase": "reduce", "iteration": 9, "entered": entered, "waiting": waiting, "still_us": 61_000_000}
+    told = {
+        "phase": "reduce",
+        "iteration": 9,
+        "collectives_entered": entered,
+        "is_waiting": waiting,
+        "still_us": 61_000_000,
+    }
     return told | {"generation": generation}
 
 

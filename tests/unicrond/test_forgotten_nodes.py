@@ -19,7 +19,7 @@ from unicrond.core.state.state import NodeStatus
 from unicrond.core.state.state_bytes import digest, from_json, to_json
 from unicrond.events import vocabulary as v
 from unicrond.events.log.memory_log import MemoryLog
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Verifier, bases
 from unicrond.views.view import feed_all
@@ -213,7 +213,7 @@ def test_what_a_forgotten_node_says_later_changes_nothing() -> None:
     before = cluster.state
     host = cluster.hosts[NODE]
     for event in (
-        v.WorkerExited(node=NODE, task="t", worker=worker, exit_code=None, signal=9, expected=False),
+        v.WorkerExited(node=NODE, task="t", worker=worker, exit_code=None, signal=9, is_expected=False),
         v.CommandApplied(node=NODE, command_id="1.1.n0.9"),
         v.NodeLeaving(node=NODE, grace_us=1, reason="test"),
         v.NodeLeft(node=NODE, reason="test"),
@@ -239,9 +239,9 @@ async def test_the_log_replays_and_verifies() -> None:
     async with running(log, policy=Policy(forget_s=0.2)) as coordinator:
         for number, event in enumerate(events, 1):
             await log.append([Envelope(producer="n1", boot=1, number=number, observed_at_us=1, event=event)])
-        read: list[Recorded] = []
+        read: list[RecordedEvent] = []
         async for entry in log.read():
-            assert isinstance(entry, Recorded)
+            assert isinstance(entry, RecordedEvent)
             read.append(entry)
             if isinstance(entry.envelope.event, v.NodeForgotten):
                 break

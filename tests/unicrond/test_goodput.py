@@ -120,13 +120,13 @@ def test_a_killed_worker_is_one_interruption_with_its_time_and_kind() -> None:
     cluster.run()
     cluster.now_us += 6 * SECOND_US
     cluster.train("big")
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     big = next(task for task in told(cluster)["tasks"] if task["task"] == "big")
     assert big["interruptions_by_kind"] == {"process_exit": 1}
     assert big["times_us"]["transition: process_exit"] == closed.transition_us
     assert big["wall_us"] == cluster.state.now_us - cluster.state.tasks["big"].submitted_us
     assert big["ettr"] == big["times_us"]["productive"] / big["wall_us"] < 0.8
-    assert big["micro_batches_redone"] == closed.redone
+    assert big["micro_batches_repeated"] == closed.micro_batches_repeated
     assert sum(big["times_us"].values()) == big["wall_us"]
 
 

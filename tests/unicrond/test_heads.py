@@ -14,7 +14,7 @@ from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog, LogUnavailable
 from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView, MemoryLease
 from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
 from unicrond.service.coordinator import same_machine
 from unicrond.service.coordinator.coordinator import Coordinator
@@ -142,7 +142,7 @@ async def site() -> AsyncIterator[tuple[MemoryLog, MemoryLease, Callable[..., Ru
 async def terms(log: MemoryLog) -> list[str]:
     """Who claimed them."""
     read = [entry async for entry in log.read(until_seq=await log.last_seq())]
-    claims = [e.envelope.event for e in read if isinstance(e, Recorded)]
+    claims = [e.envelope.event for e in read if isinstance(e, RecordedEvent)]
     return [event.process for event in claims if isinstance(event, v.CoordinatorStarted)]
 
 
@@ -322,7 +322,7 @@ async def test_a_restart_on_the_same_machine_does_not_wait_for_its_own_lease() -
 
 def test_a_process_is_known_by_its_beginning() -> None:
     me = heads.this_process()
-    assert me.machine and me.began and not heads.is_gone(me)
+    assert me.machine and me.start_ticks and not heads.is_gone(me)
     assert same_machine.is_gone(me.machine, 2**22 + 1, 5) and not same_machine.is_gone("another", 2**22 + 1, 5)
     assert same_machine.is_gone(me.machine, 1, (same_machine.began(1) or 0) + 1)
     assert not same_machine.is_gone("", 2**22 + 1, 5)

@@ -40,7 +40,7 @@ def cluster_of(*, check_s: float = 60.0, repair_s: float = 0.0) -> MiniCluster:
 
 def break_gpu(cluster: MiniCluster, kind: v.ErrorKind = "ecc_error", needs: v.RepairNeed = "") -> None:
     event = v.AcceleratorReported(
-        node=NODE, accelerator="GPU-1", worker="", kind=kind, xid=79, message="XID 79: test", needs=needs
+        node=NODE, accelerator="GPU-1", worker="", kind=kind, xid=79, message="XID 79: test", repair_need=needs
     )
     cluster.say(cluster.hosts[NODE], event)
     cluster.run_but_isolation()
@@ -58,7 +58,7 @@ def where(cluster: MiniCluster) -> IsolationPhase:
 
 def repaired(cluster: MiniCluster, *, passed: bool) -> None:
     nth = cluster.state.nodes[NODE].isolations
-    ended = v.RepairEnded(node=NODE, isolation=nth, passed=passed, duration_us=1, detail="exit code 0")
+    ended = v.RepairEnded(node=NODE, isolation=nth, has_passed=passed, duration_us=1, detail="exit code 0")
     cluster.append(ended, "coordinator", cluster.state.term)
     cluster.run_but_isolation()
 
@@ -139,7 +139,7 @@ def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
     cluster.uncordon(NODE)
     cluster.run()
     (readmitted,) = said(cluster, v.NodeReadmitted)
-    assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].needs
+    assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].repair_need
 
 
 def test_a_repair_leads_to_the_check() -> None:
@@ -176,7 +176,9 @@ def test_a_repair_of_an_isolation_that_is_over_changes_nothing() -> None:
     cluster.run()
     before = cluster.state.nodes[NODE]
     cluster.append(
-        v.RepairEnded(node=NODE, isolation=1, passed=True, duration_us=1, detail=""), "coordinator", cluster.state.term
+        v.RepairEnded(node=NODE, isolation=1, has_passed=True, duration_us=1, detail=""),
+        "coordinator",
+        cluster.state.term,
     )
     assert cluster.state.nodes[NODE] == before
 
@@ -187,7 +189,7 @@ def test_what_a_driver_says_later_is_heard() -> None:
     break_gpu(cluster, "gpu_broken", "replace")
     break_gpu(cluster, "ecc_error", "reset")
     rest(cluster)
-    assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].needs == "replace"
+    assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].repair_need == "replace"
 
 
 def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:
@@ -268,7 +270,7 @@ async def test_a_due_repair_runs_once_and_its_outcome_is_told() -> None:
     ended = await asyncio.wait_for(told.get(), 10.0)
     repairs.look(Survey(cluster.state, cluster.policy))  # before its outcome has been read back
     await asyncio.sleep(0)
-    assert (ended.node, ended.isolation, ended.passed, ended.detail) == (NODE, 1, True, "rebooted")
+    assert (ended.node, ended.isolation, ended.has_passed, ended.detail) == (NODE, 1, True, "rebooted")
     assert len(ran) == 1 and told.empty()
     await repairs.close()
 

@@ -128,7 +128,7 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     assert (task.spec.vpp, task.spec.micro_batch) == (other.get("vpp", 0), other.get("micro_batch", 1))
     assert not {*task.member_names} & {*was.member_names}, "a worker has its layout from its birth"
     assert [event.shape for event in decided(cluster, v.TaskReshaped, before)] == [two.shape]
-    assert (task.pace.measurements, task.pace.elsewhere) == ({}, {layout_key(four.shape): {"4": 200}})
+    assert (task.pace.measurements, task.pace.other_layouts) == ({}, {layout_key(four.shape): {"4": 200}})
     assert flops_of(task)(2) == 75, "presumed, by the ratio that the other has"
     cluster.submit("small", max_workers=1, weight=1e-9)
     cluster.run()
@@ -139,7 +139,7 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     cluster.run()
     cluster.assert_whole()
     task = cluster.state.tasks["big"]
-    assert (task.spec.shape, task.pace.measurements, task.pace.elsewhere) == (four.shape, {"4": 200}, {})
+    assert (task.spec.shape, task.pace.measurements, task.pace.other_layouts) == (four.shape, {"4": 200}, {})
     assert len(decided(cluster, v.TaskReshaped, before)) == 2
     assert "reshaped" not in cluster.state.plan.trigger
     asked = reshape_request(cluster.state, task, ReshapeOrder(**other))
@@ -154,7 +154,7 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
 def test_the_nearest_layout_that_was_measured_is_so_by_all_its_sizes() -> None:
     layouts = tuple(LayoutSpec(pp=2, vpp=vpp, throughput={"2": 100}) for vpp in (1, 2, 4))
     spec = v.TaskSpec(name="big", pp=2, min_workers=2, max_workers=2, layouts=layouts, throughput={"2": 100})
-    pace = Pace(measurements={"2": 50}, elsewhere={layout_key(layouts[1].shape): {"2": 80}})
+    pace = Pace(measurements={"2": 50}, other_layouts={layout_key(layouts[1].shape): {"2": 80}})
     task = Task(spec=spec, status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=1, pace=pace)
     assert flops_of(task, shape=layouts[2].shape)(2) == 80
 
@@ -322,12 +322,12 @@ def test_what_was_measured_in_one_layout_corrects_the_others_and_is_kept() -> No
     lose(cluster, "n0")
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert (task.pace.measurements, task.pace.elsewhere) == ({}, {"2x1": {"2": 150}})
+    assert (task.pace.measurements, task.pace.other_layouts) == ({}, {"2x1": {"2": 150}})
     assert [flops_of(task)(n) for n in (1, 2)] == [50, 100]
     cluster.add_host("n0", slots=2)
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert (task.pace.measurements, task.pace.elsewhere) == ({"2": 150}, {})
+    assert (task.pace.measurements, task.pace.other_layouts) == ({"2": 150}, {})
 
 
 def test_what_a_reshape_took_is_its_price_from_then_on() -> None:

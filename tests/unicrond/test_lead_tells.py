@@ -40,7 +40,14 @@ def until_decided(made: MiniCluster, generation: int) -> Task:
 def regrouped(made: MiniCluster, worker: str, generation: int, **fields: object) -> None:
     node = made.state.tasks["big"].workers[worker].node
     event = v.WorkerJoinedGroup(
-        node=node, task="big", worker=worker, generation=generation, iteration=4, dealt=0, duration_us=1, source="own"
+        node=node,
+        task="big",
+        worker=worker,
+        generation=generation,
+        iteration=4,
+        micro_batches_assigned=0,
+        duration_us=1,
+        source="own",
     )
     made.say(made.hosts[node], replace(event, **fields))
 
@@ -65,8 +72,8 @@ def test_a_fault_writes_one_report_per_membership_and_newcomer() -> None:
     (newcomer,) = {*members(made)} - {*before}
     assert reported(made, 2) == before[:1]
     assert sorted(reported(made, 3)) == sorted([before[0], newcomer])
-    (incident,) = made.state.closed
-    assert incident.redone == 5, "what fell to the others counts, too: each says 1"
+    (incident,) = made.state.closed_incidents
+    assert incident.micro_batches_repeated == 5, "what fell to the others counts, too: each says 1"
 
 
 def test_after_a_group_that_did_not_meet_each_member_tells() -> None:
@@ -115,12 +122,12 @@ def test_it_ends_what_members_were_busy_with() -> None:
     made = trained(3)
     busy, lead = members(made)[1], members(made)[0]
     node = made.state.tasks["big"].workers[busy].node
-    what = v.WorkerBusy(node=node, task="big", worker=busy, what="evaluation", at_most_us=9 * SECOND_US)
+    what = v.WorkerBusy(node=node, task="big", worker=busy, section="evaluation", limit_us=9 * SECOND_US)
     made.say(made.hosts[node], what)
     killed(made, 2)
     until_decided(made, 2)
     regrouped(made, lead, 2)
-    assert not made.state.tasks["big"].workers[busy].busy_us
+    assert not made.state.tasks["big"].workers[busy].section_limit_us
 
 
 def test_an_old_error_of_a_member_that_did_not_speak_is_stale() -> None:
@@ -145,12 +152,12 @@ def test_who_is_left_out_is_remembered_in_its_group() -> None:
     made.cordon(made.state.tasks["big"].workers[quiet].node, drain=True)
     task = until_decided(made, generation + 1)
     assert not task.is_member(quiet) and task.generation_of(task.workers[quiet]) == generation
-    assert task.group.before is not None
+    assert task.group.last_membership is not None
     again = decode(encode(made.state))
     assert again == made.state and digest(again) == digest(made.state)
     regrouped(made, members(made)[0], generation + 1)
     task = made.state.tasks["big"]
-    assert task.group.before is None and task.generation_of(task.workers[quiet]) == generation
+    assert task.group.last_membership is None and task.generation_of(task.workers[quiet]) == generation
 
 
 # --- where the word does not come ------------------------------------------------------------------
@@ -190,7 +197,7 @@ def test_an_incident_that_has_taken_the_silence_over_does_not_end_it() -> None:
     until_decided(made, 2)
     made.report(members(made)[0], "exception", generation=2)
     pass_meeting(made)
-    assert made.state.tasks["big"].group.overdue == 2
+    assert made.state.tasks["big"].group.overdue_generation == 2
     until_decided(made, 3)
 
 
@@ -215,8 +222,8 @@ def test_who_stands_in_the_exchange_that_the_others_have_left_is_found(stepped: 
             made.hosts[node],
             v.HangSuspected(
                 node=node, task="big", worker=worker, generation=2, iteration=made.iterations["big"] + 1,
-                phase="reduce", micro_batch=0, entered=1, waiting=True, stopped=False, still_us=4 * LIMIT_US,
-                limit_us=LIMIT_US, told=2,
+                phase="reduce", micro_batch=0, collectives_entered=1, is_waiting=True, is_stopped=False,
+                still_us=4 * LIMIT_US, limit_us=LIMIT_US, report_number=2,
             ),
         )  # fmt: skip
     kinds = [incident.kind for incident in made.state.incidents.values()]
@@ -237,5 +244,5 @@ def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
         generation = until_decided(made, 2).generation
     (incident,) = made.state.incidents
     for worker in replica:
-        regrouped(made, worker, generation, dealt=4)
-    assert made.state.incidents[incident].redone == 4
+        regrouped(made, worker, generation, micro_batches_assigned=4)
+    assert made.state.incidents[incident].micro_batches_repeated == 4

@@ -24,7 +24,7 @@ def workers(state: ClusterState) -> dict[str, WorkerStatus]:
 
 
 def phases(state: ClusterState) -> dict[str, IncidentPhase]:
-    return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed]}
+    return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed_incidents]}
 
 
 def played(seed: int) -> list[Entry]:

@@ -20,7 +20,7 @@ from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, outbox_backlog_lines
 
@@ -65,7 +65,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def stored_ids(log: NatsEventLog) -> list[str]:
     last = await log.last_seq()
     entries = [entry async for entry in log.read(until_seq=last)]
-    return [entry.envelope.event_id for entry in entries if isinstance(entry, Recorded)]
+    return [entry.envelope.event_id for entry in entries if isinstance(entry, RecordedEvent)]
 
 
 async def test_nothing_is_lost_and_an_append_that_waited_goes_through(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Asking(LogReader):
         if request.marks:
             at = WorkerMark(
                 worker=f"{request.task}.{node[1:]}", phase="reduce", generation=2, iteration=9, micro_batch=3,
-                entered=14, waiting=True, still_us=1_500_000,
+                collectives_entered=14, is_waiting=True, still_us=1_500_000,
             )  # fmt: skip
             return encode(LogsReply(node=node, data=encode_marks([at])))
         found = self.logs.get(node, {})
@@ -95,8 +95,8 @@ async def test_a_worker_that_the_state_forgot_is_found_by_its_name(state: Cluste
 async def test_where_no_node_has_it_the_event_log_may(state: ClusterState) -> None:
     with pytest.raises(LogsUnavailable, match="no node that is up has a log of any worker of big"):
         await Asking({}).read(never_trained(state), "big")
-    incident = replace(state.closed[0], log_tail="ImportError: no module named data", worker="big.3")
-    told = replace(never_trained(state), closed=(incident,))
+    incident = replace(state.closed_incidents[0], log_tail="ImportError: no module named data", worker="big.3")
+    told = replace(never_trained(state), closed_incidents=(incident,))
     piece = await Asking({}).read(told, "big")
     assert "ImportError" in piece["text"] and piece["worker"] == "big.3"
 

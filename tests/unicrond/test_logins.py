@@ -22,7 +22,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, write_key
 from unicrond.events.trust.logins import BadLogin, Role, User
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.intake.config import Config, ConfigError, NatsConfig, check, login_as
 from unicrond.service.event_log.consumers import Consumers, following
 from unicrond.service.trust.node_logins import expired, migration_line, remember, remembered
@@ -40,7 +40,7 @@ class Log:
     def say(self, event: v.AnyEvent, producer: str = "api") -> ClusterState:
         seq = self.state.seq + 1
         envelope = Envelope(producer=producer, boot=1, number=seq, observed_at_us=seq, event=event)
-        self.state = fold(self.state, Recorded(seq, seq, envelope))
+        self.state = fold(self.state, RecordedEvent(seq, seq, envelope))
         return self.state
 
 
@@ -62,7 +62,7 @@ def test_a_node_is_enrolled_joins_and_is_revoked() -> None:
     assert log.say(joined("n1"), "n1").logins["n1"].is_used
     assert log.say(enrolled(key=OTHER)).logins == {"n1": NodeLogin(key=OTHER)}, "another key is not used yet"
     assert log.say(v.NodeRevoked(node="n1", reason="gone")).logins == {}
-    assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined == 0
+    assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined_messages == 0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_refused(event: v.NodeEnrolled, why: str) -> None:
     before = log.say(enrolled()).logins
     after = log.say(event)
     assert after.logins == before
-    assert why in after.refused[-1].reason
+    assert why in after.refusals[-1].reason
 
 
 def test_a_key_that_is_not_used_in_time_ends() -> None:

@@ -115,7 +115,7 @@ def test_the_last_replica_is_lost_and_the_log_says_what_that_cost() -> None:
     assert decided.reason == f"no member has state: start from the memory of {worker.node} (iteration 3 or later)"
     closed = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.TransitionCompleted)][-1]
     assert closed.reason.endswith("no replica survived: 2 iterations lost, state from memory of a member's node")
-    assert cluster.state.closed[-1].iterations_lost == 2
+    assert cluster.state.closed_incidents[-1].iterations_lost == 2
 
 
 def test_an_ended_tasks_states_are_dropped_everywhere_they_can_be() -> None:

@@ -18,7 +18,7 @@ from tests.unicrond.stories import trained
 from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
@@ -46,7 +46,7 @@ def test_a_lost_node_is_one_matter_from_its_loss_to_its_cure() -> None:
     assert [notice.is_over for notice in of_it] == [False, True]
     assert len({notice.key for notice in of_it}) == 1
     assert "n1" in of_it[0].title and "unicron-replay story" in of_it[0].commands[0]
-    assert "micro-batches redone" in of_it[1].text
+    assert "micro-batches repeated" in of_it[1].text
 
 
 def test_spares_used_up_are_told_of_while_they_are() -> None:
@@ -195,7 +195,7 @@ def test_only_the_coordinator_that_leads_tells_and_says_when_it_begins_to() -> N
     condition = {"status": "standby", "trouble": "", "alarms": lines}
     config = Notify(to=(Destination(kind="command", argv=("x",)),))
     one = Notifier(config, lambda: leads, hands, hands.take)  # type: ignore[arg-type]
-    one.feed(LogStep(state, Quarantined(9, 0, "unicron.v1.obs.n1.X", "not JSON", 0), state))
+    one.feed(LogStep(state, QuarantinedMessage(9, 0, "unicron.v1.obs.n1.X", "not JSON", 0), state))
     one._take(SEV1)
     for _ in range(2):
         one.look(condition)

@@ -77,7 +77,11 @@ async def test_the_view_says_what_the_state_does(tmp_path: Path) -> None:
     assert big["flops"] == iteration_flop(task.spec) * 1e6 / task.pace.iteration_us
     assert big["eta_us"] == (task.spec.iterations - task.progress.iteration) * task.pace.iteration_us
     (incident,) = shown["incidents"]
-    assert incident["kind"] == "process_exit" and incident["closed_us"] and incident["redone"] == state.closed[0].redone
+    assert (
+        incident["kind"] == "process_exit"
+        and incident["closed_us"]
+        and incident["micro_batches_repeated"] == state.closed_incidents[0].micro_batches_repeated
+    )
     placed = {
         (node["name"], number)
         for node in shown["nodes"]
@@ -115,12 +119,12 @@ def test_a_rank_that_stands_still_says_where() -> None:
     member = cluster.state.tasks["big"].membership.members[1]
     told = v.HangSuspected(
         node=member.node, task="big", worker=member.worker, generation=cluster.state.tasks["big"].generation,
-        iteration=11, phase="reduce", micro_batch=2, entered=7, waiting=True, stopped=False, still_us=5_000_000,
-        limit_us=3_000_000,
+        iteration=11, phase="reduce", micro_batch=2, collectives_entered=7, is_waiting=True, is_stopped=False,
+        still_us=5_000_000, limit_us=3_000_000,
     )  # fmt: skip
     cluster.say(cluster.hosts[member.node], told)
     still = ranks_of(cluster.state.tasks["big"])[1]["still"]
-    assert (still["phase"], still["micro_batch"], still["collective"], still["waiting"]) == ("reduce", 2, 7, True)
+    assert (still["phase"], still["micro_batch"], still["collective"], still["is_waiting"]) == ("reduce", 2, 7, True)
     assert view(cluster.state)["seq"] == cluster.state.seq
 
 
@@ -206,7 +210,7 @@ async def test_marks_are_asked_for_once_however_many_look(tmp_path: Path) -> Non
         assert served.files.asked_for_marks == 1
         members = served.coordinator.state.tasks["big"].membership.members
     assert list(told["marks"]) == [member.worker for member in members]
-    assert told["marks"][members[1].worker]["waiting"] is True
+    assert told["marks"][members[1].worker]["is_waiting"] is True
 
 
 async def test_events_end_where_they_were_asked_to(tmp_path: Path) -> None:

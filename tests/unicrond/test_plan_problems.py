@@ -200,7 +200,7 @@ def test_a_task_has_its_own_transition_time_once_it_has_had_one() -> None:
         cluster.now_us += seconds * SECOND_US
         cluster.run()
         cluster.train("big")
-        times.append(cluster.state.closed[-1].transition_us)
+        times.append(cluster.state.closed_incidents[-1].transition_us)
     big, small = problem_of(Survey(cluster.state, cluster.policy)).tasks
     assert big.d_transition_us == (3 * times[0] + times[1]) // 4
     assert small.d_transition_us is None

@@ -70,7 +70,7 @@ async def test_every_reader_passes_it_over(tmp_path: Path) -> None:
     assert digest(end) == digest(again.state)
     between = await fold_to(source, AtSeq(seq + 1))
     assert between.tasks["a"].status is TaskStatus.ACTIVE
-    assert between.quarantined == 1
+    assert between.quarantined_messages == 1
     assert digest(await fold_to(source, AtSeq(first.state.seq))) == digest(first.state)
 
 

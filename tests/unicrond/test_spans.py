@@ -19,7 +19,7 @@ from unicrond.agents.protocol.messages import Launch
 from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
 from unicrond.views.view import feed_all
@@ -47,7 +47,7 @@ def killed(seed: int) -> MiniCluster:
 
 def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
     cluster = killed(1)
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     (root,) = [span for span in spans_of(cluster.log) if span.about.get("unicron.incident")]
     mine = [span for span in spans_of(cluster.log) if span.trace == root.trace]
     named = {span.name: span for span in mine}
@@ -75,7 +75,7 @@ def test_every_closed_incident_has_a_trace_that_hangs_together(seed: int) -> Non
     for span in found:
         assert span.start_us <= span.end_us and (not span.parent or (span.trace, span.parent) in known)
     told = {span.about["unicron.incident"] for span in found if "unicron.incident" in span.about}
-    assert told <= {incident.id for incident in cluster.state.closed}
+    assert told <= {incident.id for incident in cluster.state.closed_incidents}
 
 
 def test_a_command_outside_of_incidents_is_a_trace_of_its_own() -> None:
@@ -100,12 +100,12 @@ def test_a_command_that_failed_says_why() -> None:
         view.feed(step)
     ended.clear()
     failed = v.CommandFailed(node=commands[0].node, command_id=commands[0].command_id, reason="no memory")
-    view.feed(LogStep(state, Recorded(9, state.now_us, _with(entry, failed)), state))
+    view.feed(LogStep(state, RecordedEvent(9, state.now_us, _with(entry, failed)), state))
     (span,) = ended
     assert span.error == "no memory" and span.about["unicron.node"] == commands[0].node
 
 
-def _with(entry: Recorded, event: v.AnyEvent) -> Any:
+def _with(entry: RecordedEvent, event: v.AnyEvent) -> Any:
     from msgspec.structs import replace
 
     return replace(entry.envelope, event=event)
@@ -114,7 +114,7 @@ def _with(entry: Recorded, event: v.AnyEvent) -> Any:
 def test_phases_are_counted_for_metrics() -> None:
     spans, cluster = Spans(), killed(1)
     feed_all(spans, cluster.log)
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     assert spans.phases[DETECTION] == (1, closed.detected_us - closed.occurred_us)
     assert all(times == 1 for times, _ in spans.phases.values())
 

@@ -15,7 +15,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.log.memory_log import MemoryLog
 from unicrond.events.vocabulary import AnyEvent
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.api.metrics import exposition
 from unicrond.service.coordinator import coordinator as shell
 
@@ -126,7 +126,7 @@ async def test_a_forged_claim_stops_nobody() -> None:
     log._write([forged[1]])
     async with running(log) as coordinator:
         assert coordinator.state.term == 3
-        assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refused] == ["$.event.term"] * 2
+        assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refusals] == ["$.event.term"] * 2
 
 
 async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> None:
@@ -143,9 +143,9 @@ async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> No
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
-        unread = Recorded(log._last_seq + 1, 1, forged)
+        unread = RecordedEvent(log._last_seq + 1, 1, forged)
         log._store([unread])
         log._take_in(unread)  # readers are not woken
-        coordinator._post(v.RepairEnded(node="n1", isolation=1, passed=True, duration_us=1, detail=""))
+        coordinator._post(v.RepairEnded(node="n1", isolation=1, has_passed=True, duration_us=1, detail=""))
         read = await entries_until(log, lambda e: isinstance(e, v.RepairEnded))
         assert read[-1].envelope.term == 2

@@ -48,7 +48,7 @@ def test_a_task_shows_its_status_and_its_reason(state: ClusterState, width: int)
 def test_an_incident_shows_its_severity(state: ClusterState, width: int) -> None:
     lines = shown(incidents_table(state, state.now_us), width)
     assert "SEV2" in " ".join(lines), lines
-    assert state.closed[0].message in " ".join(" ".join(lines).split())
+    assert state.closed_incidents[0].message in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -57,7 +57,7 @@ def test_a_worker_shows_what_kill_needs(state: ClusterState, width: int) -> None
         name: replace(
             task,
             workers={
-                worker: replace(its, pid=4194303, node="rack07-gpu0123", busy="an evaluation of the whole test set")
+                worker: replace(its, pid=4194303, node="rack07-gpu0123", section="an evaluation of the whole test set")
                 for worker, its in task.workers.items()
             },
         )

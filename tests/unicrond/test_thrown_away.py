@@ -59,7 +59,7 @@ def test_survivors_keep_theirs_and_what_is_done_again_is_told_as_that() -> None:
     cluster.computed = dict.fromkeys(members(cluster), (4, 3))
     kill_first(cluster)
     (closed,) = of(cluster, v.TransitionCompleted)
-    assert closed.micro_batches_lost == 0 and closed.micro_batches_redone > 0
+    assert closed.micro_batches_lost == 0 and closed.micro_batches_repeated > 0
     assert "thrown away" not in closed.sentence()
 
 

@@ -26,7 +26,7 @@ from unicrond.core.state.state import (
 from unicrond.core.state.task_parts import GroupHealth, TaskProgress
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Divergence, Verifier, bases
 from unicrond.views.view import feed_all
@@ -95,11 +95,11 @@ def test_a_torn_membership_is_inert_and_the_next_term_decides_anew(parts: int) -
     for event in events[:parts]:
         made.append(event, "coordinator", made.state.term)
     task = made.state.tasks["a"]
-    assert task.membership is None and task.group.telling is not None
+    assert task.membership is None and task.group.membership_parts is not None
     made.take_over()
-    assert made.state.tasks["a"].group.telling is None
+    assert made.state.tasks["a"].group.membership_parts is None
     late = made.append(events[-1], "coordinator", made.state.term)
-    assert made.state.tasks["a"].membership is None and not made.state.refused, f"entry {late.seq} is torn"
+    assert made.state.tasks["a"].membership is None and not made.state.refusals, f"entry {late.seq} is torn"
     made.run()
     made.assert_whole()
     assert len(members(made, "a")) == 3 and made.state.tasks["a"].generation == 1
@@ -121,7 +121,7 @@ def test_a_torn_membership_verifies() -> None:
     verify(made.log)
 
 
-def verify(log: list[Recorded]) -> None:
+def verify(log: list[RecordedEvent]) -> None:
     verifier = Verifier(bases(log))
     feed_all(verifier, log)
     verifier.finish()
@@ -195,10 +195,10 @@ def large(*, nodes: int = 512, slots: int = 8, tp: int = 8) -> ClusterState:
 def after_a_fault(state: ClusterState) -> list[v.AnyEvent]:
     """What is decided at once when a worker dies."""
     exited = v.WorkerExited(
-        node="gpu0100", task="gpt", worker="gpt.801", exit_code=None, signal=9, expected=False, log_tail=""
+        node="gpu0100", task="gpt", worker="gpt.801", exit_code=None, signal=9, is_expected=False, log_tail=""
     )
     envelope = Envelope(producer="gpu0100", boot=1, number=1, observed_at_us=10, event=exited)
-    state = fold(state, Recorded(state.seq + 1, 11, envelope))
+    state = fold(state, RecordedEvent(state.seq + 1, 11, envelope))
     return decide(Survey(state, Policy()), {})
 
 

@@ -33,9 +33,9 @@ def cluster() -> MiniCluster:
 def test_every_node_must_know_the_user(run_as: str, said: str) -> None:
     made = cluster()
     assert user_problem(made.state, TaskSpec(name="t", run_as=run_as)) == said
-    quarantined = made.state.quarantined
+    quarantined = made.state.quarantined_messages
     made.submit("t", run_as=run_as)
-    assert ("t" in made.state.tasks, made.state.quarantined - quarantined) == (not said, int(bool(said)))
+    assert ("t" in made.state.tasks, made.state.quarantined_messages - quarantined) == (not said, int(bool(said)))
 
 
 def test_a_node_without_a_list_runs_tasks_as_its_agents_user() -> None:

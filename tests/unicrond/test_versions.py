@@ -16,7 +16,7 @@ from unicrond.core.fold import fold
 from unicrond.core.state.state import UNREAD_MAX, ClusterState, WorkerStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.field_defaults import Since
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, beyond_schema, schema_of, told_version
 
 
@@ -90,7 +90,7 @@ def test_an_agent_that_comes_back_older_is_told_what_it_may_have_missed() -> Non
     generation = made.state.tasks["a"].generation
     made.hosts["n"].commands.clear()  # the older agent passes over it
     speak(made, "n", FIRST)
-    assert made.state.tasks["a"].group.unread == generation
+    assert made.state.tasks["a"].group.unread_generation == generation
     made.run()
     assert made.state.tasks["a"].confirmed
     assert made.state.incidents_total == 1, "the kill alone"
@@ -130,7 +130,9 @@ def test_under_a_coordinator_that_writes_schema_1_everything_is_schema_1() -> No
 def failed(made: MiniCluster, command: v.Command, reads: int) -> None:
     made.say(
         made.hosts[command.node],
-        v.CommandFailed(node=command.node, command_id=command.command_id, reason="cannot read it", reads=reads),
+        v.CommandFailed(
+            node=command.node, command_id=command.command_id, reason="cannot read it", readable_schema=reads
+        ),
     )
 
 
@@ -186,7 +188,7 @@ def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
             starts += isinstance(command, v.StartWorker)
             failed(made, command, reads=FIRST)
         made.pass_deadlines()
-    assert made.state.nodes["n"].unread > UNREAD_MAX
+    assert made.state.nodes["n"].unreadable_commands > UNREAD_MAX
     assert made.state.incidents_total >= 1
     assert starts <= UNREAD_MAX + 10, "then the rules for starts that fail hold"
 
@@ -196,7 +198,7 @@ def test_a_version_that_names_no_schema_is_of_the_first() -> None:
         node="n", address="h", slots=1, store=v.StoreAddress(host="h", port=1), agent_boot=1, version="0.1.0"
     )
     envelope = Envelope(producer="n", boot=1, number=1, observed_at_us=1, event=joined)
-    state = fold(ClusterState(), Recorded(1, 1, envelope))
+    state = fold(ClusterState(), RecordedEvent(1, 1, envelope))
     assert state.nodes["n"].schema == FIRST
     assert state.schema == FIRST
 

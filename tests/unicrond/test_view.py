@@ -63,7 +63,7 @@ def test_what_is_shown_of_a_cluster(healed: MiniCluster) -> None:
     assert "1.0000" in text
     assert "big 3, small 1  WAF 7 weighted workers" in text, "no task has a table, so nobody knows FLOP/s"
     assert healed.state.plan.reason in " ".join(text.split())
-    incident = healed.state.closed[0]
+    incident = healed.state.closed_incidents[0]
     for part in (incident.id, "SEV2", "process_exit", "restart the process", incident.message):
         assert part in text
     assert "node n3 joined" in text
@@ -150,7 +150,7 @@ async def test_plain_lines_tell_what_is_noteworthy(healed: MiniCluster) -> None:
         yield line(2, "CommandApplied", "machinery")
         yield line(3, "WorkerExited", "ended by signal 9", expected=False)
         yield line(4, "WorkerExited", "ended as told", expected=True)
-        yield EventLine(seq=5, recorded_at_us=0, type="Quarantined", quarantined="$.event.node: wrong")
+        yield EventLine(seq=5, recorded_at_us=0, type="QuarantinedMessage", quarantined="$.event.node: wrong")
         told.set()
         await asyncio.Event().wait()
 
@@ -193,7 +193,7 @@ def test_the_incident_table_suits_its_reader(healed: MiniCluster, monkeypatch: p
     file, terminal = io.StringIO(), Terminal()
     incident_table(healed.state, file)
     incident_table(healed.state, terminal)
-    (incident,) = healed.state.closed
+    (incident,) = healed.state.closed_incidents
     title, header, row = file.getvalue().splitlines()
     assert title == "incidents"
     assert header.split()[:3] == ["incident", "sev", "cause"]

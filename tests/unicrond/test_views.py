@@ -18,7 +18,7 @@ from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.log.event_log import LogDamaged
-from unicrond.events.wire.envelope import Quarantined
+from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.replay.cli import parser
 from unicrond.replay.views.commands import view_command
 from unicrond.service.coordinator.hooks import HeadViews
@@ -48,7 +48,7 @@ def test_steps_hang_together_and_end_with_the_fold() -> None:
     assert chain[0].before == ClusterState() and chain[-1].after == cluster.state
     assert all(step.after is after.before for step, after in pairwise(chain))
     assert [step.event for step in chain] == [entry.envelope.event for entry in cluster.log]
-    assert LogStep(cluster.state, Quarantined(9, 0, "x", "not JSON", 0), cluster.state).event is None
+    assert LogStep(cluster.state, QuarantinedMessage(9, 0, "x", "not JSON", 0), cluster.state).event is None
 
 
 def test_a_view_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -45,7 +45,7 @@ from unicrond.core.state.ordered_map import put
 from unicrond.core.state.state import ClusterState
 from unicrond.core.worth.costs import accrue
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema
 
 
@@ -54,8 +54,8 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     if entry.seq <= state.seq:
         return state
     seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
-    if not isinstance(entry, Recorded):
-        return replace(state, seq=seq, now_us=now_us, quarantined=state.quarantined + 1)
+    if not isinstance(entry, RecordedEvent):
+        return replace(state, seq=seq, now_us=now_us, quarantined_messages=state.quarantined_messages + 1)
     envelope = entry.envelope
     event = envelope.event
     if admission.is_repetition(state, envelope):

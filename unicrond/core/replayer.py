@@ -16,7 +16,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import Point
 from unicrond.events.vocabulary import AnyEvent, CoordinatorStarted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 EMPTY = ClusterState()
 
@@ -31,7 +31,7 @@ class LogStep(NamedTuple):
     @property
     def event(self) -> AnyEvent | None:
         """Return the entry's event; None for an entry that is quarantined."""
-        return self.entry.envelope.event if isinstance(self.entry, Recorded) else None
+        return self.entry.envelope.event if isinstance(self.entry, RecordedEvent) else None
 
 
 def steps(entries: Iterable[Entry], state: ClusterState = EMPTY) -> Iterator[LogStep]:
@@ -59,7 +59,7 @@ def policy_after(policy: Policy, entry: Entry) -> Policy:
 
     Raise ValueError for the policy of a version that has other settings.
     """
-    if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, CoordinatorStarted):
+    if not isinstance(entry, RecordedEvent) or not isinstance(entry.envelope.event, CoordinatorStarted):
         return policy
     event = entry.envelope.event
     try:

@@ -76,8 +76,8 @@ def status(options: argparse.Namespace) -> None:
     }
     if options.at is None:
         lines["digest"] = str(snapshot.body.get("digest"))
-    if state.quarantined:
-        lines["quarantined"] = f"{state.quarantined} messages in the log are not valid events"
+    if state.quarantined_messages:
+        lines["quarantined"] = f"{state.quarantined_messages} messages in the log are not valid events"
     for name, text in lines.items():
         print(f"{name:<12} {text}")
     if state.incidents:

@@ -18,7 +18,7 @@ from unicrond.ctl.waiting import POLL_S, TIME_IS_OVER
 from unicrond.display.cluster_tables import windows_table
 from unicrond.display.tables import show
 from unicrond.events.cli.command_line import UsageError
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 
 def cordon(options: argparse.Namespace) -> None:

@@ -74,7 +74,7 @@ def _summary(state: ClusterState) -> dict[str, str]:
         "reason": plan.reason,
         **({"why": explain_plan(state)} if explain_plan(state) else {}),
         **({"layouts": layouts} if (layouts := explain_layouts(state)) else {}),
-        "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.took_us)}{reused}",
+        "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.duration_us)}{reused}",
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",

@@ -63,7 +63,7 @@ def steps(slurm: Mapping[str, SlurmNode], nodes: Mapping[str, Node], ends: bool 
         slurm_node = slurm.get(name)
         if slurm_node is None or (node.status is NodeStatus.LEFT and not ends):
             continue
-        is_held = node.isolated and not (ends and not node.needs)
+        is_held = node.isolated and not (ends and not node.repair_need)
         is_ours = slurm_node.is_draining and slurm_node.reason.startswith(TO_SLURM)
         is_theirs = slurm_node.is_draining and not is_ours
         if ends:

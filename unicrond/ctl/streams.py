@@ -15,7 +15,7 @@ from unicrond.ctl.past_state import end_of, last_of, seq_at
 from unicrond.display.event_lines import EventLine
 from unicrond.display.flight import behind, collectives_table, ranks_table
 from unicrond.display.tables import interactive, show
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.selection import Selection
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _event_filter(client: Client, options: argparse.Namespace) -> Callable[[Even
             return False
         if not (options.severity or options.kind):
             return True
-        kind = kind_of(entry.envelope.event) if isinstance(entry, Recorded) else ""
+        kind = kind_of(entry.envelope.event) if isinstance(entry, RecordedEvent) else ""
         if not kind or (options.kind and kind not in options.kind):
             return False
         return not options.severity or severity_of(kind, severities).name in options.severity

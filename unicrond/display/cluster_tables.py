@@ -19,7 +19,7 @@ from unicrond.core.worth.costs import costs_at
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.display.tables import Table
 from unicrond.events.vocabulary import TaskAssignment
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16
@@ -67,7 +67,7 @@ def node_status(node: Node) -> str:
 
 def _node_reason(state: ClusterState, node: Node) -> str:
     """Return why the node does not work, and what it waits for; "" where it works."""
-    foretold = "" if node.isolated or not node.foretold else f"expected to fail: {node.foretold}"
+    foretold = "" if node.isolated or not node.failure_forecast else f"expected to fail: {node.failure_forecast}"
     return "; ".join(
         filter(None, (waits_for(state, node), node.reason or node.cordon_reason, departure_text(node), foretold))
     )
@@ -160,7 +160,9 @@ def departures(state: ClusterState) -> list[str]:
         if not node.window and (when := departure_text(node))
     ]
     lines += [
-        f"node {node.name} is expected to fail: {node.foretold}" for node in state.nodes.values() if node.foretold
+        f"node {node.name} is expected to fail: {node.failure_forecast}"
+        for node in state.nodes.values()
+        if node.failure_forecast
     ]
     for name, window in state.windows.items():
         when = f"{to_the_second(window.from_us)} to {to_the_second(window.until_us)}"
@@ -189,7 +191,7 @@ def workers_table(state: ClusterState, task: str = "", node: str = "") -> Table:
             if node not in ("", worker.node):
                 continue
             slow = owner.group.stragglers.get(worker.worker)
-            notes = [f"busy: {worker.busy}"] if worker.busy else []
+            notes = [f"busy: {worker.section}"] if worker.section else []
             notes += [f"{slow.factor:.2f} times as slow as the others"] if slow else []
             rows.append(
                 (
@@ -362,12 +364,16 @@ def costs_table(costs: Mapping[str, float]) -> Table:
 def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:
     """Build a table of closed incidents, then open ones, oldest first; of the closed ones only the `last`, if given.
 
-    Times of an open incident run until `now_us`. `redone`: micro-batches computed again.
+    Times of an open incident run until `now_us`. `repeated`: micro-batches computed again.
     """
-    closed = state.closed if last is None else state.closed[len(state.closed) - min(last, len(state.closed)) :]
+    closed = (
+        state.closed_incidents
+        if last is None
+        else state.closed_incidents[len(state.closed_incidents) - min(last, len(state.closed_incidents)) :]
+    )
     rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]
-    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "redone", "what")
-    return Table(headers, tuple(rows), frozenset({"detection", "transition", "redone"}), "no incident")
+    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "repeated", "what")
+    return Table(headers, tuple(rows), frozenset({"detection", "transition", "repeated"}), "no incident")
 
 
 def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
@@ -382,7 +388,7 @@ def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
         incident.response if incident.closed_us else f"{RESPONSE[incident.severity]} (open)",
         f"{milliseconds(detection_us)} ms",
         f"{milliseconds(transition_us)} ms",
-        str(incident.redone),
+        str(incident.micro_batches_repeated),
         incident.message.partition("\n")[0],
     )
 

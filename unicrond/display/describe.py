@@ -56,7 +56,11 @@ def data_of(state: ClusterState, kind: str, name: str) -> dict[str, Any]:
     _SECTIONS[kind](state, name)
     whole = to_json(state)
     if kind == "incident":
-        return {"incident": {**whole["incidents"], **{incident["id"]: incident for incident in whole["closed"]}}[name]}
+        return {
+            "incident": {**whole["incidents"], **{incident["id"]: incident for incident in whole["closed_incidents"]}}[
+                name
+            ]
+        }
     workers = [
         {"task": task.name, **whole["tasks"][task.name]["workers"][worker.worker]}
         for task in state.tasks.values()
@@ -128,14 +132,14 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         facts["cordoned"] = f"{plan}{until}: {node.cordon_reason}"
     if windows := windows_of(state, name):
         facts["maintenance"] = "; ".join(windows)
-    if node.foretold:
-        facts["expected to fail"] = node.foretold
+    if node.failure_forecast:
+        facts["expected to fail"] = node.failure_forecast
     if node.isolations:
         stay = node.isolation
         last = f", last: {stay.last} ({_when(stay.last_us)})" if stay and stay.last else ""
         facts["isolated"] = f"{node.isolations} times{last}"
-    if node.needs:
-        facts["needs"] = node.needs
+    if node.repair_need:
+        facts["needs"] = node.repair_need
     strikes = {task.name: task.troubles.strikes[name] for task in state.tasks.values() if name in task.troubles.strikes}
     if strikes:
         facts["strikes"] = ", ".join(f"{count} by {task}" for task, count in strikes.items())
@@ -181,7 +185,7 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
         if incident.resumed_us
         else "not yet",
         "symptoms": f"{incident.symptoms} explained",
-        "redone": f"{incident.redone} micro-batches, {incident.iterations_lost} iterations",
+        "repeated": f"{incident.micro_batches_repeated} micro-batches, {incident.iterations_lost} iterations",
         **(
             {"discarded": f"{incident.micro_batches_lost} finished micro-batches"}
             if incident.micro_batches_lost
@@ -217,7 +221,7 @@ def _incidents_section(state: ClusterState, incidents: list[Incident]) -> list[S
 
 
 def _incidents(state: ClusterState) -> list[Incident]:
-    return [*state.closed, *state.incidents.values()]
+    return [*state.closed_incidents, *state.incidents.values()]
 
 
 def _require(by_name: Mapping[str, Any], name: str, kind: str) -> Any:

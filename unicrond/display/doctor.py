@@ -65,7 +65,7 @@ def _check_versions(up: Sequence[Node], schema: int) -> Iterator[Finding]:
     versions: dict[str, list[str]] = defaultdict(list)
     for node in up:
         versions[node.version.partition("+")[0] or "unknown"].append(node.name)
-        if node.schema < schema or node.unread:
+        if node.schema < schema or node.unreadable_commands:
             symptom = f"its agent reads schema {node.schema}, the coordinator writes {schema}"
             yield Finding(node.name, symptom, "upgrade the agent (docs/operate/upgrading.md)")
     if len(versions) > 1:
@@ -100,7 +100,9 @@ def _check_services(state: ClusterState, up: Sequence[Node]) -> Iterator[Finding
 
 def without_clocks(reports: Iterable[Finding], probed_nodes: Collection[str]) -> list[Finding]:
     """Drop the findings about clocks of `probed_nodes`: the nodes' own answers count instead."""
-    return [finding for finding in reports if not (finding.what.startswith(_CLOCK) and finding.about in probed_nodes)]
+    return [
+        finding for finding in reports if not (finding.problem.startswith(_CLOCK) and finding.about in probed_nodes)
+    ]
 
 
 def _check_clocks(events: Iterable[EventLine], names: set[str]) -> Iterator[Finding]:

@@ -229,7 +229,7 @@ async def replay(cluster: DevCluster, seq: int) -> str:
 
 
 def _tell(story: DemoStory, state: ClusterState, replayed: str, took_s: float) -> int:
-    incidents = [*state.closed, *state.incidents.values()]
+    incidents = [*state.closed_incidents, *state.incidents.values()]
     print()
     incident_table(state)
     for fault, incident in zip(story.faults, incidents, strict=False):
@@ -249,7 +249,7 @@ def _tell(story: DemoStory, state: ClusterState, replayed: str, took_s: float) -
     print(f"  digest of the daemon at sequence {state.seq}: {story.digest}")
     print(f"  digest of a replay of the stored log:    {replayed or 'none'} ({'equal' if is_equal else 'NOT EQUAL'})")
     learned = all((task.progress.loss or 9e9) < (task.progress.first_loss or 0.0) for task in state.tasks.values())
-    healed = not state.incidents and len(state.closed) == len(story.faults) and is_equal and learned
+    healed = not state.incidents and len(state.closed_incidents) == len(story.faults) and is_equal and learned
     print(f"{'all healed' if healed else 'NOT all healed'}, in {took_s:.0f} s")
     return 0 if healed else 1
 

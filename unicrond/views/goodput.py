@@ -52,7 +52,7 @@ _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What incidents have cost one task. `detection`, `transition`: work, weighted FLOP; with `_us`: the time of it.
-    `lost_us`: what training the lost iterations again takes, and what was thrown away. `redone`, `micro_batches_lost`:
+    `lost_us`: what training the lost iterations again takes, and what was thrown away. `micro_batches_repeated`, `micro_batches_lost`:
     micro-batches."""
 
     detection: Decimal = ZERO
@@ -62,7 +62,7 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     interruptions: int = 0
     iterations_lost: int = 0
     lost_us: int = 0
-    redone: int = 0
+    micro_batches_repeated: int = 0
     micro_batches_lost: int = msgspec.field(default=0, name="thrown")
 
     def plus(self, hit: Hit, sign: int = 1) -> Hit:
@@ -253,7 +253,7 @@ def _lost_work(
         old = before.incidents.get(name)
         if old is None or old is incident or event.task not in incident.generations:
             continue
-        hit = Hit(redone=incident.redone - old.redone)
+        hit = Hit(micro_batches_repeated=incident.micro_batches_repeated - old.micro_batches_repeated)
         if event.source not in ("own", "replica"):
             previous = totals.open.get(name, {}).get(event.task, Hit()).iterations_lost
             more = max(0, task.progress.iteration - event.iteration + 1 - previous)

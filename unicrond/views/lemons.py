@@ -108,9 +108,9 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
             return event.node, "isolated"
         case v.NodeCordoned():
             return event.node, "cordoned"
-        case v.NodeChecked(passed=False):
+        case v.NodeChecked(has_passed=False):
             return event.node, "check_failed"
-        case v.NodeLost() if (node := before.nodes.get(event.node)) and not (node.injected or node.may_go):
+        case v.NodeLost() if (node := before.nodes.get(event.node)) and not (node.loss_ordered or node.may_go):
             return event.node, "lost"
         case v.AcceleratorReported(kind=kind) if kind is not None:
             return event.node, "xid"
@@ -153,7 +153,7 @@ def _is_ordered(state: ClusterState, incident: Incident) -> bool:
     task = state.tasks.get(incident.worker.rpartition(".")[0])
     worker = task.workers.get(incident.worker) if task else None
     node = state.nodes.get(incident.node)
-    return bool(worker and worker.injected) or bool(node and node.injected) or not incident.node
+    return bool(worker and worker.ordered_fault) or bool(node and node.loss_ordered) or not incident.node
 
 
 def _add_signal(signals: _Signals, node: str, name: str) -> _Signals:

@@ -74,7 +74,7 @@ def step_notices(step: LogStep) -> list[Notice]:
         case v.NodeReadmitted() if _is_isolated(before, event.node) and not _is_isolated(after, event.node):
             title = f"node {event.node} works again"
             notices.append(Notice(f"node:{event.node}", "isolated", "info", title, event.reason, is_over=True))
-        case v.NodeChecked(passed=False) | v.RepairEnded(passed=False) if _is_isolated(after, event.node):
+        case v.NodeChecked(has_passed=False) | v.RepairEnded(has_passed=False) if _is_isolated(after, event.node):
             procedure = "health check" if isinstance(event, v.NodeChecked) else "repair"
             title = f"node {event.node} stays isolated: its {procedure} failed"
             notices.append(Notice(f"node:{event.node}", "refused", "error", title, event.detail, ("unicronctl nodes",)))
@@ -118,7 +118,7 @@ def story(incident: Incident) -> str:
     if incident.closed_us:
         lines.append(
             f"healed: detected in {incident.detection_us / 1e6:.2f} s, transition {incident.transition_us / 1e6:.2f}"
-            f" s, {incident.redone} micro-batches redone"
+            f" s, {incident.micro_batches_repeated} micro-batches repeated"
         )
     return "\n".join(lines)
 
@@ -133,7 +133,11 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
             title = f"SEV1: {incident.kind} on {incident.node}"
             commands = f"unicron-replay story {name} --nats URL", "unicronctl status"
             notices.append(Notice(name, "sev1", "error", title, story(incident), commands))
-    closed = after.closed[-1] if after.closed is not before.closed and after.closed else None
+    closed = (
+        after.closed_incidents[-1]
+        if after.closed_incidents is not before.closed_incidents and after.closed_incidents
+        else None
+    )
     if closed is not None and closed.severity is Severity.SEV1:
         title = f"SEV1 healed: {closed.kind} on {closed.node}"
         notices.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))

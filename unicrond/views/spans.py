@@ -151,8 +151,8 @@ class Spans(JsonView):
         for name in before.incidents:
             if name in after.incidents or name not in self._tracks:
                 continue
-            if after.closed is not before.closed and after.closed[-1].id == name:
-                self._tracks[name].closed = after.closed[-1]
+            if after.closed_incidents is not before.closed_incidents and after.closed_incidents[-1].id == name:
+                self._tracks[name].closed = after.closed_incidents[-1]
             else:
                 old_track = self._tracks.pop(name)
                 if successor:
@@ -172,7 +172,10 @@ class Spans(JsonView):
                 track.stepped_us.setdefault(event.task, now_us)
             elif len(track.parts) < _CHILDREN_MAX:
                 about = _attributes(task=event.task, node=event.node, worker=event.worker)
-                about |= {"unicron.source": event.source, "unicron.micro_batches_dealt": event.dealt}
+                about |= {
+                    "unicron.source": event.source,
+                    "unicron.micro_batches_assigned": event.micro_batches_assigned,
+                }
                 track.parts.append(_SpanDraft("WorkerJoinedGroup", now_us - event.duration_us, now_us, about))
 
     def _open_command(self, state: ClusterState, command: v.Command, now_us: int) -> None:
@@ -224,7 +227,10 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
     about = _attributes(task=",".join(incident.tasks), node=incident.node, worker=incident.worker)
     about |= {"unicron.incident": incident.id, "unicron.severity": incident.severity.name}
     about |= {"unicron.response": incident.response, "unicron.message": incident.message}
-    about |= {"unicron.micro_batches_redone": incident.redone, "unicron.iterations_lost": incident.iterations_lost}
+    about |= {
+        "unicron.micro_batches_repeated": incident.micro_batches_repeated,
+        "unicron.iterations_lost": incident.iterations_lost,
+    }
     error = f"{incident.kind}: {incident.message}"
     root = _span(_SpanDraft(f"incident {incident.kind}", began_us, ended_us, about, error), trace, 0, "incident")
     yield root

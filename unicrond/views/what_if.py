@@ -35,8 +35,8 @@ from unicrond.core.state.state import ClusterState, Node, NodeStatus, Plan, Task
 from unicrond.core.tasks.task_rules import spec_faults
 from unicrond.core.worth.waf import linear_flops, waf
 from unicrond.events import vocabulary as v
-from unicrond.events.host.did_you_mean import guess
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.vocabulary.phrases import guess
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 #: More nodes than any question needs; a planner's row has one entry per worker.
@@ -235,4 +235,4 @@ def _fold_in(state: ClusterState, event: v.AnyEvent, producer: str) -> ClusterSt
     envelope = Envelope(
         producer=producer, boot=boot, number=number + 1, term=term, observed_at_us=state.now_us, event=event
     )
-    return fold(state, Recorded(state.seq + 1, state.now_us, envelope))
+    return fold(state, RecordedEvent(state.seq + 1, state.now_us, envelope))

@@ -122,6 +122,6 @@ def _tell(channel: AgentChannel, error: BaseException) -> None:
     try:
         process = context.current()
     except RuntimeError:
-        channel.send(error_report(error, 0, 0, "start"))
+        channel.send(error_report(channel.reporter, error, 0, 0, "start"))
     else:
-        channel.send(error_report(error, process.generation, process.iteration, process.phase))
+        channel.send(error_report(process.launch.reporter, error, process.generation, process.iteration, process.phase))

@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.protocol.messages import MembershipWait
 from unicrond.agents.trainer.groups.forming import Attempt, FormedGroup, GroupPlacement, event_after, nccl_error
 from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
 from unicrond.agents.trainer.groups.stores import StoreConnections
 from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.events.vocabulary import WorkerWaiting
 
 _POLL_CUDA_S = 0.002
 #: A worker that waits for longer for a group to meet says so: it has answered, and does not hang.
@@ -378,7 +378,7 @@ def form(
     try:
         in_time = channel.wait(over, WAITS_S if timeout_s is None else min(WAITS_S, timeout_s))
         if not in_time:
-            channel.send(MembershipWait(generation=generation))
+            channel.send(WorkerWaiting(**channel.reporter, generation=generation))
             in_time = channel.wait(over, None if timeout_s is None else max(0.0, timeout_s - WAITS_S))
     except BaseException:
         attempt.abandon()

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from unicrond.agents.protocol.messages import ErrorReport, GroupMembership, MembershipWait
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.groups.forming import GroupPlacement
 from unicrond.agents.trainer.groups.group import ShardGroup, form
 from unicrond.agents.trainer.groups.reporting import report_after_s
@@ -38,7 +38,7 @@ from unicrond.agents.trainer.lifecycle.verdict import Position, span_row, spans_
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.determinism import environment, environment_number
 from unicrond.agents.trainer.process.faults import classify_broken
-from unicrond.events.vocabulary import Phase
+from unicrond.events.vocabulary import ErrorReported, Phase, WorkerWaiting
 
 T = TypeVar("T")
 _MESSAGE_CHARS = 1024
@@ -139,7 +139,8 @@ class Rendezvous:
             self._wait_for_peer_reports()  # one that is still open is left first: others may wait in it
         if self._channel.newest(self.generation, urgent_only=True) is None:
             self._channel.send(
-                ErrorReport(
+                ErrorReported(
+                    **self._context.launch.reporter,
                     kind=kind,
                     generation=self.generation,
                     iteration=iteration,
@@ -147,7 +148,7 @@ class Rendezvous:
                     message=failure[:_MESSAGE_CHARS],
                     detail="",
                     peer="" if peer is None else self._workers[peer],
-                    lost=self._lost_workers if kind == "connection_broken" else (),  # a time-out ends them all
+                    lost_peers=self._lost_workers if kind == "connection_broken" else (),  # a time-out ends them all
                 )
             )
 
@@ -198,7 +199,7 @@ class Rendezvous:
         self.together(meet)
         group = self.group
         assert group is not None
-        group.on_wait = partial(self._channel.send, MembershipWait(generation=membership.generation))
+        group.on_wait = partial(self._channel.send, WorkerWaiting(**launch.reporter, generation=membership.generation))
         self._workers = workers
 
     def exchange(self, position: Position, micro_batches: int, buckets: int, *, sharded: bool) -> list[Position]:

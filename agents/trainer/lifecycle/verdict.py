@@ -166,9 +166,9 @@ class GroupVerdict:
     `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `additions[m]`: micro-batches of `iteration` newly assigned to member m, on top of what it then has.
-    `redone[m]`: how many of these are another's whose result was lost. `lane_assignment`: with lanes, who has and does
-    what. `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that
-    each member holds (sharded optimizer state).
+    `repeated[m]`: how many of these are another's whose result was lost. `lane_assignment`: with lanes, who has and
+    does what. `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans
+    that each member holds (sharded optimizer state).
     """
 
     iteration: int
@@ -177,7 +177,7 @@ class GroupVerdict:
     receivers: frozenset[int]
     additions: tuple[tuple[int, ...], ...]
     fresh: bool
-    redone: tuple[int, ...] = ()
+    repeated: tuple[int, ...] = ()
     final: frozenset[int] = frozenset()
     shares: tuple[tuple[Span, ...], ...] = ()
     lane_assignment: Assignment | None = None
@@ -249,7 +249,7 @@ def judge(
         receivers=receivers,
         additions=additions,
         fresh=False,
-        redone=tuple(
+        repeated=tuple(
             len(unassigned.intersection(new_batches)) if old_batches else 0
             for old_batches, new_batches in zip(assignments, additions, strict=True)
         ),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unicrond.agents.protocol.exits import EXIT_NO_MEMBERSHIP
+from unicrond.agents.protocol.messages import EXIT_NO_MEMBERSHIP
 from unicrond.agents.trainer.lifecycle import effects as e
 from unicrond.agents.trainer.lifecycle import run
 from unicrond.agents.trainer.lifecycle.failures import RendezvousTimedOut

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unicrond.agents.protocol.injection import Point
-from unicrond.agents.protocol.messages import Committed, GroupMembership
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.detection.checksum import checksum_of_pieces
 from unicrond.agents.trainer.detection.observing import Detection
@@ -122,7 +122,9 @@ class EffectHandlers:
 
     def _send(self, effect: e.Send) -> None:
         message = effect.message
-        self.context.channel.send(self.detection.with_checksums(message) if isinstance(message, Committed) else message)
+        self.context.channel.send(
+            self.detection.with_checksums(message) if isinstance(message, IterationCommitted) else message
+        )
 
     def _log(self, effect: e.Log) -> None:
         print(f"{self.context.launch.worker}: {effect.text}", flush=True)

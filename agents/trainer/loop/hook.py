@@ -30,8 +30,7 @@ from typing import Any
 import msgspec
 import torch
 
-from unicrond.agents.protocol.exits import LEFT_EARLY
-from unicrond.agents.protocol.messages import Ready
+from unicrond.agents.protocol.messages import LEFT_EARLY
 from unicrond.agents.protocol.sampling import Sampling, work_seed
 from unicrond.agents.trainer.detection.checksum import checksum
 from unicrond.agents.trainer.detection.observing import Detection
@@ -58,6 +57,7 @@ from unicrond.agents.trainer.sharded.sharing import Sharing
 from unicrond.agents.trainer.states.layout import layout_of
 from unicrond.agents.trainer.states.saving import Saving
 from unicrond.agents.trainer.states.state import Stateful, TrainingState, flatten
+from unicrond.events.vocabulary import WorkerReady
 
 MAX_REASON = 512
 _FLUSH_S = 2.0
@@ -191,7 +191,7 @@ class Hook:
         accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
         process.finish = hook._finish
-        process.channel.send(Ready())
+        process.channel.send(WorkerReady(**process.launch.reporter))
         return hook
 
     @staticmethod
@@ -406,7 +406,9 @@ class Hook:
         if process.has_ended or error is None:
             return
         print(f"{process.launch.worker}: {error}", file=sys.stderr, flush=True)
-        process.channel.send(error_report(error, process.generation, process.iteration, process.phase))
+        process.channel.send(
+            error_report(process.launch.reporter, error, process.generation, process.iteration, process.phase)
+        )
         process.channel.flush(_FLUSH_S)
         process.has_ended = True
 

@@ -358,9 +358,9 @@ class Adapter:
             save()
         except Exception as error:
             self.log(f"Megatron's checkpoint was not saved: {type(error).__name__}: {error}")
-            self._context.channel.send(unsaved(self._iteration, "program", error))
+            self._context.channel.send(unsaved(self._context.launch.reporter, self._iteration, "program", error))
             self._unsaved = True
         else:
             if self._unsaved and is_new:
-                self._context.channel.send(unsaved(self._iteration, "program"))
+                self._context.channel.send(unsaved(self._context.launch.reporter, self._iteration, "program"))
                 self._unsaved = False

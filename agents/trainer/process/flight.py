@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from unicrond.agents.protocol.flight import Flight
-from unicrond.events.queries.collectives import COLLECTIVES_MAX, Collective
+from unicrond.agents.protocol.messages import Flight
+from unicrond.events.queries.worker_queries import COLLECTIVES_MAX, Collective
 
 #: library -> the function of torch._C._distributed_c10d that dumps its recorder; a build without NCCL lacks the second.
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}

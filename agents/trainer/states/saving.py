@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from unicrond.agents.protocol.memory import Draft, Memory, TooLarge
-from unicrond.agents.protocol.messages import Captured, GroupMembership, SaveError, SaveFinished
+from unicrond.agents.protocol.messages import GroupMembership, Reporter
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.states import checkpoint, interval
 from unicrond.agents.trainer.states.state import BadState, TrainingState
 from unicrond.agents.trainer.states.state_bytes import Flat, read
-from unicrond.events.vocabulary import Saver
+from unicrond.events.vocabulary import CheckpointSaved, SaveFailed, Saver, SnapshotStored
 
 #: For captures on their way to storage only: bounds nothing that the state itself does not.
 _PRIVATE_MAX_BYTES = 1 << 62
@@ -213,7 +213,10 @@ class Saving:
         source = self.memory or self._private
         if self.memory is not None:
             self._context.channel.send(
-                Captured(
+                SnapshotStored(
+                    node=self._context.launch.node,
+                    task=spec.name,
+                    origin=self._context.launch.node,
                     shard=self._context.replica.shard,
                     iteration=iteration,
                     generation=generation,
@@ -245,7 +248,7 @@ class Saving:
 
     def _not_saved(self, iteration: int, error: Exception) -> None:
         print(f"{self._context.launch.worker}: did not save checkpoint {iteration}: {error}", file=sys.stderr)
-        self._context.channel.send(unsaved(iteration, "unicron", error))
+        self._context.channel.send(unsaved(self._context.launch.reporter, iteration, "unicron", error))
 
     def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
         """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.
@@ -292,7 +295,8 @@ class Saving:
         self._stored = job.iteration
         if saved is not None:
             self._context.channel.send(
-                SaveFinished(
+                CheckpointSaved(
+                    **self._context.launch.reporter,
                     iteration=job.iteration,
                     path=str(saved.path),
                     size_bytes=saved.size_bytes,
@@ -330,10 +334,10 @@ class Saving:
         return partial(context.injection.fire, "saving", iteration + 1, context.generation)
 
 
-def unsaved(iteration: int, by: Saver, error: Exception | None = None) -> SaveError:
-    """Return the message for the agent that a save has failed; `error` None: that it is saved again."""
+def unsaved(reporter: Reporter, iteration: int, saver: Saver, error: Exception | None = None) -> SaveFailed:
+    """Return the event that a save has failed; `error` None: that it is saved again."""
     reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS] if error else ""
-    return SaveError(iteration=iteration, by=by, reason=reason)
+    return SaveFailed(**reporter, iteration=iteration, saver=saver, reason=reason)
 
 
 def _is_over(future: Future[Any] | None) -> bool:

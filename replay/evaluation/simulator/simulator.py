@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary.phrases import guess
 from unicrond.replay.evaluation.model.assumptions import DEFAULTS, Assumptions
 from unicrond.replay.evaluation.model.meter import RunCosts
 from unicrond.replay.evaluation.model.traces import Trace

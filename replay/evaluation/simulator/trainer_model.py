@@ -202,7 +202,7 @@ class TrainerGroup:
             worker=process.worker,
             generation=target.generation,
             iteration=self.committed + 1,
-            dealt=0,
+            micro_batches_assigned=0,
             duration_us=self.world.clock.now_us - self._since_us,
             source=source,
         )

@@ -27,7 +27,7 @@ from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand, starts
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import schema_of
 
 #: Name -> sentence; a test compares docs/design/simulation.md with this table.
@@ -87,7 +87,7 @@ class Violation(AssertionError):
 # --- when an entry becomes durable ---------------------------------------------------------------
 
 
-def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: Recorded) -> str:
+def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: RecordedEvent) -> str:
     """Check the events after a planned end. `after`: the state after the loss of a node that has announced its end, its
     return, or a report of the next agent before that."""
     event = entry.envelope.event
@@ -106,7 +106,7 @@ def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry:
 
 def newest_term_decides(newest_term: int, entry: Entry) -> str:
     """Check the fence: see events/log/event_log.py."""
-    if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, v.Decision | v.Command):
+    if not isinstance(entry, RecordedEvent) or not isinstance(entry.envelope.event, v.Decision | v.Command):
         return ""
     if isinstance(entry.envelope.event, v.CoordinatorStarted) or entry.envelope.term == newest_term:
         return ""
@@ -123,7 +123,7 @@ def leaders_stay(claim: v.CoordinatorStarted, sound_for_s: float, limit_s: float
     return f"{claimed} from a head that lives, and has reached the log for {sound_for_s:.1f} s"
 
 
-def commands_can_be_read(basis: ClusterState, entry: Recorded) -> str:
+def commands_can_be_read(basis: ClusterState, entry: RecordedEvent) -> str:
     """Check the schema of a command or decision. `basis`: the state that it was decided from."""
     event = entry.envelope.event
     if isinstance(event, v.CoordinatorStarted) or not isinstance(event, v.Decision | v.Command):
@@ -138,7 +138,7 @@ def commands_can_be_read(basis: ClusterState, entry: Recorded) -> str:
 def decisions_take_effect(before: ClusterState, basis: ClusterState, entry: Entry) -> str:
     """Check the hold: a coordinator that does not wait for its own events decides again what it has decided. `basis`:
     the state that it was decided in."""
-    if not isinstance(entry, Recorded) or entry.envelope.term != before.term:
+    if not isinstance(entry, RecordedEvent) or entry.envelope.term != before.term:
         return ""
     event, where = entry.envelope.event, f"entry {entry.seq}: {type(entry.envelope.event).__name__}"
     match event:
@@ -158,7 +158,7 @@ def decisions_take_effect(before: ClusterState, basis: ClusterState, entry: Entr
                     return f"{where} starts {start.worker}, though {then.numbers.next_worker} is the next free number"
         case v.MembershipPart(task=name, generation=generation, part=part) if part > 1:
             task = before.tasks.get(name)
-            telling = task.group.telling if task is not None else None
+            telling = task.group.membership_parts if task is not None else None
             if telling is None or (telling.generation, telling.parts + 1) != (generation, part):
                 return f"{where} {part} of {name}, generation {generation}, follows {telling}"
         case v.TransitionCompleted(incident=incident) if incident not in before.incidents:
@@ -237,7 +237,7 @@ def nodes_are_checked_empty(basis: ClusterState, check: v.CheckNode) -> str:
     """Check the order of a health check. `basis`: the state that it was decided in."""
     node = basis.nodes[check.node]
     workers = [worker for _, worker in basis.by_node.on(node.name)]
-    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.foretold and workers else ""
+    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.failure_forecast and workers else ""
 
 
 def innocents_stay(
@@ -253,7 +253,10 @@ def innocents_stay(
         nodes = {worker.node for worker in task.workers.values()} | {isolated.node}
         if 2 * len(nodes.intersection(bad_ends)) >= len(nodes):
             continue
-        clear = task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear.get(isolated.node, 0) >= strikes_max
+        clear = (
+            task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear_breaks.get(isolated.node, 0)
+            >= strikes_max
+        )
         if clear:
             return f"{isolated.node} is isolated, though it never had a fault: {isolated.reason}"
     return ""
@@ -267,12 +270,12 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
         return ""
     if not before.check_limit_us:
         return ""  # the head has no checks
-    if previous.needs in ("reboot", "replace", "other") and "repair" not in cleared:
-        return f"{node} is readmitted, which needs {previous.needs}, and no operator has been there"
+    if previous.repair_need in ("reboot", "replace", "other") and "repair" not in cleared:
+        return f"{node} is readmitted, which needs {previous.repair_need}, and no operator has been there"
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {previous.reason}"
 
 
-def layouts_are_the_plans(before: ClusterState, entry: Recorded) -> str:
+def layouts_are_the_plans(before: ClusterState, entry: RecordedEvent) -> str:
     """Check a reshaping. `before`: the state that the entry meets."""
     event = entry.envelope.event
     if not isinstance(event, v.TaskReshaped) or not event.plan or entry.envelope.term != before.term:
@@ -384,7 +387,7 @@ def acknowledged_events_stay(entries: Sequence[Entry], acknowledged: Iterable[tu
     """Check that acknowledged events are in the log, with the numbers that it gave them."""
     for seq, envelope in acknowledged:
         entry = entries[seq - 1] if seq <= len(entries) else None
-        if not isinstance(entry, Recorded) or not _equal(entry.envelope, envelope):
+        if not isinstance(entry, RecordedEvent) or not _equal(entry.envelope, envelope):
             return f"{envelope.event_id} was acknowledged as entry {seq}; there stands {entry}"
     return ""
 

@@ -11,7 +11,7 @@ from unicrond.replay.simulation.cluster.agent import SimulatedAgent
 from unicrond.replay.simulation.cluster.fork_server import SimulatedForkServer
 from unicrond.replay.simulation.cluster.log_client import ClusterParts
 from unicrond.replay.simulation.cluster.run_dir import RunDisk
-from unicrond.replay.simulation.models.memory import Copy, NodeMemory, held_state
+from unicrond.replay.simulation.models.memory import Copy, NodeMemory, snapshot
 from unicrond.replay.simulation.models.network import Link, Pipe
 from unicrond.replay.simulation.models.virtual_time import HostClock
 from unicrond.replay.simulation.trainer.process import Process
@@ -243,7 +243,7 @@ class Host:
         copy = copy._replace(origin=origin)
         self.fork_server.memory.keep(task, shard, copy)
         if self.agent is not None:
-            self.agent.feed(StateHeld(held_state=held_state(task, shard, copy)))
+            self.agent.feed(StateHeld(snapshot=snapshot(self.name, task, shard, copy)))
         return True
 
     # --- what others see -------------------------------------------------------------------------

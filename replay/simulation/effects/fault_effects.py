@@ -255,7 +255,9 @@ def _ill_accelerator(world: World, fault: SimulatedFault) -> None:
             foretold = fault.how == "foretold"
             kind: Any = None if foretold else fault.how or None
             needs: Any = "reboot" if kind == "gpu_broken" else ""
-            saw = AcceleratorSaw(accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", needs=needs)
+            saw = AcceleratorSaw(
+                accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", repair_need=needs
+            )
             host.agent.feed(replace(saw, predicts_failure=foretold))
             host.is_unhealthy = bool(fault.how)
             until(world, fault, lambda host=host: setattr(host, "is_unhealthy", False))  # type: ignore[misc]

@@ -350,7 +350,9 @@ def _readmit_unchecked() -> None:
 
 
 def _believe_any_check() -> None:
-    patch_fold(v.NodeChecked, lambda fold: lambda before, event, env: fold(before, replace(event, passed=True), env))
+    patch_fold(
+        v.NodeChecked, lambda fold: lambda before, event, env: fold(before, replace(event, has_passed=True), env)
+    )
 
 
 def _check_what_needs_hands() -> None:

@@ -32,7 +32,7 @@ def _act_on_a_stale_epoch() -> None:
             """Handle a stale command as a new one."""
             if (order.term, order.command.epoch) < turn.memory.fence:
                 # All that would recognise it has to go: the fence is not the only defence.
-                turn.remember(fence=(0, 0), answered={}, ended_workers={})
+                turn.remember(fence=(0, 0), answers={}, ended_workers={})
             commanded(turn, order)
 
         return unfenced
@@ -46,7 +46,7 @@ def _start_again() -> None:
 
         def forgetful(turn: Any, order: Any) -> None:
             """Handle the command as if none had been answered."""
-            turn.remember(answered={}, ended_workers={})
+            turn.remember(answers={}, ended_workers={})
             commanded(turn, order)
 
         return forgetful

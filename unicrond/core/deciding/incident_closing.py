@@ -34,7 +34,7 @@ def close_incident(batch: DecisionBatch, incident: Incident, fresh: bool) -> Non
             response=RESPONSE[incident.severity],
             detection_us=max(0, incident.detected_us - incident.occurred_us),
             transition_us=max(0, end_us - incident.detected_us),
-            micro_batches_redone=incident.redone,
+            micro_batches_repeated=incident.micro_batches_repeated,
             reason=_outcome(state, incident),
             detection_flop=detection_flop,
             transition_flop=transition_flop,

@@ -48,7 +48,7 @@ def escalate(batch: DecisionBatch, incident: Incident, policy: Policy) -> None:
     state = batch.state
     task = state.tasks.get(incident.worker.rpartition(".")[0])
     worker = task.workers.get(incident.worker) if task else None
-    if not incident.ripe or task is None or worker is None or not worker.alive:
+    if not incident.is_overdue or task is None or worker is None or not worker.alive:
         return
     if task.status is not TaskStatus.ACTIVE:
         return
@@ -131,14 +131,14 @@ def fail_task(batch: DecisionBatch, task: Task, policy: Policy) -> None:
     """Fail the task where the same failure on two nodes shows that it is the task's own, or where it restarts without
     end."""
     failing = _failing_nodes(task, policy)
-    early = task.troubles.early >= _EARLY_MAX
+    early = task.troubles.early_ends >= _EARLY_MAX
     if (len(failing) < 2 or _makes_progress(task)) and task.troubles.stuck < policy.stuck_max and not early:
         return
     incidents = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
     last = incidents[-1] if incidents else None
     stuck = f"failed {task.troubles.stuck} times without a new iteration after {task.progress.best_iteration}"
     cause = (
-        f"its program ended {_times(task.troubles.early)} in mid-training without hook.stop(reason)"
+        f"its program ended {_times(task.troubles.early_ends)} in mid-training without hook.stop(reason)"
         if early
         else f"its workers failed to restart on {' and '.join(failing)}"
         if len(failing) >= 2
@@ -158,11 +158,11 @@ def _faulty_nodes(state: ClusterState, task: Task, policy: Policy) -> Iterator[t
             if node not in training:
                 times_failed = _times(troubles.strikes[node])
                 yield node, f"workers of {task.name} ended here {times_failed} without a committed step"
-    unclear = [node for node, times in troubles.unclear.items() if times >= policy.strikes_max]
+    unclear = [node for node, times in troubles.unclear_breaks.items() if times >= policy.strikes_max]
     for node, times in troubles.breaks.items():
         if times < policy.strikes_max:
             continue
-        clear = times - troubles.unclear.get(node, 0) >= policy.strikes_max
+        clear = times - troubles.unclear_breaks.get(node, 0) >= policy.strikes_max
         if clear or (
             len(unclear) < _UNCLEAR_MAX and (troubles.stuck >= policy.strikes_max or _can_try_elsewhere(state, task))
         ):
@@ -204,7 +204,7 @@ def isolate_nodes(batch: DecisionBatch, policy: Policy) -> None:
         flaps = [at_us for at_us in node.returns_us if at_us > state.now_us - window_us]
         if len(flaps) >= flaps_max:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
-        if node.foretold and departing.can_spare(batch, node):
-            reasons.append(f"its failure is expected: {node.foretold}")
+        if node.failure_forecast and departing.can_spare(batch, node):
+            reasons.append(f"its failure is expected: {node.failure_forecast}")
         if reasons:
             batch.add(v.NodeIsolated(node=node.name, until_us=None, reason=reasons[0][:1024]))

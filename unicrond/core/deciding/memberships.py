@@ -32,11 +32,11 @@ def repair_membership(batch: DecisionBatch, task: Task) -> bool:
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the group broke and all members are alive")
         return True
-    if _with_state(task, living) and task.group.overdue == task.generation:
+    if _with_state(task, living) and task.group.overdue_generation == task.generation:
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the membership was not met in time")
         return True
-    if task.membership is not None and task.group.unread == task.generation and len(living) == len(current):
+    if task.membership is not None and task.group.unread_generation == task.generation and len(living) == len(current):
         urgent, handover = task.membership.urgent, not current
         reason = "a node could not read the membership: sent again in its schema"
         set_membership(batch, task, current, urgent=urgent, reason=reason, handover=handover)
@@ -121,7 +121,7 @@ def settled(survey: Survey, task: Task) -> bool:
 def _grace_expired(state: ClusterState, task: Task) -> bool:
     """Return whether the group of the newest generation broke, or of the one that it follows, and no death has
     explained the break in time."""
-    return any(incident.ripe for incident in _breaks(state, task))
+    return any(incident.is_overdue for incident in _breaks(state, task))
 
 
 def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:

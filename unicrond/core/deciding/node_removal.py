@@ -17,7 +17,7 @@ def forget_nodes(batch: DecisionBatch) -> None:
     for name in batch.survey.nodes.forgetting:
         node = state.nodes[name]
         if node.status is NodeStatus.UP:
-            if not (node.dismissed or node.leaving):
+            if not (node.leave_ordered or node.leaving):
                 _tell(batch, node, for_good=True)
         elif not is_planned_for(state, name):
             if node.status is NodeStatus.LOST and not node.leaving:

@@ -18,7 +18,9 @@ def readmit_nodes(batch: DecisionBatch) -> None:
     for node in isolated:
         phase = isolation.phase(state, node)
         if phase is IsolationPhase.TO_CHECK:
-            if not (node.foretold and state.by_node.on(node.name)):  # nothing has failed: its workers leave first
+            if not (
+                node.failure_forecast and state.by_node.on(node.name)
+            ):  # nothing has failed: its workers leave first
                 _check(batch, node)
         elif node.name in blamed:
             continue

@@ -69,7 +69,7 @@ def kind_of(event: v.AnyEvent) -> str:
         case v.AcceleratorReported():
             return event.kind or ""
         case v.WorkerExited():
-            return "" if event.expected else "process_exit"
+            return "" if event.is_expected else "process_exit"
         case v.HangSuspected():
             return "hang"
         case v.CorruptionSuspected():

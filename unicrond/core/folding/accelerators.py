@@ -33,9 +33,9 @@ def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, enve
     if event.kind is None:
         expected = event.predicts_failure and not node.isolated
         message = f"{event.accelerator}: {event.message}"[:1024]
-        return with_node(state, replace(node, foretold=message)) if expected else state
+        return with_node(state, replace(node, failure_forecast=message)) if expected else state
     if severity_of(event.kind, state.severity) is Severity.SEV1:
-        node = isolation.with_repair_need(node, event.needs)
+        node = isolation.with_repair_need(node, event.repair_need)
         state = with_node(state, node)
     message = f"{event.accelerator}: {event.message}"[:1024]
     pair = find_worker(state, event.worker.rpartition(".")[0], event.worker)

@@ -98,7 +98,7 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
     """Remove the worker of a failed start and count a strike; learn the schema of an agent that cannot read the
     command."""
     state = isolation.check_refused(state, event)
-    if event.reads:
+    if event.readable_schema:
         state, is_new = _learn_schema(state, event)
         if is_new:
             return _resend(state, event)
@@ -127,8 +127,10 @@ def _learn_schema(state: ClusterState, event: v.CommandFailed) -> tuple[ClusterS
     node = state.nodes.get(event.node)
     if node is None:
         return state, False
-    node = replace(node, schema=min(node.schema, event.reads), unread=node.unread + 1)
-    return with_node(state, node), node.unread <= UNREAD_MAX
+    node = replace(
+        node, schema=min(node.schema, event.readable_schema), unreadable_commands=node.unreadable_commands + 1
+    )
+    return with_node(state, node), node.unreadable_commands <= UNREAD_MAX
 
 
 def _resend(state: ClusterState, event: v.CommandFailed) -> ClusterState:
@@ -150,5 +152,5 @@ def resend_memberships(state: ClusterState, node: str) -> ClusterState:
         workers = [task.workers[name] for name in state.by_node.of_task(node, task.name)]
         alive = [worker for worker in workers if worker.alive]
         if any(task.generation_of(worker) < task.generation for worker in alive) and not task.confirmed:
-            state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))
+            state = with_task(state, replace(task, group=replace(task.group, unread_generation=task.generation)))
     return state

@@ -47,15 +47,15 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         empty_by_us=old.empty_by_us if old else 0,
         overdue=old.overdue if old else False,
         window=old.window if old else "",
-        foretold=old.foretold if old else "",
+        failure_forecast=old.failure_forecast if old else "",
         returns_us=old.returns_us if old else (),
-        injected=old.injected if old else False,
+        loss_ordered=old.loss_ordered if old else False,
         reason=old.reason if old and old.isolated else "",
         commands=old.commands if old else 0,
         memory=event.memory,
         schema=spoken_schema(event.version),
         isolation=old.isolation if old else None,
-        needs=old.needs if old else "",
+        repair_need=old.repair_need if old else "",
         users=event.users,
         since_boot=event.since_boot,
         forgetting=old.forgetting if old else "",
@@ -80,8 +80,8 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
 
 def _count_return(state: ClusterState, node: Node) -> Node:
     """Note that the node has returned from a loss, unless the loss was injected."""
-    if node.injected:  # the loss was an injected fault
-        return replace(node, injected=False)
+    if node.loss_ordered:  # the loss was an injected fault
+        return replace(node, loss_ordered=False)
     return replace(node, returns_us=(*node.returns_us, state.now_us)[-RETURNS_MAX:])
 
 
@@ -207,7 +207,9 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
             state = with_incident(state, advance(incident, IncidentTrigger.NODE_ISOLATED, severity=Severity.SEV1))
     for task in state.tasks.values():
         troubles = task.troubles
-        if troubles.breaks.get(event.node, 0) > troubles.unclear.get(event.node, 0):  # that explains its peers' losses
+        if troubles.breaks.get(event.node, 0) > troubles.unclear_breaks.get(
+            event.node, 0
+        ):  # that explains its peers' losses
             state = with_task(state, replace(task, troubles=replace(troubles, ends={})))
     return with_node(
         state,
@@ -249,7 +251,9 @@ def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -
     node = state.nodes.get(event.node)
     if node is None or agent_mismatch(state, event):
         return state
-    return with_node(state, replace(departures.uncordoned(isolation.pardon(state, node, event.reason)), foretold=""))
+    return with_node(
+        state, replace(departures.uncordoned(isolation.pardon(state, node, event.reason)), failure_forecast="")
+    )
 
 
 #: Prefix of a cordon's reason where the machine's operator wants the cordon, and no person of this cluster.
@@ -294,7 +298,7 @@ def leave_commanded(state: ClusterState, event: v.LeaveCluster, _: Envelope) -> 
     """Count the command to leave, which a node's agent gets once."""
     state = commands.count_command(state, event.node)
     node = state.nodes.get(event.node)
-    return with_node(state, replace(node, dismissed=True)) if node is not None else state
+    return with_node(state, replace(node, leave_ordered=True)) if node is not None else state
 
 
 def node_forgotten(state: ClusterState, event: v.NodeForgotten, _: Envelope) -> ClusterState:

@@ -73,7 +73,7 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
     return replace(
         state,
         incidents={name: i for name, i in state.incidents.items() if name != event.incident},
-        closed=(*state.closed, closed)[-CLOSED_INCIDENTS_MAX:],
+        closed_incidents=(*state.closed_incidents, closed)[-CLOSED_INCIDENTS_MAX:],
     )
 
 

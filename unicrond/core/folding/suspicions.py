@@ -26,7 +26,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     newest = event.generation == task.generation and task.is_member(worker.worker)
     # The group before a planned membership works until the boundary; where all members leave, until they have left.
     at_work = event.generation in task.in_use or worker in task.leavers
-    before = bool(event.told) and at_work and task.generation_of(worker) == event.generation
+    before = bool(event.report_number) and at_work and task.generation_of(worker) == event.generation
     if not (newest or before) or is_stale(task, event):
         return state
     task = _with_suspicions(task, put(task.group.suspicions, worker.worker, event))

@@ -67,13 +67,13 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
 
 def _pace_in_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
     """Return the pace for replicas of another form, with the throughputs that were measured in it before."""
-    pace, by_layout = replace(pace, timings=(), warm=0), dict(pace.elsewhere)
+    pace, by_layout = replace(pace, timings=(), warm_up_reports=0), dict(pace.other_layouts)
     if pace.measurements and after.layouts:
         by_layout[layout_key(before.shape)] = pace.measurements
     throughputs = by_layout.pop(layout_key(after.shape), {})
     if not after.layouts:
-        return replace(pace, measurements=throughputs, elsewhere={}, on_gpus={})
-    return replace(pace, measurements=throughputs, elsewhere=by_layout)
+        return replace(pace, measurements=throughputs, other_layouts={}, on_gpus={})
+    return replace(pace, measurements=throughputs, other_layouts=by_layout)
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
@@ -106,7 +106,7 @@ def stop_asked(state: ClusterState, event: v.StopRequested, _: Envelope) -> Clus
     if task.status is not TaskStatus.ACTIVE:
         return state
     ending = replace(ending, stop=ending.stop or event.reason or "no reason given")
-    if event.left:
+    if event.has_left_loop:
         ending = replace(ending, loop_exits=ending.loop_exits | {event.worker: event.iteration})
         members = task.member_names
         if members and all(ending.loop_exits.get(name) == event.iteration for name in members):

@@ -30,7 +30,7 @@ from unicrond.core.state.changes import with_node
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, Window
 from unicrond.events import vocabulary as v
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 _SECOND_US = 1_000_000
 #: Where all workers of a task leave, the lead's replica may have to write the whole state to storage before it does.

@@ -91,7 +91,7 @@ def phase(state: ClusterState, node: Node) -> IsolationPhase:
 
 def needs_hands(node: Node) -> bool:
     """Return whether somebody has to reboot the node or replace a part, and has not yet."""
-    return node.needs in _NEEDS_HANDS and not (node.isolation and node.isolation.repaired)
+    return node.repair_need in _NEEDS_HANDS and not (node.isolation and node.isolation.repaired)
 
 
 # --- what the fold does --------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def initial_isolation(state: ClusterState, node: Node) -> Isolation | None:
     """Return what a node waits for that is isolated now; None: only for a time."""
     if not state.check_limit_us:
         return None
-    if node.foretold:
+    if node.failure_forecast:
         return Isolation(cause="hardware")
     blamed = (i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost")
     if any(incident.node == node.name for incident in blamed):
@@ -121,8 +121,8 @@ def with_repair_need(node: Node, needs: v.RepairNeed) -> Node:
     """Return the node with what a driver says its hardware needs; the worst need counts. Said after a repair: it rests
     again."""
     if needs not in _NEEDS_HANDS or not node.isolation or not node.isolation.repaired:
-        return replace(node, needs=max(node.needs, needs, key=_NEEDS.index)) if needs else node
-    return _rest_again(replace(node, needs=needs), f"after the repair it needs {needs} again", 0)
+        return replace(node, repair_need=max(node.repair_need, needs, key=_NEEDS.index)) if needs else node
+    return _rest_again(replace(node, repair_need=needs), f"after the repair it needs {needs} again", 0)
 
 
 def check_begun(state: ClusterState, event: v.CheckNode) -> ClusterState:
@@ -138,7 +138,7 @@ def node_checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
     node = state.nodes.get(event.node)
     if node is None or node.isolation is None or not _awaits_answer(node, event.command_id):
         return state
-    if not event.passed:
+    if not event.has_passed:
         return with_node(state, _rest_again(node, f"its check failed: {event.detail}", state.now_us))
     isolation = replace(node.isolation, command_id="", check_passed=True, last=event.detail, last_us=state.now_us)
     return with_node(state, replace(node, isolation=isolation))
@@ -175,7 +175,7 @@ def repair_ended(state: ClusterState, event: v.RepairEnded) -> ClusterState:
     node = state.nodes.get(event.node)
     if node is None or not node.isolated or node.isolation is None or event.isolation != node.isolations:
         return state
-    if not event.passed:
+    if not event.has_passed:
         return with_node(state, _rest_again(node, f"its repair failed: {event.detail}", state.now_us))
     last = f"its repair has done its work: {event.detail}"
     return with_node(state, replace(node, isolation=replace(node.isolation, repaired=True, last=last)))
@@ -190,7 +190,9 @@ def pardon(state: ClusterState, node: Node, reason: str) -> Node:
 
 def end(node: Node) -> Node:
     """Return the node in service again, with nothing held against its hardware."""
-    return replace(node, isolated=False, isolation_over=False, reason="", isolation=None, needs="", foretold="")
+    return replace(
+        node, isolated=False, isolation_over=False, reason="", isolation=None, repair_need="", failure_forecast=""
+    )
 
 
 def _awaits_answer(node: Node, command_id: str) -> bool:
@@ -259,7 +261,7 @@ class Repair(NamedTuple):
 def repairs_due(state: ClusterState, isolated: Iterable[str]) -> list[Repair]:
     """Return the repairs that are due, in the order of nodes. `isolated`: all nodes that are."""
     return [
-        Repair(_nth(node), node.name, node.address, node.isolations, node.needs, node.reason)
+        Repair(_nth(node), node.name, node.address, node.isolations, node.repair_need, node.reason)
         for node in (state.nodes[name] for name in isolated)
         if phase(state, node) is IsolationPhase.IN_REPAIR and node.status is not NodeStatus.LEFT
     ]
@@ -294,7 +296,7 @@ def waits_for(state: ClusterState, node: Node) -> str:
             then = IsolationPhase.TO_CHECK if state.check_limit_us else IsolationPhase.CLEARED
         text += f", then {_WAITS[then].removeprefix('is about to be ')}"
     if needs_hands(node):
-        text += f" ({_HANDS[node.needs]})"
+        text += f" ({_HANDS[node.repair_need]})"
     if stay.attempts:
         text += f"; {stay.attempts} {'attempt' if stay.attempts == 1 else 'attempts'} failed"
     if stay.last:

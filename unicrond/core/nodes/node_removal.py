@@ -40,7 +40,7 @@ def is_planned_for(state: ClusterState, name: str) -> bool:
 
 def is_due_by_time(node: Node) -> bool:
     """Return whether nothing but time keeps the node from being forgotten."""
-    is_blocked = node.isolated or node.needs or (node.cordoned and not node.until_return)
+    is_blocked = node.isolated or node.repair_need or (node.cordoned and not node.until_return)
     return node.status is NodeStatus.LEFT and not (is_blocked or node.forgetting)
 
 

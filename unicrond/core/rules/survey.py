@@ -79,14 +79,14 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
         forgetting=[node.name for node in every if node.forgetting],
         services=memory_places.services(every),
         dated=[node.name for node in every if node.empty_by_us],
-        foretold=[node.name for node in every if node.foretold],
+        foretold=[node.name for node in every if node.failure_forecast],
         gpu=gpu,
         gpus=gpus,
     )
 
 
 def _plan_facts(node: Node) -> tuple[object, ...]:
-    dates = bool(node.empty_by_us), bool(node.foretold), bool(node.forgetting)
+    dates = bool(node.empty_by_us), bool(node.failure_forecast), bool(node.forgetting)
     use = (
         node.schedulable,
         node.slots,
@@ -262,7 +262,7 @@ def _as_measured(before: Pace, after: Pace) -> bool:
     """Return whether what was measured is the very same."""
     if before is after:
         return True
-    is_same = before.measurements is after.measurements and before.elsewhere is after.elsewhere
+    is_same = before.measurements is after.measurements and before.other_layouts is after.other_layouts
     return is_same and before.on_gpus is after.on_gpus and before.gpu == after.gpu
 
 

@@ -310,7 +310,7 @@ class Api:
         """Submit another layout, or number of workers, for a running task. 400 says which field is wrong."""
         task = self._task(request)
         event = reshape_request(self._coordinator.state, task, await body_of(request, ReshapeOrder))
-        about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "by"}
+        about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "requester"}
         return await self._append(event, {**about, "warnings": too_few_lanes(reshaped(task.spec, event))}, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:
@@ -429,7 +429,7 @@ class Api:
 
     async def _append(self, event: AnyRequest, about: dict[str, object], status: int) -> web.Response:
         schema = self._coordinator.state.schema
-        event = replace(event, by=_caller.get().name)
+        event = replace(event, requester=_caller.get().name)
         if beyond := beyond_schema(event, schema):
             return error(400, f"{beyond[0]}: this coordinator writes schema {schema}, which lacks it (write_schema)")
         term = self._coordinator.term

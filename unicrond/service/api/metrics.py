@@ -76,7 +76,7 @@ class StateCollector(Collector):
         yield _gauge("unicron_plan_epoch", "Epoch of the adopted plan", state.plan.epoch)
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
         yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.waf_if_healthy)
-        yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
+        yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.duration_us / 1e6)
         yield _gauge("unicron_log_takes_appends", "1, or 0 while the log accepts nothing", float(not self._trouble()))
         backlogs = self._outbox_backlog().items()
         text = "Observations that a node holds back"
@@ -88,7 +88,9 @@ class StateCollector(Collector):
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
         yield from self._goodput(state)
-        yield _counter("unicron_quarantined", "Messages in the log that are not valid events", state.quarantined)
+        yield _counter(
+            "unicron_quarantined", "Messages in the log that are not valid events", state.quarantined_messages
+        )
         text = "Invalid messages from known producers: facts or orders are missing"
         unreadable = ((producer, messages.count) for producer, messages in self._alarms.unreadable.items())
         yield _labelled("unicron_quarantined_known", text, "producer", unreadable, CounterMetricFamily)
@@ -119,8 +121,8 @@ class StateCollector(Collector):
             for rank, worker in stragglers(state)
         )
         yield _labelled("unicron_straggler_factor", text, "task worker rank node", slow)
-        if state.closed:
-            last = state.closed[-1]
+        if state.closed_incidents:
+            last = state.closed_incidents[-1]
             yield _gauge("unicron_last_detection_seconds", "Detection time, last incident", last.detection_us / 1e6)
             yield _gauge("unicron_last_transition_seconds", "Transition time, last incident", last.transition_us / 1e6)
         yield from self._more()

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from unicrond.core.rules.fault_targets import OrderRefused
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary.phrases import guess
 from unicrond.intake.config import Config
 from unicrond.intake.tokens import Grant
 from unicrond.page.files import page_routes

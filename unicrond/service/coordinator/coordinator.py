@@ -46,7 +46,7 @@ from unicrond.events.vocabulary import (
     SeverityLevel,
     StepCommitted,
 )
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, lowered, since, told_version
 from unicrond.intake.readmission import Readmission
 from unicrond.service.coordinator.clock import CLOCK, Clock
@@ -259,7 +259,7 @@ class Coordinator(Follower):
         super()._delivered()
         self._watch.delivered()
 
-    def _folded(self, before: ClusterState, entry: Recorded) -> None:
+    def _folded(self, before: ClusterState, entry: RecordedEvent) -> None:
         event = entry.envelope.event
         if self._fence is not None and entry.envelope.term == self._fence.term:
             self._breaker.folded(before, self.state, event)

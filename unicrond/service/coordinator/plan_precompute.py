@@ -90,7 +90,7 @@ class Foresight:
                 pace.transition_us,
                 pace.move_us,
                 pace.reshape_us,
-                len(pace.elsewhere),
+                len(pace.other_layouts),
             )
             for name, pace in paces
         )

@@ -51,13 +51,13 @@ def this_process(api: str = "") -> Holder:
         api=api,
         machine=same_machine.machine(),
         pid=pid,
-        began=same_machine.began(pid) or 0,
+        start_ticks=same_machine.began(pid) or 0,
     )
 
 
 def is_gone(holder: Holder) -> bool:
     """Return whether the holder was a process of this machine that no longer runs."""
-    return same_machine.is_gone(holder.machine, holder.pid, holder.began)
+    return same_machine.is_gone(holder.machine, holder.pid, holder.start_ticks)
 
 
 class Head:
