@@ -52,8 +52,7 @@ _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What incidents have cost one task. `detection`, `transition`: work, weighted FLOP; with `_us`: the time of it.
-    `lost_us`: what training the lost iterations again takes, and what was thrown away. `micro_batches_repeated`, `micro_batches_lost`:
-    micro-batches."""
+    `lost_us`: what training the lost iterations again takes, and what was thrown away."""
 
     detection: Decimal = ZERO
     transition: Decimal = ZERO
