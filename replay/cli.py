@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from unicrond import VERSION
+from unicrond.ctl.parsing import CHANGES
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import (
     KINDS,
@@ -37,13 +38,13 @@ from unicrond.events.host import optional_dependencies
 from unicrond.events.log.event_log import LogError
 from unicrond.replay.options.arguments import (
     DEFAULT_POLICIES,
+    EXAMPLES,
     SEED_MAX,
     TRACE_FILE_VARIABLE,
     bare_command,
     command,
     places_argument,
 )
-from unicrond.replay.options.examples import EXAMPLES
 from unicrond.replay.reading.opening import PROGRAM
 
 #: The rooms of unicrond-lab, another distribution: only `_run` and a help text open them, by name.
@@ -134,10 +135,13 @@ def _look(commands: Commands) -> None:
 
 
 def _explain(commands: Commands) -> None:
+    summary = "what a view of the log has to say, as JSON"
+    view = option("name", "NAME", "goodput, spans", type=name)
+    command(commands, "view", "views.commands:view_command", summary, view, _AT)
     command(
         commands,
         "story",
-        "views.story_command:story_command",
+        "views.commands:story_command",
         "tell what became of a node, a task, an incident or a plan, and why",
         option("kind", "KIND", "node, task, incident or plan", type=kind_among(KINDS)),
         option("name", "NAME", "its name, the incident's id, or the plan's epoch"),
@@ -155,7 +159,7 @@ def _explain(commands: Commands) -> None:
     command(
         commands,
         "goodput",
-        "views.goodput_command:goodput_command",
+        "views.commands:goodput_command",
         "show goodput and badput by cause, ETTR, MFU, interruptions, lost work, suspect nodes",
         _SINCE,
         _UNTIL,
@@ -164,7 +168,7 @@ def _explain(commands: Commands) -> None:
     command(
         commands,
         "serve",
-        "views.serve_command:serve_command",
+        "views.page_server:serve_command",
         "serve the web page over this log, with a slider for the time",
         shared("--port", "(default: 7480)", default=7480),
     )
@@ -177,10 +181,7 @@ def _explain(commands: Commands) -> None:
         "views.whatif_command:whatif_command",
         "decide again from a point, with other inputs",
         _AT,
-        shared("--set", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
-        shared("--lose"),
-        shared("--add-nodes", default=0),
-        shared("--slots", "(default: as most nodes have)", default=0),
+        *CHANGES,
     )
 
 
@@ -198,7 +199,7 @@ def _move(commands: Commands) -> None:
     into = bare_command(
         commands,
         "import",
-        "reading.import_command:import_command",
+        "views.commands:import_command",
         "copy an exported log into an empty one",
         None,
         option("path", "FILE", "an exported log, or a directory of segments", type=Path),

@@ -13,7 +13,7 @@ from tests import house
 CEILINGS: dict[str, float] = {
     "circles of folders": 0,
     "files in a circle of files": 0,
-    "most files in one room": 24,
+    "most files in one room": 22,
     "class names with several meanings": 0,
     "files of at most 60 lines": 82,
     "lines of imports": 6800,
@@ -22,7 +22,7 @@ CEILINGS: dict[str, float] = {
     "events: docstrings that begin with a fragment, %": 0.0,
     "events: public functions without a docstring, %": 0.22,
     "unicrond: names that are participles or pronouns, %": 0.41,
-    "unicrond: docstrings without a verb first, %": 2.26,
+    "unicrond: docstrings without a verb first, %": 2.18,
     "unicrond: docstrings that begin with a fragment, %": 0.0,
     "unicrond: public functions without a docstring, %": 0.46,
     "agents: names that are participles or pronouns, %": 0.63,
@@ -30,7 +30,7 @@ CEILINGS: dict[str, float] = {
     "agents: docstrings that begin with a fragment, %": 0.0,
     "agents: public functions without a docstring, %": 1.75,
     "replay: names that are participles or pronouns, %": 0.56,
-    "replay: docstrings without a verb first, %": 2.81,
+    "replay: docstrings without a verb first, %": 1.8,
     "replay: docstrings that begin with a fragment, %": 0.0,
     "replay: public functions without a docstring, %": 0.0,
 }

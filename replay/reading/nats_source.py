@@ -2,7 +2,7 @@
 
 Nothing is created or changed there: only ephemeral consumers in the server's memory, which the server drops
 when we leave; no stream, no durable consumer, no message. A server that falls silent is an error here,
-not something to wait for: a person is waiting. A long log is read by a process of its own (`reading_process.py`),
+for a person is waiting. A long log is read by a process of its own (`reading_process.py`),
 at the same time as it is decoded and folded here.
 """
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+import tempfile
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +18,17 @@ from unicrond.core.replayer import EMPTY, replay
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client_options import client_of
 from unicrond.events.cli.command_line import UsageError, login_of
+from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd, Point
 from unicrond.replay.reading.api_source import open_api
-from unicrond.replay.reading.bundle import unpack_log
 from unicrond.replay.reading.progress import with_bar
-from unicrond.replay.reading.shown import REDACTOR
-from unicrond.replay.reading.source import FileSource, Source, read
+from unicrond.replay.reading.source import REDACTOR, FileSource, Source, read
 
 if TYPE_CHECKING:
     from unicrond.events.nats.connection import Login
 
+#: The member of what `unicronctl debug` writes that is the log, as `unicron-replay export` writes it.
+BUNDLED_LOG = "events.log"
 PROGRAM = "unicron-replay"
 
 
@@ -152,3 +155,20 @@ def as_json(value: Any) -> str:
 def say(text: str) -> None:
     """Write a line to stdout, with secrets masked."""
     sys.stdout.write(REDACTOR.text(text) + "\n")
+
+
+@contextmanager
+def unpack_log(path: Path) -> Iterator[Path]:
+    """Unpack the log of a bundle into a file that exists as long as the context; yield any other path as it is.
+
+    Raises LogDamaged where the archive holds no log."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="unicron-replay-") as place:
+        try:
+            with zipfile.ZipFile(path) as bundle:
+                bundle.extract(BUNDLED_LOG, place)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise LogDamaged(f"{path}: holds no {BUNDLED_LOG} ({error}); name a file of `unicronctl debug`") from None
+        yield Path(place) / BUNDLED_LOG

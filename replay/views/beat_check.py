@@ -36,11 +36,12 @@ GAP_US = 20_000_000
 
 
 class Unverifiable(Exception):
-    """The beats do not suffice for a verdict; the message says why."""
+    """The retained heartbeats do not suffice for a verdict; the message says why."""
 
 
 class BeatCheck:
-    """`take_over`, `joined` and `advance` follow the log; `contradiction` compares a verdict of it."""
+    """Compares what the log says of nodes with the heartbeats. `take_over`, `joined` and `advance` follow the log;
+    `contradiction` checks one lost or returned node."""
 
     def __init__(self, beats: Sequence[RecordedEvent]) -> None:
         self._beats = beats
@@ -148,7 +149,7 @@ class BeatCheck:
 
 
 class _Stretch(NamedTuple):
-    """Beats without a gap."""
+    """A run of heartbeats without a gap."""
 
     begin_us: int
     end_us: int

@@ -19,9 +19,8 @@ from unicrond import VERSION
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiError, Client
 from unicrond.ctl.client_options import client_of
-from unicrond.replay.reading.bundle import LOG
 from unicrond.replay.reading.export import Export
-from unicrond.replay.reading.opening import as_json, open_source, require_place, say
+from unicrond.replay.reading.opening import BUNDLED_LOG, as_json, open_source, require_place, say
 from unicrond.replay.reading.progress import with_bar
 from unicrond.replay.reading.source import read
 from unicrond.service.coordinator.code_identity import code_version
@@ -52,15 +51,15 @@ async def debug_command(options: argparse.Namespace) -> int:
     client = client_of(options)
     missing: list[str] = []
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as place:
-        log, whole = Path(place) / LOG, Path(place) / "whole"
+        log, whole = Path(place) / BUNDLED_LOG, Path(place) / "whole"
         last_seq = await _export(options, log)
         state = (await asyncio.to_thread(client.snapshot)).state
         with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as bundle:
-            bundle.write(log, LOG)
+            bundle.write(log, BUNDLED_LOG)
             for name, text in (await asyncio.to_thread(_texts, client, state, options, missing)).items():
                 bundle.writestr(name, text)
             lacks = "".join(f"Missing: {line}\n" for line in missing)
-            bundle.writestr("README.txt", _README.format(version=VERSION, log=LOG, missing=lacks))
+            bundle.writestr("README.txt", _README.format(version=VERSION, log=BUNDLED_LOG, missing=lacks))
         whole.chmod(0o600)
         whole.replace(path)
     if options.json:

@@ -24,8 +24,8 @@ from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 @dataclass(slots=True)
 class RunHistory:
-    """One run. `losses`, `sums`, `parameters`: by iteration. `entries`: the log's entries about the task, each with the
-    last iteration that was committed by then."""
+    """What a log holds of one run of a task. `losses`, `sums`, `parameters`: by iteration. `entries`: the log's entries
+    about the task, each with the last iteration that was committed by then."""
 
     losses: dict[int, float] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
@@ -35,8 +35,9 @@ class RunHistory:
 
 
 class RunComparison(NamedTuple):
-    """`compared`: how many values both runs have. `same`: the last iteration up to which all of them agree.
-    `differs`: the first one with another value, 0 for none, and what of it, with the two values."""
+    """How far two runs of a task agree. `compared`: how many values both runs have. `same`: the last iteration up to
+    which all of them agree. `differs`: the first one with another value, 0 for none, and what of it, with the two
+    values."""
 
     compared: int
     same: int

@@ -17,19 +17,20 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.phrases import EPOCH, format_time
 from unicrond.events.vocabulary.placements import expand
 from unicrond.events.wire.envelope import RecordedEvent
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 KINDS = ("node", "task", "incident", "plan")
 
 
 class Subject(NamedTuple):
-    """`kind` is one of KINDS; `name`: a node, a task, an incident's id, or a plan's epoch."""
+    """What a story is about. `kind` is one of KINDS; `name`: a node, a task, an incident's id, or a plan's epoch."""
 
     kind: str
     name: str

@@ -9,9 +9,9 @@ from pathlib import Path
 from unicrond.events.cli.command_line import UsageError
 from unicrond.replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
 from unicrond.replay.reading.progress import show
-from unicrond.replay.reading.shown import REDACTOR
+from unicrond.replay.reading.source import REDACTOR
 from unicrond.replay.views.timeline import Timeline
-from unicrond.replay.views.timeline_html import html_page
+from unicrond.replay.views.timeline_drawing import html_page
 from unicrond.replay.views.timeline_text import text_page
 
 
@@ -53,7 +53,7 @@ def _require_drawing(kind: str, path: Path, log: Path | None) -> None:
 
 def _draw(timeline: Timeline, path: Path, title: str) -> None:
     try:
-        from unicrond.replay.views.timeline_png import write_png
+        from unicrond.replay.views.timeline_drawing import write_png
 
         write_png(timeline, path, title)
     except ImportError:

@@ -31,6 +31,7 @@ from unicrond.core.own_decisions import batches
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
+from unicrond.core.replayer import LogStep
 from unicrond.core.rules.admission import from_the_future, is_repetition
 from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.survey import Survey
@@ -41,7 +42,7 @@ from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema, told_version
 from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
 OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
@@ -77,7 +78,8 @@ class Divergence(Exception):
 
 @dataclass
 class Findings:
-    """What was compared. `notes`: versions, configurations and their changes, in the log's order."""
+    """The outcome of a verification: how much was compared. `notes`: versions, configurations and their changes, in the
+    log's order."""
 
     entries: int = 0
     batches: int = 0
@@ -112,9 +114,10 @@ def bases(entries: Iterable[Entry]) -> set[int]:
 
 
 class Verifier(View):
-    """Verifies a log; it takes every step in order, then `finish`. Raises Divergence at the first difference.
+    """Verifies a log. Feed it every step in order, then call `finish`. Raises Divergence at the first difference.
 
-    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order."""
+    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order.
+    """
 
     def __init__(self, needed: set[int], beats: Sequence[RecordedEvent] = ()) -> None:
         self.findings = Findings()

@@ -18,7 +18,7 @@ from unicrond.intake.config import ApiConfig, Config
 from unicrond.intake.tokens import Scope, line_of, make_token
 from unicrond.replay.views.moments import Moments
 from unicrond.replay.views.page_server import PageServer
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=MISSING)
 #: A node is looked for by its name.
@@ -149,8 +149,7 @@ async def replayed(moments: Moments, prefix: str = "") -> AsyncIterator[str]:
 
 async def test_a_replay_has_a_slider_and_works_behind_a_prefix() -> None:
     moments = Moments()
-    for step in steps(troubled(3).log):
-        moments.feed(step)
+    feed_all(moments, troubled(3).log)
     async with replayed(moments, "/some/where") as url, browsing() as page:
         await page.open(url)
         await page.until("document.querySelector('#health').innerText.startsWith('replay of some.log')")
@@ -168,7 +167,6 @@ async def test_a_replay_has_a_slider_and_works_behind_a_prefix() -> None:
 
 def test_a_moment_is_the_fold_up_to_it() -> None:
     moments, log = Moments(), troubled(3).log
-    for step in steps(log):
-        moments.feed(step)
+    feed_all(moments, log)
     for count in (len(log), 3, 0, len(log) // 2, len(log) // 2 + 1):
         assert moments.after(count).state.seq == count

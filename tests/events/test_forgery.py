@@ -14,7 +14,7 @@ import pytest_asyncio
 from msgspec import msgpack
 from nats.aio.client import Client
 
-from unicrond.core.fold import fold
+from unicrond.core.replayer import replay
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, entry, headers, subject
 from unicrond.events.nats.commands import ensure_command_consumer, has_filter
@@ -73,10 +73,7 @@ class Site(NamedTuple):
         return found
 
     async def state(self) -> ClusterState:
-        state = ClusterState()
-        for each in await self.since(EVENT_STREAM, 0):
-            state = fold(state, each)
-        return state
+        return replay(await self.since(EVENT_STREAM, 0))
 
 
 def said_by(producer: str, event: AnyEvent, number: int = 1, *, boot: int = 1, term: int = 0) -> Envelope:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.unicrond.serving import healed_cluster
-from unicrond.core.fold import fold
+from unicrond.core.replayer import replay
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.ctl.main import main
@@ -53,14 +53,12 @@ async def told(connection: Connection, subject: str, request: dict[str, Any] | N
 
 async def written(agent: Connection, operator: Connection) -> ClusterState:
     """A short log of n1's observations, and the state after it: its agent may not read, nor write decisions."""
-    log, state = NatsEventLog(operator), ClusterState()
+    log = NatsEventLog(operator)
     envelopes = [entry.envelope for entry in healed_cluster().log if entry.envelope.producer == "n1"][:12]
     for envelope in envelopes:
         await NatsEventLog(agent).append([envelope])
     async with aclosing(log.read(0, until_seq=len(envelopes))) as entries:
-        async for entry in entries:
-            state = fold(state, entry)
-    return state
+        return replay([entry async for entry in entries])
 
 
 @pytest.fixture
@@ -207,10 +205,8 @@ async def test_backup_and_restore_into_another_server_give_the_same_digest(head:
         await forget_restored_readers(other)
         kept = [each["name"] for each in await consumers_of(other, EVENT_STREAM)]
         assert not [name for name in kept if name.startswith(READS)]
-        state = ClusterState()
         async with aclosing(NatsEventLog(other).read(0, until_seq=head.state.seq)) as entries:
-            async for entry in entries:
-                state = fold(state, entry)
+            state = replay([entry async for entry in entries])
         assert digest(state) == digest(head.state)
     finally:
         await other.close()

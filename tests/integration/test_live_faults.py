@@ -24,6 +24,7 @@ from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, 
 from unicrond.agents.trainer.loop import corpus
 from unicrond.core.faults.severity import RESPONSE, SEVERITY
 from unicrond.core.nodes.isolation import IsolationPhase, phase
+from unicrond.core.replayer import steps
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.inject import inject
@@ -32,7 +33,6 @@ from unicrond.events.vocabulary import LANES
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import read
 from unicrond.replay.views.story import Index, Story, Subject
-from unicrond.views.view import steps
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
 SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3

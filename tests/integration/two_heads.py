@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from tests.unicrond import cluster as mini
-from unicrond.core.fold import fold
+from unicrond.core.replayer import replay
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.nats.connection import Connection, Login, connect
@@ -186,10 +186,7 @@ class Publisher:
 
     async def state(self) -> ClusterState:
         """The whole log, folded."""
-        state = ClusterState()
-        async for entry in self.log.read(until_seq=await self.log.last_seq()):
-            state = fold(state, entry)
-        return state
+        return replay([entry async for entry in self.log.read(until_seq=await self.log.last_seq())])
 
     def _say(self, producer: str, boot: int, number: int, event: v.AnyEvent) -> Envelope:
         return Envelope(producer=producer, boot=boot, number=number, observed_at_us=time.time_ns() // 1000, event=event)

@@ -14,21 +14,19 @@ from tests.unicrond.cluster import MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry
 from unicrond.replay.views.story import Index, NoSuchSubject, Story
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 
 def index_of(entries: Sequence[Entry]) -> Index:
     index = Index()
-    for step in steps(entries):
-        index.feed(step)
+    feed_all(index, entries)
     return index
 
 
 def story(entries: Sequence[Entry], kind: str, name: str) -> str:
     index = index_of(entries)
     told = Story(index.subject(kind, name), index)
-    for step in steps(entries):
-        told.feed(step)
+    feed_all(told, entries)
     return told.page()
 
 

@@ -16,15 +16,14 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry
 from unicrond.replay.views.timeline import NODE_LOST, TRAINING, Timeline
-from unicrond.replay.views.timeline_html import html_page, ticks_us
+from unicrond.replay.views.timeline_drawing import html_page, ticks_us
 from unicrond.replay.views.timeline_text import text_page
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 
 def timeline_of(entries: Sequence[Entry]) -> Timeline:
     timeline = Timeline()
-    for step in steps(entries):
-        timeline.feed(step)
+    feed_all(timeline, entries)
     return timeline.finish()
 
 

@@ -24,15 +24,14 @@ from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.cli import main
 from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 HEARTBEAT_US = SECOND_US
 
 
 def verify(entries: Sequence[Entry], beats: Sequence[RecordedEvent] = ()) -> Findings:
     verifier = Verifier(bases(entries), beats)
-    for step in steps(entries):
-        verifier.feed(step)
+    feed_all(verifier, entries)
     return verifier.finish()
 
 

@@ -14,10 +14,9 @@ from unicrond.core import fold
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.simulation.cluster import coordinators, world
 from unicrond.replay.simulation.faults.faults import SimulatedFault
-from unicrond.replay.simulation.fuzz import fuzz
+from unicrond.replay.simulation.fuzz import fuzz, shrink
 from unicrond.replay.simulation.mutants.table import MUTANTS, find_breach
 from unicrond.replay.simulation.run import history, simulate
-from unicrond.replay.simulation.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
 #: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.

@@ -21,7 +21,7 @@ from unicrond.core.state.state_bytes import to_json
 from unicrond.ctl import past_state as past
 from unicrond.ctl.client import Client
 from unicrond.ctl.main import main
-from unicrond.display.derived_figures import derived_values
+from unicrond.display.cluster_tables import derived_values
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd
 from unicrond.events.vocabulary import NodeLost, TaskCancelled, TaskSubmitted
 from unicrond.events.wire.envelope import Entry, RecordedEvent
@@ -293,7 +293,7 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     with zipfile.ZipFile(out) as bundle:
         members = {name: bundle.read(name) for name in bundle.namelist()}
     assert {
-        "unicrond.events.log.event_log",
+        "events.log",
         "state.json",
         "health.json",
         "metrics.txt",

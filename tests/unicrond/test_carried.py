@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.replay.logs import eventful
-from unicrond.core.fold import fold
+from unicrond.core.replayer import steps
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.survey import Survey, of_nodes
 from unicrond.core.state import ordered_map
@@ -28,9 +28,8 @@ def states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Those of a log in which nearly everything happens; in maps of several chunks, too."""
     monkeypatch.setattr(ordered_map, "SMALL", request.param)
     monkeypatch.setattr(ordered_map, "CHUNK", max(1, request.param // 2))
-    state, found = ClusterState(), []
-    for entry in eventful(5):
-        state = fold(state, entry)
+    found = []
+    for _, _, state in steps(eventful(5)):
         _ = state.by_node, [task.tally for task in state.tasks.values()]
         found.append(state)
     yield found
@@ -39,9 +38,8 @@ def states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_generations_by_the_leads_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each member had said for itself what its lead says for it."""
     monkeypatch.setattr(ordered_map, "SMALL", 2)
-    state, joined, vouched = ClusterState(), dict[str, int](), 0
-    for entry in eventful(5):
-        before, state = state, fold(state, entry)
+    joined, vouched = dict[str, int](), 0
+    for before, entry, state in steps(eventful(5)):
         event = entry.envelope.event if isinstance(entry, RecordedEvent) and state.tasks is not before.tasks else None
         if isinstance(event, WorkerJoinedGroup):
             task = state.tasks[event.task]

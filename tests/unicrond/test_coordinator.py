@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.coordinators import running
-from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
+from unicrond.core.replayer import replay
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import MAX_BATCH, Fenced
@@ -26,7 +25,7 @@ from unicrond.replay.views.verify import Verifier, bases
 from unicrond.service.coordinator import coordinator
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.surroundings import HeadSettings
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 
 def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelope:
@@ -58,9 +57,7 @@ async def test_it_plans_and_starts_workers() -> None:
         read = await entries_until(log, lambda e: isinstance(e, v.StartWorker))
         (started,) = [e.envelope for e in read if isinstance(e.envelope.event, v.StartWorker)]
         assert started.term == 1
-        state = ClusterState()
-        for entry in read:
-            state = fold(state, entry)
+        state = replay(read)
         assert state.plan.assignments["a"].workers == 1
 
 
@@ -167,9 +164,7 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
         async with asyncio.timeout(30):
             while coordinator.state.seq < await log.last_seq():  # noqa: ASYNC110  (its own loop is what we wait for)
                 await asyncio.sleep(0)
-        state = ClusterState()
-        async for entry in log.read(until_seq=coordinator.state.seq):
-            state = fold(state, entry)
+        state = replay([entry async for entry in log.read(until_seq=coordinator.state.seq)])
         assert digest(state) == digest(coordinator.state)
 
 
@@ -253,6 +248,5 @@ async def test_it_begins_another_term_when_it_is_asked_to_and_goes_on() -> None:
         assert coordinator.live.is_set() and not coordinator.fault
     assert [e.envelope.term for e in read if isinstance(e.envelope.event, v.StartWorker)] == [2]
     verifier = Verifier(bases(read))
-    for step in steps(read):
-        verifier.feed(step)
+    feed_all(verifier, read)
     assert verifier.finish().decisions >= 3

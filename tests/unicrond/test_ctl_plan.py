@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unicrond.serving import Served, serving
-from tests.unicrond.test_ctl import ctl, one_line
+from tests.unicrond.test_ctl import Outcome, ctl, one_line
 from unicrond.core.state.policy import Policy
 from unicrond.events.vocabulary import Evidence, NodeLost, PlanAdopted
 from unicrond.intake.config import Config
@@ -87,6 +87,10 @@ async def test_the_table_says_what_each_next_event_leads_to(served: Served) -> N
     assert "small 1 -> 2" in text.out and "and 2 alike" in text.out
 
 
+def workers_then(outcome: Outcome) -> dict[str, int]:
+    return {name: share["workers"] for name, share in json.loads(outcome.out)["then"]["assignments"].items()}
+
+
 async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
     before = await served.log.last_seq()
     weights = ("--set", "tasks.small.weight=3", "--set", "tasks.small.max_workers=2")
@@ -96,10 +100,10 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
         ctl("plan", "whatif", *weights, "--json", url=served.url),
     )
     assert [outcome.code for outcome in (lose, add, weigh)] == [0, 0, 0], (lose, add, weigh)
-    assert {a["task"]: a["workers"] for a in json.loads(lose.out)["then"]["assignments"]} == {"big": 1, "small": 1}
+    assert workers_then(lose) == {"big": 1, "small": 1}
     assert json.loads(lose.out)["then"]["transition_flop"] > 0
     assert "small" in add.out and "3*" in add.out and "WAF 7 weighted workers now, 9 weighted workers then" in add.out
-    assert {a["task"]: a["workers"] for a in json.loads(weigh.out)["then"]["assignments"]} == {"big": 2, "small": 2}
+    assert workers_then(weigh) == {"big": 2, "small": 2}
     assert await served.log.last_seq() == before
 
 
@@ -107,17 +111,13 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
     ("words", "told"),
     [
         (["--lose", "n9"], "unicronctl: --lose: n9 is not a node that is up; choose from n1, n2, n3, n4"),
-        (["--set", "tasks.bgi.weight=2"], "unicronctl: --set tasks.bgi: is not active; did you mean big?"),
-        (
-            ["--set", "tasks.big.weight=-1"],
-            "unicronctl: --set tasks.big.weight: '-1' is not a number; give one like 3 or 0.5",
-        ),
-        (["--set", "tasks.big.weight=0"], "unicronctl: --set tasks.big.weight: "),
-        (["--set", "tasks.big.max_workers=99"], "unicronctl: --set tasks.big.max_workers: "),
-        (
-            ["--set", "tasks.big.color=3"],
-            "unicronctl: --set tasks.big.color: give tasks.TASK.weight=3",
-        ),
+        (["--set", "tasks.bgi.weight=2"], "unicronctl: --set: tasks.bgi.weight: bgi is not active; did you mean big?"),
+        (["--set", "tasks.big.weight=-1"], "unicronctl: --set: tasks.big.weight=-1: Expected `float` > 0.0"),
+        (["--set", "tasks.big.weight=0"], "unicronctl: --set: tasks.big.weight=0: "),
+        (["--set", "tasks.big.max_workers=99"], "unicronctl: --set: tasks.big.max_workers: "),
+        (["--set", "tasks.big.color=3"], "unicronctl: --set: tasks.big.color: no such field; choose from name, "),
+        (["--set", "policy.strikes_max=0"], "unicronctl: --set: policy.strikes_max=0: Expected `int` >= 1"),
+        (["--set", "big=3"], "unicronctl: --set: 'big=3' is not a setting; give tasks.TASK.FIELD=VALUE"),
         (["--add-nodes", "x"], "unicronctl: --add-nodes: 'x' is not a whole number of 0 to 10000"),
     ],
 )

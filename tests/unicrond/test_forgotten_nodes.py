@@ -10,19 +10,19 @@ from msgspec.structs import replace
 from tests.contracts.memory_log import MemoryLog
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.coordinators import running
-from unicrond.core.fold import fold
 from unicrond.core.nodes.node_removal import is_planned_for, refusal
+from unicrond.core.replayer import replay
 from unicrond.core.rules.invariants import check
 from unicrond.core.rules.plan_problems import present_replicas
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy, Settings, settings_of
-from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.core.state.state import NodeStatus
 from unicrond.core.state.state_bytes import digest, from_json, to_json
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Verifier, bases
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 NODE = "n0"
 DAY_US = 86_400_000_000
@@ -248,13 +248,10 @@ async def test_the_log_replays_and_verifies() -> None:
         while coordinator.state.seq < read[-1].seq:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
         assert not coordinator.state.nodes
-        state = ClusterState()
-        for entry in read:
-            state = fold(state, entry)
+        state = replay(read)
         assert digest(state) == digest(coordinator.state)
     assert [type(e.envelope.event) for e in read][-2:] == [v.DeadlineExpired, v.NodeForgotten]
     verifier = Verifier(bases(read))
-    for step in steps(read):
-        verifier.feed(step)
+    feed_all(verifier, read)
     verified = verifier.finish()
     assert verified.deadlines == 1 and verified.decisions >= 1

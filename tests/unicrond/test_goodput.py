@@ -18,6 +18,7 @@ from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.stories import random_life, trained
+from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.work import iteration_flop
 from unicrond.core.worth.costs import costs_at, settle
@@ -32,7 +33,6 @@ from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle
 from unicrond.views.goodput_keeper import READING_US, GoodputKeeper
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
 from unicrond.views.lemons import COUNT_MAX, count_signals, scores
-from unicrond.views.view import LogStep, steps
 
 GROUPS = ("detection", "transition", "sub-health")
 

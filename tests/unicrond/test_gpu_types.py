@@ -19,7 +19,8 @@ from unicrond.core.worth.waf import throughput
 from unicrond.display.cluster_tables import nodes_table, plan_table
 from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.checks.invariants import types_stay_apart
-from unicrond.views.plan_preview import ClusterChanges, foreseen, what_if
+from unicrond.views.plan_preview import foreseen
+from unicrond.views.what_if import ClusterChanges, what_if
 
 SEEDS = range(8)
 SLOW, FAST = "a100-80g", "h100-80g"
@@ -266,10 +267,10 @@ def test_the_table_the_plan_and_the_nodes_name_the_type() -> None:
 
 def test_what_if_adds_nodes_of_a_type() -> None:
     cluster = with_task(cluster_of(3, 2, 1))
-    more = what_if(cluster.state, cluster.policy, ClusterChanges(add_nodes=1, gpu=FAST))
-    assert [each.workers for each in more.assignments] == [4]
-    assert "fast0" in {node for replica in more.assignments[0].replicas for node in replica}
-    fewer = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("fast0",)))
+    more = what_if(cluster.state, cluster.policy, ClusterChanges(add_nodes=1, gpu=FAST)).plan
+    assert more.workers == {"big": 4}
+    assert "fast0" in {node for replica in more.assignments["big"].replicas for node in replica}
+    fewer = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("fast0",))).plan
     assert f"on {SLOW}" in fewer.reason
 
 

@@ -6,15 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster, membership_of
-from unicrond.core.fold import fold
 from unicrond.core.planning.situation import NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.table import Planner
+from unicrond.core.replayer import replay
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.rules.plan_problems import problem_of, situation_of
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest
 from unicrond.core.state.task_parts import Pace
 from unicrond.core.tasks.reshaping import layout_key, most_workers, reshaped
@@ -25,7 +25,8 @@ from unicrond.display.plan_explanation import explain_layouts
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import LayoutSpec
 from unicrond.events.vocabulary.shape import Shape
-from unicrond.views.plan_preview import ClusterChanges, foreseen, what_if
+from unicrond.views.plan_preview import foreseen
+from unicrond.views.what_if import ClusterChanges, what_if
 
 SEEDS = range(12)
 #: tp 2 is much the faster; tp 1 goes anywhere.
@@ -391,9 +392,7 @@ def test_a_replay_comes_to_the_same_state() -> None:
     cluster = cluster_of(1, 2, 1)
     lose(cluster, "n0")
     cluster.run()
-    state = ClusterState()
-    for entry in cluster.log:
-        state = fold(state, entry)
+    state = replay(cluster.log)
     assert digest(state) == digest(cluster.state)
 
 
@@ -412,7 +411,7 @@ def test_the_plan_says_what_another_layout_would_be_worth() -> None:
     rows = plan_table(cluster.state)
     assert (rows.headers[-1], rows.rows[0][-1]) == ("layout", "tp 2, pp 1")
     then = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("n0",)))
-    assert [(one.workers, one.tp, one.pp) for one in then.assignments] == [(1, 1, 1)]
+    assert [(one.workers, one.tp, one.pp) for one in then.plan.assignments.values()] == [(1, 1, 1)]
     lose(cluster, "n0")
     cluster.run()
     assert explain_layouts(cluster.state) == "big on 1 worker in tp 1, pp 1: 100 FLOP/s; in tp 2, pp 1 nothing"

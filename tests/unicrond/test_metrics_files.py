@@ -18,7 +18,7 @@ from unicrond.service.api.metrics import exposition
 from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.service.event_log import statistics as log_figures
 from unicrond.service.event_log.statistics import AppendTimes, Figures, LogVolume
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "unicron.rules.yaml"
@@ -48,8 +48,7 @@ def known() -> dict[str, set[str]]:
     cluster.lose(cluster.hosts["n1"])
     cluster.run()
     views = HeadViews()
-    for step in steps(cluster.log):
-        views.feed(step)
+    feed_all(views, cluster.log)
     assert views.alarms() == []
     text = exposition(lambda: cluster.state, more=of_the_log, views=views)().decode()
     found: dict[str, set[str]] = {}

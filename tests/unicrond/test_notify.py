@@ -15,6 +15,7 @@ from aiohttp import web
 
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.stories import trained
+from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, QuarantinedMessage
@@ -24,7 +25,6 @@ from unicrond.service.export.notification_transports import Notification, Undeli
 from unicrond.service.export.notifier import Notifier
 from unicrond.service.head.exporters import Exporters
 from unicrond.views.notifications import Notice, standing, step_notices, taken_over
-from unicrond.views.view import LogStep, steps
 
 SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story incident i7",))
 

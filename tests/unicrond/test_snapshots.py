@@ -14,12 +14,13 @@ from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
 from tests.unicrond.coordinators import running
-from unicrond.core.fold import fold
+from tests.unicrond.stories import states_of
+from unicrond.core.replayer import replay
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
-from unicrond.events.log.event_log import LogUnavailable
+from unicrond.events.log.event_log import EventLog, LogUnavailable
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
@@ -30,7 +31,6 @@ from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NAME, NatsSnapshotStore
 from unicrond.service.coordinator.snapshots import (
     BadSnapshot,
-    LogMark,
     Snapshots,
     decode_snapshot,
     encode_snapshot,
@@ -62,10 +62,7 @@ class MemoryStore:
 
 
 def states(entries: list[Entry]) -> list[ClusterState]:
-    folded = [ClusterState()]
-    for entry in entries:
-        folded.append(fold(folded[-1], entry))
-    return folded
+    return [ClusterState(), *states_of(entries)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -76,8 +73,7 @@ def test_snapshot_and_tail_are_the_full_fold(seed: int) -> None:
         state, mark, _ = decode_snapshot(encode_snapshot(full[seq], mark_of(entries[seq - 1])))
         assert repr(state) == repr(full[seq]), "insertion order included"
         assert mark.seq == seq
-        for entry in entries[seq:]:
-            state = fold(state, entry)
+        state = replay(entries[seq:], start=state)
         assert digest(state) == digest(full[-1])
         assert repr(state) == repr(full[-1])
 
@@ -132,11 +128,9 @@ async def filled_log(seed: int = 1) -> MemoryLog:
     return log
 
 
-async def snapshot_at(log: MemoryLog, seq: int) -> bytes:
-    state, mark = ClusterState(), LogMark(0, 0, "")
-    async for entry in log.read(until_seq=seq):
-        state, mark = fold(state, entry), mark_of(entry)
-    return encode_snapshot(state, mark)
+async def snapshot_at(log: EventLog, seq: int) -> bytes:
+    entries = [entry async for entry in log.read(until_seq=seq)]
+    return encode_snapshot(replay(entries), mark_of(entries[-1]))
 
 
 async def test_a_restart_reads_only_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,13 +221,10 @@ async def test_unicron_replay_starts_from_it_when_asked(
 ) -> None:
     log = NatsEventLog(nats_connection)
     await fill(log, troubled(5).log)
-    state, mark = ClusterState(), LogMark(0, 0, "")
-    async for entry in log.read(until_seq=80):
-        state, mark = fold(state, entry), mark_of(entry)
     ask = ("digest", "--nats", nats_server.url, "--json")
     none = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")
     assert none.returncode == 2 and "no snapshot fits" in none.stderr
-    await NatsSnapshotStore(nats_connection).save(encode_snapshot(state, mark))
+    await NatsSnapshotStore(nats_connection).save(await snapshot_at(log, 80))
     full = await asyncio.to_thread(unicron_replay, *ask)
     quick = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")
     assert full.stdout == quick.stdout and quick.returncode == 0, quick.stderr

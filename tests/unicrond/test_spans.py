@@ -16,19 +16,19 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, trained
 from unicrond.agents.fork_server.worker_process import resource_attributes
 from unicrond.agents.protocol.messages import Launch
+from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
-from unicrond.views.view import LogStep, steps
+from unicrond.views.view import feed_all
 
 
 def spans_of(log: Iterable[Entry]) -> list[Span]:
     ended: list[Span] = []
     view = Spans(lambda spans, _: ended.extend(spans))
-    for step in steps(log):
-        view.feed(step)
+    feed_all(view, log)
     return ended
 
 
@@ -113,8 +113,7 @@ def _with(entry: RecordedEvent, event: v.AnyEvent) -> Any:
 
 def test_phases_are_counted_for_metrics() -> None:
     spans, cluster = Spans(), killed(1)
-    for step in steps(cluster.log):
-        spans.feed(step)
+    feed_all(spans, cluster.log)
     (closed,) = cluster.state.closed_incidents
     assert spans.phases[DETECTION] == (1, closed.detected_us - closed.occurred_us)
     assert all(times == 1 for times, _ in spans.phases.values())

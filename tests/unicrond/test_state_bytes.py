@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import fields
 
 from tests.replay.logs import eventful
-from unicrond.core.fold import fold
-from unicrond.core.state.state import DERIVED, ClusterState, Node, Task
+from unicrond.core.replayer import replay, steps
+from unicrond.core.state.state import DERIVED, Node, Task
 from unicrond.core.state.state_bytes import (
     NODE_FIELDS,
     NODE_KEYS,
@@ -46,9 +46,7 @@ def test_every_field_of_a_node_has_a_key_of_its_own() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_bytes_and_json_lead_back_to_the_state(seed: int) -> None:
-    state = ClusterState()
-    for number, entry in enumerate(eventful(seed)):
-        state = fold(state, entry)
+    for number, (_, _, state) in enumerate(steps(eventful(seed))):
         if number % 41 == 0:
             assert repr(decode(encode(state))) == repr(state), "insertion order included"
             assert repr(from_json(to_json(state))) == repr(state)
@@ -58,9 +56,7 @@ def test_bytes_and_json_lead_back_to_the_state(seed: int) -> None:
 
 def test_fields_stand_in_their_order() -> None:
     """The golden logs' digests (tests/golden) hold the order itself; this says that nothing sorts it away."""
-    state = ClusterState()
-    for entry in eventful(1):
-        state = fold(state, entry)
+    state = replay(eventful(1))
     for part, keys in (("tasks", TASK_KEYS), ("nodes", NODE_KEYS)):
         items = to_json(state)[part]
         assert items

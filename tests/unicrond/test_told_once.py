@@ -30,7 +30,7 @@ from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Divergence, Verifier, bases
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 STORE = v.StoreAddress(host="10.0.0.1", port=1)
 
@@ -124,8 +124,7 @@ def test_a_torn_membership_verifies() -> None:
 
 def verify(log: list[RecordedEvent]) -> None:
     verifier = Verifier(bases(log))
-    for step in steps(log):
-        verifier.feed(step)
+    feed_all(verifier, log)
     verifier.finish()
 
 

@@ -368,6 +368,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "wait": wait,
     "slurm-sync": slurm_sync,
     "nats-context": nats_context,
-    **dict.fromkeys(history.VIEWS, history.run),
+    **dict.fromkeys(history.COMMANDS, history.run),
     "goodput": goodput,
 }

@@ -7,7 +7,7 @@ from typing import get_args
 from unicrond import VERSION
 from unicrond.ctl.completion import live_names
 from unicrond.ctl.node_parser import add_node_control
-from unicrond.ctl.parsing import AT, PROG, SINCE, TASK, UNTIL, add_to, common
+from unicrond.ctl.parsing import AT, CHANGES, PROG, SINCE, TASK, UNTIL, add_to, common
 from unicrond.ctl.task_parser import add_tasks_control
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import (
@@ -343,11 +343,7 @@ def _add_plan(commands: Commands) -> None:
         "whatif",
         "show the plan for a changed cluster; change nothing",
         ("plan whatif --lose node3", "plan whatif --add-nodes 4 --slots 8 --set tasks.big.weight=3 --at 10m"),
-        shared("--lose"),
-        shared("--add-nodes", default=0),
-        shared("--slots", "(default: as most nodes have)", default=0),
-        shared("--gpu-type", "of those nodes (default: as most nodes have)", default=""),
-        shared("--set", "tasks.TASK.FIELD=VALUE of weight, min_workers and max_workers"),
+        *CHANGES,
         AT,
     )
     add_to(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import Commands, Epilog, Flag, Parser, add, add_command, name, node_name, option
@@ -44,3 +45,22 @@ AT = shared("--at", "a sequence number, a time with its zone, or a span before t
 UNTIL = shared("--until", "a sequence number, a time with its zone, or a span before the end (10m)")
 SINCE = shared("--since", "8h: before the end")
 REASON = shared("--reason", "(default: requested by an operator)", default="")
+#: What a `whatif` may change, of `unicronctl plan` and of `unicron-replay`.
+CHANGES = (
+    shared("--set", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
+    shared("--lose"),
+    shared("--add-nodes", default=0),
+    shared("--slots", "(default: as most nodes have)", default=0),
+    shared("--gpu-type", "of those nodes (default: as most nodes have)", default=""),
+)
+
+
+def changes_json(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the changes that the flags in CHANGES state, as the API takes them (views/what_if.py)."""
+    return {
+        "set": dict(options.set),
+        "lose": options.lose,
+        "add_nodes": options.add_nodes,
+        "slots": options.slots,
+        "gpu": options.gpu_type,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
@@ -12,8 +13,9 @@ from unicrond.core.nodes.gpu_types import node_types, of_assignment
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.state.task_parts import Straggler
-from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf
+from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, delivered_flop
 from unicrond.core.tasks.task_rules import BUILT_IN
+from unicrond.core.worth.costs import costs_at
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.display.tables import Table
 from unicrond.events.vocabulary import TaskAssignment
@@ -390,3 +392,14 @@ def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
         str(incident.micro_batches_repeated),
         incident.message.partition("\n")[0],
     )
+
+
+def derived_values(state: ClusterState, now_us: int) -> dict[str, Any]:
+    """Return {"derived": {"waf", "delivered_flop"} by task, "costs"}, in FLOP/s and FLOP. `now_us`: wall clock."""
+    by_task = {
+        "waf": {task.name: achieved_waf(task, state.now_us) for task in state.tasks.values()},
+        "delivered_flop": {task.name: delivered_flop(task) for task in state.tasks.values()},
+    }
+    # As floats: JSON's integers end long before a large cluster's work does.
+    costs = {name: float(flop) for name, flop in costs_at(state, now_us)._asdict().items()}
+    return {"derived": by_task, "costs": costs}

@@ -40,7 +40,7 @@ class GptModel:
 
     @property
     def kv_width(self) -> int:
-        """The width of K (and of V) in elements: smaller than `hidden_size` with grouped queries."""
+        """Return the width of K (and of V) in elements: smaller than `hidden_size` with grouped queries."""
         return self.hidden_size // self.heads * self.kv_heads
 
     @property

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task
 from unicrond.core.state.work_ledger import ZERO, Account
@@ -37,7 +38,6 @@ from unicrond.core.worth.costs import plus, worth, worth_in_health
 from unicrond.core.worth.waf import linear_flops, worth_stays
 from unicrond.events import vocabulary as v
 from unicrond.views import lemons
-from unicrond.views.view import LogStep
 
 PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
 NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"
@@ -51,9 +51,8 @@ _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What incidents have cost one task. `detection`, `transition`: work; with `_us`: its time. `lost_us`: what
-    training the lost iterations again takes, and what was thrown away. `micro_batches_repeated`, `micro_batches_lost`:
-    micro-batches."""
+    """What incidents have cost one task. `detection`, `transition`: work, weighted FLOP; with `_us`: the time of it.
+    `lost_us`: what training the lost iterations again takes, and what was thrown away."""
 
     detection: Decimal = ZERO
     transition: Decimal = ZERO
@@ -75,9 +74,9 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What accrues to one task now, weighted FLOP/s. `short`: by cause. `doing`: where its time goes; "" while an
-    `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step. `workers`:
-    that train."""
+    """What one task gains and loses per second at the moment, weighted FLOP/s. `short`: by cause. `doing`: where its
+    time goes; "" while an `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step.
+    `workers`: that train."""
 
     delivered: int = 0
     had: int = 0

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep
 
 SCORE_MIN = 8.0
 LEMON_RATIO = 3.0
@@ -27,7 +27,7 @@ COUNT_MAX = 8
 
 
 class Signal(NamedTuple):
-    """`weight`: points for each; `text`: what was counted, for people."""
+    """A kind of trouble that is counted against nodes. `weight`: points for each; `text`: what it is, for people."""
 
     weight: float
     text: str
@@ -52,7 +52,7 @@ _Signals = dict[str, dict[str, int]]
 
 
 class Score(NamedTuple):
-    """`parts`: per signal, its count and its points, the most points first."""
+    """The points of one node. `parts`: per signal, its count and its points, the most points first."""
 
     node: str
     score: float

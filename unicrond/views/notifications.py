@@ -28,9 +28,9 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep
 
 Rule: TypeAlias = Literal[
     "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "refused"
@@ -39,7 +39,7 @@ Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
 
 
 class Notice(NamedTuple):
-    """`text`: what is known, some lines. `commands`: what to go on with."""
+    """Something to tell people. `text`: what is known, some lines. `commands`: those that help next."""
 
     key: str
     rule: Rule

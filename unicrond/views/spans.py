@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import JsonView
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
@@ -40,7 +41,8 @@ About: TypeAlias = Mapping[str, str | int]
 
 
 class Span(NamedTuple):
-    """`trace`: 128 bits, `span` and `parent`: 64 bits; no parent: 0. `error`: why, "" where it went well."""
+    """A span of a trace, as OpenTelemetry has it. `trace`: 128 bits, `span` and `parent`: 64 bits; no parent: 0.
+    `error`: why, "" where it went well."""
 
     trace: int
     span: int
@@ -92,9 +94,9 @@ def _ignore_spans(_spans: Sequence[Span], _state: ClusterState) -> None:
     pass
 
 
-class Spans(View):
-    """Makes spans of steps. `on_end`: called with the spans that have ended and the state by then; must neither raise
-    nor wait. `phases`: of transitions, since the reading began."""
+class Spans(JsonView):
+    """Makes spans of the log's steps. `on_end`: called with the spans that have ended and the state by then; must
+    neither raise nor wait. `phases`: of transitions, since the reading began."""
 
     def __init__(self, on_end: Callable[[Sequence[Span], ClusterState], None] = _ignore_spans) -> None:
         self._on_end = on_end
@@ -106,6 +108,10 @@ class Spans(View):
         self._tracks: dict[str, _Track] = {}
         #: By command id; starts by worker id as well.
         self._orders: dict[str, _PendingCommand] = {}
+
+    def value(self, _: ClusterState) -> dict[str, dict[str, int]]:
+        """Return how often each phase of a transition happened, and how long all of them took."""
+        return {name: phase._asdict() for name, phase in self.phases.items()}
 
     def feed(self, step: LogStep) -> None:
         """Take the next step, and pass on the spans that have ended with it."""

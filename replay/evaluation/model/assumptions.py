@@ -17,7 +17,7 @@ Nodes = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times in seconds.
+    """The assumptions of a simulation. Times in seconds.
 
     Shared by all systems
     `checkpoint_load_s`: reading a checkpoint from remote storage (assumed).

@@ -36,7 +36,7 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` nodes of `per_node` GPUs of one kind."""
+    """A cluster: `nodes` nodes of `per_node` GPUs of one kind."""
 
     gpu: str
     nodes: int

@@ -67,13 +67,13 @@ class NodeAgent:
 
     @property
     def name(self) -> str:
-        """The node's name in the log."""
+        """Return the node's name in the log."""
         return f"n{self.node}"
 
 
 @dataclass
 class CoreWork:
-    """What the coordinator's core did. Times are this machine's and differ from run to run.
+    """How much the coordinator's core did, and how long that took. Times are this machine's and differ from run to run.
 
     `cpu_s`: CPU time of the whole run, the simulated world's part included; `wall_s`: its wall time. `fold_s`: wall
     time of all folds; `decide_s`, `solve_s`: of each decision (its survey and deadlines included) and each plan.

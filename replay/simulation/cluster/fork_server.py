@@ -1,4 +1,4 @@
-"""The fork server as its agent meets it (rules: agents/fork_server/server.py)."""
+"""A model of a node's fork server, for the real agent (its rules: agents/fork_server/server.py)."""
 
 from __future__ import annotations
 

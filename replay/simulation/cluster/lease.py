@@ -1,4 +1,4 @@
-"""The heads' lease as a process reaches it in the simulation: the log's server holds it, over one link.
+"""The lease of the heads in the simulation: the log's server holds it, and a process reaches it over one link.
 
 It is in the server's memory: a crash forgets it (`MemoryLease.forget`)."""
 

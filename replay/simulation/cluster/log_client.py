@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from unicrond.events.log.event_log import Fence, Fenced, claimed_term, encode_batch
@@ -15,6 +16,7 @@ from unicrond.events.log.skips import skips_in
 from unicrond.events.vocabulary import Heartbeat, MembershipPart
 from unicrond.events.wire.codec import COORDINATOR, encode
 from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
+from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.log_server import FencedReply, LogServer, Reply
 from unicrond.replay.simulation.models.network import Link
 
@@ -25,8 +27,25 @@ Boundary = Literal["", "before", "sent", "acknowledged", "part"]
 AcknowledgementCallback = Callable[[Sequence[Envelope], Sequence[int]], None]
 
 
+@dataclass(frozen=True)
+class ClusterParts:
+    """What all machines of one simulated cluster share: the event loop, the log and the heartbeats, the checker of all
+    that becomes durable; and the times that their agents are configured with.
+
+    `lease_s`: how long workers and fork servers go on without an agent. `start_max_age_s`: of an order to start a
+    worker that an agent still obeys."""
+
+    loop: asyncio.AbstractEventLoop
+    server: LogServer
+    beats: Beats
+    checker: InvariantChecker
+    heartbeat_s: float
+    lease_s: float
+    start_max_age_s: float
+
+
 class Endpoint:
-    """An EventLog. `crash`: ends its owner; set by the owner."""
+    """One process's connection to the log: an EventLog over one link. `crash`: ends that process, which sets it."""
 
     def __init__(self, server: LogServer, link: Link, on_acknowledged: AcknowledgementCallback) -> None:
         self._server = server

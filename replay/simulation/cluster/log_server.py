@@ -1,4 +1,4 @@
-"""The log's server as its clients meet it: one total order, a disk, crashes. The contract is events/log/event_log.py's.
+"""A model of the log's server: one total order, a disk, crashes. The contract is events/log/event_log.py's.
 
 Rules
 -----
@@ -51,7 +51,7 @@ class Consumer:
 
 
 class LogServer:
-    """`entries`: what is durable. `on_entry` gets each of them once, in order."""
+    """The simulated server of the log. `entries`: what is durable. `on_entry` gets each of them once, in order."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class NodeMemory:
 
 
 class MemoryHost(Protocol):
-    """A node, as those see it that look for states in memory."""
+    """A node, as the processes use it that look for states in memory."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""A worker's process and its connection to the agent, as agents/trainer/process/channel.py behaves.
+"""A model of a worker's process and of its connection to the agent (agents/trainer/process/channel.py).
 
 Rules
 -----

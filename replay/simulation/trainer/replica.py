@@ -1,5 +1,5 @@
-"""A replica's processes and its main thread, which waits here and into which faults are injected; what it computes:
-`driver.py`."""
+"""A simulated replica: its processes, and its main thread, which waits here and into which faults are injected. What it
+computes: `driver.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SimulatedReplica:
 
     @property
     def generation(self) -> int:
-        """The generation of the membership last tried."""
+        """Return the generation of the membership last tried."""
         return self._driver.rendezvous.generation
 
     # --- the process -----------------------------------------------------------------------------

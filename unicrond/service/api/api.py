@@ -19,6 +19,7 @@
     POST /v1/faults                        see fault_targets.py; 409 unless the configuration allows it
     GET  /v1/goodput?peak_tflops=N&last_s=S   goodput and badput by cause (views/goodput_report.py); N: of one worker
     GET  /v1/plan/table                    what would be planned after each event that may come next
+    GET  /v1/views/NAME                    what a view of the log has to say, such as goodput (views/table.py)
     GET  /v1/plan/spares?repair_s=S&mtbf_s=S   how many nodes of each type to keep back (views/spares.py)
     POST /v1/plan/whatif                   what would be planned if; changes nothing
     GET  /v1/logs/TASK?rank=R|worker=W&tail_bytes=N&offset=O
@@ -55,7 +56,7 @@ from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.tasks.reshaping import reshaped
 from unicrond.core.tasks.task_rules import too_few_lanes
 from unicrond.core.tasks.task_validation import name_conflict, task_problems
-from unicrond.display.derived_figures import derived_values
+from unicrond.display.cluster_tables import derived_values
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.trust.logins import BadLogin, agent_login
 from unicrond.events.vocabulary import (
@@ -87,7 +88,8 @@ from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
 from unicrond.service.api.request_bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.views.plan_preview import WhatIfError, changes_of, table_json, what_if
+from unicrond.views import what_if
+from unicrond.views.plan_preview import table_json
 from unicrond.views.spares import DAY_S, spares
 
 _REASON = "requested by an operator"
@@ -262,13 +264,13 @@ class Api:
         return answer({"epoch": epoch, **await asyncio.to_thread(table_json, table)})
 
     async def plan_whatif(self, request: web.Request) -> web.Response:
-        """Answer with the plan that would be adopted if the cluster were as the body says (`what_if.Changes`)."""
+        """Answer with the plan that would be adopted if the cluster were as the body says (`ClusterChanges`)."""
         body, state, policy = await json_of(request), self._coordinator.state, self._config.policy
         try:
-            plan = await asyncio.to_thread(what_if, state, policy, changes_of(body))
-        except (WhatIfError, ProblemError) as wrong:
+            outcome = await asyncio.to_thread(what_if.what_if, state, policy, what_if.changes_of(body))
+        except (what_if.WhatIfError, ProblemError) as wrong:
             return error(400, str(wrong))
-        return answer({"now": state.plan, "then": plan})
+        return answer(what_if.answer(state, outcome))
 
     async def plan_spares(self, request: web.Request) -> web.Response:
         """Answer with what the cluster would achieve with some nodes kept back. A failed node is away for `repair_s` (a

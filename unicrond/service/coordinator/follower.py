@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from unicrond.core.fold import fold
+from unicrond.core.replayer import LogStep
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.skip_rules import SkipCheck
 from unicrond.core.state.state import ClusterState
@@ -30,7 +31,6 @@ from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.clock import Clock
 from unicrond.service.coordinator.snapshots import LogMark, Snapshots, mark_of
 from unicrond.service.coordinator.surroundings import HeadViews
-from unicrond.views.view import LogStep
 
 log = logging.getLogger("unicrond")
 

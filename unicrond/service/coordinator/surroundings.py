@@ -14,7 +14,8 @@ from unicrond.events.vocabulary import AnyEvent, ErrorKind, SeverityLevel
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.views.goodput_keeper import GoodputKeeper
 from unicrond.views.spans import Spans
-from unicrond.views.view import View, Views
+from unicrond.views.table import VIEWS
+from unicrond.views.view import JsonView, View, Views
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric  # which a simulated coordinator does without
@@ -29,12 +30,14 @@ def _ignore_term() -> None:
 
 
 class HeadViews(Views):
-    """Feeds the views of a head: the goodput, the spans of incidents, and `more`."""
+    """Feeds the views of a head: those of the table (views/table.py), and `more`."""
 
     def __init__(self, *more: View, spans: Spans | None = None) -> None:
         self.goodput = GoodputKeeper()
         self.spans = Spans() if spans is None else spans
-        super().__init__(self.goodput, self.spans, *more)
+        own: dict[str, JsonView] = {"goodput": self.goodput, "spans": self.spans}
+        self.by_name = {name: own.get(name) or make() for name, make in VIEWS.items()}
+        super().__init__(*self.by_name.values(), *more)
 
 
 @dataclass(frozen=True, kw_only=True)

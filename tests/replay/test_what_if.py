@@ -17,7 +17,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.core.state.task_parts import Pace
 from unicrond.events import vocabulary as v
-from unicrond.replay.views.whatif import InvalidChange, ReplayChanges, change, waf_of, what_if
+from unicrond.views.what_if import ClusterChanges, WhatIfError, WhatIfOutcome, changes_of, waf_of, what_if, with_changes
 
 
 def two_tasks() -> ClusterState:
@@ -31,15 +31,20 @@ def two_tasks() -> ClusterState:
     return cluster.state
 
 
-def workers(state: ClusterState, changes: ReplayChanges) -> dict[str, int]:
-    _, forked = what_if(state, Policy(), changes)
+def unchanged_and(changes: ClusterChanges) -> tuple[WhatIfOutcome, WhatIfOutcome]:
+    state = two_tasks()
+    return what_if(state, Policy(), ClusterChanges()), what_if(state, Policy(), changes)
+
+
+def workers(state: ClusterState, changes: ClusterChanges) -> dict[str, int]:
+    forked = what_if(state, Policy(), changes)
     check(forked.state)
     return {name: assignment.workers for name, assignment in forked.plan.assignments.items()}
 
 
 def test_nothing_changed_is_the_plan_as_it_is() -> None:
     state = two_tasks()
-    without, forked = what_if(state, Policy(), ReplayChanges())
+    without, forked = what_if(state, Policy(), ClusterChanges()), what_if(state, Policy(), ClusterChanges())
     assert without == forked
     assert without.plan.assignments == state.plan.assignments
     assert [type(event) for event in without.decisions] == [v.PlanAdopted]
@@ -47,28 +52,28 @@ def test_nothing_changed_is_the_plan_as_it_is() -> None:
 
 def test_a_heavier_task_gets_the_workers() -> None:
     state = two_tasks()
-    assert workers(state, ReplayChanges()) == {"big": 3, "small": 1}
-    assert workers(state, ReplayChanges(settings=[("tasks.small.weight", "9")])) == {"big": 1, "small": 3}
+    assert workers(state, ClusterChanges()) == {"big": 3, "small": 1}
+    assert workers(state, ClusterChanges(set={"tasks.small.weight": "9"})) == {"big": 1, "small": 3}
 
 
 def test_a_lost_node_and_spare_nodes() -> None:
     state = two_tasks()
     before = digest(state)
-    assert sum(workers(state, ReplayChanges(lose=["n0", "n1"])).values()) == 2
-    assert workers(state, ReplayChanges(add_nodes=1)) == {"big": 3, "small": 2}
-    assert workers(state, ReplayChanges(add_nodes=1, slots=8)) == {"big": 3, "small": 3}
-    assert workers(state, ReplayChanges(lose=["n3"], add_nodes=1)) == {"big": 3, "small": 1}
+    assert sum(workers(state, ClusterChanges(lose=("n0", "n1"))).values()) == 2
+    assert workers(state, ClusterChanges(add_nodes=1)) == {"big": 3, "small": 2}
+    assert workers(state, ClusterChanges(add_nodes=1, slots=8)) == {"big": 3, "small": 3}
+    assert workers(state, ClusterChanges(lose=("n3",), add_nodes=1)) == {"big": 3, "small": 1}
     assert digest(state) == before
 
 
 def test_the_coordinator_starts_workers_on_spare_nodes() -> None:
-    _, forked = what_if(two_tasks(), Policy(), ReplayChanges(add_nodes=2))
+    forked = what_if(two_tasks(), Policy(), ClusterChanges(add_nodes=2))
     started = [event.node for event in forked.decisions if isinstance(event, v.StartWorker)]
-    assert started and all(node.startswith("whatif-") for node in started)
+    assert started and all(node.startswith("new-") for node in started)
 
 
 def test_both_plans_are_worth_what_the_changed_settings_say() -> None:
-    without, forked = what_if(two_tasks(), Policy(), ReplayChanges(settings=[("tasks.small.weight", "9")]))
+    without, forked = unchanged_and(ClusterChanges(set={"tasks.small.weight": "9"}))
     before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
     assert sum(after.values()) > sum(before.values())
     assert before["small"] * 3 == after["small"]
@@ -78,20 +83,20 @@ def test_a_plan_is_worth_what_it_says() -> None:
     """One task is measured, of the other nothing is known: one of its workers is worth what one of the first's is."""
     state = two_tasks()
     big = msgspec.structs.replace(state.tasks["big"], pace=Pace(measurements={"3": 9 * 10**9}))
-    without, _ = what_if(msgspec.structs.replace(state, tasks=state.tasks | {"big": big}), Policy(), ReplayChanges())
+    without = what_if(msgspec.structs.replace(state, tasks=state.tasks | {"big": big}), Policy(), ClusterChanges())
     assert sum(waf_of(without.state, without.plan).values()) == without.plan.waf > 9 * 10**9
 
 
 def test_workers_that_are_too_many_are_worth_nothing_and_the_others_what_they_are() -> None:
-    without, forked = what_if(two_tasks(), Policy(), ReplayChanges(settings=[("tasks.big.max_workers", "2")]))
+    without, forked = unchanged_and(ClusterChanges(set={"tasks.big.max_workers": "2"}))
     before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
     assert before["big"] == after["big"] > 0
 
 
 def test_a_policy_is_changed_by_its_field() -> None:
     state = two_tasks()
-    _, policy = change(
-        state, Policy(), ReplayChanges(settings=[("policy.worker_mtbf_s", "60"), ("policy.strikes_max", "5")])
+    _, policy = with_changes(
+        state, Policy(), ClusterChanges(set={"policy.worker_mtbf_s": "60", "policy.strikes_max": "5"})
     )
     assert (policy.worker_mtbf_s, policy.strikes_max) == (60.0, 5)
 
@@ -99,19 +104,19 @@ def test_a_policy_is_changed_by_its_field() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (ReplayChanges(settings=[("tasks.big.wheight", "1")]), "no such field; known: name, weight"),
-        (ReplayChanges(settings=[("tasks.huge.weight", "1")]), "no task huge"),
-        (ReplayChanges(settings=[("tasks.big.weight", "much")]), "--set tasks.big.weight=much"),
-        (ReplayChanges(settings=[("tasks.big.min_workers", "7")]), "--set tasks.big.min_workers=7"),
-        (ReplayChanges(settings=[("policy.strikes_max", "0")]), "Expected `int` >= 1"),
-        (ReplayChanges(settings=[("tasks.big.name", "huge")]), "a task's name identifies it in the log"),
-        (ReplayChanges(settings=[("weather.x", "1")]), "give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
-        (ReplayChanges(lose=["n9"]), "no such node is up at this point; up are n0, n1, n2, n3"),
-        (ReplayChanges(lose=["n1", "n1"]), "no such node is up"),
+        (ClusterChanges(set={"tasks.big.wheight": "1"}), "no such field; did you mean weight?"),
+        (ClusterChanges(set={"tasks.huge.weight": "1"}), "huge is not active; choose from big, small"),
+        (ClusterChanges(set={"tasks.big.weight": "much"}), "set: tasks.big.weight=much"),
+        (ClusterChanges(set={"tasks.big.min_workers": "7"}), "set: tasks.big.m"),
+        (ClusterChanges(set={"policy.strikes_max": "0"}), "Expected `int` >= 1"),
+        (ClusterChanges(set={"tasks.big.name": "huge"}), "a task's name identifies it in the log"),
+        (ClusterChanges(set={"weather.x": "1"}), "give tasks.TASK.FIELD or policy.FIELD"),
+        (ClusterChanges(lose=("n9",)), "lose: n9 is not a node that is up; "),
+        (ClusterChanges(lose=("n1", "n1")), "lose: n1 is not a node that is up; "),
     ],
 )
-def test_what_cannot_be_changed_is_named(changes: ReplayChanges, told: str) -> None:
-    with pytest.raises(InvalidChange) as caught:
+def test_what_cannot_be_changed_is_named(changes: ClusterChanges, told: str) -> None:
+    with pytest.raises(WhatIfError) as caught:
         what_if(two_tasks(), Policy(), changes)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
@@ -123,7 +128,8 @@ def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
     from unicrond.events.log.point import AtSeq
 
     for seq in range(10, len(log), 23):
-        without, forked = what_if(replay(log, AtSeq(seq)), Policy(), ReplayChanges(add_nodes=1))
+        state = replay(log, AtSeq(seq))
+        without, forked = (what_if(state, Policy(), changes_of({"add_nodes": number})) for number in (0, 1))
         check(forked.state)
         assert forked.plan.waf >= without.plan.waf
 
@@ -135,6 +141,8 @@ def test_the_command(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert said["waf_with"] > said["waf_without"] and said["tasks"]["small"]["workers_with"] == 3
     done = unicron_replay("whatif", "--log", log, "--at", "60", "--lose", "n0", "--set", "policy.transition_s=1")
-    assert done.returncode in (0, 2) and ("WAF what if" in done.stdout or "no such node is up" in done.stderr)
+    assert done.returncode in (0, 2) and (
+        "WAF what if" in done.stdout or "lose: n0 is not a node that is up" in done.stderr
+    )
     done = unicron_replay("whatif", "--log", log, "--set", "weight=9")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
