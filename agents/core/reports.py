@@ -3,8 +3,6 @@ machine.py."""
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from msgspec.structs import replace
 
 from unicrond.agents.core import commits, joining, memberships
@@ -23,16 +21,10 @@ from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, Iterati
 from unicrond.events.vocabulary import (
     AcceleratorReported,
     CheckpointSaved,
-    CorruptionSuspected,
-    DegradationObserved,
     ErrorReported,
     HangSuspected,
-    SaveFailed,
     SnapshotStored,
-    StateLoaded,
     StopRequested,
-    StragglerObserved,
-    StragglerRecovered,
     TaskCompleted,
     WorkerBusy,
     WorkerId,
@@ -40,7 +32,6 @@ from unicrond.events.vocabulary import (
     WorkerObservation,
     WorkerPaused,
     WorkerReady,
-    WorkerWaiting,
 )
 
 #: Shorter work is not reported.
@@ -124,10 +115,6 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             if message.kind not in SYMPTOMS:
                 transition.change(record, cause_told=True)
             transition.append(message)
-        case DegradationObserved() | StragglerObserved() | StragglerRecovered() | CorruptionSuspected():
-            transition.append(message)
-        case StateLoaded() | WorkerWaiting() | SaveFailed():
-            transition.append(message)
         case WorkerBusy():
             busy(transition, record, message)
         case StopRequested():
@@ -149,8 +136,8 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             transition.append(message)
         case Flight():
             pass  # for a person: the shell has it
-        case _ as never:
-            assert_never(never)
+        case _:
+            transition.append(message)
 
 
 def is_own(transition: Transition, record: WorkerRecord, message: FromWorker) -> bool:

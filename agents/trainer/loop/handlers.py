@@ -121,10 +121,8 @@ class EffectHandlers:
     # --- noting ----------------------------------------------------------------------------------
 
     def _send(self, effect: e.Send) -> None:
-        message = effect.message
-        self.context.channel.send(
-            self.detection.with_checksums(message) if isinstance(message, IterationCommitted) else message
-        )
+        message, channel = effect.message, self.context.channel
+        channel.send(self.detection.with_checksums(message) if isinstance(message, IterationCommitted) else message)
 
     def _log(self, effect: e.Log) -> None:
         print(f"{self.context.launch.worker}: {effect.text}", flush=True)

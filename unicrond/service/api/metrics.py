@@ -89,9 +89,7 @@ class StateCollector(Collector):
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
         yield from self._goodput(state)
-        yield _counter(
-            "unicron_quarantined", "Messages in the log that are not valid events", state.quarantined_messages
-        )
+        yield _counter("unicron_quarantined", "Messages in the log that are no events", state.quarantined_messages)
         text = "Invalid messages from known producers: facts or orders are missing"
         unreadable = ((producer, messages.count) for producer, messages in self._alarms.unreadable.items())
         yield _labelled("unicron_quarantined_known", text, "producer", unreadable, CounterMetricFamily)
