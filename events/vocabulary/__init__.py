@@ -38,8 +38,8 @@ from unicrond.events.vocabulary.training import *
 from unicrond.events.vocabulary.workers import *
 
 AnyRequest: TypeAlias = (
-    TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested | NodeEnrolled
-    | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
+    TaskSubmitted | TaskUpdated | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested
+    | NodeEnrolled | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (
     NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerJoinedGroup
