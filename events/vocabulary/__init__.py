@@ -96,8 +96,8 @@ __all__ = [
 ]  # fmt: skip
 
 AnyRequest: TypeAlias = (
-    TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested | NodeEnrolled
-    | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
+    TaskSubmitted | TaskUpdated | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested
+    | NodeEnrolled | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (
     NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerJoinedGroup

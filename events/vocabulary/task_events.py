@@ -12,10 +12,12 @@ from unicrond.events.vocabulary.field_types import (
     LearningRate,
     LongText,
     Name,
+    Priority,
     Serial,
     Small,
     SomeWorkers,
     Text,
+    Weight,
 )
 from unicrond.events.vocabulary.phrases import count
 from unicrond.events.vocabulary.shape import Shape
@@ -53,6 +55,31 @@ class TaskCancelled(Request, frozen=True, kw_only=True):
     def wish(self) -> str:
         """Say what the person asks for."""
         return f"task {self.task} cancelled: {self.reason}"
+
+
+class TaskUpdated(Request, frozen=True, kw_only=True):
+    """A person changes what a running task is worth, or how many workers it may have. None: as it is."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    task: Name
+    reason: Text
+    weight: Weight | None = None
+    priority: Priority | None = None
+    preemptible: bool | None = None
+    min_workers: SomeWorkers | None = None
+    max_workers: SomeWorkers | None = None
+
+    @property
+    def settings(self) -> dict[str, float | int | bool]:
+        """The settings that change, by their names in the task file."""
+        names = ("weight", "priority", "preemptible", "min_workers", "max_workers")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def wish(self) -> str:
+        """See Request."""
+        changes = ", ".join(f"{name} {value!s}" for name, value in self.settings.items())
+        return f"task {self.task} is to have {changes}: {self.reason}"
 
 
 def _settings(iterations: int | None, lr: float | None) -> str:

@@ -17,11 +17,13 @@ from unicrond.events.vocabulary.field_types import (
     LearningRate,
     Name,
     Precision,
+    Priority,
     Size,
     Small,
     SomeWorkers,
     Text,
     User,
+    Weight,
     Workers,
 )
 from unicrond.events.vocabulary.shape import Shape
@@ -109,20 +111,21 @@ class GpuSpec(Value, frozen=True, kw_only=True):
 class TaskSpec(Value, frozen=True, kw_only=True):
     """One training job as its file describes it (YAML, see docs/use/task-files.md).
 
-    `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
-    `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how
-    long a worker may take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment
-    variables whose values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the
-    nodes whose processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules
-    that a process of the task's own imports once on each node, and the workers start with.
-    `layouts`: those that the plan may give it, in the order that decides ties; empty: its own stays until a person
-    asks for another. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
-    `gpus`: T on types of GPU for which it is not `throughput`. `vpp`: chunks of the model in each pipeline stage. `ep`:
-    over how many of a tensor-parallel group's workers the experts are. Of both 0: as the program has it.
+    `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and `micro_batch` are
+    samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how long a worker may
+    take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment variables whose
+    values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the nodes whose
+    processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules that a process
+    of the task's own imports once on each node, and the workers start with. `layouts`: those that the plan may give it,
+    in the order that decides ties; empty: its own stays until a person asks for another. With some `min_workers` and
+    `max_workers` need not be multiples of tp * pp. `gpus`: T on types of GPU for which it is not `throughput`.
+    `priority`: whose `min_workers` are met first, where not all can be; the higher goes first. `preemptible`: it runs
+    on what the tasks that are not leave over. `vpp`: chunks of the model in each pipeline stage. `ep`: over how many of
+    a tensor-parallel group's workers the experts are. Of both 0: as the program has it.
     """
 
     name: Name
-    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = always(1.0)
+    weight: Weight = always(1.0)
     min_workers: SomeWorkers = always(1)
     max_workers: SomeWorkers = always(1)
     tp: SomeWorkers = always(1)
@@ -151,6 +154,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     gpus: tuple[GpuSpec, ...] = ()
     vpp: Workers = 0
     ep: Workers = 0
+    priority: Priority = 0
+    preemptible: bool = False
 
     @property
     def cut(self) -> Shape:

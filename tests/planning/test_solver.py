@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from tests.planning.clusters import random_problem, with_turns
-from tests.planning.oracle import brute_force, plain_dp, shortfall, unmet
+from tests.planning.clusters import random_problem, with_priorities, with_turns
+from tests.planning.oracle import brute_force, plain_dp, shortfall
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
 from unicrond.core.planning.solution import Solution
@@ -41,9 +41,7 @@ def test_every_plan_there_is(each_kernel: str) -> None:
         solution = solve(problem)
         assert objective - Fraction(solution.resolution) <= solution.exact_objective <= objective, seed
         assert sum(solution.workers) <= problem.workers
-        assert sum(unmet(t, k) for t, k in solution) == sum(
-            unmet(t, k) for t, k in zip(problem.tasks, plan, strict=True)
-        ), seed
+        assert shortfall(problem, solution.workers) == shortfall(problem, plan), seed
         if small_numbers(problem):
             exact += 1
             assert solution.workers == plan, seed
@@ -52,10 +50,10 @@ def test_every_plan_there_is(each_kernel: str) -> None:
 
 def test_the_plain_programme_on_middling_clusters(each_kernel: str) -> None:
     for seed in range(40):
-        problem = random_problem(Random(seed), most_tasks=10, most_workers=48)
+        problem = with_priorities(Random(-seed), random_problem(Random(seed), most_tasks=10, most_workers=48))
         missed, objective = plain_dp(problem)
         solution = solve(problem)
-        assert sum(unmet(t, k) for t, k in solution) == missed
+        assert shortfall(problem, solution.workers)[:-1] == missed[:-1]
         assert objective - Fraction(solution.resolution) <= solution.exact_objective <= objective
 
 
@@ -94,12 +92,60 @@ def test_a_floor_goes_before_any_gain(each_kernel: str) -> None:
     assert min(solution.workers) == 1 and solution.workers[7] == 5
 
 
-def test_floors_that_cannot_all_be_met_the_most_are(each_kernel: str) -> None:
+def test_floors_that_cannot_all_be_met_are_weighed(each_kernel: str) -> None:
     tasks = tuple(TaskProblem(f"t{i}", 10**6 if i == 2 else 1, 0, TEN_EACH, floor=i + 1) for i in range(3))
     solution = solve(Problem(3, 10**9, 10**6, tasks))
-    assert solution.workers == (1, 2, 0)
-    assert solution.unmet_floors == ("t2",)
-    assert "floor unmet: t2" in solution.reason
+    assert solution.workers == (0, 0, 3)
+    assert solution.unmet_floors == ("t0", "t1")
+    assert "floor unmet: t0, t1" in solution.reason
+    same_weight = tuple(replace(task, weight=1) for task in tasks)
+    assert solve(Problem(3, 10**9, 10**6, same_weight)).workers == (1, 2, 0), "two floors are worth as much as one"
+
+
+def test_two_debug_tasks_do_not_stop_production(each_kernel: str) -> None:
+    prod = TaskProblem("prod", 10, 3, TEN_EACH, floor=3)
+    debug = tuple(TaskProblem(f"debug{i}", 0.01, 0, TEN_EACH, floor=1) for i in range(2))
+    assert solve(Problem(3, 10**9, 10**6, (prod, *debug))).workers == (3, 0, 0)
+    assert solve(Problem(4, 10**9, 10**6, (prod, *debug))).workers == (3, 1, 0)
+    assert solve(Problem(2, 10**9, 10**6, (prod, *debug))).workers == (0, 1, 1), "production cannot run at all"
+
+
+def test_a_large_task_does_not_starve_a_crowd_of_small_ones(each_kernel: str) -> None:
+    """It would like all workers, and is worth a thousand of them; its floor is two."""
+    large = TaskProblem("large", 1000, 20, TEN_EACH[:8], floor=2)
+    crowd = tuple(TaskProblem(f"small{i}", 1, 0, TEN_EACH, floor=1) for i in range(5))
+    assert solve(Problem(7, 10**9, 10**6, (large, *crowd))).workers == (2, 1, 1, 1, 1, 1)
+
+
+def test_a_higher_priority_goes_before_any_worth(each_kernel: str) -> None:
+    prod = TaskProblem("prod", 10, 3, TEN_EACH, floor=3)
+    urgent = TaskProblem("urgent", 0.01, 0, TEN_EACH, floor=1, priority=1)
+    assert solve(Problem(3, 10**9, 10**6, (prod, urgent))).workers[1] >= 1
+    spot = replace(urgent, preemptible=True, priority=9)
+    assert solve(Problem(3, 10**9, 10**6, (prod, spot))).workers == (3, 0), "a preemptible task comes after all others"
+
+
+def test_a_task_that_runs_goes_before_its_equal(each_kernel: str) -> None:
+    first, second = TaskProblem("first", 1, 0, TEN_EACH, floor=3), TaskProblem("second", 1, 3, TEN_EACH, floor=3)
+    assert solve(Problem(3, 10**9, 10**6, (first, second))).workers == (0, 3)
+
+
+def test_priorities_match_every_plan_there_is(each_kernel: str) -> None:
+    exact = binding = 0
+    for seed in range(1500):
+        problem = with_priorities(Random(-seed), random_problem(Random(seed)))
+        if seed % 2:
+            problem = with_turns(Random(seed), problem)
+        plan, objective = brute_force(problem)
+        solution = solve(problem)
+        assert shortfall(problem, solution.workers) == shortfall(problem, plan), seed
+        assert objective - Fraction(solution.resolution) <= solution.exact_objective <= objective, seed
+        flat = tuple(replace(task, priority=0, preemptible=False) for task in problem.tasks)
+        binding += solve(replace(problem, tasks=flat)).workers != solution.workers
+        if small_numbers(problem):
+            exact += 1
+            assert solution.workers == plan == solve_exactly(problem).workers, seed
+    assert exact > 400 and binding > 50
 
 
 def test_turns_go_before_floors_and_gains(each_kernel: str) -> None:

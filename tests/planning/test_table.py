@@ -85,7 +85,8 @@ def test_larger_clusters(each_kernel: str) -> None:
         situation = random_situation(Random(seed), most_tasks=9, most_workers=40)
         table = Planner().refresh(situation)
         for event in situation.expected():
-            assert table.solution(event) == solve(situation.after(event)), (seed, event)
+            solution, fresh = table.solution(event), solve(situation.after(event))
+            assert solution == fresh or (solution is None and fresh.unmet_floors), (seed, event)
 
 
 def test_a_chain_of_events_reuses_rows_and_changes_nothing(each_kernel: str) -> None:

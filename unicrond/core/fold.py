@@ -40,6 +40,7 @@ from unicrond.core.nodes import isolation
 from unicrond.core.rules import admission
 from unicrond.core.rules.invariants import newly_broken
 from unicrond.core.state.ordered_map import put
+from unicrond.core.state.policy import quotas_among
 from unicrond.core.state.state import ClusterState
 from unicrond.core.worth.costs import with_costs
 from unicrond.events import vocabulary as v
@@ -90,6 +91,7 @@ def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> Cl
         log_adopted_us=max(state.log_adopted_us, event.adopted_us),
         check_limit_us=isolation.limit_us(event.policy, "check_timeout_s"),
         repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
+        quotas=quotas_among(event.policy),
         starvation_us=int(event.policy.get("starvation_s", 0.0) * 1e6),
     )
 
@@ -148,6 +150,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.CommandFailed: commands.command_failed,
     v.TaskSubmitted: tasks.task_submitted,
     v.TaskCancelled: tasks.task_cancelled,
+    v.TaskUpdated: tasks.task_updated,
     v.ReshapeRequested: tasks.reshape_requested,
     v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,

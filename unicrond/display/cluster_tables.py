@@ -17,6 +17,7 @@ from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, delivered_flop
 from unicrond.core.tasks.task_rules import BUILT_IN
 from unicrond.core.worth.costs import costs_at
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
+from unicrond.display.queue import pending_reason
 from unicrond.display.tables import Table
 from unicrond.events.vocabulary import TaskAssignment
 from unicrond.events.vocabulary.phrases import to_the_second
@@ -234,17 +235,22 @@ def tasks_table(state: ClusterState) -> Table:
             task.name,
             task.status.value,
             f"{task.spec.weight:g}",
+            f"{task.spec.priority}{'p' * task.spec.preemptible}",
             task_workers(task),
             f"{task.progress.iteration}/{task.spec.iterations}",
             loss(task.progress.loss),
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
             si(achieved_waf(task, state.now_us), "FLOP/s"),
-            task.ending.reason.partition("\n")[0] or _reshaping(task) or _slow(task) or "-",
+            task.ending.reason.partition("\n")[0]
+            or pending_reason(state, task)
+            or _reshaping(task)
+            or _slow(task)
+            or "-",
         )
         for task in state.tasks.values()
     ]
-    headers = ("task", "status", "weight", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
-    right = frozenset({"weight", "iteration", "loss", "ms/iteration", "WAF"})
+    headers = ("task", "status", "weight", "priority", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
+    right = frozenset({"weight", "priority", "iteration", "loss", "ms/iteration", "WAF"})
     return Table(headers, tuple(rows), right, "no tasks")
 
 

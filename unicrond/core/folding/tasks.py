@@ -26,11 +26,21 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             status=TaskStatus.ACTIVE,
             submitted_seq=state.seq,
             submitted_us=state.now_us,
+            owner=event.by,
             # Worker ids and generations never repeat, not even when a name is used again.
             numbers=old.numbers if old else Numbers(),
             membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,
         ),
     )
+
+
+def task_updated(state: ClusterState, event: v.TaskUpdated, _: Envelope) -> ClusterState:
+    """Give the task the settings that the request names; they need another plan."""
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    spec = replace(task.spec, **event.settings)
+    return with_task(state, replace(task, spec=spec, submitted_seq=state.seq, updated_us=state.now_us))
 
 
 def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelope) -> ClusterState:

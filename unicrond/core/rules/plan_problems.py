@@ -173,6 +173,8 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
         turn=0 if at_rest else survey.turns.get(task.name, 0),
         gpu=gpu if survey.types else "",
+        priority=task.spec.priority,
+        preemptible=task.spec.preemptible or task.name in survey.over_quota,
     )
     if not task.spec.gpus or survey.types or not problem.floor:
         return problem

@@ -10,7 +10,9 @@ Rules
 
 from __future__ import annotations
 
-from unicrond.core.state.state import ClusterState, TaskStatus
+from msgspec.structs import replace
+
+from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.tasks.task_validation import reshape_problem, task_problems
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import RESERVED_NAMES
@@ -31,6 +33,9 @@ def request_problem(state: ClusterState, event: v.Request) -> str:
     if isinstance(event, v.ReshapeRequested):
         task = state.tasks.get(event.task)
         return reshape_problem(state, task, event) if task and task.status is TaskStatus.ACTIVE else ""
+    if isinstance(event, v.TaskUpdated):
+        task = state.tasks.get(event.task)
+        return update_problem(task, event) if task and task.status is TaskStatus.ACTIVE else ""
     if isinstance(event, v.InjectionRequested):
         return fault_problem(event.fault)
     if isinstance(event, v.NodeEnrolled):
@@ -73,6 +78,13 @@ def enrolment_problem(state: ClusterState, event: v.NodeEnrolled) -> str:
         return f"node: {LOGINS_MAX} nodes are enrolled; revoke those that are gone"
     owner = next((node for node, login in state.logins.items() if login.key == event.key), event.node)
     return "" if owner == event.node else f"key: is the key of node {owner}; make another"
+
+
+def update_problem(task: Task, request: v.TaskUpdated) -> str:
+    """Return why the task cannot have these settings; "" where it can."""
+    if not request.settings:
+        return "settings: none is given; give weight, priority, preemptible, min_workers or max_workers"
+    return next((str(fault) for fault in task_problems(replace(task.spec, **request.settings))), "")
 
 
 def fault_problem(fault: v.Fault) -> str:

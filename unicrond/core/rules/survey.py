@@ -23,6 +23,7 @@ from unicrond.core.state.state import ClusterState, Membership, Node, NodeStatus
 from unicrond.core.state.task_parts import Pace
 from unicrond.core.tasks import memory_places, reconcile
 from unicrond.core.tasks import starvation as turns
+from unicrond.core.tasks.quotas import over_quota
 from unicrond.core.tasks.reconcile import Staffing, seat
 from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.core.worth.waf import has_scale, linear_flops, throughput
@@ -104,8 +105,9 @@ class Survey:
     """What the rules want to know of `state`. Several threads may ask.
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
-    depends on. `turns`: tasks whose floors go first (starvation.py). `fresh`: the adopted plan was made for the present
-    nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty where there is one.
+    depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py. `fresh`: the adopted
+    plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty
+    where there is one.
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -117,8 +119,17 @@ class Survey:
         self.gpus: Mapping[str, str] = self.nodes.gpus
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
+        self.over_quota = over_quota(state)
         self._planned = tuple(
-            [(task.name, task.submitted_seq, *(("turn",) * (task.name in self.turns))) for task in self.active]
+            [
+                (
+                    task.name,
+                    task.submitted_seq,
+                    *(("turn",) * (task.name in self.turns)),
+                    *(("over quota",) * (task.name in self.over_quota)),
+                )
+                for task in self.active
+            ]
         )
         is_unchanged = before is not None and before._planned == self._planned
         is_unchanged = (

@@ -112,7 +112,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
-    `submitted_seq`: the event since which it is what it is: its submission, or its last reshaping.
+    `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: the name of
+    the token that submitted it. `updated_us`: the last time that a person gave it other settings.
     """
 
     spec: TaskSpec
@@ -130,6 +131,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reshaping: Reshaping = Reshaping()
     ending: Ending = Ending()
     turn: StarvationState = StarvationState()
+    owner: str = ""
+    updated_us: int = 0
     tally_cache: Tally | None = None
     lateness_cache: Lateness | None = None
 
@@ -378,6 +381,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logins: dict[str, NodeLogin] = {}
     log_adopted_us: int = 0
     windows: dict[str, Window] = {}
+    quotas: Mapping[str, int] = {}
     starvation_us: int = 0
     by_node_cache: ByNode | None = None
 

@@ -8,6 +8,7 @@
     GET  /v1/skips                         the entries that every reader passes over: {SEQ: why}
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
+    POST /v1/tasks/NAME/update             another weight, priority, or other bounds: see request_bodies.py
     POST /v1/tasks/NAME/reshape            another layout or size: see core/rules/reshape_requests.py
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
@@ -42,13 +43,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.planning.problem import ProblemError
 from unicrond.core.rules.fault_targets import FaultOrder, OrderRefused, injection_request
-from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem
+from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem, update_problem
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import worker_mtbf_us
 from unicrond.core.state.state import Task, TaskStatus
@@ -70,6 +72,7 @@ from unicrond.events.vocabulary import (
     NodeUncordoned,
     TaskCancelled,
     TaskSubmitted,
+    TaskUpdated,
 )
 from unicrond.events.wire.codec import API_PRODUCER, BadEvent
 from unicrond.events.wire.envelope import Envelope
@@ -77,7 +80,7 @@ from unicrond.events.wire.schemas import beyond_schema
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
-from unicrond.intake.tokens import FULL_GRANT, Grant
+from unicrond.intake.tokens import FULL_GRANT, Grant, Scope
 from unicrond.service.api.access import Access, AccessDenied
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of, number_in
@@ -85,7 +88,15 @@ from unicrond.service.api.metrics import exposition
 from unicrond.service.api.page_api import PageApi
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
-from unicrond.service.api.request_bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
+from unicrond.service.api.request_bodies import (
+    CordonOrder,
+    Enrolment,
+    ForgetOrder,
+    MaintenanceOrder,
+    OfNode,
+    Reason,
+    UpdateOrder,
+)
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.views import what_if
@@ -153,6 +164,7 @@ class Api:
                 web.get("/v1/state", self.state),
                 web.post("/v1/tasks", self.submit),
                 web.post("/v1/tasks/{task}/cancel", self.cancel),
+                web.post("/v1/tasks/{task}/update", self.update),
                 web.post("/v1/tasks/{task}/reshape", self.reshape),
                 web.post("/v1/nodes/{node}/cordon", self.cordon),
                 web.post("/v1/nodes/{node}/uncordon", self.uncordon),
@@ -292,6 +304,8 @@ class Api:
             return error(409, conflict)
         if problems := task_problems(spec, self._coordinator.state):
             return error(400, str(problems[0]))
+        if spec.priority > 0:
+            _may_prefer(spec.priority)
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
@@ -305,6 +319,17 @@ class Api:
         name = self._task(request).name
         reason = (await body_of(request, Reason)).reason or _REASON
         return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
+
+    async def update(self, request: web.Request) -> web.Response:
+        """Give a running task another weight, priority or other bounds. 400 says which setting is wrong."""
+        task = self._task(request)
+        order = await body_of(request, UpdateOrder)
+        event = TaskUpdated(task=task.name, **{**msgspec.structs.asdict(order), "reason": order.reason or _REASON})
+        if problem := update_problem(task, event):
+            return error(400, problem)
+        if (event.priority or 0) > max(0, task.spec.priority):
+            _may_prefer(event.priority or 0)
+        return await self._append(event, {"task": task.name, **event.settings}, 202)
 
     async def reshape(self, request: web.Request) -> web.Response:
         """Submit another layout, or number of workers, for a running task. 400 says which field is wrong."""
@@ -448,3 +473,11 @@ class Api:
         except BadEvent as wrong:
             return error(400, wrong.reason)
         return answer({**about, "seq": seq}, status)
+
+
+def _may_prefer(priority: int) -> None:
+    """Raise OrderRefused unless the caller may put a task before all that have the usual priority."""
+    grant = _caller.get()
+    if Scope.OPERATE not in grant.scopes:
+        text = f"priority: {priority} goes before other people's tasks; token {grant.name} may give 0 or less"
+        raise OrderRefused(403, f"{text}, one with scope operate more")
