@@ -14,7 +14,7 @@ from unicrond.agents.trainer.loop.handlers import HANDLERS
 
 #: What depends on the moment of the death. A survivor reports a broken connection only where the next membership is not
 #: there yet; it keeps sums only if some are complete, and computes only if some are not.
-MAY_LACK = {"ErrorReported connection_broken", "ReportFailure", "KeepSums", "Compute"}
+MAY_LACK = {"ErrorReported connection_broken", "ReportFailure", "LeaveGroup", "KeepSums", "Compute"}
 
 
 def parts(recording: Json) -> dict[str, tuple[object, ...]]:

@@ -99,11 +99,10 @@ class ProcessTracer:
         self._functions.add(name)
 
     def _see(self, value: Any, frame: FrameType, kind: str, now_ns: int) -> None:
-        seq, fields = 0, getattr(type(value), "__struct_fields__", ())
-        if "envelope" in fields and "seq" in fields:  # an entry of the log
+        seq = 0
+        if {"envelope", "seq"} <= self._struct_fields(value):  # an entry of the log
             seq, value = value.seq, value.envelope
-            fields = getattr(type(value), "__struct_fields__", ())
-        if "event" in fields and "producer" in fields:  # an envelope
+        if {"event", "producer"} <= self._struct_fields(value):  # an envelope
             value = value.event
         if not self._base(type(value)):
             return
@@ -121,6 +120,11 @@ class ProcessTracer:
             line["fields"] = self._fields(value)
             line["callers"] = self._callers(frame)
         self._lines.append(json.dumps(line))
+
+    @staticmethod
+    def _struct_fields(value: Any) -> set[str]:
+        fields = getattr(type(value), "__struct_fields__", ())
+        return set(fields) if isinstance(fields, tuple) else set()
 
     def _base(self, kind: type) -> str:
         """Return which of _BASES a class derives from; "" if none."""
