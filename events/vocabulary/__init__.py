@@ -57,6 +57,7 @@ from unicrond.events.vocabulary.plans import (
 from unicrond.events.vocabulary.states import CheckpointSaved, SaveFailed, SnapshotStored, StateLoaded
 from unicrond.events.vocabulary.task_events import (
     ReshapeRequested, TaskCancelled, TaskCompleted, TaskFailed, TaskReshaped, TaskSubmitted,
+    TaskUpdated,
 )
 from unicrond.events.vocabulary.tasks import (
     CheckpointSpec, DETERMINISM, DETERMINISTIC, GpuSpec, LANES, LayoutSpec, ModelSpec, OptimizerSpec, TaskSpec,
@@ -90,7 +91,8 @@ __all__ = [
     "Saver", "SeatRun", "Serial", "SeverityLevel", "SnapshotStored", "SomeWorkers", "Start", "StartWorker",
     "StartWorkers", "StateLoaded", "StateSource", "StepCommitted", "StopRequested", "StopWorker", "StoreAddress",
     "StragglerObserved", "StragglerRecovered", "StragglerSeen", "TaskAssignment", "TaskCancelled", "TaskCompleted",
-    "TaskFailed", "TaskReshaped", "TaskSpec", "TaskSubmitted", "Text", "ThroughputCorrected", "TransitionCompleted",
+    "TaskFailed", "TaskReshaped", "TaskSpec", "TaskSubmitted", "TaskUpdated",
+    "Text", "ThroughputCorrected", "TransitionCompleted",
     "Value", "WorkerBusy", "WorkerExited", "WorkerId", "WorkerJoinedGroup", "WorkerObservation", "WorkerOrNone",
     "WorkerPaused", "WorkerReady", "WorkerStarted", "WorkerWaiting", "workers_in",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ def workers(cluster: MiniCluster) -> dict[str, int]:
 
 def submit_as(cluster: MiniCluster, owner: str, name: str, **spec: object) -> None:
     task = v.TaskSpec(name=name, iterations=10**6, **spec)  # type: ignore[arg-type]
-    cluster.append(v.TaskSubmitted(spec=task, by=owner), "api", cluster.state.term)
+    cluster.append(v.TaskSubmitted(spec=task, requester=owner), "api", cluster.state.term)
 
 
 def test_planner_keeps_production_beside_debug_tasks() -> None:
@@ -134,5 +134,5 @@ def test_update_is_refused_with_the_field(settings: dict[str, int], problem: str
 
 
 def test_update_says_what_changes() -> None:
-    request = v.TaskUpdated(task="big", weight=2.5, preemptible=True, reason="nightly", by="alice")
+    request = v.TaskUpdated(task="big", weight=2.5, preemptible=True, reason="nightly", requester="alice")
     assert request.sentence() == ("task big is to have weight 2.5, preemptible True: nightly (asked by alice)")

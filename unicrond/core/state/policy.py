@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from unicrond.events.vocabulary import Workers
+from unicrond.events.vocabulary.field_types import Workers
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
 SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]

@@ -8,7 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from unicrond.events.vocabulary import Boot, Name, Priority, PublicKey, SomeWorkers, Text, Weight
+from unicrond.events.vocabulary import Boot, Name, PublicKey, SomeWorkers, Text
+from unicrond.events.vocabulary.field_types import Priority, Weight
 
 
 class Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
