@@ -55,7 +55,7 @@ def write(directory: Path, **files: object) -> None:
 
 
 @pytest.mark.parametrize("sample", [V1_POD, V2_PRIVATE, V2_SHARED, HYBRID, ESCAPED])
-def test_the_memory_cgroup_is_found_where_it_is_mounted(tmp_path: Path, sample: tuple[str, str, str]) -> None:
+def test_memory_cgroup_is_found_at_its_mount(tmp_path: Path, sample: tuple[str, str, str]) -> None:
     cgroup, mountinfo, wanted = sample
     proc = machine(tmp_path, cgroup, mountinfo, "4711")
     found = places("memory", proc / "4711", proc / "self")
@@ -63,7 +63,7 @@ def test_the_memory_cgroup_is_found_where_it_is_mounted(tmp_path: Path, sample: 
     assert found[0].version == (1 if "memory" in wanted else 2)
 
 
-def test_limits_of_version_1(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_are_read(tmp_path: Path) -> None:
     proc = machine(tmp_path, *V1_POD[:2])
     memory, cpu = tmp_path / "cgroup" / "memory", tmp_path / "cgroup" / "cpu,cpuacct"
     found, of_cpu = places("memory", proc / "self", proc / "self"), places("cpu", proc / "self", proc / "self")
@@ -83,7 +83,7 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     assert oom_counter(found) == memory / "memory.oom_control"
 
 
-def test_limits_of_version_2_stand_at_any_height(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_apply_from_any_level(tmp_path: Path) -> None:
     proc = machine(tmp_path, "0::/pod/worker\n", V2_PRIVATE[1])
     top = tmp_path / "cgroup"
     found = places("memory", proc / "self", proc / "self")
@@ -117,7 +117,7 @@ V2_FILES = {
 }
 
 
-def test_a_pod_on_version_2_by_the_kernels_own_files(tmp_path: Path) -> None:
+def test_cgroup_v2_pod_reads_kernel_files(tmp_path: Path) -> None:
     proc = machine(tmp_path, *V2_PRIVATE[:2])
     top = tmp_path / "cgroup"
     top.mkdir()
@@ -148,7 +148,7 @@ def test_a_pod_on_version_2_by_the_kernels_own_files(tmp_path: Path) -> None:
     assert cause(before, kill_counts.look(proc)) == "maybe_oom_killed"
 
 
-def test_a_space_in_a_path_is_written_as_its_number() -> None:
+def test_mount_parser_decodes_octal_escapes() -> None:
     (mount,) = cgroup_mounts("30 24 0:26 /a\\040b /sys/fs/c\\134d rw - cgroup2 cgroup2 rw\n")
     assert mount == Mount(2, "/a b", Path("/sys/fs/c\\d"), frozenset())
 
@@ -159,7 +159,7 @@ PATHS = st.lists(NAMES, max_size=4).map(lambda parts: "/" + "/".join(parts))
 
 @example(root="/", below="/..0", place="/", optional=[])
 @given(root=PATHS, below=PATHS, place=PATHS, optional=st.lists(st.sampled_from(["shared:1", "master:2"]), max_size=2))
-def test_any_cgroup_below_the_mount_is_found_below_it(
+def test_cgroup_path_resolves_below_its_mount(
     tmp_path_factory: pytest.TempPathFactory, root: str, below: str, place: str, optional: list[str]
 ) -> None:
     proc = tmp_path_factory.mktemp("proc")
@@ -173,7 +173,7 @@ def test_any_cgroup_below_the_mount_is_found_below_it(
 
 
 @given(cgroup=st.text(max_size=60), mountinfo=st.text(max_size=80))
-def test_nonsense_is_unknown_and_no_crash(
+def test_nonsense_in_proc_reads_as_unknown(
     tmp_path_factory: pytest.TempPathFactory, cgroup: str, mountinfo: str
 ) -> None:
     proc = tmp_path_factory.mktemp("proc")
@@ -183,7 +183,7 @@ def test_nonsense_is_unknown_and_no_crash(
     assert host.cgroup_memory_limit_bytes(found) is None and oom_counter(found) is None
 
 
-def test_without_a_proc_all_is_unknown(tmp_path: Path) -> None:
+def test_missing_proc_reads_as_unknown(tmp_path: Path) -> None:
     assert places("memory", tmp_path, tmp_path) == []
     assert host.cgroup_memory_limit_bytes([]) is host.cgroup_cpu_limit([]) is oom_counter([]) is None
 
@@ -212,13 +212,13 @@ def limited() -> Path:
     own.rmdir()
 
 
-def test_a_real_limit_counts_for_states_and_heartbeats(limited: Path) -> None:
+def test_real_cgroup_limit_bounds_memory_figures(limited: Path) -> None:
     assert host.cgroup_memory_limit_bytes() == host.memory_total_bytes() == 768 << 20
     assert 0 <= host.memory_free_bytes() <= 768 << 20
     assert (counter := oom_counter(places("memory"))) is not None and counter.parent == limited
 
 
-def test_slots_by_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_slots_follow_gpus_and_cpu_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--nats", "nats://h:1", "--node", "n1", "--run-dir", str(tmp_path), "--slots", "auto"]
     monkeypatch.setattr(flag_values, "visible_gpus", lambda: ["0", "1", "2"])
     assert cli.parse(words).slots == 3
@@ -250,12 +250,12 @@ HERE = KillCounts("b1", (1, 7), 2, 40)
         (KillCounts(), "unknown"),
     ],
 )
-def test_what_ended_workers_that_are_gone(now: KillCounts, told: str) -> None:
+def test_kill_counts_explain_vanished_workers(now: KillCounts, told: str) -> None:
     assert cause(HERE, now) == told
     assert cause(KillCounts(), now) == "unknown"
 
 
-def test_the_counts_of_this_machine() -> None:
+def test_kill_counts_read_this_machine() -> None:
     found = kill_counts.look()
     assert found.boot and found.machine is not None
     assert cause(found, kill_counts.look()) in ("signalled", "oom_killed", "maybe_oom_killed")

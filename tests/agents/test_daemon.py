@@ -217,7 +217,9 @@ async def coordinator(nats_connection: Connection) -> AsyncIterator[Coordinator]
         yield coordinator
 
 
-async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection) -> None:
+async def test_daemon_runs_life_of_worker(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
     joined = await coordinator.until(NodeJoined)
     assert (joined.slots, joined.workers) == (2, ())
     socket.create_connection((joined.store.host, joined.store.port), timeout=5).close()
@@ -253,7 +255,7 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
     await coordinator.until(CommandApplied, command_id=order)
 
 
-async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
+async def test_daemon_answers_log_and_stack_requests(
     agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
 ) -> None:
     joined = await coordinator.until(NodeJoined)
@@ -277,7 +279,7 @@ async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
     assert "does not run here" in (await ask(encode(other))).error
 
 
-async def test_a_tasks_secrets_reach_its_worker(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_daemon_passes_secrets_to_worker(agent: AgentProcess, coordinator: Coordinator) -> None:
     """Through everything that leaves out what an older reader would not know."""
     await coordinator.until(NodeJoined)
     (agent.run_dir / "secret").write_text("s3cret\n")
@@ -292,7 +294,7 @@ async def test_a_tasks_secrets_reach_its_worker(agent: AgentProcess, coordinator
 
 
 @needs_root
-async def test_users_are_switched_on_where_workers_run(
+async def test_user_separation_starts_after_old_workers_exit(
     nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
 ) -> None:
     """The fork server of the agent before cannot change users: no worker starts until its last one has ended."""
@@ -321,7 +323,7 @@ async def test_users_are_switched_on_where_workers_run(
         agent.end()
 
 
-async def test_memberships_are_read_in_the_log(
+async def test_daemon_follows_memberships_of_own_tasks_only(
     agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
 ) -> None:
     """Of a task that has workers here, by one agent after the other, in parts too; of another task nothing."""
@@ -358,7 +360,7 @@ async def test_memberships_are_read_in_the_log(
     assert not [entry for entry in coordinator.seen if isinstance(entry.envelope.event, CommandFailed)]
 
 
-async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_successor_adopts_workers_of_killed_agent(agent: AgentProcess, coordinator: Coordinator) -> None:
     first = await coordinator.until(NodeJoined)
     await coordinator.trained("a.1", generation=3)
     await coordinator.start("b.1", "sleep")
@@ -384,7 +386,7 @@ async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess
     assert (late.worker, late.iteration) == ("b.1", 7), "who stands still says no hello, and is watched all the same"
 
 
-async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_successor_reports_exits_during_absence(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     agent.process.terminate()
     assert agent.process.wait(10) == 143
@@ -397,7 +399,7 @@ async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, 
     assert (await coordinator.until(NodeJoined)).workers == ()
 
 
-async def test_a_killed_node_comes_back_empty(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_killed_node_returns_empty(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     fork_server = agent.fork_server()
     theirs = children(fork_server)
@@ -411,7 +413,7 @@ async def test_a_killed_node_comes_back_empty(agent: AgentProcess, coordinator: 
     await coordinator.trained("a.2", generation=2)
 
 
-async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_killed_fork_server_is_reported_and_replaced(agent: AgentProcess, coordinator: Coordinator) -> None:
     first = await coordinator.until(NodeJoined)
     await coordinator.trained("a.1")
     kill(agent.fork_server())
@@ -424,7 +426,7 @@ async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentPro
     await coordinator.trained("a.2", generation=2)
 
 
-async def test_a_node_that_cannot_be_commanded_does_not_join(
+async def test_node_without_command_consumer_never_joins(
     nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Path
 ) -> None:
     """The stream takes no more consumers: the agent says so and is not planned for, until there is room."""
@@ -450,7 +452,7 @@ async def test_a_node_that_cannot_be_commanded_does_not_join(
         agent.end()
 
 
-async def test_a_killed_server_costs_no_observation(
+async def test_killed_server_loses_no_observation(
     agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer
 ) -> None:
     await coordinator.trained("a.1")
@@ -465,7 +467,9 @@ async def test_a_killed_server_costs_no_observation(
     await coordinator.trained("a.2", generation=2)
 
 
-async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection) -> None:
+async def test_heartbeats_are_sequential_and_complete(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
     joined = await coordinator.until(NodeJoined)
     await coordinator.take_over()
     order = await coordinator.start("a.1", "sleep")
@@ -483,7 +487,7 @@ async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_co
     assert all(b.memory_free_bytes > 0 for b in beats)
 
 
-async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_sigint_stops_workers_and_node_leaves(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     await coordinator.start("b.1", "sleep")
     await coordinator.until(WorkerStarted, worker="b.1")
@@ -497,7 +501,7 @@ async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, 
     assert [(e.worker, e.is_expected) for e in exits] == [("a.1", True), ("b.1", True)]
 
 
-async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
+async def test_supervisor_restarts_agent_that_adopts(
     nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
 ) -> None:
     """And SIGTERM reaches it: the node leaves."""
@@ -521,7 +525,7 @@ async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
 
 
 @pytest.mark.parametrize("for_good", [True, False])
-async def test_an_agent_that_is_told_to_leave(agent: AgentProcess, coordinator: Coordinator, *, for_good: bool) -> None:
+async def test_agent_leaves_on_command(agent: AgentProcess, coordinator: Coordinator, *, for_good: bool) -> None:
     """For good: drained, and it ends with 0. Forgotten while it was away: its worker ends, and the exit code says that
     the next agent is wanted."""
     joined = await coordinator.until(NodeJoined)
@@ -555,7 +559,7 @@ async def test_an_agent_that_is_told_to_leave(agent: AgentProcess, coordinator: 
     assert has_ended(pid)
 
 
-def test_an_agent_starts_on_a_full_volume(run_dir: Path, tmp_path: Path) -> None:
+def test_agent_starts_on_full_volume(run_dir: Path, tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces here")
     output = tmp_path / "agent.log"
@@ -564,7 +568,7 @@ def test_an_agent_starts_on_a_full_volume(run_dir: Path, tmp_path: Path) -> None
     assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}{output.read_text()}"
 
 
-async def test_a_second_agent_is_refused(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_second_agent_in_directory_is_refused(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.until(NodeJoined)
     first = agent.process
     second = agent.start()

@@ -38,13 +38,13 @@ def told(node: Node) -> list[tuple[str, int, int]]:
     ]
 
 
-def test_the_lead_is_reported_with_all_that_it_says(node: Node) -> None:
+def test_leader_report_carries_all_fields(node: Node) -> None:
     node.tell(decision("a", 1, ["a.1", "a.2", "a.9"], leader_confirms=True))
     regroup(node, "a.1", others=5)
     assert told(node) == [("a.1", 1, 5)]
 
 
-def test_another_member_that_keeps_its_state_is_not(node: Node) -> None:
+def test_report_of_continuing_member_is_suppressed(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1", "a.2"], leader_confirms=True))
     regroup(node, "a.1", others=5)
     regroup(node, "a.2")
@@ -52,7 +52,7 @@ def test_another_member_that_keeps_its_state_is_not(node: Node) -> None:
     assert node.state.memory.workers["a.1"].generation == 1, "the next agent is to know where it is"
 
 
-def test_who_joins_or_took_a_state_is(node: Node) -> None:
+def test_reports_of_joiners_and_loaders_are_sent(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1", "a.2", "a.3"], joiners=["a.1"], leader_confirms=True))
     regroup(node, "a.1", source="replica", others=5)
     regroup(node, "a.2", source="checkpoint")
@@ -60,7 +60,7 @@ def test_who_joins_or_took_a_state_is(node: Node) -> None:
     assert told(node) == [("a.1", 1, 0), ("a.2", 1, 0)]
 
 
-def test_each_is_where_the_lead_does_not_tell(node: Node) -> None:
+def test_members_report_if_leader_does_not_confirm(node: Node) -> None:
     """Whatever the worker knows of the others: the log would count it twice."""
     node.tell(decision("a", 1, ["a.9", "a.1", "a.2"]))
     regroup(node, "a.1", others=5)
@@ -68,7 +68,7 @@ def test_each_is_where_the_lead_does_not_tell(node: Node) -> None:
     assert told(node) == [("a.1", 1, 0), ("a.2", 1, 0)]
 
 
-def test_the_word_holds_for_one_generation(node: Node) -> None:
+def test_leader_confirmation_covers_one_generation(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1"], leader_confirms=True))
     node.tell(decision("a", 2, ["a.9", "a.1", "a.2"]))
     regroup(node, "a.1", 2)
@@ -78,7 +78,7 @@ def test_the_word_holds_for_one_generation(node: Node) -> None:
     assert told(node) == [("a.1", 2, 0), ("a.2", 2, 0)]
 
 
-def test_an_agent_that_does_not_know_reports_more_not_less(node: Node) -> None:
+def test_restarted_agent_reports_member_despite_confirmation(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1"], leader_confirms=True))
     node.restart_agent()
     node.boot()
@@ -87,7 +87,7 @@ def test_an_agent_that_does_not_know_reports_more_not_less(node: Node) -> None:
     assert told(node) == [("a.1", 1, 0)]
 
 
-def test_what_is_not_reported_closes_a_sum_as_well(node: Node) -> None:
+def test_suppressed_report_flushes_commit_sum(node: Node) -> None:
     """It was committed in the group before."""
     node.tell(decision("a", 1, ["a.1", "a.2"]))
     regroup(node, "a.1")

@@ -24,7 +24,7 @@ from unicrond.events.wire.envelope import Envelope
 __all__ = ["agent", "coordinator"]  # fixtures
 
 
-def test_who_has_started_later_is_newer() -> None:
+def test_later_boot_is_newer_agent() -> None:
     one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
     for boot in (10, 7, 3):
         one.note_beat(boot, 100.0)
@@ -34,7 +34,7 @@ def test_who_has_started_later_is_newer() -> None:
     assert one.newer == 12 and one.outrun == 0
 
 
-def test_an_older_one_is_waited_for_while_it_is_heard() -> None:
+def test_older_agent_counts_while_its_beats_arrive() -> None:
     one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
     one.note_beat(7, 100.0)
     assert not one.is_older_there(100.0), "its own predecessor in the run directory is dead"
@@ -44,7 +44,7 @@ def test_an_older_one_is_waited_for_while_it_is_heard() -> None:
     assert one.is_older_there(104.0)
 
 
-def test_a_later_boot_that_only_stands_in_the_log_is_not_an_agent_that_is_heard() -> None:
+def test_logged_boot_alone_is_no_live_agent() -> None:
     one = DuplicateAgents(boot=10, previous_boot=0, heartbeat_s=1.0)
     one.note_logged(12, 100.0)
     assert (one.newer, one.outrun) == (0, 12)
@@ -58,7 +58,7 @@ def elsewhere() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obeyed(
+async def test_older_agent_ends_with_workers_and_newer_serves(
     agent: AgentProcess, coordinator: Coordinator, elsewhere: Path, nats_server: EmbeddedServer
 ) -> None:
     older_boot = (await coordinator.until(NodeJoined)).agent_boot
@@ -85,7 +85,7 @@ async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obe
     assert (await coordinator.until(NodeJoined)).agent_boot > joined.agent_boot
 
 
-async def test_in_one_run_directory_the_workers_are_the_newer_ones(
+async def test_newer_agent_keeps_workers_of_shared_directory(
     agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer
 ) -> None:
     await coordinator.until(NodeJoined)
@@ -101,7 +101,7 @@ async def test_in_one_run_directory_the_workers_are_the_newer_ones(
     assert "keeps the workers" in agent.log()
 
 
-async def test_a_later_boot_that_is_nobodys_is_passed(
+async def test_agent_passes_unused_later_boot(
     nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Path, coordinator: Coordinator
 ) -> None:
     """The run directory was lost, and the clock is behind."""

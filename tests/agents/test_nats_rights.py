@@ -58,7 +58,7 @@ async def links(tmp_path: Path) -> AsyncIterator[Links]:
         yield Links(*opened)
 
 
-async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
+async def test_agent_key_grants_all_needed_rights(links: Links) -> None:
     head, agent = links.head, links.agent
     log = NatsEventLog(head, extra_headers=lambda _: {WARRANT_HEADER: "a warrant"})
     async with asyncio.timeout(20):
@@ -144,7 +144,7 @@ def _joined(boot: int) -> NodeJoined:
     return NodeJoined(node=_NODE, address="127.0.0.1", slots=1, store=store, agent_boot=boot, version="1", workers=())
 
 
-async def test_what_it_may_not_is_refused_at_once(links: Links) -> None:
+async def test_agent_key_refuses_other_rights_at_once(links: Links) -> None:
     """All that it may not: tests/events/test_forgery.py."""
     for denied in (f"STREAM.MSG.GET.{EVENT_STREAM}", f"STREAM.DELETE.{EVENT_STREAM}"):
         with pytest.raises(PublishDenied):

@@ -61,7 +61,7 @@ async def reasons(log: NatsEventLog | MemoryLog) -> list[str]:
         return [e.envelope.event.reason async for e in entries if isinstance(e, RecordedEvent)]  # type: ignore[union-attr]
 
 
-async def test_nothing_is_lost_or_doubled_by_a_server_that_is_killed(
+async def test_outbox_loses_and_repeats_nothing_when_server_dies(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
     log = NatsEventLog(nats_connection)
@@ -84,7 +84,7 @@ async def test_nothing_is_lost_or_doubled_by_a_server_that_is_killed(
     assert confirmed == list(range(300))
 
 
-async def test_one_observation_is_under_way_at_a_time() -> None:
+async def test_outbox_sends_one_observation_at_a_time() -> None:
     """Several at once cost the server no less, and one that it refused would come after later ones."""
     log = MemoryLog()
     box = outbox()
@@ -111,7 +111,7 @@ async def test_one_observation_is_under_way_at_a_time() -> None:
     assert await reasons(log) == [str(number) for number in range(10)]
 
 
-async def test_none_overtakes_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outbox_keeps_order_after_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fold takes a number below one that it has seen for a repetition, and drops it."""
     monkeypatch.setattr("unicrond.agents.shell.outbox._PAUSE_S", 0.001)
     log, box = MemoryLog(), outbox()
@@ -136,9 +136,7 @@ async def test_none_overtakes_one_that_was_refused(monkeypatch: pytest.MonkeyPat
     assert await reasons(log) == [str(number) for number in range(1, 13)]
 
 
-async def test_answers_that_get_lost_make_nobody_read_the_stream(
-    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_answers_cause_no_stream_read(nats_connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unicrond.events.nats.event_log.REQUEST_TIMEOUT_S", 0.05)
 
     async def find(*_: object) -> dict[str, int]:
@@ -170,7 +168,7 @@ async def test_answers_that_get_lost_make_nobody_read_the_stream(
         assert [number for producer, number in told if producer == f"n{n}"] == list(range(1, 11))
 
 
-async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.LogCaptureFixture) -> None:
+async def test_full_outbox_drops_progress_reports_first(caplog: pytest.LogCaptureFixture) -> None:
     box = outbox(capacity=4)
     for event in (fact(1), step(1), fact(2), step(2), fact(3), fact(4), fact(5)):
         box.put(event)
@@ -183,14 +181,14 @@ async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.L
     assert "OBSERVATION LOST" in caplog.text
 
 
-async def test_what_is_no_valid_event_is_lost_where_it_is_put_in(caplog: pytest.LogCaptureFixture) -> None:
+async def test_outbox_drops_invalid_event_on_put(caplog: pytest.LogCaptureFixture) -> None:
     box = outbox()
     box.put(CommandApplied(node="n2", command_id="1.1.n2.1"))  # another node's name
     assert (len(box), box.lost_count) == (0, 1)
     assert "differs from the producer" in caplog.text
 
 
-async def test_the_largest_error_fits_into_an_event() -> None:
+async def test_largest_error_fits_into_event() -> None:
     box = outbox()
     box.put(
         ErrorReported(
@@ -208,7 +206,7 @@ async def test_the_largest_error_fits_into_an_event() -> None:
     assert (len(box), box.lost_count) == (1, 0)
 
 
-async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all() -> None:
+async def test_outbox_translates_or_drops_events_for_older_schema() -> None:
     log = MemoryLog()
     box = outbox()
     failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", readable_schema=2)
@@ -227,7 +225,7 @@ async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all(
     assert confirmed == [FIRST, FIRST], "what is not told is done with, too"
 
 
-async def test_what_the_log_does_not_take_is_counted_after_a_second() -> None:
+async def test_backlog_counts_unsent_after_a_second() -> None:
     log, box = MemoryLog(), outbox()
     now_s = time.monotonic()
     assert box.backlog(now_s + 100) == (0, 0)

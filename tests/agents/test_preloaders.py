@@ -71,7 +71,7 @@ def preload_log(run_dir: Path) -> str:
     return (run_dir / "logs" / "a" / "a.preload.log").read_text()
 
 
-def test_workers_start_with_what_was_imported_once(
+def test_preloader_imports_modules_once_for_all_workers(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     server = fork_server("--memory-max-bytes=65536", flags=FLAGS)
@@ -97,7 +97,7 @@ def test_workers_start_with_what_was_imported_once(
     assert eventually(lambda: len(children(server.pid)) == 1), "the store is left"
 
 
-def test_what_cannot_be_imported_is_said_and_tried_again(
+def test_failed_import_is_reported_and_retried(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     fork_server(flags=FLAGS)
@@ -113,7 +113,7 @@ def test_what_cannot_be_imported_is_said_and_tried_again(
     born(side, run_dir, order(run_dir, "a.4", checkout, preload=("theirs", "nowhere")))
 
 
-def test_what_a_preloader_said_counts_though_its_end_is_heard_first(run_dir: Path, checkout: Path) -> None:
+def test_preloader_reason_counts_even_after_its_exit(run_dir: Path, checkout: Path) -> None:
     pids: list[int] = []
     reasons: list[str] = []
 
@@ -139,7 +139,7 @@ def test_what_a_preloader_said_counts_though_its_end_is_heard_first(run_dir: Pat
     assert reason.startswith("preload: it cannot be imported: secret A: /nowhere: No such file")
 
 
-def test_another_environment_is_imported_anew(
+def test_changed_environment_makes_new_preloader(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     fork_server(flags=FLAGS)
@@ -151,7 +151,7 @@ def test_another_environment_is_imported_anew(
     assert not has_ended(first["pid"], 0), "its workers live on"
 
 
-def test_a_preloader_that_is_killed_takes_no_worker_along(
+def test_killed_preloader_takes_no_worker(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     server = fork_server(flags=FLAGS)
@@ -164,9 +164,7 @@ def test_a_preloader_that_is_killed_takes_no_worker_along(
     assert all(has_ended(pid, 5) for pid in (first["pid"], second["pid"], second["preloaded by"]))
 
 
-def test_a_preloader_that_says_nonsense_is_ended(
-    fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
-) -> None:
+def test_lying_preloader_is_ended(fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path) -> None:
     """It says that its parent's pid, then its own, is the worker's: the kernel knows better."""
     (checkout / "theirs.py").write_text(
         "import os, socket, sys\n"
@@ -181,9 +179,7 @@ def test_a_preloader_that_says_nonsense_is_ended(
 
 
 @needs_root
-def test_modules_are_imported_as_the_tasks_user(
-    fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
-) -> None:
+def test_preloader_imports_as_task_user(fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path) -> None:
     fork_server("--separate", flags=FLAGS, prefix=opened())
     side = agent()
     with (checkout / "theirs.py").open("a") as module:

@@ -115,7 +115,7 @@ def order(run_dir: Path, worker: str, entry: str, who: Identity | None, facts: d
     return replace(spawn(run_dir, worker, entry, json.dumps(facts), **spec), user=who)
 
 
-def test_a_task_gets_at_nothing_of_the_agents_or_of_other_tasks(
+def test_task_reaches_nothing_of_agent_or_other_tasks(
     cgroup: Path, fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
 ) -> None:
     key, others_file = run_dir / "n1.key", place / "bob"
@@ -186,7 +186,7 @@ def test_a_task_gets_at_nothing_of_the_agents_or_of_other_tasks(
     assert capabilities() and server.process.poll() is None
 
 
-def test_the_document_lists_every_attempt() -> None:
+def test_document_lists_every_attack() -> None:
     text = (Path(__file__).parents[2] / "docs" / "operate" / "separation.md").read_text()
     listed = re.findall(r"^\| ([^|]+) \|", text.partition("## What was tried")[2].partition("\n## ")[0], re.MULTILINE)
     allowed = {"write a mark", "open its memory", "speak to its agent", "what was imported"}
@@ -194,7 +194,7 @@ def test_the_document_lists_every_attempt() -> None:
     assert [name for name in listed if name not in ("attempt", "---")] == tried
 
 
-def test_what_leaves_its_worker_ends_with_it_all_the_same(
+def test_lingering_process_ends_with_its_worker(
     cgroup: Path, fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     fork_server("--separate", f"--cgroup={cgroup}", flags=FLAGS)
@@ -206,7 +206,7 @@ def test_what_leaves_its_worker_ends_with_it_all_the_same(
     assert eventually(lambda: not (cgroup / "a.1").exists())
 
 
-def test_a_new_fork_server_ends_what_a_killed_one_has_left(
+def test_new_fork_server_ends_leftover_processes(
     cgroup: Path, fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     left = subprocess.Popen(["sleep", "600"])
@@ -217,9 +217,7 @@ def test_a_new_fork_server_ends_what_a_killed_one_has_left(
     assert left.wait(5) == -signal.SIGKILL
 
 
-def test_a_worker_of_another_user_dies_with_its_fork_server(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_worker_of_other_user_dies_with_fork_server(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--separate", flags=FLAGS)
     pid = born(agent(), order(run_dir, "a.1", "wait", user(ALICE), {}))
     os.kill(server.pid, signal.SIGKILL)
@@ -241,7 +239,7 @@ def without_root(fork_server: ForkServers, agent: Agents, run_dir: Path) -> tupl
         os.seteuid(0)
 
 
-def test_the_fork_server_needs_no_root(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_fork_server_needs_no_root(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     """A worker has none of its capabilities."""
     server, side = without_root(fork_server, agent, run_dir)
     pid = born(side, order(run_dir, "a.1", "wait", user(ALICE), {}))
@@ -257,16 +255,14 @@ def test_the_fork_server_needs_no_root(fork_server: ForkServers, agent: Agents, 
     assert side.next(ProcessExited).worker == "a.1", "it may signal its own workers"
 
 
-def test_without_a_user_nothing_starts_and_without_privilege_no_user(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_separating_fork_server_needs_user(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server("--separate", flags=FLAGS)
     side = agent()
     side.send(order(run_dir, "a.1", "wait", None, {}))
     assert "runs each task as a user, and the agent named none" in side.next(SpawnFailed).reason
 
 
-def test_a_fork_server_without_the_flag_refuses_users(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_fork_server_without_flag_refuses_users(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server(flags=FLAGS)
     side = agent()
     assert not side.inventory().separates
@@ -274,9 +270,7 @@ def test_a_fork_server_without_the_flag_refuses_users(fork_server: ForkServers, 
     assert "cannot run tasks as another user" in side.next(SpawnFailed).reason
 
 
-def test_secrets_and_directories_are_those_that_the_user_may_read(
-    fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
-) -> None:
+def test_task_reads_only_files_of_its_user(fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path) -> None:
     fork_server("--separate", flags=FLAGS)
     side = agent()
     secret, closed = place / "secret", place / "closed"
@@ -292,7 +286,7 @@ def test_secrets_and_directories_are_those_that_the_user_may_read(
         assert log_of(run_dir, f"a.{number}").read_text().startswith(said)
 
 
-def test_what_a_log_hides_the_user_may_read(place: Path) -> None:
+def test_log_mask_reads_secrets_as_user(place: Path) -> None:
     """Else a task could name a file that is closed to it, print guesses, and see which are hidden."""
     for name, who in (("alice", ALICE), ("bob", BOB)):
         (place / name).write_text(f"secret-of-{name}")
@@ -306,7 +300,7 @@ def test_what_a_log_hides_the_user_may_read(place: Path) -> None:
     assert after == before
 
 
-def test_a_users_secret_is_hidden_by_a_fork_server_that_is_not_root(
+def test_unprivileged_fork_server_masks_secret_of_user(
     fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
 ) -> None:
     secret = place / "secret"
@@ -320,7 +314,7 @@ def test_a_users_secret_is_hidden_by_a_fork_server_that_is_not_root(
     assert Path(f"/proc/{server.pid}/environ").stat().st_uid != 0, "its agent may still read its descriptors"
 
 
-def test_the_store_has_no_privilege(fork_server: ForkServers, agent: Agents) -> None:
+def test_store_process_has_no_privileges(fork_server: ForkServers, agent: Agents) -> None:
     server = fork_server("--separate", flags=FLAGS)
     agent().inventory()
     (store,) = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
@@ -332,7 +326,7 @@ def test_the_store_has_no_privilege(fork_server: ForkServers, agent: Agents) -> 
     assert eventually(lambda: facts()["NoNewPrivs"] == "1" and int(facts()["CapPrm"], 16) == 0)
 
 
-def test_the_fork_server_imports_nothing_of_a_task(
+def test_fork_server_imports_nothing_of_task(
     fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
 ) -> None:
     """A checkout with modules that shadow ours: they run as the user, in the worker, and nowhere else."""
@@ -360,7 +354,7 @@ def importer(launch: Any) -> None:
     import theirs  # type: ignore[import-not-found]  # noqa: F401
 
 
-def test_a_sum_with_other_nodes_has_no_privilege(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_sum_process_has_no_privileges(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server("--separate", "--sum=tests.agents.entries:tell_rights", flags=FLAGS)
     told = Sum(
         address="127.0.0.1", token="0" * 16, pairs=(), library="gloo", limit_s=1.0, answer=str(run_dir / "sum.sock"),
@@ -376,7 +370,7 @@ def test_a_sum_with_other_nodes_has_no_privilege(fork_server: ForkServers, agent
             assert json.loads(said.read()) == [] and capabilities()
 
 
-def test_memory_is_shared_with_the_agent_by_descriptor(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_agent_shares_memory_by_descriptor(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--separate", "--memory-max-bytes=65536", flags=FLAGS)
     side = agent()
     side.send(order(run_dir, "a.1", "wait", user(ALICE), {}))

@@ -42,7 +42,7 @@ def stalled(worker: str = "a.1") -> Stalled:
     return Stalled(worker=worker, mark=MARK, still_us=290_000, is_stopped=False)
 
 
-def test_a_late_iteration_is_told_as_the_mark_says_after_all_that_was_committed(node: Node) -> None:
+def test_late_iteration_report_follows_its_commits(node: Node) -> None:
     node.feed(stalled())
     steps, told = node.appended[-2:]
     assert isinstance(steps, StepCommitted) and steps.last == 7
@@ -52,7 +52,7 @@ def test_a_late_iteration_is_told_as_the_mark_says_after_all_that_was_committed(
     assert (told.still_us, told.limit_us) == (290_000, 300_000)
 
 
-def test_who_is_unknown_or_being_stopped_is_not_told_of(node: Node) -> None:
+def test_watch_ignores_unknown_or_stopping_worker(node: Node) -> None:
     node.feed(stalled("a.9"))
     node.command(stop("a.1", 9))
     node.feed(stalled())
@@ -97,7 +97,7 @@ def test_statistics_become_events(node: Node) -> None:
     assert (odd.worker, odd.suspect, odd.sign, odd.value, odd.usual) == ("a.1", "a.4", "loss", 9.0, 2.0)
 
 
-def test_a_forced_stop_is_sigkill_at_once_and_applied_when_it_is_gone(node: Node) -> None:
+def test_forced_stop_kills_at_once_and_is_applied_after_exit(node: Node) -> None:
     order = replace(stop("a.1", 9), kill=True)
     actions = node.command(order)
     kills = [a.message for a in actions if isinstance(a, TellForkServer) and isinstance(a.message, Kill)]
@@ -108,7 +108,7 @@ def test_a_forced_stop_is_sigkill_at_once_and_applied_when_it_is_gone(node: Node
     assert node.answers(order.command_id) == [""]
 
 
-def test_a_forced_stop_overtakes_one_in_good_order(node: Node) -> None:
+def test_forced_stop_overtakes_graceful_stop(node: Node) -> None:
     node.command(stop("a.1", 8))
     actions = node.command(replace(stop("a.1", 9), kill=True))
     assert any(isinstance(a, TellForkServer) and a.message == Kill(worker="a.1", signal=9) for a in actions)
@@ -123,7 +123,7 @@ def test_a_forced_stop_overtakes_one_in_good_order(node: Node) -> None:
         (3 << 8, "no", "exited", "process_exit"),
     ],
 )
-def test_the_cause_and_the_place_of_a_death_are_told(node: Node, status: int, oom: str, cause: str, kind: str) -> None:
+def test_death_carries_cause_and_place(node: Node, status: int, oom: str, cause: str, kind: str) -> None:
     pid = node.processes.pop("a.1").pid
     exited = ProcessExited(worker="a.1", pid=pid, status=status, oom=oom)  # type: ignore[arg-type]
     node.feed(ForkServerSaid(message=exited, mark=MARK))

@@ -60,9 +60,7 @@ async def heard(run_dir: Path) -> AsyncIterator[Heard]:
 
 
 @pytest.mark.parametrize("how", ["unlinked", "replaced", "the directory is gone for a time"])
-async def test_a_socket_that_is_taken_away_is_bound_again(
-    heard: Heard, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_removed_socket_is_bound_again(heard: Heard, how: str, caplog: pytest.LogCaptureFixture) -> None:
     first = await heard.connect("a.1")
     with caplog.at_level(logging.WARNING, logger="unicrond.agents"):
         if how == "unlinked":
@@ -115,7 +113,7 @@ HELLO = Hello(worker="a.1", task="a", pid=7, generation=0, ready=False)
 
 
 @pytest.mark.parametrize("field", ["worker", "task", "pid", "nothing"])
-async def test_a_worker_cannot_speak_in_another_ones_name(heard: Heard, given: Given, field: str) -> None:
+async def test_worker_cannot_use_name_of_other(heard: Heard, given: Given, field: str) -> None:
     other = {"worker": "b.1", "task": "b", "pid": 8}
     reader = await given.say(WHOSE, replace(HELLO, **{field: other[field]}) if field in other else HELLO)
     if field == "nothing":
@@ -125,12 +123,12 @@ async def test_a_worker_cannot_speak_in_another_ones_name(heard: Heard, given: G
         assert heard.said.empty()
 
 
-async def test_only_the_fork_server_says_whose_a_connection_is(heard: Heard, given: Given) -> None:
+async def test_only_fork_server_names_owner_of_connection(heard: Heard, given: Given) -> None:
     assert await (await given.say(WHOSE, replace(WHOSE, worker="b.1"))).read() == b""
     assert heard.said.empty()
 
 
-async def test_a_worker_has_one_connection_at_a_time(heard: Heard, given: Given) -> None:
+async def test_worker_has_one_connection_at_a_time(heard: Heard, given: Given) -> None:
     first = await given.say(WHOSE)
     await given.say(WHOSE, HELLO)
     assert await first.read() == b"", "what it never used is closed"

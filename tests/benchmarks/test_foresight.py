@@ -127,7 +127,7 @@ async def delays(cluster: Cluster) -> dict[str, float]:
 
 @pytest.mark.parametrize("size", SIZES_MEASURED)
 @pytest.mark.benchmark(group="worst delay of the event loop while a fresh process foresees, wall time")
-def test_worst_delay(benchmark: Any, size: tuple[int, int]) -> None:
+def test_foresight_worst_delay(benchmark: Any, size: tuple[int, int]) -> None:
     """In a process of its own: only there is the kernel loaded for the first time."""
     script = (
         f"from tests.benchmarks.test_foresight import *; c = Cluster{size}; print(json.dumps(asyncio.run(delays(c))))"
@@ -143,7 +143,7 @@ def test_worst_delay(benchmark: Any, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", SIZES_MEASURED)
 @pytest.mark.benchmark(group="from a lost node to its plan, on the loop: state the problem, look it up, compare")
-def test_the_failure_path(benchmark: Any, size: tuple[int, int]) -> None:
+def test_foresight_look_up_on_failure(benchmark: Any, size: tuple[int, int]) -> None:
     cluster = Cluster(*size)
     foresight = Foresight(lambda: time.monotonic_ns() // 1000)
     kernel.warm()

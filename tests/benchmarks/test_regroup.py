@@ -65,7 +65,7 @@ def compare(replicas: int, repetitions: int) -> dict[int, list[float]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("replicas", [3, 5])
-def test_regroup(replicas: int) -> None:
+def test_regroup_time(replicas: int) -> None:
     report(replicas, 5)
 
 

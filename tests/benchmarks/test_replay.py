@@ -89,20 +89,20 @@ def measure(benchmark: Any, work: Callable[[], Any], entries: int = ENTRIES) -> 
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="file: read, checksum, decode, validate, fold")
-def test_from_a_file(benchmark: Any, log: list[RecordedEvent], tmp_path: Path) -> None:
+def test_replay_from_file(benchmark: Any, log: list[RecordedEvent], tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.bin", list(log), 1000)
     assert measure(benchmark, lambda: replay(read_entries(path))).seq == ENTRIES
     benchmark.extra_info["bytes_per_entry"] = path.stat().st_size // ENTRIES
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="decode and validate alone")
-def test_decode_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
+def test_replay_decode_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
     bodies = [encode(entry.envelope) for entry in log]
     measure(benchmark, lambda: [decode(body) for body in bodies])
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="fold alone")
-def test_fold_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
+def test_replay_fold_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
     assert measure(benchmark, lambda: replay(log)).seq == ENTRIES
 
 
@@ -195,7 +195,7 @@ async def replay_in_two(connection: Connection) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", [bare_pull, bare_read, replay_in_one, replay_in_two], ids=lambda way: way.__name__)
 @pytest.mark.benchmark(timer=time.perf_counter, group="NATS, wall time")
-def test_from_nats(benchmark: Any, server: EmbeddedServer, way: Callable[[Connection], Awaitable[int]]) -> None:
+def test_replay_from_nats(benchmark: Any, server: EmbeddedServer, way: Callable[[Connection], Awaitable[int]]) -> None:
     own_s: list[float] = []
     childs_s: list[float] = []
 
@@ -243,7 +243,7 @@ def a_million() -> Iterator[list[Envelope]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.benchmark(timer=time.perf_counter, group="coordinator restart behind 1M events, wall time")
-def test_restart_behind_a_million_events(benchmark: Any, tmp_path: Path) -> None:
+def test_restart_after_a_million_events(benchmark: Any, tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "nats")
     seqs: list[int] = []
     cpu_s: list[float] = []

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 Record = Callable[..., None]
 
 
-async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
+async def test_forcibly_deleted_pod_yields_to_successor(cluster: Cluster, record: Record) -> None:
     """The API server forgets the pod at once, and its container still runs when the next one starts."""
     await cluster.start_head()
     await cluster.start_agents(*NODES)

@@ -24,7 +24,7 @@ async def replaced(cluster: Cluster, machine: str) -> tuple[int, float]:
     return ended
 
 
-async def test_a_pod_is_deleted(cluster: Cluster, record: Record) -> None:
+async def test_deleted_agent_pod_loses_no_work(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
@@ -44,7 +44,7 @@ async def test_a_pod_is_deleted(cluster: Cluster, record: Record) -> None:
     record("delete", **facts, said=watch.said("NodeLeaving", "NodeLeft"))
 
 
-async def test_two_rolling_updates_and_a_link_that_is_down(cluster: Cluster, record: Record) -> None:
+async def test_rolling_updates_and_link_loss_isolate_no_node(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
@@ -78,7 +78,7 @@ async def test_two_rolling_updates_and_a_link_that_is_down(cluster: Cluster, rec
     record("link", told=watch.told("NodeLost"), back=back_s, whole=await watch.whole(), isolated=0)
 
 
-async def test_a_hook_interrupts_and_sigterm_follows(cluster: Cluster, record: Record) -> None:
+async def test_interrupt_hook_and_sigterm_lose_no_work(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)

@@ -24,7 +24,7 @@ def process_of(pod: Pod, part: str) -> int:
     return next(pid for pid, command in pod.box.pids().items() if part in command)
 
 
-async def test_an_agent_dies_and_its_container_lives(cluster: Cluster, record: Record) -> None:
+async def test_dead_agent_restarts_in_living_container(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     before = seats(await cluster.train(3))
@@ -57,7 +57,7 @@ async def test_an_agent_dies_and_its_container_lives(cluster: Cluster, record: R
     record("zombies", agent=pod.box.zombies(), head=cluster.head.box.zombies())
 
 
-async def test_process_one_is_killed_from_outside(cluster: Cluster, record: Record) -> None:
+async def test_kill_of_process_one_restarts_pod(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
@@ -75,7 +75,7 @@ async def test_process_one_is_killed_from_outside(cluster: Cluster, record: Reco
     record("process 1 killed", told=watch.told(*ENDS), whole=whole_s, said=said)
 
 
-async def test_a_worker_eats_up_to_the_limit(cluster: Cluster, record: Record) -> None:
+async def test_worker_oom_spares_its_container(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES, memory_mib=768, sizes_mib={"shm": 64})
     await cluster.train(3)
@@ -100,7 +100,7 @@ async def test_a_worker_eats_up_to_the_limit(cluster: Cluster, record: Record) -
     )
 
 
-async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: Cluster, record: Record) -> None:
+async def test_shared_memory_oom_kills_whole_container(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES, memory_mib=768, sizes_mib={"shm": 2000})
     await cluster.train(3)

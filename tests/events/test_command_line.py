@@ -13,7 +13,7 @@ from unicrond.events.cli.command_line import Parser, UsageError, add_command, ex
 
 
 @pytest.mark.parametrize("program", PARSERS)
-def test_every_command_has_a_manual_page(program: str, tmp_path: Path) -> None:
+def test_command_has_manual_page(program: str, tmp_path: Path) -> None:
     page = tmp_path / "page.1"
     made = [Path(sys.executable).parent / "argparse-manpage", "--module", PARSERS[program], "--function", "parser"]
     subprocess.run([*made, "--prog", program, "--output", page], check=True, capture_output=True, timeout=60)
@@ -32,7 +32,7 @@ def test_every_command_has_a_manual_page(program: str, tmp_path: Path) -> None:
         (["run", "--kind", "rde"], "--kind: unknown 'rde'; did you mean red?"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(
+def test_bad_usage_prints_one_line_and_exits_with_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = Parser(prog="x")
@@ -46,7 +46,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert line.startswith(f"x: {said}") and line.count("\n") == 1, line
 
 
-def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_maps_errors_to_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     def ends_by(error: BaseException) -> int:
         def work() -> int:
             raise error

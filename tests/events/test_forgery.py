@@ -230,7 +230,7 @@ _QUARANTINED = "quarantined, with an ALARM"
 _OF_STREAMS = "delete, purge, change, copy, restore or move a stream; delete an entry"
 
 
-async def test_the_document_has_a_line_for_each_attempt() -> None:
+async def test_document_lists_each_forgery_attempt() -> None:
     """docs/operate/logins.md: what an agent (of n1) and the other roles may, and what becomes of a node's tricks."""
     expected = []
     for name, tried in TRIES.items():
@@ -251,7 +251,7 @@ async def test_the_document_has_a_line_for_each_attempt() -> None:
 @pytest.mark.parametrize(
     ("login", "name"), [(login, name) for login in LOGINS for name, tried in TRIES.items() if login not in tried.own]
 )
-async def test_the_server_refuses(site: Site, login: str, name: str) -> None:
+async def test_server_refuses_forbidden_request(site: Site, login: str, name: str) -> None:
     tried = TRIES[name]
     client, refusals = site.clients[login], site.refusals[login]
     refusals.clear()
@@ -267,7 +267,7 @@ async def test_the_server_refuses(site: Site, login: str, name: str) -> None:
         await heard.unsubscribe()
 
 
-async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
+async def test_refused_requests_leave_log_unchanged(site: Site) -> None:
     """After all of the above: the events that the fixture wrote, and two consumers as they were."""
     kinds = [type(each.envelope.event).__name__ for each in await site.since(EVENT_STREAM, 0) if _is_event(each)]
     assert sorted(kinds) == ["CoordinatorStarted", "NodeJoined", "NodeJoined", "StopWorker"]
@@ -284,7 +284,7 @@ def _is_event(each: Entry) -> bool:
 # --- what each may ------------------------------------------------------------------------------
 
 
-async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
+async def test_reader_login_reads_all_and_changes_nothing(site: Site) -> None:
     connection = await site.connect("reader")
     try:
         log = NatsEventLog(connection)
@@ -296,7 +296,7 @@ async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
         await connection.close()
 
 
-async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
+async def test_coordinator_login_cannot_change_streams(site: Site) -> None:
     connection = await site.connect("coordinator")
     try:
         await create_streams(connection)  # they are there
@@ -308,7 +308,7 @@ async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
         await connection.close()
 
 
-async def test_users_come_and_go_without_a_restart(tmp_path: Path) -> None:
+async def test_users_change_without_server_restart(tmp_path: Path) -> None:
     users = [load_or_create_key(tmp_path, login).user for login in ("operator", "agent-n1", "agent-n2")]
     server = EmbeddedServer(tmp_path / "nats", users=users[:2])
     await server.start()
@@ -458,7 +458,7 @@ SLY: dict[str, Tried] = {
 
 
 @pytest.mark.parametrize("name", SLY)
-async def test_what_a_node_gets_stored_is_quarantined_with_an_alarm(site: Site, name: str) -> None:
+async def test_forged_entry_is_quarantined_with_alarm(site: Site, name: str) -> None:
     before = {stream: await site.last(stream) for stream in (EVENT_STREAM, BEAT_STREAM)}
     state = await site.state()
     await SLY[name](site, site.clients["agent-n1"])
@@ -484,7 +484,7 @@ async def _settled(site: Site, stream: str, seq: int) -> list[Entry]:
     return await site.since(stream, seq)
 
 
-async def test_a_squatted_id_swallows_nothing(site: Site) -> None:
+async def test_occupied_message_id_suppresses_no_event(site: Site) -> None:
     await _squat(site, site.clients["agent-n1"])
     connection = await site.connect("agent-n2")
     event = said_by("n2", NodeLeft(node="n2", reason="really"), 2)
@@ -496,7 +496,7 @@ async def test_a_squatted_id_swallows_nothing(site: Site) -> None:
 
 
 @pytest.mark.parametrize("victim", ["unicron.v1.command.n2.StopWorker", "_INBOX_agent-n2.x", "unicron.v1.beat.n2"])
-async def test_a_reader_s_consumer_that_delivers_to_others(site: Site, victim: str) -> None:
+async def test_reader_consumer_cannot_inject_deliveries(site: Site, victim: str) -> None:
     """The server refuses what would come round, and what it delivers elsewhere belongs there nowhere."""
     seqs = {stream: await site.last(stream) for stream in (EVENT_STREAM, BEAT_STREAM)}
     client = site.clients["reader"]

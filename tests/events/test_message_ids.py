@@ -14,14 +14,14 @@ from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import QuarantinedMessage
 
 
-def test_ids_differ_by_process_and_message_and_repeat_themselves() -> None:
+def test_message_id_depends_on_process_and_message() -> None:
     ids, others = MessageIds(), MessageIds()
     assert ids.of(fact(1)) == ids.of(fact(1)) != others.of(fact(1))
     assert ids.of(fact(1)).partition(".")[0] == fact(1).event_id
     assert ids.of(fact(1)).partition(".")[2] != ids.of(fact(2)).partition(".")[2]
 
 
-async def test_a_squatted_id_swallows_nothing_and_is_seen(tmp_path: Path) -> None:
+async def test_squatted_id_is_detected_and_loses_nothing(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "nats")
     await server.start()
     try:

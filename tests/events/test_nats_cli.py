@@ -83,7 +83,7 @@ async def head(tmp_path: Path) -> AsyncIterator[Head]:
 # --- what it needs -------------------------------------------------------------------------------
 
 
-def test_the_line_to_paste_and_the_context_say_the_same() -> None:
+def test_nats_command_and_context_agree() -> None:
     login = Login(key=Path("/k/operator.key"), tls_ca=Path("/k/ca.pem"), tls_cert=Path("/k/own.pem"))
     assert nats_cli.command("tls://h:4222", login) == (
         "nats -s tls://h:4222 --nkey=/k/operator.key --tlsca=/k/ca.pem --tlscert=/k/own.pem --tlskey=/k/own.pem"
@@ -98,7 +98,7 @@ def test_the_line_to_paste_and_the_context_say_the_same() -> None:
     assert "--creds=/k/op.creds" in nats_cli.command("nats://h", Login(key=Path("/k/op.creds")))
 
 
-def test_a_context_is_written_where_nats_looks_for_it(
+def test_nats_context_is_written_to_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -110,7 +110,7 @@ def test_a_context_is_written_where_nats_looks_for_it(
     assert "no nats-server runs in" in capsys.readouterr().err
 
 
-async def test_of_a_running_head_it_is_the_operators_key(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_nats_context_of_running_head_uses_operator_key(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     assert await asyncio.to_thread(main, ["nats-context", "--state-dir", str(head.key.parents[1])]) == 0
     assert capsys.readouterr().out == f"nats -s {head.server.url} --nkey={head.key}\n"
 
@@ -118,7 +118,7 @@ async def test_of_a_running_head_it_is_the_operators_key(head: Head, capsys: pyt
 # --- the calls that it makes ---------------------------------------------------------------------
 
 
-async def test_streams_and_consumers_say_what_they_are(head: Head) -> None:
+async def test_streams_and_consumers_have_descriptions(head: Head) -> None:
     for stream in (EVENT_STREAM, BEAT_STREAM):
         assert "unicrond: " in (await told(head.operator, f"STREAM.INFO.{stream}"))["config"]["description"]
     assert sorted((await told(head.operator, "STREAM.NAMES"))["streams"]) == [BEAT_STREAM, EVENT_STREAM]
@@ -136,7 +136,7 @@ async def test_streams_and_consumers_say_what_they_are(head: Head) -> None:
         raise AssertionError("the reader's consumer is left behind")
 
 
-async def test_what_an_older_version_made_gets_a_description(nats_server: EmbeddedServer) -> None:
+async def test_older_stream_gets_description(nats_server: EmbeddedServer) -> None:
     connection = await connect(nats_server.url, name="test", timeout_s=20)
     older = {name: value for name, value in event_stream_config().items() if name != "description"}
     await told(connection, f"STREAM.CREATE.{EVENT_STREAM}", older)
@@ -145,7 +145,7 @@ async def test_what_an_older_version_made_gets_a_description(nats_server: Embedd
     await connection.close()
 
 
-async def test_information_messages_and_reading_from_a_time(head: Head) -> None:
+async def test_operator_reads_stream_info_and_messages(head: Head) -> None:
     last = head.state.seq
     info = await told(head.operator, f"STREAM.INFO.{EVENT_STREAM}", {"subjects_filter": ">"})
     subjects = info["state"]["subjects"]
@@ -190,7 +190,7 @@ async def restored(connection: Connection, stream: str, about: dict[str, Any], p
     assert "error" not in json.loads(answer.data or b"{}")
 
 
-async def test_backup_and_restore_into_another_server_give_the_same_digest(head: Head, tmp_path: Path) -> None:
+async def test_backup_restores_to_same_digest(head: Head, tmp_path: Path) -> None:
     reading = read_stream(head.operator, EVENT_STREAM, start={"deliver_policy": "all"})
     await anext(reading)
     about, pieces = await backed_up(head.operator, EVENT_STREAM)
@@ -224,7 +224,7 @@ BLOCKS = [
 
 
 @pytest.mark.skipif(shutil.which("nats") is None, reason="NATS's own client, nats, is not on the PATH")
-async def test_the_documents_commands_work(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_documented_nats_commands_work(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that end by themselves and change nothing."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert (

@@ -37,7 +37,7 @@ def reference(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("cells", chains(CELLS, 8), ids=lambda cells: f"{cells[0].point}..{cells[-1].point}")
-def test_the_kill_matrix(
+def test_nccl_survives_kill_matrix(
     server: ForkServer, data: Path, tmp_path: Path, reference: Reference, cells: list[Cell],
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip

@@ -21,7 +21,7 @@ READMISSION = {"check": ["true"], "timeout_s": 30.0}
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-async def test_nodes_are_emptied_by_plan_and_nothing_is_redone(tmp_path: Path) -> None:
+async def test_planned_departures_redo_nothing(tmp_path: Path) -> None:
     settings = {"policy": POLICY, "readmission": READMISSION, "injection": True}
     async with live_cluster(tmp_path, nodes=3, workers=3, **settings) as live:
         await live.submit()

@@ -112,13 +112,13 @@ def test_the_sdist_has_every_file_that_documents_and_tests_need_once(built: tupl
     assert not [name for name in names if name.startswith(tuple(f"unicrond/{link}/" for link in LINKED))], "twice"
 
 
-def test_every_command_starts(whole: Path, tmp_path: Path) -> None:
+def test_command_starts_from_wheel(whole: Path, tmp_path: Path) -> None:
     for command in COMMANDS:
         assert must(whole / command, "--help", cwd=tmp_path).startswith(f"usage: {command}")
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_heals_and_says_so(whole: Path, tmp_path: Path) -> None:
+def test_demo_heals_from_wheel(whole: Path, tmp_path: Path) -> None:
     done = run(whole / "unicrond", "demo", "--dir", tmp_path / "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all healed" in done.stdout
@@ -126,7 +126,7 @@ def test_the_demo_heals_and_says_so(whole: Path, tmp_path: Path) -> None:
     assert "process_exit" in done.stdout and "node_lost" in done.stdout
 
 
-def test_without_extras_logs_are_read(base: Path, tmp_path: Path) -> None:
+def test_replay_reads_logs_without_extras(base: Path, tmp_path: Path) -> None:
     expected = must(sys.executable, "-m", "unicrond.replay.cli", "digest", "--log", LOG, cwd=ROOT)
     assert must(base / "unicron-replay", "digest", "--log", LOG, cwd=tmp_path) == expected
     for command in ("state", "events", "timeline", "story n1", "diff 1 20", "export copy.log"):
@@ -134,7 +134,7 @@ def test_without_extras_logs_are_read(base: Path, tmp_path: Path) -> None:
     must(base / "unicron-replay", "import", "copy.log", "--into", "copy", cwd=tmp_path)
 
 
-def test_without_extras_unicronctl_works(base: Path, tmp_path: Path) -> None:
+def test_unicronctl_works_without_extras(base: Path, tmp_path: Path) -> None:
     decoded = run(base / "unicronctl", "events", "decode", cwd=tmp_path, input="")
     assert decoded.returncode == 0 and not decoded.stderr
     for command in ("status", "nodes", "tasks", "watch", "events", f"submit {ROOT / 'examples' / 'big.yaml'}"):
@@ -156,9 +156,7 @@ def test_without_extras_unicronctl_works(base: Path, tmp_path: Path) -> None:
         ("unicronctl throughput --model gpt3-7b", "head"),
     ],
 )
-def test_a_command_without_its_extra_says_which_one_in_one_line(
-    command: str, extra: str, base: Path, tmp_path: Path
-) -> None:
+def test_command_names_missing_extra_in_one_line(command: str, extra: str, base: Path, tmp_path: Path) -> None:
     program, *arguments = command.split()
     done = run(base / program, *arguments, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -197,7 +195,7 @@ def test_laboratory_of_another_version_is_refused(studying: Path, tmp_path: Path
     assert f"needs unicrond-lab {VERSION} (0.0.9 is installed): pip install unicrond-lab=={VERSION}\n" in done.stderr
 
 
-def test_the_extras_that_commands_name_bring_what_they_lack(metadata: str) -> None:
+def test_extras_provide_what_commands_need(metadata: str) -> None:
     brought_by = packages_distributions()
     for extra, modules in extras.MODULES.items():
         required = {canonicalize_name(Requirement(text).name) for text in installation.required(metadata, extra)}
@@ -206,9 +204,7 @@ def test_the_extras_that_commands_name_bring_what_they_lack(metadata: str) -> No
             assert names & required, f"{extra} does not bring {module}"
 
 
-def test_package_of_another_project_with_a_name_of_our_folders_changes_nothing(
-    built: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_foreign_package_with_name_of_our_folder_changes_nothing(built: tuple[Path, Path], tmp_path: Path) -> None:
     commands = installation.install(built[1], tmp_path / "env", installation.SITE)
     foreign = tmp_path / "openai_agents-1.0-py3-none-any.whl"
     with zipfile.ZipFile(foreign, "w") as wheel:

@@ -73,7 +73,7 @@ async def order(connection: Connection, claims: int) -> int:
     raise AssertionError("the log has ended")
 
 
-async def test_a_log_that_is_gone_is_not_made_anew_but_by_name(tmp_path: Path, nats: EmbeddedServer) -> None:
+async def test_missing_log_is_recreated_only_on_order(tmp_path: Path, nats: EmbeddedServer) -> None:
     path = config(tmp_path)
     connection = await connect(nats.url, name="test", timeout_s=10)
     try:
@@ -105,7 +105,7 @@ async def test_a_log_that_is_gone_is_not_made_anew_but_by_name(tmp_path: Path, n
         await connection.close()
 
 
-async def test_a_store_that_was_rolled_back_is_not_gone_on_with(tmp_path: Path, nats: EmbeddedServer) -> None:
+async def test_truncated_store_is_refused_until_order(tmp_path: Path, nats: EmbeddedServer) -> None:
     path = config(tmp_path)
     async with head(path, nats) as url:
         await becomes(url, "/readyz", 200)

@@ -69,7 +69,7 @@ def task_of(tmp_path: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-async def test_a_node_dies_and_the_task_trains_on_in_the_best_layout_and_returns(tmp_path: Path) -> None:
+async def test_node_loss_moves_task_to_best_layout_and_back(tmp_path: Path) -> None:
     """tp 2 on 2 nodes of 2 slots: two pairs, then two singles, then two pairs. No step is lost."""
     async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=1.0) as dev:
         await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=BY_TABLE))
@@ -100,7 +100,7 @@ async def test_a_node_dies_and_the_task_trains_on_in_the_best_layout_and_returns
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_a_pipeline_loses_a_stage_and_trains_on_without_one(tmp_path: Path) -> None:
+async def test_pipeline_that_loses_stage_continues_without_stages(tmp_path: Path) -> None:
     """pp 2 on two nodes: what is left of the state lies in memory, and one worker puts it together."""
     async with small_cluster(tmp_path, nodes=2, slots=1, heartbeat_s=1.0) as dev:
         layouts = [{"pp": 2, "throughput": {"2": 4 * 10**9}}, {"pp": 1, "throughput": {"1": 10**9}}]
@@ -122,7 +122,7 @@ async def test_a_pipeline_loses_a_stage_and_trains_on_without_one(tmp_path: Path
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_a_reshape_of_one_task_frees_a_worker_for_another(tmp_path: Path) -> None:
+async def test_reshape_frees_worker_for_other_task(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0) as dev:
         layouts = [{"tp": 2}, {"tp": 1}]
         await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=layouts))
@@ -139,7 +139,7 @@ async def test_a_reshape_of_one_task_frees_a_worker_for_another(tmp_path: Path) 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_the_plan_chooses_among_sizes_of_micro_batches(tmp_path: Path) -> None:
+async def test_plan_chooses_micro_batch_size(tmp_path: Path) -> None:
     """Two workers do better with small ones, one alone with large ones; tp and pp stay."""
     layouts = [
         {"throughput": {"1": 8 * 10**8, "2": 4 * 10**9}},
@@ -164,7 +164,7 @@ async def test_the_plan_chooses_among_sizes_of_micro_batches(tmp_path: Path) -> 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("moment", ["all leave", "state taken"])
-async def test_a_worker_is_killed_during_a_reshape(tmp_path: Path, moment: str) -> None:
+async def test_reshape_survives_killed_worker(tmp_path: Path, moment: str) -> None:
     """As it is told to hand over, or as the first of the new ones has put the state together."""
     kinds = {"all leave": "MembershipDecided", "state taken": "StateLoaded"}
 

@@ -91,7 +91,7 @@ ROWS = (
 APART = {"start_failed", "store_error", "left_early"}
 
 
-def test_every_row_of_the_table_is_struck() -> None:
+def test_fault_rows_cover_severity_table() -> None:
     assert {row.kind for row in (*BROKEN, *ROWS)} | APART == set(SEVERITY)
 
 
@@ -139,7 +139,7 @@ def digests(live: Live, worker: str) -> dict[int, str]:
 
 
 @in_one_loop
-async def test_a_worker_that_ends_before_it_is_ready_is_started_again(live: Live) -> None:
+async def test_worker_that_ends_before_ready_is_restarted(live: Live) -> None:
     state, _ = await live.dev.state()
     incident = state.closed_incidents[0]
     assert (incident.kind, incident.worker, incident.severity) == ("start_failed", f"{TASK}.2", SEV2)
@@ -152,7 +152,7 @@ async def test_a_worker_that_ends_before_it_is_ready_is_started_again(live: Live
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=() if row.in_suite else pytest.mark.matrix) for row in BROKEN]
 )
-async def test_a_broken_collective_is_tried_again_by_the_same_processes(live: Live, row: Row) -> None:
+async def test_broken_collective_is_reattempted_by_same_processes(live: Live, row: Row) -> None:
     before = await live.training(incidents=live.incidents)
     worker = members(before)[RANK]
     order(orders(live), worker, *row.how)
@@ -192,7 +192,7 @@ async def check_bits(live: Live, worker: str, iteration: int) -> None:
 
 
 @in_one_loop
-async def test_a_drain_moves_the_worker_and_loses_nothing(live: Live) -> None:
+async def test_drain_moves_worker_without_loss(live: Live) -> None:
     before = await live.training(incidents=live.incidents, beyond=0)
     node = before.tasks[TASK].workers[members(before)[0]].node
     await live.run("unicronctl", "--url", live.dev.url, "drain", node, "--reason", "new fan")
@@ -224,7 +224,7 @@ async def strike(live: Live, row: Row, worker: str, node: str) -> None:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=() if row.in_suite else pytest.mark.matrix) for row in ROWS]
 )
-async def test_row(live: Live, row: Row) -> None:
+async def test_fault_row_heals_as_documented(live: Live, row: Row) -> None:
     before = await live.training(incidents=live.incidents, beyond=0)
     worker = members(before)[RANK]
     node = before.tasks[TASK].workers[worker].node
@@ -254,7 +254,7 @@ async def test_row(live: Live, row: Row) -> None:
 
 
 @in_one_loop
-async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> None:
+async def test_impossible_fault_order_is_refused(live: Live) -> None:
     await live.training(incidents=live.incidents, beyond=0)
     with pytest.raises(ApiRefused, match="at_iteration: 1 has passed"):
         await inject(live.client).exception(task=TASK).at_iteration(1)
@@ -262,7 +262,7 @@ async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> Non
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_a_slow_worker_is_named_and_left_alone(live: Live) -> None:
+async def test_slow_worker_is_named_and_kept(live: Live) -> None:
     before = await live.training(incidents=live.incidents, beyond=40)
     worker = members(before)[RANK]
     arguments = ("inject", "slow", "--seconds", "0.3", "--task", TASK, "--rank", str(RANK))
@@ -297,7 +297,7 @@ async def end_all(live: Live) -> ClusterState:
 @in_one_loop
 @pytest.mark.matrix
 @pytest.mark.parametrize(("workers", "which"), [(2, 0), (2, 1), (3, 2)])
-async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
+async def test_escalation_climbs_whole_ladder(live: Live, workers: int, which: int) -> None:
     """A task of two or three; whoever trains on one of its nodes has its connections reset in each reduction. The same
     processes try again; a new process does; then the node is isolated, and the task trains on others. Of two ends that
     make no step the other may be tried first. Of three nobody else is isolated: another may be given up once, where who
@@ -350,7 +350,7 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_a_store_that_dies_while_a_group_meets_there_is_a_store_error(live: Live) -> None:
+async def test_dead_store_during_regroup_is_store_error(live: Live) -> None:
     """A task of its own: one of its workers stands still before it meets the other, whose store dies meanwhile."""
     await end_all(live)
     fault = {"UNICRON_FAULT": "stop@worker=other.2,at=forming,generation=1"}
@@ -389,7 +389,7 @@ def kill_store(live: Live, node: str, port: int) -> None:
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_who_hangs_while_the_last_state_is_written_is_found(live: Live) -> None:
+async def test_hang_during_last_save_is_found(live: Live) -> None:
     """All iterations are done; one worker stands still half way through the last checkpoint, the other waits for it."""
     await end_all(live)
     fault = {"UNICRON_FAULT": "hang@worker=last.1,at=saving,iteration=13"}
@@ -403,7 +403,7 @@ async def test_who_hangs_while_the_last_state_is_written_is_found(live: Live) ->
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_a_group_that_breaks_before_the_last_state_is_written_meets_again(live: Live) -> None:
+async def test_group_that_breaks_before_last_save_regroups(live: Live) -> None:
     await end_all(live)
     checkpoint = {"dir": str(live.directory / "parts"), "interval": 5}
     optimizer = {"decay_iterations": 1000, "distributed": True}
@@ -425,7 +425,7 @@ async def is_complete(live: Live, name: str) -> ClusterState:
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Live) -> None:
+async def test_poisoned_task_ends_with_its_place(live: Live) -> None:
     await end_all(live)
     await submit(live, "poisoned", max_workers=2)
     await live.until("it trains", lambda s: "poisoned" in s.tasks and s.tasks["poisoned"].progress.iteration > 5)
@@ -448,7 +448,7 @@ async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Li
 
 
 @in_one_loop
-async def test_each_incident_has_a_readable_story(live: Live) -> None:
+async def test_incident_has_readable_story(live: Live) -> None:
     await end_all(live)
     index = Index()
     async with open_nats([live.dev.nats_url], Login()) as source, aclosing(read(source)) as chunks:

@@ -62,7 +62,7 @@ async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool,
         assert state.tasks[TASK].progress.best_iteration > before.tasks[TASK].progress.best_iteration
 
 
-async def test_a_node_leaves_for_good_and_is_forgotten(tmp_path: Path) -> None:
+async def test_departed_node_is_forgotten(tmp_path: Path) -> None:
     """`unicronctl forget --leave`: its workers move, its agent ends with 0, and nothing of it is left in the state.
     Later another machine may have its name."""
     async with live_cluster(tmp_path, nodes=NODES, workers=NODES - 1, heartbeat_s=1.0) as live:

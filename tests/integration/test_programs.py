@@ -57,7 +57,7 @@ async def ended(live: Live, name: str, *orders: str, **fields: object) -> Cluste
         pytest.param("leads", "5:lead:break", "LeftEarly", marks=matrix),
     ],
 )
-async def test_a_program_that_ends_early_fails_with_the_reason(live: Live, name: str, order: str, says: str) -> None:
+async def test_early_exit_fails_task_with_reason(live: Live, name: str, order: str, says: str) -> None:
     """Iteration 5, every time: each new process comes to it again. The lead's alone: a new lead each time."""
     orders = [f"{iteration}:lead:break" for iteration in range(5, 40)] if name == "leads" else [order]
     before, _ = await live.dev.state()
@@ -85,7 +85,7 @@ async def test_a_program_that_ends_early_fails_with_the_reason(live: Live, name:
         pytest.param("lead-leaves", "5:lead:leave", None, marks=matrix),
     ],
 )
-async def test_a_program_that_says_stop_completes_its_task(live: Live, name: str, order: str, last: int | None) -> None:
+async def test_program_stop_completes_task(live: Live, name: str, order: str, last: int | None) -> None:
     before, _ = await live.dev.state()
     state = await ended(live, name, order)
     task = state.tasks[name]
@@ -105,7 +105,7 @@ async def test_a_program_that_says_stop_completes_its_task(live: Live, name: str
 
 
 @in_one_loop
-async def test_a_declared_evaluation_and_a_long_start_are_no_faults(live: Live) -> None:
+async def test_evaluation_section_and_long_start_are_no_faults(live: Live) -> None:
     """Twice the least limit of a hang (3 s here), on both replicas; a start longer than the cluster's limit."""
     before, _ = await live.dev.state()
     orders = ["12:all:busy=7/60"]
@@ -118,7 +118,7 @@ async def test_a_declared_evaluation_and_a_long_start_are_no_faults(live: Live) 
 
 @in_one_loop
 @matrix
-async def test_an_evaluation_of_one_replica_is_waited_for(live: Live) -> None:
+async def test_task_waits_for_evaluation_of_one_replica(live: Live) -> None:
     before, _ = await live.dev.state()
     state = await ended(live, "alone", "12:lead:busy=12/60")
     assert state.tasks["alone"].status is TaskStatus.COMPLETED, state.tasks["alone"].ending.reason
@@ -126,7 +126,7 @@ async def test_an_evaluation_of_one_replica_is_waited_for(live: Live) -> None:
 
 
 @in_one_loop
-async def test_who_is_busy_for_longer_than_declared_hangs(live: Live) -> None:
+async def test_busy_overrun_counts_as_hang(live: Live) -> None:
     state = await ended(live, "dawdles", "12:other:busy=600/2", iterations=20)
     incidents = [incident for incident in state.closed_incidents if "dawdles" in incident.generations]
     assert (
@@ -135,7 +135,7 @@ async def test_who_is_busy_for_longer_than_declared_hangs(live: Live) -> None:
 
 
 @in_one_loop
-async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_nothing(live: Live) -> None:
+async def test_hang_after_join_is_found_at_once(live: Live) -> None:
     name = "joined"
     await live.submit(
         name, entry=str(ENTRY), args=[str(live.directory), "2:new:hang"], data=str(live.directory / "stdlib"),

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.asyncio
-async def test_a_broken_node_is_checked_and_one_that_needs_a_reboot_is_repaired_first(tmp_path: Path) -> None:
+async def test_broken_node_is_repaired_checked_and_readmitted(tmp_path: Path) -> None:
     ill, repaired, directory = tmp_path / "ill", tmp_path / "repaired", tmp_path / "cluster"
     directory.mkdir()
     readmission = {

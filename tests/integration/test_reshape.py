@@ -172,7 +172,9 @@ ALWAYS = ("tp 2 -> pp 2, two replicas",)
 @pytest.mark.parametrize(
     "forms", [pytest.param(FORMS[name], id=name, marks=[] if name in ALWAYS else pytest.mark.matrix) for name in FORMS]
 )
-def test_from_memory(start: Start, data: Path, unchanged: Unchanged, forms: tuple[Form, Form]) -> None:
+def test_reshape_takes_state_from_memory(
+    start: Start, data: Path, unchanged: Unchanged, forms: tuple[Form, Form]
+) -> None:
     before, after = forms
     old = workers_of(1, before)
     new = workers_of(1 + len(old), after)
@@ -193,7 +195,7 @@ def test_from_memory(start: Start, data: Path, unchanged: Unchanged, forms: tupl
 
 
 @pytest.mark.matrix
-def test_with_sharded_optimizer_state(start: Start, data: Path, unchanged: Unchanged) -> None:
+def test_reshape_with_sharded_optimizer_keeps_training(start: Start, data: Path, unchanged: Unchanged) -> None:
     """Parts are put together before all leave, and divided anew among the new replicas."""
     losses, parameters = unchanged((2, 1, 2))
 
@@ -211,7 +213,7 @@ def test_with_sharded_optimizer_state(start: Start, data: Path, unchanged: Uncha
 
 
 @pytest.mark.matrix
-def test_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
+def test_reshape_takes_state_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
     """Where no node keeps anything."""
     losses, parameters = unchanged((2, 1, 1))
     with start(spec_of(data, (2, 1, 1))) as run:
@@ -227,7 +229,7 @@ def test_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
 
 
 @pytest.mark.parametrize("entry", [pytest.param("gpt", marks=pytest.mark.matrix), "bf16"])
-def test_the_same_bits_in_another_layout(start: Start, data: Path, tmp_path: Path, entry: str) -> None:
+def test_reshape_preserves_bits_of_state(start: Start, data: Path, tmp_path: Path, entry: str) -> None:
     """Storage holds tp 2; workers of pp 2, which find everything done, save what they have taken from it."""
     before, after = (replace(spec_of(data, form), iterations=20) for form in ((2, 1, 1), (1, 2, 1)))
     if entry == "bf16":  # with fp32 masters
@@ -251,9 +253,7 @@ def test_the_same_bits_in_another_layout(start: Start, data: Path, tmp_path: Pat
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("forms", [pytest.param(FORMS[name], id=name) for name in FORMS])
-def test_it_trains_on_with_the_bits_of_a_run_that_begins_there(
-    start: Start, data: Path, forms: tuple[Form, Form]
-) -> None:
+def test_reshaped_training_matches_fresh_run_bit_for_bit(start: Start, data: Path, forms: tuple[Form, Form]) -> None:
     """What takes the state from memory, against what begins in the new layout with the same state from storage."""
     before, after = forms
     old = workers_of(1, before)
@@ -274,7 +274,7 @@ def test_it_trains_on_with_the_bits_of_a_run_that_begins_there(
     assert all(torch.equal(here[name], there[name]) for name in here)
 
 
-def test_where_a_shard_is_missing_the_older_state_on_storage_is_taken(start: Start, data: Path) -> None:
+def test_missing_shard_falls_back_to_older_checkpoint(start: Start, data: Path) -> None:
     spec = spec_of(data, (2, 1, 1))
     with start(replace(spec, checkpoint=replace(spec.checkpoint, interval=2))) as run:
         hand_over(run, ["t.1", "t.2"], memory=True)

@@ -78,7 +78,7 @@ async def check_story(dev: DevCluster, reshapes: list[tuple[int, int, int]]) -> 
 
 
 @pytest.mark.timeout(300)
-async def test_a_task_gets_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_reshape_command_changes_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with small_cluster(tmp_path, nodes=1, slots=2, heartbeat_s=2.0) as dev:
         await dev.submit({**TASK, "name": "big", "max_workers": 2, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
         await until(dev, "two replicas train", lambda task: trains(task, (1, 1, 2), 5))
@@ -91,7 +91,7 @@ async def test_a_task_gets_another_layout(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-async def test_a_task_changes_its_form_again_and_again(tmp_path: Path) -> None:
+async def test_task_reshapes_repeatedly(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0) as dev:
         env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
         await dev.submit({**TASK, "name": "big", "max_workers": 4, "env": env})

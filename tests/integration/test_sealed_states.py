@@ -43,7 +43,7 @@ class SealedCluster(DevCluster):
             await asyncio.to_thread(self.client.enroll, node, key.user.key, 0)
 
 
-async def test_a_node_joins_through_tls_with_what_enroll_gave_it(tmp_path: Path) -> None:
+async def test_node_joins_through_tls_after_enrolment(tmp_path: Path) -> None:
     cluster = SealedCluster(tmp_path, 1)
     try:
         await cluster.start()
@@ -62,7 +62,7 @@ async def test_a_node_joins_through_tls_with_what_enroll_gave_it(tmp_path: Path)
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_the_state_comes_from_a_peer_through_tls(tmp_path: Path) -> None:
+async def test_state_travels_from_peer_through_tls(tmp_path: Path) -> None:
     cluster = SealedCluster(tmp_path, 3)
     try:
         await cluster.start()

@@ -42,7 +42,7 @@ def status(pid: int, field: str) -> list[str]:
 
 @needs_root
 @pytest.mark.timeout(300)
-async def test_a_task_of_another_user_trains_and_heals(place: Path) -> None:
+async def test_task_of_other_user_trains_and_heals(place: Path) -> None:
     dev = DevCluster(place, WORKERS, 1, 0, 5.0, keys=True)
     for part in dev.agents.values():
         part.command = [*opened(), *part.command, "--run-as", USER, "--worker-limit", "nofile=4096"]

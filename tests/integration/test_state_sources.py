@@ -86,7 +86,7 @@ def restart(run: Rig, *, node: str = "n1", peers: tuple[MemoryService, ...] = ()
     complete(run)
 
 
-def test_the_process_is_lost_and_its_nodes_memory_is_not(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_memory_of_node_outlives_process(rig: Start, spec: TaskSpec, digest: str) -> None:
     with rig(spec) as run:
         kept = lose_the_last(run)
         assert kept >= 2
@@ -99,7 +99,7 @@ def test_the_process_is_lost_and_its_nodes_memory_is_not(rig: Start, spec: TaskS
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_damaged_state_falls_back_to_previous(rig: Start, spec: TaskSpec, digest: str) -> None:
     with rig(spec) as run:
         kept = lose_the_last(run)
         with run.memory("n1").reading(kept) as found:
@@ -117,9 +117,7 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: Tas
 
 
 @pytest.mark.parametrize("how", ["clear", "tls"])
-def test_the_node_is_lost_and_another_nodes_memory_is_not(
-    rig: Start, spec: TaskSpec, digest: str, how: str, tmp_path: Path
-) -> None:
+def test_memory_of_peer_outlives_node(rig: Start, spec: TaskSpec, digest: str, how: str, tmp_path: Path) -> None:
     sealed = how == "tls"
     certified = Certified(tmp_path / "tls")
     n1, n2, n3 = (Credentials(key, path) for path, key in map(certified.key, ("agent-n1", "agent-n2", "agent-n3")))
@@ -139,7 +137,7 @@ def test_the_node_is_lost_and_another_nodes_memory_is_not(
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_storage_is_the_last_resort(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_storage_is_last_source(rig: Start, spec: TaskSpec, digest: str) -> None:
     """Both memories are gone; what is on storage is older, and what came after it is trained again."""
     with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
         run.start("t.1", fault="stop@iteration=4,at=saving", memory=True)  # 3 is half written
@@ -154,7 +152,7 @@ def test_storage_is_the_last_resort(rig: Start, spec: TaskSpec, digest: str) -> 
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_failing_storage_ends_no_training(rig: Start, spec: TaskSpec, digest: str) -> None:
     """Its directory is a file until two saves have failed, from the node's memory or from the worker's own."""
     for memory in (True, False):
         with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
@@ -175,7 +173,7 @@ def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, diges
             assert saved[-3:] == [4, 5, 6] and not {1, 2} & {*saved}
 
 
-def test_from_the_seed_where_there_is_nothing(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_training_starts_from_seed_without_any_state(rig: Start, spec: TaskSpec, digest: str) -> None:
     with rig(spec) as run:
         lose_the_last(run)
         restart(run, node="n2")
@@ -183,7 +181,7 @@ def test_from_the_seed_where_there_is_nothing(rig: Start, spec: TaskSpec, digest
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_the_member_with_the_newest_memory_gives_it_to_all(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_member_with_newest_memory_serves_all(rig: Start, spec: TaskSpec, digest: str) -> None:
     """Member 0 is on a node without it."""
     with rig(spec) as run:
         lose_the_last(run)
@@ -197,7 +195,7 @@ def test_the_member_with_the_newest_memory_gives_it_to_all(rig: Start, spec: Tas
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_a_sharded_replica_takes_what_all_its_shards_have(rig: Start, spec: TaskSpec) -> None:
+def test_sharded_replica_takes_iteration_common_to_shards(rig: Start, spec: TaskSpec) -> None:
     sharded = replace(spec, tp=2)
     expected = failure_free(rig, sharded, 1)[1].completed
     with rig(sharded) as run:
@@ -226,7 +224,7 @@ def test_a_sharded_replica_takes_what_all_its_shards_have(rig: Start, spec: Task
         assert run.completed.params_digest == expected.params_digest
 
 
-def test_intervals_follow_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> None:
+def test_capture_interval_follows_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> None:
     """A failure a second asks for a capture at every iteration, one a year for the first alone."""
     free = replace(spec, iterations=40, checkpoint=CheckpointSpec(dir="(the rig says)"))
     counts = []
@@ -242,7 +240,7 @@ def test_intervals_follow_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> N
     assert counts[1] <= 2
 
 
-def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_task_moves_to_other_nodes_without_loss(rig: Start, spec: TaskSpec, digest: str) -> None:
     """The newcomers take state from those who leave, in place; no source but a live replica is asked."""
     with rig(spec) as run:
         run.start("t.1", fault="stop@iteration=3,micro_batch=2", memory=True)
@@ -265,7 +263,7 @@ def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, 
 # --- the server ----------------------------------------------------------------------------------
 
 
-def test_who_does_not_know_the_token_gets_nothing(rig: Start, spec: TaskSpec) -> None:
+def test_memory_server_rejects_unknown_token(rig: Start, spec: TaskSpec) -> None:
     memory = Memory.private(1 << 20)
     with OtherNode("n3", {0: memory}) as service:
         draft = memory.draft(5)

@@ -49,9 +49,7 @@ def trained(server: ForkServer, directory: Path, spec: TaskSpec, done: Callable[
     return rig
 
 
-def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
-    server: ForkServer, data: Path, tmp_path: Path
-) -> None:
+def test_slow_worker_is_named_by_compute_time(server: ForkServer, data: Path, tmp_path: Path) -> None:
     def blames(rig: Rig) -> list[tuple[str, DegradationObserved]]:
         return [(worker, m) for worker, m in rig.said if isinstance(m, DegradationObserved) and is_due(m)]
 
@@ -65,7 +63,7 @@ def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
     assert told.iteration >= 45
 
 
-def test_who_is_slow_from_birth_is_told_of(server: ForkServer, data: Path, tmp_path: Path) -> None:
+def test_worker_slow_from_start_is_reported(server: ForkServer, data: Path, tmp_path: Path) -> None:
     def tellers(rig: Rig) -> list[tuple[str, StragglerObserved]]:
         return [(worker, m) for worker, m in rig.said if isinstance(m, StragglerObserved)]
 
@@ -78,18 +76,14 @@ def test_who_is_slow_from_birth_is_told_of(server: ForkServer, data: Path, tmp_p
 
 
 @pytest.mark.parametrize(("what", "sign"), [("spike", "loss"), ("gradient", "gradient_norm")])
-def test_the_worker_with_odd_numbers_is_named(
-    server: ForkServer, data: Path, tmp_path: Path, what: str, sign: str
-) -> None:
+def test_worker_with_odd_numbers_is_named(server: ForkServer, data: Path, tmp_path: Path, what: str, sign: str) -> None:
     rig = trained(server, tmp_path, odd_task(data, what, 3, 30), lambda rig: rig.of(CorruptionSuspected))
     (told,) = (m for m in rig.of(CorruptionSuspected) if isinstance(m, CorruptionSuspected) and m.iteration <= 31)
     assert (told.sign, told.suspect, told.iteration) == (sign, "t.3", 30)
     assert told.value > 2 * told.usual > 0
 
 
-def test_a_flipped_bit_is_found_and_its_holder_named_by_the_majority(
-    server: ForkServer, data: Path, tmp_path: Path
-) -> None:
+def test_flipped_bit_is_found_by_majority_of_checksums(server: ForkServer, data: Path, tmp_path: Path) -> None:
     rig = trained(
         server,
         tmp_path,
@@ -102,9 +96,7 @@ def test_a_flipped_bit_is_found_and_its_holder_named_by_the_majority(
     assert told.iteration == 10
 
 
-def test_the_cause_of_an_exception_is_classified_and_its_place_told(
-    server: ForkServer, data: Path, tmp_path: Path
-) -> None:
+def test_exception_report_carries_class_and_place(server: ForkServer, data: Path, tmp_path: Path) -> None:
     rig = trained(server, tmp_path, odd_task(data, "wrap", 2, 4), lambda rig: rig.of(ErrorReported, "t.2"))
     told = next(m for worker, m in rig.said if isinstance(m, ErrorReported) and worker == "t.2")
     assert (told.kind, told.iteration, told.phase, told.message) == (
@@ -116,7 +108,7 @@ def test_the_cause_of_an_exception_is_classified_and_its_place_told(
     assert "uncorrectable ECC" in told.detail
 
 
-def test_marks_of_a_healthy_task_agree(server: ForkServer, data: Path, tmp_path: Path) -> None:
+def test_marks_of_healthy_task_agree(server: ForkServer, data: Path, tmp_path: Path) -> None:
     spec = odd_task(data, "none", 9, 1)
     with Rig(server, tmp_path, spec) as rig:
         rig.start(*THREE)

@@ -50,7 +50,7 @@ def of_iteration_5(saved: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_of_every_kind_go_both_ways(server: ForkServer, tmp_path: Path, kind: str) -> None:
+def test_checkpoints_of_every_kind_convert_both_ways(server: ForkServer, tmp_path: Path, kind: str) -> None:
     tp, pp, flags = KINDS[kind]
     size = tp * pp
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"

@@ -22,7 +22,7 @@ FLAGS = MODEL.replace("--train-iters 5", "--train-iters 20000").replace(
 )
 
 
-async def test_a_stage_dies_and_its_layers_go_to_the_other_and_back_to_interleaved_stages(tmp_path: Path) -> None:
+async def test_lost_stage_moves_to_other_node_and_back(tmp_path: Path) -> None:
     """pp 2 with two chunks each on two nodes, then pp 1, then as before."""
     flags = f"{FLAGS.replace('--num-layers 2', '--num-layers 4')} --pipeline-model-parallel-size 2"
     task = {
@@ -57,7 +57,7 @@ async def test_a_stage_dies_and_its_layers_go_to_the_other_and_back_to_interleav
         await decides_again(dev)
 
 
-async def test_a_node_dies_and_megatron_lm_trains_on_in_the_best_layout_and_returns(tmp_path: Path) -> None:
+async def test_node_loss_moves_task_to_best_layout_and_back(tmp_path: Path) -> None:
     """tp 2 x dp 2 on 2 nodes of 2 slots: two pairs, then two singles, then two pairs. No step is lost."""
     flags = f"{FLAGS} --sequence-parallel --tensor-model-parallel-size 2"
     task = {

@@ -16,7 +16,7 @@ SGD = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0"
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_it_heals_to_the_same_bits_and_trains_as_alone(server: ForkServer, tmp_path: Path, kind: str) -> None:
+def test_own_script_heals_to_same_bits_and_matches_stock(server: ForkServer, tmp_path: Path, kind: str) -> None:
     flags = f"{SGD} --calculate-per-token-loss --attention-backend auto --own-model {kind}"
     spec = task(flags, script=SCRIPT)
     calm = unbroken(server, tmp_path / "calm", spec, 3)

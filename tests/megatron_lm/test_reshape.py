@@ -67,13 +67,13 @@ def whole(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_in_another_layout(server: ForkServer, tmp_path: Path, way: str) -> None:
+def test_training_continues_in_other_layout(server: ForkServer, tmp_path: Path, way: str) -> None:
     flags, shape = WAYS[way]
     spec = of_memory(task(flags, model=EIGHT))
     goes_on(server, tmp_path, way, spec, spec, shape)
 
 
-def test_what_loads_megatrons_own_checkpoint_goes_on_in_another_layout(server: ForkServer, tmp_path: Path) -> None:
+def test_task_with_megatron_checkpoint_continues_in_other_layout(server: ForkServer, tmp_path: Path) -> None:
     """The new workers find one that the old ones have saved, of an older iteration, and read it in their layout."""
 
     def saving(directory: str) -> TaskSpec:

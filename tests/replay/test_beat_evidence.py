@@ -81,14 +81,14 @@ def kept(log: list[Entry], beats: list[RecordedEvent]) -> list[RecordedEvent]:
     return merge_beats(found)
 
 
-def test_the_window_holds_the_longest_silence_that_a_node_is_given() -> None:
+def test_beat_window_covers_longest_patience() -> None:
     for heartbeat_us in (50_000, SECOND_US, 60 * SECOND_US):
         patience_us = MOST_SILENT_FACTOR * Liveness(heartbeat_us, 0).limit_us + RECONNECT_US + SLACK_US
         assert window_us(heartbeat_us) >= patience_us + heartbeat_us // 4
         assert heartbeat_us // 4 < GAP_US
 
 
-def test_losses_days_apart_follow_from_what_is_kept_of_the_beats() -> None:
+def test_archived_beats_prove_distant_losses() -> None:
     told = Told()
     told.run(60)
     told.run(2.75, "n2")
@@ -104,7 +104,7 @@ def test_losses_days_apart_follow_from_what_is_kept_of_the_beats() -> None:
         assert (findings.node_verdicts, findings.unverifiable) == (4, [])
 
 
-def test_a_stretch_of_days_without_beats_costs_nothing() -> None:
+def test_days_without_beats_need_no_evidence() -> None:
     told = Told()
     told.run(20)
     told.run(3, "n2")
@@ -118,7 +118,7 @@ def test_a_stretch_of_days_without_beats_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("silent_s", [1.0, 2.0])
-def test_a_node_declared_lost_too_soon_is_found_in_what_is_kept(silent_s: float) -> None:
+def test_archived_beats_disprove_early_loss(silent_s: float) -> None:
     told = Told()
     told.run(30)
     told.run(silent_s, "n2")
@@ -128,7 +128,7 @@ def test_a_node_declared_lost_too_soon_is_found_in_what_is_kept(silent_s: float)
     assert "do not support it: the last one of n2 was beat" in caught.value.decided_again[0]
 
 
-def test_most_nodes_silent_together_are_not_lost_so_soon() -> None:
+def test_archived_beats_disprove_early_loss_in_mass_silence() -> None:
     told = Told()
     told.run(30)
     told.run(3, "n2", "n3", "n4")
@@ -137,7 +137,7 @@ def test_most_nodes_silent_together_are_not_lost_so_soon() -> None:
         verify(told.log, kept(told.log, told.beats))
 
 
-def test_evidence_that_no_beat_was_is_found_in_what_is_kept() -> None:
+def test_archived_beats_disprove_false_evidence() -> None:
     told = Told()
     told.run(30)
     told.run(3, "n2")
@@ -156,7 +156,7 @@ def test_evidence_that_no_beat_was_is_found_in_what_is_kept() -> None:
     assert "another node's" in caught.value.decided_again[0]
 
 
-def test_what_expired_before_it_was_kept_is_not_verifiable() -> None:
+def test_expired_beats_leave_loss_unverifiable() -> None:
     told = Told()
     told.run(30)
     told.run(3, "n2")
@@ -183,7 +183,7 @@ async def _beat(log: NatsBeatLog, node: str, until: asyncio.Event) -> None:
             await asyncio.wait_for(until.wait(), 0.3)
 
 
-async def test_verify_derives_a_loss_after_the_stream_has_forgotten_its_beats(
+async def test_verify_proves_loss_after_beats_expired(
     nats_server: EmbeddedServer, nats_connection: Connection, tmp_path: Path
 ) -> None:
     log, beats = NatsEventLog(nats_connection), NatsBeatLog(nats_connection)

@@ -46,9 +46,7 @@ def log(entries: list[Entry], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
-def test_every_process_and_hash_seed_computes_the_digest_of_the_live_fold(
-    log: Path, entries: list[Entry], hash_seed: str
-) -> None:
+def test_digest_is_independent_of_process_and_hash_seed(log: Path, entries: list[Entry], hash_seed: str) -> None:
     done = unicron_replay("digest", "--log", log, "--json", hash_seed=hash_seed)
     live = replay(entries)
     expected = {"digest": digest(live), "seq": live.seq, "now_us": live.now_us, "term": live.term}
@@ -56,7 +54,7 @@ def test_every_process_and_hash_seed_computes_the_digest_of_the_live_fold(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_log_that_another_process_wrote_under_another_hash_seed_is_the_same_log(tmp_path: Path, log: Path) -> None:
+def test_log_is_independent_of_hash_seed_of_writer(tmp_path: Path, log: Path) -> None:
     exported = tmp_path / "again.bin"
     done = unicron_replay("export", exported, "--log", log, hash_seed="1")
     assert done.returncode == 0, done.stderr
@@ -64,12 +62,12 @@ def test_a_log_that_another_process_wrote_under_another_hash_seed_is_the_same_lo
     assert unicron_replay("digest", "--log", exported, hash_seed="random").stdout == first
 
 
-def test_the_digest_for_people(log: Path, entries: list[Entry]) -> None:
+def test_digest_command_prints_digest_and_entry(log: Path, entries: list[Entry]) -> None:
     done = unicron_replay("digest", "--log", log, "--at", "100")
     assert done.stdout == f"{digest(replay(entries, AtSeq(100)))}  at entry 100\n"
 
 
-def test_nats_the_state_directory_and_an_export_agree_with_the_daemon(tmp_path: Path) -> None:
+def test_digest_agrees_over_nats_directory_and_export(tmp_path: Path) -> None:
     async def record() -> tuple[EmbeddedServer, str]:
         server = EmbeddedServer(tmp_path / "nats", login=Login(user="head", password="secret"))
         await server.start()
@@ -101,14 +99,14 @@ def test_nats_the_state_directory_and_an_export_agree_with_the_daemon(tmp_path: 
 
 
 @pytest.mark.parametrize("seq", [0, 1, 77, 150])
-def test_the_state_at_a_number_is_the_prefix_fold(log: Path, entries: list[Entry], seq: int) -> None:
+def test_state_command_at_number_matches_prefix_fold(log: Path, entries: list[Entry], seq: int) -> None:
     done = unicron_replay("state", "--log", log, "--at", seq, "--json")
     state = replay(entries[:seq])
     expected = {"digest": digest(state), "state": to_json(state)}
     assert json.loads(done.stdout) == json.loads(msgspec.json.encode(expected))
 
 
-def test_the_state_at_a_time_and_at_a_span_before_the_end(log: Path, entries: list[Entry]) -> None:
+def test_state_command_accepts_time_and_span(log: Path, entries: list[Entry]) -> None:
     by_time = unicron_replay("digest", "--log", log, "--at", "2001-09-09T01:46:40.100Z", "--json")
     by_span = unicron_replay("digest", "--log", log, "--at", "-50ms", "--json")
     last_us = entries[-1].recorded_at_us
@@ -116,7 +114,7 @@ def test_the_state_at_a_time_and_at_a_span_before_the_end(log: Path, entries: li
     assert json.loads(by_span.stdout)["seq"] == max(e.seq for e in entries[:-3] if e.recorded_at_us <= last_us - 50_000)
 
 
-def test_the_page_says_what_there_is(log: Path) -> None:
+def test_state_command_shows_page(log: Path) -> None:
     page = unicron_replay("state", "--log", log).stdout
     for said in ("nodes", "tasks", "plan ", "incidents (0 open)", "completed", "left", "1 quarantined", "SEV3"):
         assert said in page
@@ -126,14 +124,14 @@ def test_the_page_says_what_there_is(log: Path) -> None:
 # --- events -------------------------------------------------------------------------------------
 
 
-def test_events_are_one_printable_line_each(log: Path, entries: list[Entry]) -> None:
+def test_events_command_prints_one_printable_line_each(log: Path, entries: list[Entry]) -> None:
     lines = unicron_replay("events", "--log", log).stdout.splitlines()
     assert [int(line.split()[1]) for line in lines] == [entry.seq for entry in entries]
     assert all(line.isprintable() for line in lines)
     assert lines[0].startswith("2001-09-09T01:46:40.001000Z       1 coordinator started term 1")
 
 
-def test_events_as_json_are_one_object_per_line(log: Path, entries: list[Entry]) -> None:
+def test_events_command_prints_json_object_per_line(log: Path, entries: list[Entry]) -> None:
     objects = [json.loads(line) for line in unicron_replay("events", "--log", log, "--json").stdout.splitlines()]
     assert [each["seq"] for each in objects] == [entry.seq for entry in entries]
     assert objects[0]["envelope"]["event"]["type"] == "CoordinatorStarted"
@@ -150,7 +148,7 @@ def types(objects: list[dict[str, object]]) -> set[str]:
     return {each["envelope"]["event"]["type"] for each in objects}  # type: ignore[index]
 
 
-def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: list[Entry]) -> None:
+def test_events_command_selects_by_type_node_task_and_range(log: Path, entries: list[Entry]) -> None:
     assert types(events(log, "--type", "PlanAdopted", "--type", "NodeLeft")) == {"PlanAdopted", "NodeLeft"}
     assert [each["seq"] for each in events(log, "--type", "QuarantinedMessage")] == [len(entries) - 1]
     assert [each["seq"] for each in events(log, "--since", "10", "--until", "13")] == [11, 12, 13]
@@ -162,7 +160,7 @@ def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: l
     assert types(events(log, "--task", "small")) >= {"TaskSubmitted", "StartWorker", "PlanAdopted", "StepCommitted"}
 
 
-def test_nothing_that_matches_is_said_and_is_no_error(log: Path) -> None:
+def test_events_command_reports_empty_selection(log: Path) -> None:
     done = unicron_replay("events", "--log", log, "--node", "nobody")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "unicron-replay: no events match\n")
 
@@ -170,7 +168,7 @@ def test_nothing_that_matches_is_said_and_is_no_error(log: Path) -> None:
 # --- export -------------------------------------------------------------------------------------
 
 
-def test_an_export_is_private_whole_and_never_replaces_unasked(log: Path, entries: list[Entry], tmp_path: Path) -> None:
+def test_export_is_private_complete_and_never_overwrites(log: Path, entries: list[Entry], tmp_path: Path) -> None:
     path = tmp_path / "part.bin"
     done = unicron_replay("export", path, "--log", log, "--at", "100")
     assert done.stdout == f"{path}: entries 1 to 100\n"
@@ -187,7 +185,7 @@ def test_an_export_is_private_whole_and_never_replaces_unasked(log: Path, entrie
     assert [each.name for each in tmp_path.iterdir()] == ["part.bin"]
 
 
-def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> None:
+def test_export_beyond_end_leaves_nothing(log: Path, tmp_path: Path) -> None:
     assert unicron_replay("export", tmp_path / "x.bin", "--log", log, "--at", "100000").returncode == 2
     assert not list(tmp_path.iterdir())
 
@@ -215,9 +213,7 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
         ("digest --state-dir /missing", 1, "/missing: holds no log; give the state_dir"),
     ],
 )
-def test_an_error_is_one_line_that_names_the_fix(
-    log: Path, tmp_path: Path, arguments: str, code: int, said: str
-) -> None:
+def test_error_is_one_line_with_fix(log: Path, tmp_path: Path, arguments: str, code: int, said: str) -> None:
     readme = tmp_path / "readme"
     readme.write_text("no log at all")
     words = [{"LOG": str(log), "README": str(readme)}.get(word, word) for word in arguments.split()]
@@ -229,13 +225,13 @@ def test_an_error_is_one_line_that_names_the_fix(
 
 
 @pytest.mark.parametrize("command", ["", "state", "digest", "export", "events"])
-def test_every_help_has_examples(command: str) -> None:
+def test_help_has_examples(command: str) -> None:
     done = unicron_replay(*command.split(), "--help")
     assert done.returncode == 0
     assert f"  unicron-replay {command}" in done.stdout.partition("examples:\n")[2]
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(log: Path) -> None:
+def test_closed_pipe_is_no_error(log: Path) -> None:
     async def run() -> tuple[int | None, bytes]:
         reading, writing = os.pipe()
         os.close(reading)
@@ -250,7 +246,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(log: Path) -> None:
     assert asyncio.run(run()) == (0, b"")
 
 
-async def test_ctrl_c_ends_it_without_a_word() -> None:
+async def test_interrupt_ends_replay_silently() -> None:
     reached = asyncio.Event()
 
     async def silent_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -274,7 +270,7 @@ async def test_ctrl_c_ends_it_without_a_word() -> None:
 # --- progress -----------------------------------------------------------------------------------
 
 
-async def test_a_bar_is_shown_on_a_terminal_and_the_chunks_pass(log: Path, entries: list[Entry]) -> None:
+async def test_progress_bar_shows_on_terminal(log: Path, entries: list[Entry]) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
     shown = with_bar(FileSource(log).chunks(), "replaying", console=console, show_after_s=0)
@@ -284,7 +280,7 @@ async def test_a_bar_is_shown_on_a_terminal_and_the_chunks_pass(log: Path, entri
     assert f"{len(entries)} events" in screen.getvalue()
 
 
-async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
+async def test_progress_bar_is_hidden_without_terminal(log: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen)
     async for _ in with_bar(FileSource(log).chunks(), "replaying", console=console, show_after_s=0):
@@ -292,7 +288,7 @@ async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
     assert screen.getvalue() == ""
 
 
-def test_a_command_on_a_file_does_not_wait_for_the_nats_client_to_be_imported() -> None:
+def test_file_commands_import_no_nats_client() -> None:
     code = "import sys, unicrond.replay.cli; sys.exit('nats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
@@ -300,14 +296,14 @@ def test_a_command_on_a_file_does_not_wait_for_the_nats_client_to_be_imported() 
 # --- where it is written to ----------------------------------------------------------------------
 
 
-def test_no_device_is_replaced_by_an_export(log: Path, tmp_path: Path) -> None:
+def test_export_never_replaces_device(log: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     done = unicron_replay("export", tmp_path / "pipe", "--log", log, "--force")
     assert done.returncode == 2 and "is not a regular file" in done.stderr
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
-def test_a_reader_of_a_simulation_that_goes_early_is_no_error() -> None:
+def test_closed_pipe_of_simulation_is_no_error() -> None:
     command = [sys.executable, "-m", "unicrond.replay.cli", "simulate", "--list-assumptions"]
     reading, writing = os.pipe()
     os.close(reading)
@@ -316,17 +312,17 @@ def test_a_reader_of_a_simulation_that_goes_early_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_moment_before_the_log_is_its_beginning(log: Path) -> None:
+def test_point_before_log_means_its_beginning(log: Path) -> None:
     done = unicron_replay("digest", "--log", log, "--at", "1960-01-01T00:00:00Z", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["seq"] == 0
 
 
-def test_an_archive_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_archive_is_named(tmp_path: Path) -> None:
     done = unicron_replay("digest", "--nats", "nats://127.0.0.1:1", "--archive", tmp_path / "none")
     assert done.returncode == 2 and "--archive: " in done.stderr
 
 
-def test_an_ordered_fault_belongs_to_its_workers_task() -> None:
+def test_ordered_fault_belongs_to_task_of_worker() -> None:
     fault = InjectionRequested(node="n1", fault=Fault(kind="kill", worker="big.3"))
     assert list(fault.tasks_named()) == ["big"]
     assert list(InjectionRequested(node="n1", fault=Fault(kind="kill")).tasks_named()) == []

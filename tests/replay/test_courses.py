@@ -37,7 +37,7 @@ def run(*steps: tuple[int, float, int], sums: int = 0) -> RunHistory:
     return found
 
 
-def test_equal_runs_are_equal_where_both_say_something() -> None:
+def test_comparison_of_equal_runs_finds_no_difference() -> None:
     found = compare_runs(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0)), run((2, 1.5, 7), (4, 0.5, 0)))
     assert (found.compared, found.same, found.differs) == (2, 2, 0)
 
@@ -51,12 +51,12 @@ def test_equal_runs_are_equal_where_both_say_something() -> None:
     ],
     ids=["loss", "parameters", "sums"],
 )
-def test_the_first_bit_that_differs_is_found(other: RunHistory, told: tuple[int, int, str]) -> None:
+def test_comparison_finds_first_differing_bit(other: RunHistory, told: tuple[int, int, str]) -> None:
     found = compare_runs(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0), sums=5), other)
     assert (found.same, found.differs, found.what) == told
 
 
-def test_checksums_are_those_of_the_iterations_that_a_commit_names() -> None:
+def test_checksums_belong_to_iterations_named_by_commit() -> None:
     """Of the parameters that an iteration began with, and of its own sums; a commit without any says nothing."""
     log = with_steps_changed(list(troubled(1).log), "big", 1, checksums=Checksums(iteration=4, parameters=7, sums=5))
     found = history_of(log, "big")
@@ -65,7 +65,7 @@ def test_checksums_are_those_of_the_iterations_that_a_commit_names() -> None:
     assert (plain.parameters, plain.sums) == ({}, {})
 
 
-def test_what_happened_there_is_told() -> None:
+def test_comparison_tells_entries_around_difference() -> None:
     log = list(troubled(1).log)
     whole = history_of(log, "big")
     last = max(whole.losses)
@@ -78,7 +78,7 @@ def test_what_happened_there_is_told() -> None:
     assert not entries_between(whole, compare_runs(whole, whole)) or compare_runs(whole, whole).differs == 0
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_compare_command_reports_difference(tmp_path: Path) -> None:
     log = list(troubled(1).log)
     here = write_log(tmp_path / "here.bin", list(log))
     there = write_log(tmp_path / "there.bin", with_steps_changed(log, "big", 1, loss=9.0))

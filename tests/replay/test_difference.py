@@ -16,7 +16,7 @@ from unicrond.replay.views.difference import differences, lines
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_states_differ_exactly_where_their_digests_do(seed: int) -> None:
+def test_differences_appear_exactly_with_digests(seed: int) -> None:
     entries = eventful(seed)
     for seq in range(0, len(entries), 9):
         before, after = replay(entries, AtSeq(seq)), replay(entries, AtSeq(seq + 1))
@@ -26,7 +26,7 @@ def test_states_differ_exactly_where_their_digests_do(seed: int) -> None:
     assert differences(after, after) == []
 
 
-def test_a_lost_node_is_told_by_its_path() -> None:
+def test_difference_of_lost_node_names_path() -> None:
     cluster = troubled(2)
     host = next(host for host in cluster.hosts.values() if host.processes)
     before = cluster.state
@@ -36,7 +36,7 @@ def test_a_lost_node_is_told_by_its_path() -> None:
     assert any(line.startswith(f"+ incidents.i{cluster.state.seq}: (id i{cluster.state.seq}") for line in told)
 
 
-def test_closed_incidents_are_compared_by_id() -> None:
+def test_differences_compare_closed_incidents_by_id() -> None:
     cluster = troubled(2)
     found = differences(EMPTY, cluster.state)
     assert [each.path for each in found if each.path.startswith("closed_incidents.")] == [
@@ -44,7 +44,7 @@ def test_closed_incidents_are_compared_by_id() -> None:
     ]
 
 
-def test_the_command_between_two_points_and_two_logs(tmp_path: Path) -> None:
+def test_diff_command_compares_points_and_logs(tmp_path: Path) -> None:
     here, there = list(troubled(1).log), list(troubled(2).log)
     first = write_log(tmp_path / "here.bin", list(here))
     second = write_log(tmp_path / "there.bin", [*here[:40], *there[40:]])

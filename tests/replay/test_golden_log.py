@@ -23,17 +23,17 @@ TYPES = {1: 67}
 schemas = pytest.mark.parametrize("schema", LOGS)
 
 
-def test_every_schema_has_its_log() -> None:
+def test_golden_logs_cover_every_schema() -> None:
     assert list(LOGS) == list(range(FIRST, SCHEMA + 1))
 
 
 @schemas
-def test_the_bytes_are_the_ones_that_were_written(schema: int) -> None:
+def test_golden_log_bytes_are_unchanged(schema: int) -> None:
     assert hashlib.blake2b(LOGS[schema].read_bytes(), digest_size=16).hexdigest() == LOG_BLAKE2B[schema]
 
 
 @schemas
-def test_every_entry_is_still_read(schema: int) -> None:
+def test_golden_log_entries_are_readable(schema: int) -> None:
     entries = list(read_entries(LOGS[schema]))
     assert [entry.seq for entry in entries if isinstance(entry, QuarantinedMessage)] == [len(entries) - 1]
     kinds = {type(entry.envelope.event) for entry in entries if isinstance(entry, RecordedEvent)}
@@ -41,19 +41,19 @@ def test_every_entry_is_still_read(schema: int) -> None:
 
 
 @schemas
-def test_it_folds_into_the_same_facts(schema: int) -> None:
+def test_golden_log_folds_to_same_facts(schema: int) -> None:
     stored = json.loads(LOGS[schema].with_suffix(".json").read_text())
     assert json.loads(json.dumps(facts(replay(read_entries(LOGS[schema]))))) == stored["facts"]
 
 
 @schemas
-def test_it_folds_into_the_same_digests(schema: int) -> None:
+def test_golden_log_folds_to_same_digests(schema: int) -> None:
     stored = json.loads(LOGS[schema].with_suffix(".json").read_text())
     assert expected(LOGS[schema])["digests"] == stored["digests"], (
         "the state's shape or the fold changed; if that is wanted: python -m tests.replay.golden --digests"
     )
 
 
-def test_a_new_golden_log_would_hold_every_type() -> None:
+def test_new_golden_log_would_hold_every_type() -> None:
     kinds = {type(entry.envelope.event) for entry in eventful(SEED) if isinstance(entry, RecordedEvent)}
     assert set(get_args(AnyEvent)) - kinds == {Heartbeat}, "let tests/replay/logs.py:eventful say it"

@@ -64,7 +64,7 @@ def leaks(text: str) -> list[str]:
         "whatif --json",
     ],
 )
-def test_no_command_shows_a_secret(log: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_command_output_hides_secrets(log: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     words = command.split()
     main([*words, "--log", str(log)])
     said = capsys.readouterr()
@@ -74,12 +74,12 @@ def test_no_command_shows_a_secret(log: Path, capsys: pytest.CaptureFixture[str]
             json.loads(line)
 
 
-def test_the_page_shows_none(log: Path, tmp_path: Path) -> None:
+def test_timeline_page_hides_secrets(log: Path, tmp_path: Path) -> None:
     assert main(["timeline", "--log", str(log), "--html", str(tmp_path / "page.html")]) == 0
     assert not leaks((tmp_path / "page.html").read_text())
 
 
-def test_a_masked_export_holds_no_secret_and_verifies(
+def test_masked_export_hides_secrets_and_verifies(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, masked = tmp_path / "plain.log", tmp_path / "masked.log"

@@ -45,7 +45,7 @@ def small_cluster() -> MiniCluster:
     return cluster
 
 
-def test_the_story_of_a_death() -> None:
+def test_story_of_worker_death_is_complete() -> None:
     cluster = small_cluster()
     host = next(host for host in cluster.hosts.values() if host.processes)
     worker = next(iter(host.processes))
@@ -78,7 +78,7 @@ def test_the_story_of_a_death() -> None:
     assert told[-1] == closed <= last
 
 
-def test_a_node_loss_begins_with_the_symptoms_that_it_explains() -> None:
+def test_story_of_node_loss_begins_with_its_symptoms() -> None:
     cluster = small_cluster()
     host = cluster.hosts["n1"]
     peer = cluster.hosts["n2"]
@@ -107,7 +107,7 @@ def test_a_node_loss_begins_with_the_symptoms_that_it_explains() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_subject_of_a_troubled_log_has_its_story(seed: int) -> None:
+def test_story_exists_for_every_subject(seed: int) -> None:
     entries = list(troubled(seed).log)
     index = index_of(entries)
     for kind, names in {
@@ -125,7 +125,7 @@ def test_every_subject_of_a_troubled_log_has_its_story(seed: int) -> None:
         assert life.last_seq >= life.first_seq, "all of them were healed"
 
 
-def test_the_story_of_a_task_tells_its_steps_in_one_line_between_events() -> None:
+def test_story_of_task_summarizes_steps() -> None:
     cluster = small_cluster()
     for _ in range(7):
         cluster.train("big")
@@ -135,7 +135,7 @@ def test_the_story_of_a_task_tells_its_steps_in_one_line_between_events() -> Non
     assert "At the end it is active at iteration 12, generation 1, after 0 incidents." in page
 
 
-def test_the_story_of_a_plan_ends_with_the_next() -> None:
+def test_story_of_plan_ends_at_next_plan() -> None:
     cluster = small_cluster()
     cluster.submit("small")
     cluster.run()
@@ -157,7 +157,7 @@ def test_unknown_name_is_refused_with_the_kind_that_has_it() -> None:
         index.subject("node", "x")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_story_command_prints_story(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", eventful(5))
     done = unicron_replay("story", "node", "n2", "--log", log)
     assert done.returncode == 0 and done.stdout.startswith("Node n2: 1 slots at")

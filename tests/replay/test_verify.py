@@ -46,7 +46,7 @@ def first(log: Sequence[RecordedEvent], kind: type) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
+def test_verify_repeats_every_decision(seed: int) -> None:
     log = troubled(seed).log
     findings = verify(log)
     decided = [
@@ -71,7 +71,7 @@ def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
         (v.TransitionCompleted, {"micro_batches_repeated": 77}),
     ],
 )
-def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: dict[str, object]) -> None:
+def test_verify_finds_differing_decision(kind: type, change: dict[str, object]) -> None:
     log = list(troubled(3).log)
     at = first(log, kind)
     log[at] = changed(log[at], **change)
@@ -93,7 +93,7 @@ def second_of_a_batch(log: list[RecordedEvent]) -> int:
     )
 
 
-def test_a_decision_that_is_missing_is_found() -> None:
+def test_verify_finds_missing_decision() -> None:
     log = list(troubled(3).log)
     at = second_of_a_batch(log)
     gone = log.pop(at)
@@ -104,14 +104,14 @@ def test_a_decision_that_is_missing_is_found() -> None:
     assert len(caught.value.decided_again) == len(caught.value.recorded) + 1
 
 
-def test_a_batch_that_a_crash_cut_short_is_no_difference_only_at_the_limit_of_a_batch() -> None:
+def test_verify_rejects_truncated_batch() -> None:
     log = list(troubled(3).log)
     at = second_of_a_batch(log)
     with pytest.raises(Divergence):
         verify(log[:at])
 
 
-def test_a_deadline_that_never_stood_is_found() -> None:
+def test_verify_finds_deadline_that_never_existed() -> None:
     cluster = troubled(5)
     cluster.append(v.DeadlineExpired(deadline_id="symptom:i7"), "coordinator", cluster.state.term)
     with pytest.raises(Divergence, match=f"entry {len(cluster.log)} ") as caught:
@@ -119,7 +119,7 @@ def test_a_deadline_that_never_stood_is_found() -> None:
     assert "no such deadline existed" in caught.value.decided_again[0]
 
 
-def test_another_planner_is_found_at_its_first_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_first_plan_of_other_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     log = troubled(4).log
     plans = [entry for entry in log if isinstance(entry.envelope.event, v.PlanAdopted)]
     workers = [sum(a.workers for a in entry.envelope.event.assignments) for entry in plans]  # type: ignore[union-attr]
@@ -140,7 +140,7 @@ def test_another_planner_is_found_at_its_first_other_plan(monkeypatch: pytest.Mo
     assert plans[wrong_at].seq in batch
 
 
-def test_versions_and_configurations_are_named() -> None:
+def test_verify_notes_versions_and_configurations() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n1")
     cluster.submit("a")
@@ -158,7 +158,7 @@ def test_versions_and_configurations_are_named() -> None:
     assert "no policy recorded" in notes[2]
 
 
-def test_the_policy_of_the_term_counts_not_todays() -> None:
+def test_verify_uses_policy_of_term() -> None:
     cluster = MiniCluster(1, Policy(strikes_max=1))
     for name in ("n1", "n2"):
         cluster.add_host(name)
@@ -176,7 +176,7 @@ def test_the_policy_of_the_term_counts_not_todays() -> None:
         verify(other)
 
 
-def test_decisions_of_an_old_term_are_not_compared() -> None:
+def test_verify_skips_decisions_of_old_term() -> None:
     cluster = troubled(6)
     cluster.take_over()
     cluster.run()
@@ -217,18 +217,18 @@ def silent_node(silence_us: int) -> tuple[list[RecordedEvent], list[RecordedEven
     return cluster.log, beats
 
 
-def test_a_node_loss_follows_from_the_beats() -> None:
+def test_verify_proves_node_loss_from_beats() -> None:
     findings = verify(*silent_node(2_600_000))
     assert (findings.node_verdicts, findings.unverifiable) == (1, [])
 
 
-def test_a_node_declared_lost_too_soon_is_found() -> None:
+def test_verify_finds_early_node_loss() -> None:
     with pytest.raises(Divergence) as caught:
         verify(*silent_node(1_500_000))
     assert "do not support it: the last one of n2 was beat" in caught.value.decided_again[0]
 
 
-def test_evidence_that_is_another_beat_is_found() -> None:
+def test_verify_finds_evidence_of_other_beat() -> None:
     log, beats = silent_node(2_600_000)
     log[-1] = changed(log[-1], evidence=v.Evidence(beat_seq=beats[-1].seq, beat_at_us=5))
     with pytest.raises(Divergence) as caught:
@@ -236,7 +236,7 @@ def test_evidence_that_is_another_beat_is_found() -> None:
     assert "another node's" in caught.value.decided_again[0]
 
 
-def test_evidence_whose_number_was_given_anew_is_judged_by_the_rerun() -> None:
+def test_verify_judges_reused_beat_number_by_rerun() -> None:
     """A crash of nats-server takes the newest beats back: the last of n2 among them, and its number goes on."""
     log, beats = silent_node(2_600_000)
     last = next(n for n in reversed(range(len(beats))) if beats[n].envelope.producer == "n2")
@@ -248,7 +248,7 @@ def test_evidence_whose_number_was_given_anew_is_judged_by_the_rerun() -> None:
 
 
 @pytest.mark.parametrize("kept", ["none", "too few", "too old"])
-def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> None:
+def test_verify_counts_loss_without_beats_as_unverifiable(kept: str) -> None:
     log, beats = silent_node(2_600_000)
     beats = {"none": [], "too few": beats[-3:], "too old": beats[:4]}[kept]
     findings = verify(log, beats)
@@ -259,14 +259,14 @@ def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> Non
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_it_compared(tmp_path: Path) -> None:
+def test_verify_command_prints_comparison(tmp_path: Path) -> None:
     done = unicron_replay("verify", "--log", write_log(tmp_path / "log.bin", list(troubled(2).log)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verified: every decision equals today's" in done.stdout
     assert "not verifiable" in done.stdout
 
 
-def test_the_command_fails_at_the_first_difference(
+def test_verify_command_fails_at_first_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = write_log(tmp_path / "log.bin", list(troubled(2).log))

@@ -42,7 +42,7 @@ def workers(state: ClusterState, changes: ClusterChanges) -> dict[str, int]:
     return {name: assignment.workers for name, assignment in forked.plan.assignments.items()}
 
 
-def test_nothing_changed_is_the_plan_as_it_is() -> None:
+def test_whatif_without_changes_keeps_plan() -> None:
     state = two_tasks()
     without, forked = what_if(state, Policy(), ClusterChanges()), what_if(state, Policy(), ClusterChanges())
     assert without == forked
@@ -50,13 +50,13 @@ def test_nothing_changed_is_the_plan_as_it_is() -> None:
     assert [type(event) for event in without.decisions] == [v.PlanAdopted]
 
 
-def test_a_heavier_task_gets_the_workers() -> None:
+def test_whatif_gives_workers_to_heavier_task() -> None:
     state = two_tasks()
     assert workers(state, ClusterChanges()) == {"big": 3, "small": 1}
     assert workers(state, ClusterChanges(set={"tasks.small.weight": "9"})) == {"big": 1, "small": 3}
 
 
-def test_a_lost_node_and_spare_nodes() -> None:
+def test_whatif_removes_and_adds_nodes() -> None:
     state = two_tasks()
     before = digest(state)
     assert sum(workers(state, ClusterChanges(lose=("n0", "n1"))).values()) == 2
@@ -66,20 +66,20 @@ def test_a_lost_node_and_spare_nodes() -> None:
     assert digest(state) == before
 
 
-def test_the_coordinator_starts_workers_on_spare_nodes() -> None:
+def test_whatif_starts_workers_on_added_nodes() -> None:
     forked = what_if(two_tasks(), Policy(), ClusterChanges(add_nodes=2))
     started = [event.node for event in forked.decisions if isinstance(event, v.StartWorker)]
     assert started and all(node.startswith("new-") for node in started)
 
 
-def test_both_plans_are_worth_what_the_changed_settings_say() -> None:
+def test_whatif_values_both_plans_by_changed_settings() -> None:
     without, forked = unchanged_and(ClusterChanges(set={"tasks.small.weight": "9"}))
     before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
     assert sum(after.values()) > sum(before.values())
     assert before["small"] * 3 == after["small"]
 
 
-def test_a_plan_is_worth_what_it_says() -> None:
+def test_whatif_plan_value_matches_its_waf() -> None:
     """One task is measured, of the other nothing is known: one of its workers is worth what one of the first's is."""
     state = two_tasks()
     big = msgspec.structs.replace(state.tasks["big"], pace=Pace(measurements={"3": 9 * 10**9}))
@@ -87,13 +87,13 @@ def test_a_plan_is_worth_what_it_says() -> None:
     assert sum(waf_of(without.state, without.plan).values()) == without.plan.waf > 9 * 10**9
 
 
-def test_workers_that_are_too_many_are_worth_nothing_and_the_others_what_they_are() -> None:
+def test_whatif_values_surplus_workers_as_zero() -> None:
     without, forked = unchanged_and(ClusterChanges(set={"tasks.big.max_workers": "2"}))
     before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
     assert before["big"] == after["big"] > 0
 
 
-def test_a_policy_is_changed_by_its_field() -> None:
+def test_whatif_changes_policy_field() -> None:
     state = two_tasks()
     _, policy = with_changes(
         state, Policy(), ClusterChanges(set={"policy.worker_mtbf_s": "60", "policy.strikes_max": "5"})
@@ -115,14 +115,14 @@ def test_a_policy_is_changed_by_its_field() -> None:
         (ClusterChanges(lose=("n1", "n1")), "lose: n1 is not a node that is up; "),
     ],
 )
-def test_what_cannot_be_changed_is_named(changes: ClusterChanges, told: str) -> None:
+def test_whatif_names_impossible_change(changes: ClusterChanges, told: str) -> None:
     with pytest.raises(WhatIfError) as caught:
         what_if(two_tasks(), Policy(), changes)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
+def test_whatif_is_sound_at_any_entry(seed: int) -> None:
     log = troubled(seed).log
     from unicrond.core.replayer import replay
     from unicrond.events.log.point import AtSeq
@@ -134,7 +134,7 @@ def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
         assert forked.plan.waf >= without.plan.waf
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_whatif_command_prints_forked_plan(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", list(troubled(3).log))
     done = unicron_replay("whatif", "--log", log, "--set", "tasks.small.weight=9", "--add-nodes", "2", "--json")
     assert done.returncode == 0, done.stderr

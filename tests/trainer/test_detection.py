@@ -32,7 +32,7 @@ START_US = 600_000_000
     [(None, START_US + LAST_WRITE_US), (0.0, 2 * START_US), (20.0, START_US + 6 * 20_000_000)],
     ids=["others write", "it wrote none yet", "it has written"],
 )
-def test_the_end_has_a_limit_and_no_collective_gives_up_before_it(longest_s: float | None, limit_us: int) -> None:
+def test_final_save_limit_is_below_collective_timeout(longest_s: float | None, limit_us: int) -> None:
     mark, limits_s = Marker(None), list[float]()
     patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
@@ -73,9 +73,7 @@ def told_of(shard: int, rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
-    shard: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_compare_with_peers_and_first_replica_reports(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(10**9, 500_000)
     monkeypatch.setattr("unicrond.agents.trainer.detection.observing.now_us", lambda: next(clock))
     (told,) = told_of(shard, rank=0)
@@ -85,7 +83,7 @@ def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
     assert not told_of(shard, rank=1)
 
 
-def test_who_is_busy_does_not_compute() -> None:
+def test_busy_section_counts_as_no_compute() -> None:
     """An evaluation in the middle of a micro-batch makes nobody a straggler."""
     patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
@@ -103,7 +101,7 @@ def test_who_is_busy_does_not_compute() -> None:
     assert detection.compute_time.compute_us <= (time.monotonic() - began_s - evaluation_s) * 1e6
 
 
-def test_a_commit_says_the_checksum_that_all_replicas_have_made() -> None:
+def test_commit_carries_checksum_common_to_replicas() -> None:
     """Of the parameters that its iteration began with; also where it is told again, in another group."""
     context: Any = SimpleNamespace(
         settings=WorkerSettings(120.0, 60.0, 600.0, checksum_every=2),
@@ -126,7 +124,7 @@ def test_a_commit_says_the_checksum_that_all_replicas_have_made() -> None:
     assert detection.with_checksums(committed(1, 4)).checksums is None, "a replica has other parameters"
 
 
-def test_surroundings_that_differ_from_the_first_ones_are_told() -> None:
+def test_deviating_environment_is_described() -> None:
     own = determinism.environment()
     assert torch.__version__ in own and determinism.environment_number(own) == determinism.environment_number(own) > 0
     here, there = determinism.environment_number(own), determinism.environment_number("another GPU")
@@ -137,7 +135,7 @@ def test_surroundings_that_differ_from_the_first_ones_are_told() -> None:
     assert "this one not" in determinism.describe_deviation((1,), 0, own)
 
 
-def test_a_checksum_of_pieces_depends_on_no_cut() -> None:
+def test_checksum_is_independent_of_pieces() -> None:
     one, other = torch.arange(10.0), torch.arange(10.0, 13.0)
     whole = checksum([one, other])
     assert checksum_of_pieces([[one], [other]]) == checksum_of_pieces([one.split(3), other.split(2)]) == whole
@@ -155,12 +153,12 @@ def test_a_checksum_of_pieces_depends_on_no_cut() -> None:
     ],
     ids=["the same", "unsteady", "of another type"],
 )
-def test_bits_that_are_not_kept_are_told(rows: list[tuple[int, int]], told: str) -> None:
+def test_checksum_comparison_describes_deviation(rows: list[tuple[int, int]], told: str) -> None:
     found = determinism.compare_checksums(rows)
     assert found.startswith(told) and bool(found) == bool(told)
 
 
-def test_norms_of_scaled_gradients_are_not_compared() -> None:
+def test_scaled_gradient_norms_are_not_compared() -> None:
     """They double with the scale, and are infinite where it was too large."""
     context: Any = SimpleNamespace(
         settings=WorkerSettings(120.0, 60.0, 600.0), launch=SimpleNamespace(spec=TaskSpec(name="t"), reporter=REPORTER),

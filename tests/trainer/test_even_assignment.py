@@ -19,14 +19,14 @@ def hands(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], int]:
 
 
 @given(hands())
-def test_all_micro_batches_are_held_once(case: tuple[list[tuple[int, ...]], int]) -> None:
+def test_deal_assigns_each_micro_batch_once(case: tuple[list[tuple[int, ...]], int]) -> None:
     held, micro_batches = case
     dealt = assign_evenly(held, micro_batches)
     assert sorted(m for hand in [*held, *dealt] for m in hand) == list(range(micro_batches))
 
 
 @given(hands())
-def test_dealing_evens_out(case: tuple[list[tuple[int, ...]], int]) -> None:
+def test_deal_evens_out(case: tuple[list[tuple[int, ...]], int]) -> None:
     held, micro_batches = case
     dealt = assign_evenly(held, micro_batches)
     totals = [len(before) + len(new) for before, new in zip(held, dealt, strict=True)]
@@ -36,23 +36,23 @@ def test_dealing_evens_out(case: tuple[list[tuple[int, ...]], int]) -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 6))
-def test_from_empty_hands_it_is_round_robin(micro_batches: int, replicas: int) -> None:
+def test_first_deal_is_round_robin(micro_batches: int, replicas: int) -> None:
     dealt = assign_evenly([()] * replicas, micro_batches)
     assert dealt == tuple(tuple(range(replica, micro_batches, replicas)) for replica in range(replicas))
 
 
 @given(hands())
-def test_a_second_deal_gives_nothing(case: tuple[list[tuple[int, ...]], int]) -> None:
+def test_repeated_deal_assigns_nothing(case: tuple[list[tuple[int, ...]], int]) -> None:
     held, micro_batches = case
     after = [before + new for before, new in zip(held, assign_evenly(held, micro_batches), strict=True)]
     assert assign_evenly(after, micro_batches) == ((),) * len(held)
 
 
-def test_a_lost_replicas_work_goes_round_robin_over_equal_survivors() -> None:
+def test_work_of_lost_replica_is_dealt_round_robin() -> None:
     assert assign_evenly([(0, 3, 6, 9), (1, 4, 7, 10)], 12) == ((2, 8), (5, 11))
 
 
 @pytest.mark.parametrize("held", [[(0,), (0,)], [(5,)], [(-1,)], []])
-def test_impossible_hands_are_refused(held: list[tuple[int, ...]]) -> None:
+def test_deal_refuses_impossible_assignments(held: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match="assignments"):
         assign_evenly(held, 5)

@@ -56,7 +56,7 @@ def double(*entries: dict[str, Any], dump: str = "_dump_nccl_trace_json") -> dic
     return {MODULE: SimpleNamespace(**{dump: told})}
 
 
-def test_gloos_own_recorder_is_read() -> None:
+def test_gloo_flight_recorder_is_read() -> None:
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=5)
@@ -67,7 +67,7 @@ def test_gloos_own_recorder_is_read() -> None:
     assert last.sizes == "Float[5, 3]" and last.number >= 1 and last.since_us < 60_000_000
 
 
-def test_nccls_recorder_by_a_double() -> None:
+def test_nccl_flight_recorder_is_read() -> None:
     (told,) = read_flight(double(entry()), now_ns=3_500_000_000).collectives
     assert told == Collective(
         library="nccl", group=3, number=17, is_p2p=False, name="all_reduce", state="started", is_over=False,
@@ -77,7 +77,7 @@ def test_nccls_recorder_by_a_double() -> None:
     assert told.number == 5 and told.is_over
 
 
-def test_what_has_not_ended_is_kept_before_what_has() -> None:
+def test_open_collectives_take_precedence_over_finished() -> None:
     ended = [entry(record_id=n, time_created_ns=n * 1_000, retired=True) for n in range(10, 200)]
     told = read_flight(double(entry(record_id=1, time_created_ns=1_000), *ended), now_ns=10**9).collectives
     assert len(told) == COLLECTIVES_MAX and not told[0].is_over
@@ -92,12 +92,12 @@ def test_what_has_not_ended_is_kept_before_what_has() -> None:
         ({MODULE: SimpleNamespace(_dump_fr_trace_json=lambda: b"")}, "cannot be read: TypeError"),
     ],
 )
-def test_why_there_is_nothing(modules: dict[str, Any], trouble: str) -> None:
+def test_missing_flight_recorder_tells_reason(modules: dict[str, Any], trouble: str) -> None:
     assert trouble in read_flight(modules).trouble
     assert read_flight({MODULE: SimpleNamespace()}) == Flight(), "a build without any recorder"
 
 
-def test_odd_numbers_and_names_stay_within_their_bounds() -> None:
+def test_odd_flight_entries_are_bounded() -> None:
     odd = entry(pg_id=-1, collective_seq_id=2**60, profiling_name="x" * 999, state=None, input_sizes=[], retired=True)
     (told,) = read_flight(double(odd), now_ns=0).collectives
     assert (told.group, told.number, len(told.name), told.state, told.since_us) == (0, 2**53 - 1, 64, "", 0)
@@ -134,7 +134,7 @@ def next_of(agent: socket.socket, incoming: Unframer[FromWorker]) -> FromWorker:
             return message
 
 
-def test_a_worker_answers_beside_its_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_answers_flight_request_beside_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, double(entry())[MODULE])
     incoming: Unframer[FromWorker] = Unframer(FromWorker)
     with agent_of_a_worker() as agent:
@@ -145,7 +145,7 @@ def test_a_worker_answers_beside_its_main_thread(monkeypatch: pytest.MonkeyPatch
     assert isinstance(told, Flight) and told.collectives[0].number == 17
 
 
-async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agent_waits_limited_time_for_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 0.05)
     sent: list[str] = []
     asking = Flights(lambda worker, _: sent.append(worker))
@@ -163,7 +163,7 @@ async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPa
     assert "does not run here" in (await asking.ask("t.1")).trouble
 
 
-async def test_a_question_that_ends_takes_nothing_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_finished_flight_request_takes_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asking = Flights(lambda *_: None)
     asking.connected(HELLO)
     tasks = []
@@ -179,7 +179,7 @@ async def test_a_question_that_ends_takes_nothing_of_a_later_one(monkeypatch: py
     assert await later == told
 
 
-async def test_a_request_for_it_is_answered(tmp_path: Any) -> None:
+async def test_flight_request_is_answered(tmp_path: Any) -> None:
     told = read_flight(double(entry()))
 
     async def flight_of(worker: str) -> Flight:

@@ -41,20 +41,20 @@ def next_schema() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("next_schema")
-def test_an_agent_says_nothing_that_older_workers_refuse() -> None:
+def test_agent_omits_fields_that_older_worker_refuses() -> None:
     inject = InjectIntoWorker(fault=Fault(kind="kill", worker="t.1", excluded_from_blame=True))
     assert plain(inject) == InjectIntoWorker(fault=Fault(kind="kill", worker="t.1"))
     assert plain(inject, NEXT) is inject
 
 
 @pytest.mark.usefixtures("next_schema")
-def test_a_worker_says_what_its_agent_reads() -> None:
+def test_worker_speaks_schema_of_agent() -> None:
     assert message_for(FIRST, BUSY) is None
     assert message_for(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost_peers=())
     assert message_for(NEXT, BUSY) is BUSY and message_for(NEXT, TROUBLE) is TROUBLE
 
 
-def test_an_agent_that_says_nothing_of_its_schema_reads_the_first(tmp_path: Path) -> None:
+def test_agent_without_schema_file_reads_first_schema(tmp_path: Path) -> None:
     at = str(tmp_path / "agent.sock")
     assert agent_schema(at) == SCHEMA, "no agent has ever been here"
     (tmp_path / "agent.boot").write_text("7")
@@ -68,7 +68,7 @@ def test_an_agent_that_says_nothing_of_its_schema_reads_the_first(tmp_path: Path
 
 
 @pytest.mark.usefixtures("next_schema")
-def test_a_message_that_the_agent_does_not_know_waits_for_the_next_agent() -> None:
+def test_unknown_message_waits_for_newer_agent() -> None:
     store = StoreAddress(host="127.0.0.1", port=1)
     launch = Launch(
         worker="t.1", task="t", node="n", address="127.0.0.1", agent_socket="/nowhere", replica=0, shard=0,

@@ -21,19 +21,19 @@ from unicrond.agents.trainer.loop import corpus
 from unicrond.events.vocabulary import WorkerReady
 
 
-def test_ordered_faults_are_parsed() -> None:
+def test_fault_parser_reads_orders() -> None:
     (first, second) = injection.parse("kill@iteration=3,micro_batch=2; stop@worker=t.2,at=reducing")
     assert (first.action, first.iteration, first.at, first.micro_batch) == ("kill", 3, "micro_batch", 2)
     assert (second.action, second.worker, second.at, second.iteration) == ("stop", "t.2", "reducing", None)
 
 
 @pytest.mark.parametrize("text", ["explode@iteration=1", "kill@iteration=x", "kill@at=lunch", "kill@color=red"])
-def test_wrong_orders_are_named(text: str) -> None:
+def test_fault_parser_names_wrong_order(text: str) -> None:
     with pytest.raises(ValueError, match="UNICRON_FAULT"):
         injection.parse(text)
 
 
-def test_an_ordered_fault_fires_once_and_only_there() -> None:
+def test_ordered_fault_fires_once_at_its_point() -> None:
     ordered = injection.FaultInjector("t.1", "raise@iteration=3,at=agreed")
     ordered.fire("agreed", 2, 1)
     ordered.fire("reduced", 3, 1)
@@ -44,12 +44,12 @@ def test_an_ordered_fault_fires_once_and_only_there() -> None:
 
 
 @given(st.floats(allow_nan=False), st.integers(0, 2**61 - 1))
-def test_accounts_travel_exactly(loss_sum: float, digest: int) -> None:
+def test_replica_account_survives_round_trip(loss_sum: float, digest: int) -> None:
     account = ReplicaAccount(5, 2, 4, digest, loss_sum, 128, 1)
     assert ReplicaAccount.from_row(account.row()) == account
 
 
-def test_the_total_is_of_exactly_all_micro_batches() -> None:
+def test_total_covers_exactly_all_micro_batches() -> None:
     sampling = Sampling(1, 4, 1, None)
     ledgers = [
         IterationLedger(2, [0, 2], finished=2, loss_sum=3.0, tokens=8),
@@ -65,7 +65,7 @@ def test_the_total_is_of_exactly_all_micro_batches() -> None:
 
 
 @given(st.lists(st.text(max_size=40), max_size=6), st.integers(1, 7))
-def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
+def test_unframer_accepts_any_split(reasons: list[str], piece_bytes: int) -> None:
     messages = [Quit(reason=reason) for reason in reasons]
     stream = b"".join(map(frame, messages))
     incoming: Unframer[ToWorker] = Unframer(ToWorker)
@@ -84,12 +84,12 @@ def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
         b"\0\0\0\2\x92\xc0",
     ],
 )
-def test_bad_frames_are_refused(data: bytes) -> None:
+def test_unframer_refuses_bad_frames(data: bytes) -> None:
     with pytest.raises(BadFrame):
         Unframer[ToWorker](ToWorker).feed(data)
 
 
-def test_the_corpus_is_the_standard_library_in_windows(tmp_path: Path) -> None:
+def test_corpus_holds_standard_library_in_windows(tmp_path: Path) -> None:
     prefix = tmp_path / "deep" / "stdlib"
     corpus.build(prefix)
     before = prefix.with_name("stdlib.bin").read_bytes()
@@ -103,7 +103,7 @@ def test_the_corpus_is_the_standard_library_in_windows(tmp_path: Path) -> None:
     assert prefix.with_name("stdlib.bin").read_bytes() == before
 
 
-def test_missing_data_is_named(tmp_path: Path) -> None:
+def test_corpus_names_missing_data(tmp_path: Path) -> None:
     with pytest.raises(corpus.DataError, match="nowhere"):
         corpus.Corpus(tmp_path / "nowhere", 8)
 
@@ -119,7 +119,7 @@ def test_preload_imports_what_a_worker_needs() -> None:
     assert look_run.stdout.split() == ["[]", "True"]
 
 
-def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
+def test_preload_leaves_process_fit_for_fork() -> None:
     look = (
         "import unicrond.agents.trainer.entry.preload, os, torch, torch.distributed as dist;"
         "print(len(os.listdir('/proc/self/task')), dist.is_initialized(), torch.cuda.is_initialized())"
@@ -133,7 +133,7 @@ def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
     assert (told.stdout.split(), said) == (["1", "False", "False"], [])
 
 
-def test_what_a_younger_peer_says_beyond_is_set_aside() -> None:
+def test_unframer_sets_newer_fields_aside() -> None:
     def framed(message: dict[str, object]) -> bytes:
         body = msgspec.msgpack.encode(message)
         return len(body).to_bytes(4, "big") + body

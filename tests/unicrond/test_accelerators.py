@@ -25,7 +25,7 @@ def node_of(cluster: MiniCluster, worker: str) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_broken_one_takes_its_node_out_of_service(seed: int) -> None:
+def test_broken_gpu_takes_node_out_of_service(seed: int) -> None:
     cluster = two_tasks(seed)
     worker = members(cluster, "big")[1]
     node = node_of(cluster, worker)
@@ -41,7 +41,7 @@ def test_a_broken_one_takes_its_node_out_of_service(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_fault_restarts_the_process_on_it(seed: int) -> None:
+def test_gpu_fault_restarts_its_process(seed: int) -> None:
     cluster = two_tasks(seed)
     worker = members(cluster, "big")[1]
     node = node_of(cluster, worker)
@@ -53,7 +53,7 @@ def test_a_fault_restarts_the_process_on_it(seed: int) -> None:
     assert (incident.severity, incident.worker, incident.node) == (Severity.SEV2, worker, node)
 
 
-def test_what_the_process_says_of_the_same_fault_is_its_symptom() -> None:
+def test_worker_report_of_same_gpu_fault_counts_as_symptom() -> None:
     cluster = two_tasks(1)
     worker = members(cluster, "big")[0]
     report(cluster, node_of(cluster, worker), "gpu_fault", worker, 94)
@@ -64,7 +64,7 @@ def test_what_the_process_says_of_the_same_fault_is_its_symptom() -> None:
     assert incident.symptoms == 2 and incident.severity is Severity.SEV1
 
 
-def test_the_node_that_is_isolated_is_the_one_with_the_broken_accelerator() -> None:
+def test_isolation_picks_node_with_broken_gpu() -> None:
     """Though a peer on another node was the first to report, and that was no mere symptom."""
     cluster = two_tasks(1)
     peer, worker = members(cluster, "big")[:2]
@@ -78,7 +78,7 @@ def test_the_node_that_is_isolated_is_the_one_with_the_broken_accelerator() -> N
     cluster.assert_whole()
 
 
-def test_one_that_nobody_runs_on() -> None:
+def test_idle_broken_gpu_isolates_its_node() -> None:
     cluster = two_tasks(1)
     cluster.add_host("idle")
     cluster.run()
@@ -101,7 +101,7 @@ def test_one_that_nobody_runs_on() -> None:
     cluster.assert_whole()
 
 
-def test_news_and_what_is_stale_change_nothing() -> None:
+def test_fold_ignores_harmless_and_stale_gpu_reports() -> None:
     cluster = two_tasks(1)
     worker = members(cluster, "big")[1]
     node = node_of(cluster, worker)

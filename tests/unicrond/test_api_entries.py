@@ -23,7 +23,7 @@ def through(entry: object) -> EventLine:
     return msgspec.convert({"type": kind, **json.loads(data)}, EventLine, strict=True)
 
 
-def test_every_type_of_event_comes_back() -> None:
+def test_api_entry_restores_every_event_type() -> None:
     entries = eventful(3)
     tokens = 0
     for entry in entries:
@@ -49,7 +49,7 @@ def _recorded(event: object) -> RecordedEvent:
     return RecordedEvent(7, 9, envelope)
 
 
-def test_a_loss_that_is_no_number_stays_one() -> None:
+def test_api_entry_keeps_nan_loss() -> None:
     step = StepCommitted(
         node="n1", task="a", worker="a.1", generation=1, first=1, last=1, samples=1, samples_digest=0,
         loss=math.nan, duration_us=1, micro_batches_by_rank=(1,),
@@ -59,7 +59,7 @@ def test_a_loss_that_is_no_number_stays_one() -> None:
     assert math.isnan(back.envelope.event.loss)
 
 
-def test_what_is_hidden_stays_hidden() -> None:
+def test_api_entry_keeps_secret_hidden() -> None:
     submitted = TaskSubmitted(spec=TaskSpec(name="a", env={"HF_TOKEN": "hf_secret", "LEVEL": "1"}))
     line = through(_recorded(submitted))
     back = entry_of(line)
@@ -68,7 +68,7 @@ def test_what_is_hidden_stays_hidden() -> None:
     assert env["LEVEL"] == "1" and env["HF_TOKEN"] not in ("", "hf_secret")
 
 
-def test_what_this_version_does_not_know_is_said() -> None:
+def test_api_entry_refuses_unknown_field() -> None:
     line = through(_recorded(TaskSubmitted(spec=TaskSpec(name="a"))))
     strange = msgspec.structs.replace(line, envelope={**line.envelope, "new": 1})
     with pytest.raises(BadEventStream, match=r"entry 7: .*new"):

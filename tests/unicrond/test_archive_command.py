@@ -63,7 +63,7 @@ async def caught_up(coordinator: Coordinator) -> str:
             await running
 
 
-async def test_a_coordinator_and_a_replay_read_the_archive_first(
+async def test_coordinator_and_replay_read_archive_first(
     nats_server: EmbeddedServer, nats_connection: Connection, tmp_path: Path
 ) -> None:
     directory = tmp_path / "archive"
@@ -82,7 +82,7 @@ async def test_a_coordinator_and_a_replay_read_the_archive_first(
     assert without.returncode == 1 and "were trimmed and are in the archive" in without.stderr
 
 
-async def test_the_command(tmp_path: Path) -> None:
+async def test_archive_command_archives_and_trims(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     config = tmp_path / "unicron.yaml"
     config.write_text(f"state_dir: {state_dir}\n")

@@ -84,7 +84,7 @@ async def entries_in(served: Served) -> list[Entry]:
 # --- the present ---------------------------------------------------------------------------------
 
 
-async def test_workers_have_rank_node_and_process(ctl: Ctl, served: Served) -> None:
+async def test_workers_command_shows_rank_node_and_process(ctl: Ctl, served: Served) -> None:
     outcome = await ctl("workers")
     rows = {line.split()[0]: line.split() for line in outcome.out.splitlines()[1:]}
     known = served.coordinator.state.tasks
@@ -99,7 +99,7 @@ async def test_workers_have_rank_node_and_process(ctl: Ctl, served: Served) -> N
     assert (await ctl("workers", "nothing")).code == 1
 
 
-async def test_one_thing_in_full(ctl: Ctl, served: Served) -> None:
+async def test_describe_command_shows_task_node_and_incident(ctl: Ctl, served: Served) -> None:
     state = served.coordinator.state
     task, node = await ctl("describe", "task", "big"), await ctl("describe", "node", "n4")
     incident = await ctl("describe", "incident", state.closed_incidents[0].id)
@@ -117,7 +117,7 @@ async def test_one_thing_in_full(ctl: Ctl, served: Served) -> None:
     assert refused == Outcome(1, "", "unicronctl: no node n9; known: n1, n2, n3, n4\n")
 
 
-async def test_doctor_finds_the_lost_node(ctl: Ctl) -> None:
+async def test_doctor_reports_lost_node(ctl: Ctl) -> None:
     outcome = await ctl("doctor", "--quick", "--json")
     found = {one["about"]: one["what"] for one in json.loads(outcome.out)}
     assert outcome.code == 1 and "is lost" in found["n4"] and "--quick" in outcome.err
@@ -126,14 +126,14 @@ async def test_doctor_finds_the_lost_node(ctl: Ctl) -> None:
     assert "unicronctl story node n4" in whole.out and "does not answer: no answer within 10 s" in whole.out
 
 
-async def test_top_shows_tasks_and_workers_once_where_nobody_watches(ctl: Ctl, served: Served) -> None:
+async def test_top_prints_once_without_terminal(ctl: Ctl, served: Served) -> None:
     outcome = await ctl("top")
     assert outcome.code == 0 and outcome.out.startswith("tasks\n") and "\nworkers\n" in outcome.out
     worker = next(iter(served.coordinator.state.tasks["big"].workers.values()))
     assert str(worker.pid) in outcome.out
 
 
-async def test_stacks_of_all_ranks(ctl: Ctl) -> None:
+async def test_stacks_command_shows_all_ranks(ctl: Ctl) -> None:
     outcome = await ctl("stacks", "big")
     assert outcome.code == 0
     assert "--- rank 1, worker big.2 on n1, process 4711\nThread of rank 1" in outcome.out
@@ -144,7 +144,7 @@ async def test_stacks_of_all_ranks(ctl: Ctl) -> None:
     assert alone.code == 1 and "pip install 'unicrond[stacks]'" in alone.err
 
 
-async def test_a_worker_that_has_ended_has_a_log(ctl: Ctl, served: Served) -> None:
+async def test_logs_command_reads_log_of_exited_worker(ctl: Ctl, served: Served) -> None:
     (served.files.directory / "big.1").write_text("Traceback: here it is\n")
     assert (await ctl("logs", "big", "--worker", "big.1")).out == "Traceback: here it is\n"
     assert (await ctl("logs", "big", "--worker", "big.1", "--rank", "0")).code == 2
@@ -153,7 +153,7 @@ async def test_a_worker_that_has_ended_has_a_log(ctl: Ctl, served: Served) -> No
 # --- waiting -------------------------------------------------------------------------------------
 
 
-async def test_wait_says_by_its_exit_code_what_came_of_it(ctl: Ctl, served: Served) -> None:
+async def test_wait_command_tells_outcome_by_exit_code(ctl: Ctl, served: Served) -> None:
     assert (await ctl("wait", "small", "--for", "training", "--timeout-s", 5)).code == 0
     assert (await ctl("wait", "big", "--timeout-s", "0")) == Outcome(
         3, "", "unicronctl: task big is active, not completed after 0 s\n"
@@ -172,7 +172,7 @@ async def test_wait_says_by_its_exit_code_what_came_of_it(ctl: Ctl, served: Serv
 # --- the past ------------------------------------------------------------------------------------
 
 
-async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
+async def test_views_answer_for_past_entries(ctl: Ctl, served: Served) -> None:
     entries = await entries_in(served)
     begun = next(entry.seq for entry in entries if isinstance(entry, RecordedEvent) and kind_of(entry.envelope.event))
     state = replay(entries, AtSeq(begun - 1))
@@ -190,7 +190,7 @@ async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
     assert late.code == 2 and "is not in the log, which ends at entry" in late.err
 
 
-async def test_points_in_time_are_found_by_halves(served: Served) -> None:
+async def test_past_finds_entry_by_bisection(served: Served) -> None:
     client, entries = Client(served.url), await entries_in(served)
     for wanted in (entries[0], entries[7], entries[-1]):
         at = AtTime(wanted.recorded_at_us)
@@ -201,7 +201,7 @@ async def test_points_in_time_are_found_by_halves(served: Served) -> None:
     assert await asyncio.to_thread(past.seq_at, client, AtSeq(10**9), len(entries)) == len(entries)
 
 
-async def test_a_reader_that_has_seen_enough_leaves_no_error(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_closed_event_stream_leaves_no_error(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     client = Client(served.url)
     for _ in range(3):
         following = client.events(0, follow=True)
@@ -221,7 +221,7 @@ def numbers(outcome: Outcome) -> list[int]:
     return [int(line.split()[0]) for line in outcome.out.splitlines()]
 
 
-async def test_the_part_of_the_log_that_is_wanted(ctl: Ctl, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_command_selects_part_of_log(ctl: Ctl, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past, "_PIECE", 3)  # looked for in several pieces
     entries = [entry for entry in await entries_in(served) if isinstance(entry, RecordedEvent)]
     of_big = [entry.seq for entry in entries if Selection(task="big").takes(entry)]
@@ -240,7 +240,7 @@ async def test_the_part_of_the_log_that_is_wanted(ctl: Ctl, served: Served, monk
     assert (await ctl("events", "--type", "NodeLots")).err.startswith("unicronctl: --type: no event type")
 
 
-async def test_story_and_verify_are_those_of_the_exported_log(
+async def test_story_and_verify_match_exported_log(
     ctl: Ctl, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unicrond.replay.cli import main as replayed
@@ -263,7 +263,7 @@ async def test_story_and_verify_are_those_of_the_exported_log(
     assert by_api == by_file
 
 
-def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_stops_at_any_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from unicrond.replay.cli import main as replayed
 
     log = troubled(3, faults=4).log
@@ -276,7 +276,7 @@ def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture
 # --- a report ------------------------------------------------------------------------------------
 
 
-async def test_a_report_opens_in_replay_and_holds_no_secret(
+async def test_report_opens_in_replay_without_secrets(
     ctl: Ctl, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unicrond.replay.cli import main as replayed

@@ -35,7 +35,7 @@ def states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield found
 
 
-def test_generations_by_the_leads_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_by_leader_report_matches_each_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each member had said for itself what its lead says for it."""
     monkeypatch.setattr(ordered_map, "SMALL", 2)
     joined, vouched = dict[str, int](), 0
@@ -61,7 +61,7 @@ def leavers(task: Task) -> list[str]:
     return [w.worker for w in task.workers.values() if w.status is WorkerStatus.MEMBER and w.worker not in members]
 
 
-def test_tallies(states: list[ClusterState]) -> None:
+def test_tally_matches_full_count(states: list[ClusterState]) -> None:
     for state in states:
         for task in state.tasks.values():
             anew = Tally(task.workers, task.membership, None)
@@ -78,7 +78,7 @@ def test_tallies(states: list[ClusterState]) -> None:
             )
 
 
-def test_who_is_where(states: list[ClusterState]) -> None:
+def test_node_index_matches_task_workers(states: list[ClusterState]) -> None:
     for state in states:
         anew = ByNode(state.tasks)
         for node in state.nodes:
@@ -88,7 +88,7 @@ def test_who_is_where(states: list[ClusterState]) -> None:
                 assert state.by_node.of_task(node, task) == [worker for name, worker in here if name == task]
 
 
-def test_surveys(states: list[ClusterState]) -> None:
+def test_incremental_survey_matches_new_survey(states: list[ClusterState]) -> None:
     survey = None
     for state in states:
         survey = Survey(state, Policy(), survey)
@@ -106,7 +106,7 @@ def test_surveys(states: list[ClusterState]) -> None:
             assert survey.settled(task) == (plain.fits and all_in(task))
 
 
-def test_a_check_of_what_differs_finds_what_a_check_of_everything_does(states: list[ClusterState]) -> None:
+def test_incremental_check_matches_full_check(states: list[ClusterState]) -> None:
     before = ClusterState()
     for state in states:
         check(state)

@@ -49,7 +49,7 @@ async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> 
     raise AssertionError("the log ended")
 
 
-async def test_it_plans_and_starts_workers() -> None:
+async def test_coordinator_plans_and_starts_workers() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -61,7 +61,7 @@ async def test_it_plans_and_starts_workers() -> None:
         assert state.plan.assignments["a"].workers == 1
 
 
-async def test_a_persons_word_on_the_log_is_said_by_every_later_coordinator() -> None:
+async def test_successor_repeats_adoption_in_its_claim() -> None:
     """Also by another head, which has not heard it itself."""
     log = MemoryLog()
     for adopted_us, said_us in ((0, 0), (70, 70), (0, 70), (50, 70)):
@@ -72,7 +72,7 @@ async def test_a_persons_word_on_the_log_is_said_by_every_later_coordinator() ->
             assert (claim.term, claim.adopted_us) == (coordinator.state.term, said_us)
 
 
-async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
+async def test_restart_folds_log_and_repeats_no_decision() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -88,7 +88,7 @@ async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
     assert not again
 
 
-async def test_curves_that_take_a_while_are_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_coordinator_makes_slow_curves_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by: list[threading.Thread] = []
     make = Survey.make_curves
 
@@ -109,7 +109,7 @@ async def test_curves_that_take_a_while_are_made_in_a_thread(monkeypatch: pytest
     assert made_by and threading.main_thread() not in made_by
 
 
-async def test_a_new_coordinator_fences_the_old_one() -> None:
+async def test_new_coordinator_fences_predecessor() -> None:
     log = MemoryLog()
     old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
@@ -125,7 +125,7 @@ async def test_a_new_coordinator_fences_the_old_one() -> None:
     assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, RecordedEvent)) == 1
 
 
-async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_in_its_name() -> None:
+async def test_coordinator_stops_before_deciding_in_newer_term() -> None:
     log = MemoryLog()
     old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
@@ -145,7 +145,7 @@ async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_
     assert await log.last_seq() == 2
 
 
-async def test_a_silent_node_is_declared_lost() -> None:
+async def test_coordinator_declares_silent_node_lost() -> None:
     log, beats = MemoryLog(), MemoryBeatLog()
     async with running(log, beats) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -156,7 +156,7 @@ async def test_a_silent_node_is_declared_lost() -> None:
         assert coordinator.state.term == 1
 
 
-async def test_the_live_state_is_the_fold_of_the_log() -> None:
+async def test_live_state_matches_fold_of_log() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -168,7 +168,7 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
         assert digest(state) == digest(coordinator.state)
 
 
-async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_successive_node_losses_make_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unicrond.core.nodes.liveness.RECONNECT_US", 0)  # or both would be late from the same moment on
     log, beats = MemoryLog(), MemoryBeatLog()
     names = [f"n{number}" for number in range(1, 6)]
@@ -212,7 +212,7 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
         beating.cancel()
 
 
-async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
+async def test_log_holds_severities_of_configuration() -> None:
     log = MemoryLog()
     async with running(log, severity={"nan_loss": 1}) as coordinator:
         read = await entries_until(log, lambda e: isinstance(e, v.CoordinatorStarted))
@@ -222,7 +222,7 @@ async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
 
 
 @given(st.lists(st.integers(0, 1200), max_size=6))
-def test_a_decision_and_its_commands_are_one_batch(commands: list[int]) -> None:
+def test_batch_holds_decision_and_its_commands(commands: list[int]) -> None:
     events: list[v.AnyEvent] = []
     for task, count in enumerate(commands):
         events.append(v.DeadlineExpired(deadline_id=f"start:{task}"))
@@ -236,7 +236,7 @@ def test_a_decision_and_its_commands_are_one_batch(commands: list[int]) -> None:
         assert not torn or commands[int(batch[0].command_id.rpartition(".")[2])] >= MAX_BATCH
 
 
-async def test_it_begins_another_term_when_it_is_asked_to_and_goes_on() -> None:
+async def test_coordinator_begins_new_term_on_request() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])

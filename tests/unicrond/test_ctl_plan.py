@@ -51,7 +51,7 @@ def lost_n1(served: Served) -> None:
     served.coordinator._post(NodeLost(node="n1", evidence=evidence, reason="the test says so"))
 
 
-async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Served) -> None:
+async def test_plan_show_tells_assignments_reason_method_and_cost(served: Served) -> None:
     text, data = await asyncio.gather(*(ctl("plan", "show", *more, url=served.url) for more in ([], ["--json"])))
     plan = served.coordinator.state.plan
     assert (text.code, data.code) == (0, 0), (text, data)
@@ -71,7 +71,7 @@ async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Serv
     assert "delivered" in status.out and "sub-health" in status.out
 
 
-async def test_the_table_says_what_each_next_event_leads_to(served: Served) -> None:
+async def test_plan_table_tells_plan_of_each_next_event(served: Served) -> None:
     text, data = await asyncio.gather(*(ctl("plan", "table", *more, url=served.url) for more in ([], ["--json"])))
     assert (text.code, data.code) == (0, 0), (text, data)
     told = json.loads(data.out)
@@ -91,7 +91,7 @@ def workers_then(outcome: Outcome) -> dict[str, int]:
     return {name: share["workers"] for name, share in json.loads(outcome.out)["then"]["assignments"].items()}
 
 
-async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
+async def test_whatif_answers_and_changes_nothing(served: Served) -> None:
     before = await served.log.last_seq()
     weights = ("--set", "tasks.small.weight=3", "--set", "tasks.small.max_workers=2")
     lose, add, weigh = await asyncio.gather(
@@ -121,12 +121,12 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
         (["--add-nodes", "x"], "unicronctl: --add-nodes: 'x' is not a whole number of 0 to 10000"),
     ],
 )
-async def test_a_wrong_question_gets_one_line_and_exit_code_2(served: Served, words: list[str], told: str) -> None:
+async def test_invalid_question_prints_one_line_and_exits_with_2(served: Served, words: list[str], told: str) -> None:
     outcome = await ctl("plan", "whatif", *words, url=served.url)
     assert one_line(outcome, 2).startswith(told)
 
 
-async def test_it_says_how_many_spares_pay(served: Served) -> None:
+async def test_plan_spares_tells_how_many_pay_off(served: Served) -> None:
     before = await served.log.last_seq()
     asked = ("plan", "spares", "--repair-s", "86400", "--mtbf-s", "8640000")
     text, data = await asyncio.gather(*(ctl(*asked, *more, url=served.url) for more in ([], ["--json"])))
@@ -143,7 +143,7 @@ async def test_it_says_how_many_spares_pay(served: Served) -> None:
     assert await served.log.last_seq() == before
 
 
-async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:
+async def test_lost_node_takes_plan_from_table(tmp_path: Path) -> None:
     """The whole way: foreseen in a thread, looked up when it happens, told in the log, and the next one foreseen."""
     async with serving(tmp_path) as served:
         await table_of(served, served.coordinator.state.plan.epoch)
@@ -157,9 +157,7 @@ async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", PAST, ids=lambda words: words[1])
-async def test_the_past_has_the_plans_that_the_coordinator_would_have_told(
-    reluctant: Served, words: tuple[str, ...]
-) -> None:
+async def test_past_plan_views_match_views_of_that_time(reluctant: Served, words: tuple[str, ...]) -> None:
     served, before = reluctant, reluctant.coordinator.state.seq
     data, text = await ctl(*words, "--json", url=served.url), await ctl(*words, url=served.url)
     assert (data.code, text.code) == (0, 0), (data, text)
@@ -174,7 +172,7 @@ async def test_the_past_has_the_plans_that_the_coordinator_would_have_told(
     assert told.out == text.out.replace("workers now,", f"workers at entry {before},")
 
 
-async def test_the_past_has_no_table_before_a_plan_that_fits(served: Served) -> None:
+async def test_past_table_needs_fitting_plan(served: Served) -> None:
     before, epoch = served.coordinator.state.seq, served.coordinator.state.plan.epoch
     lost_n1(served)
     lost = await served.until(NodeLost, before)

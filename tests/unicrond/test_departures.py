@@ -48,7 +48,7 @@ def pass_time(cluster: MiniCluster, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: int) -> None:
+def test_drain_keeps_workers_until_lead_time_and_boundary(seed: int) -> None:
     cluster = two_tasks(seed)
     node = node_of(cluster, members(cluster, "big")[0])
     before = len(cluster.log)
@@ -76,7 +76,7 @@ def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_where_there_is_room_elsewhere_they_leave_at_once(seed: int) -> None:
+def test_drain_moves_workers_at_once_if_room_elsewhere(seed: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(4):
         cluster.add_host(f"n{number}")
@@ -100,7 +100,7 @@ def assert_nothing_was_lost_but_newcomers(cluster: MiniCluster, since: int) -> N
     assert cluster.state.incidents_total == 0 and cluster.state.tasks["big"].progress.iteration == 2
 
 
-def test_an_end_of_another_task_makes_the_room() -> None:
+def test_drain_begins_when_other_task_makes_room() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.drain_by(node, _HOUR_S)
@@ -112,7 +112,7 @@ def test_an_end_of_another_task_makes_the_room() -> None:
     assert len(members(cluster, "big")) == 3
 
 
-def test_an_empty_node_is_drained_at_once() -> None:
+def test_drain_of_empty_node_begins_at_once() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0")
     cluster.drain_by("n0", _HOUR_S)
@@ -120,7 +120,7 @@ def test_an_empty_node_is_drained_at_once() -> None:
     assert of(cluster, v.DrainStarted)[0].reason == "no worker is on it" and cluster.state.nodes["n0"].cordon.draining
 
 
-def test_what_is_still_there_when_the_time_is_over_is_ended() -> None:
+def test_drain_deadline_stops_remaining_workers() -> None:
     """The group does not come to its boundary: the node is empty all the same, and the others train on."""
     cluster = two_tasks(1)
     stubborn = members(cluster, "big")[-1]
@@ -139,7 +139,7 @@ def test_what_is_still_there_when_the_time_is_over_is_ended() -> None:
     assert len(members(cluster, "big")) == 2 and cluster.state.incidents_total == 0
 
 
-def test_another_cordon_or_an_uncordon_ends_the_old_deadlines() -> None:
+def test_new_cordon_or_uncordon_voids_old_deadlines() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.drain_by(node, _HOUR_S)
@@ -153,7 +153,7 @@ def test_another_cordon_or_an_uncordon_ends_the_old_deadlines() -> None:
     assert not cluster.state.nodes[node].cordon.draining and not cluster.state.nodes[node].cordon.overdue
 
 
-def test_it_outlives_a_coordinator_and_an_agent() -> None:
+def test_drain_outlives_coordinator_and_agent() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.drain_by(node, _HOUR_S)
@@ -170,7 +170,7 @@ def test_it_outlives_a_coordinator_and_an_agent() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_window_empties_its_nodes_before_it_begins_and_gives_them_back(seed: int) -> None:
+def test_window_empties_nodes_before_start_and_returns_them(seed: int) -> None:
     cluster = two_tasks(seed)
     nodes = [node_of(cluster, members(cluster, "big")[0]), node_of(cluster, members(cluster, "big")[1])]
     before = len(cluster.log)
@@ -198,7 +198,7 @@ def test_a_window_empties_its_nodes_before_it_begins_and_gives_them_back(seed: i
     assert all(len(on_node(cluster, node)) == 1 for node in nodes)
 
 
-def test_a_cancelled_window_gives_its_nodes_back() -> None:
+def test_cancelled_window_returns_nodes() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     first = cluster.maintain(node, after_s=_HOUR_S, for_s=600)
@@ -212,7 +212,7 @@ def test_a_cancelled_window_gives_its_nodes_back() -> None:
     assert len(on_node(cluster, node)) == 1
 
 
-def test_a_node_that_a_person_has_cordoned_stays_so_after_a_window() -> None:
+def test_window_leaves_manual_cordon_in_place() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.cordon(node, drain=True)
@@ -222,7 +222,7 @@ def test_a_node_that_a_person_has_cordoned_stays_so_after_a_window() -> None:
     assert cluster.state.nodes[node].cordon.active and cluster.state.nodes[node].cordon.reason == "test"
 
 
-def test_of_two_windows_the_second_keeps_the_node() -> None:
+def test_later_window_keeps_shared_node() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     first = cluster.maintain(node, after_s=_HOUR_S, for_s=600)
@@ -235,7 +235,7 @@ def test_of_two_windows_the_second_keeps_the_node() -> None:
     assert not cluster.state.nodes[node].cordon.active
 
 
-def test_the_lead_grows_with_what_runs_there() -> None:
+def test_lead_time_grows_with_workload() -> None:
     """A window over nodes without work begins to empty them at its beginning; a task that comes meanwhile counts."""
     cluster = MiniCluster(1)
     cluster.add_host("n0")
@@ -250,7 +250,7 @@ def test_the_lead_grows_with_what_runs_there() -> None:
     assert second[0].startswith(f"window:{window}#near.") and not second[0].endswith(".0")
 
 
-def test_windows_that_cannot_be_are_refused() -> None:
+def test_fold_refuses_impossible_windows() -> None:
     cluster = two_tasks(1)
     now_us = cluster.state.now_us
     for nodes, from_us, until_us, wrong in (
@@ -276,7 +276,7 @@ def foretell(cluster: MiniCluster, node: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_that_is_expected_to_fail_is_emptied_checked_and_comes_back(seed: int) -> None:
+def test_failure_forecast_drains_checks_and_readmits_node(seed: int) -> None:
     cluster = two_tasks(seed)
     cluster.limits_s = (60.0, 0.0)
     cluster.take_over()
@@ -296,7 +296,7 @@ def test_a_node_that_is_expected_to_fail_is_emptied_checked_and_comes_back(seed:
     assert not cluster.state.nodes[node].health.failure_forecast and len(on_node(cluster, node)) == 1
 
 
-def test_it_is_not_checked_while_workers_are_on_it() -> None:
+def test_node_check_waits_until_workers_leave() -> None:
     cluster = two_tasks(1)
     cluster.limits_s = (60.0, 0.0)
     cluster.take_over()
@@ -310,7 +310,7 @@ def test_it_is_not_checked_while_workers_are_on_it() -> None:
     assert of(cluster, v.CheckNode)
 
 
-def test_no_task_is_stopped_for_what_has_not_happened() -> None:
+def test_failure_forecast_stops_no_task() -> None:
     cluster = MiniCluster(1)
     for number in range(2):
         cluster.add_host(f"n{number}")
@@ -325,7 +325,7 @@ def test_no_task_is_stopped_for_what_has_not_happened() -> None:
     assert on_node(cluster, "n0") == [] and len(members(cluster, "big")) == 2 and not cluster.state.incidents_total
 
 
-def test_a_person_may_say_that_all_is_well() -> None:
+def test_uncordon_clears_failure_forecast() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0")
     cluster.submit("big")
@@ -336,7 +336,7 @@ def test_a_person_may_say_that_all_is_well() -> None:
     assert not cluster.state.nodes["n0"].health.failure_forecast
 
 
-def test_every_decision_is_made_again_from_the_log() -> None:
+def test_verify_repeats_every_departure_decision() -> None:
     cluster = two_tasks(3)
     cluster.limits_s = (60.0, 0.0)
     cluster.take_over()
@@ -362,7 +362,7 @@ def test_every_decision_is_made_again_from_the_log() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_heavier_task_takes_workers_at_a_boundary(seed: int) -> None:
+def test_heavier_task_takes_workers_at_boundary(seed: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(4):
         cluster.add_host(f"n{number}")

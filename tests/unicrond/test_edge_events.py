@@ -83,7 +83,7 @@ def require_alive(state: ClusterState) -> None:
 
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.lists(st.sampled_from(KINDS), min_size=1, max_size=8))
-def test_any_valid_events_in_any_order(drawn: random.Random, kinds: list[type]) -> None:
+def test_core_survives_valid_events_in_any_order(drawn: random.Random, kinds: list[type]) -> None:
     cluster = trained()
     state, log = cluster.state, list[Entry](cluster.log)
     for kind in kinds:
@@ -104,7 +104,7 @@ def test_any_valid_events_in_any_order(drawn: random.Random, kinds: list[type]) 
     st.sampled_from([1, 2, 3, 2**52 - 1]),
     st.lists(st.sampled_from(KINDS), max_size=2),
 )
-def test_claims_of_nobody(term: int, boot: int, kinds: list[type]) -> None:
+def test_forged_term_never_blocks_next_claim(term: int, boot: int, kinds: list[type]) -> None:
     """A forged term neither poisons the numbers nor stops the next claim."""
     state = trained().state
     drawn = random.Random(term)

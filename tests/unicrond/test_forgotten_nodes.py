@@ -67,7 +67,7 @@ def left(cluster: MiniCluster) -> None:
 
 @pytest.mark.parametrize("gone", [lost, left])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_node_that_has_gone_is_forgotten_when_a_person_asks(gone: object, seed: int) -> None:
+def test_departed_node_is_forgotten_on_request(gone: object, seed: int) -> None:
     cluster = training(seed)
     gone(cluster)  # type: ignore[operator]
     assert NODE in cluster.state.nodes
@@ -82,7 +82,7 @@ def test_a_node_that_has_gone_is_forgotten_when_a_person_asks(gone: object, seed
     assert digest(from_json(to_json(cluster.state))) == digest(cluster.state)
 
 
-def test_one_that_is_up_is_not_forgotten() -> None:
+def test_node_that_is_up_is_not_forgotten() -> None:
     cluster = training()
     node = cluster.state.nodes[NODE]
     assert "n0 is up; unicronctl forget --leave n0 has it leave for good first" in refusal(node, leave=False)
@@ -92,7 +92,7 @@ def test_one_that_is_up_is_not_forgotten() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_node_is_told_to_leave_for_good(seed: int) -> None:
+def test_leave_command_drains_node_without_loss(seed: int) -> None:
     """Drained first: nothing is lost, and nothing is an incident."""
     cluster = training(seed)
     ask(cluster, leave=True)
@@ -105,7 +105,7 @@ def test_a_node_is_told_to_leave_for_good(seed: int) -> None:
     cluster.assert_whole()
 
 
-def test_the_next_agent_of_a_name_that_is_to_leave_is_told_too() -> None:
+def test_next_agent_of_leaving_name_gets_leave_command() -> None:
     cluster = training()
     cluster.append(v.ForgetRequested(node=NODE, leave=True, reason="test"), "api", cluster.state.term)
     cluster.decide()
@@ -118,7 +118,7 @@ def test_the_next_agent_of_a_name_that_is_to_leave_is_told_too() -> None:
     assert NODE not in cluster.state.nodes
 
 
-def test_a_new_address_under_an_old_name_is_no_incident() -> None:
+def test_new_address_under_old_name_opens_no_incident() -> None:
     cluster = training()
     left(cluster)
     before = cluster.state.nodes[NODE].address
@@ -146,7 +146,7 @@ def test_a_new_address_under_an_old_name_is_no_incident() -> None:
         cluster.assert_whole()
 
 
-def test_time_forgets_a_node_that_has_left() -> None:
+def test_departed_node_is_forgotten_after_time() -> None:
     cluster = training(policy=Policy(forget_s=86_400.0))
     left(cluster)
     (standing,) = [item for item in cluster.standing().items() if item[0].startswith("forget:")]
@@ -160,7 +160,7 @@ def test_time_forgets_a_node_that_has_left() -> None:
     assert NODE not in cluster.state.nodes and not [d for d in cluster.standing() if d.startswith("forget:")]
 
 
-def test_time_alone_forgets_no_node_that_a_person_or_an_isolation_holds() -> None:
+def test_forget_timeout_spares_cordoned_and_isolated_nodes() -> None:
     cluster = training()
     cluster.cordon(NODE)
     left(cluster)
@@ -176,7 +176,7 @@ def deadlines_of(policy: Policy) -> dict[str, int]:
     return cluster.standing()
 
 
-def test_a_name_that_joins_again_before_it_is_forgotten_is_a_new_node() -> None:
+def test_name_that_rejoins_before_forget_is_new_node() -> None:
     cluster = training()
     cluster.cordon(NODE)
     left(cluster)
@@ -188,7 +188,7 @@ def test_a_name_that_joins_again_before_it_is_forgotten_is_a_new_node() -> None:
     assert len(cluster.state.tasks["t"].member_names) == 3
 
 
-def test_a_node_that_the_plan_still_names_waits_for_the_next_plan() -> None:
+def test_forget_waits_until_plan_drops_node() -> None:
     cluster = training()
     host = cluster.hosts[NODE]
     cluster.kill_host(host)
@@ -205,7 +205,7 @@ def test_a_node_that_the_plan_still_names_waits_for_the_next_plan() -> None:
     check(cluster.state)
 
 
-def test_what_a_forgotten_node_says_later_changes_nothing() -> None:
+def test_fold_ignores_late_events_of_forgotten_node() -> None:
     cluster = training()
     lost(cluster)
     worker = "t.1"
@@ -223,13 +223,13 @@ def test_what_a_forgotten_node_says_later_changes_nothing() -> None:
     assert not cluster.decide()
 
 
-def test_the_number_goes_into_the_log_only_where_it_is_another() -> None:
+def test_log_holds_forget_time_only_if_changed() -> None:
     assert "forget_s" not in Settings(Policy(), 1.0).numbers()
     numbers = Settings(Policy(forget_s=60.0), 1.0).numbers()
     assert settings_of(numbers).policy.forget_s == 60.0
 
 
-async def test_the_log_replays_and_verifies() -> None:
+async def test_log_with_forgotten_node_replays_and_verifies() -> None:
     log = MemoryLog()
     store = v.StoreAddress(host="127.0.0.1", port=1)
     joined = v.NodeJoined(

@@ -62,7 +62,7 @@ def repaired(cluster: MiniCluster, *, passed: bool) -> None:
     cluster.run_but_isolation()
 
 
-def test_it_rests_is_checked_and_works_again() -> None:
+def test_isolation_rests_checks_and_readmits_node() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
     assert where(cluster) is IsolationPhase.RESTING and not said(cluster, v.CheckNode)
@@ -74,7 +74,7 @@ def test_it_rests_is_checked_and_works_again() -> None:
     assert cluster.state.nodes[NODE].isolation.probation is None and where(cluster) is IsolationPhase.IN_SERVICE
 
 
-def test_a_failed_check_is_repeated_at_growing_distances_and_the_log_stays_small() -> None:
+def test_failed_check_backs_off_and_keeps_log_small() -> None:
     cluster = cluster_of()
     cluster.hosts[NODE].ill = True
     break_gpu(cluster)
@@ -94,7 +94,7 @@ def test_a_failed_check_is_repeated_at_growing_distances_and_the_log_stays_small
 
 
 @pytest.mark.parametrize("gone", ["silence", "agent", "lost", "left", "refused"])
-def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
+def test_endless_check_counts_as_failure(gone: str) -> None:
     cluster = cluster_of()
     host = cluster.hosts[NODE]
     host.ill = None
@@ -127,7 +127,7 @@ def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
 
 
 @pytest.mark.parametrize("needs", ["reboot", "replace", "other"])
-def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
+def test_isolation_with_manual_repair_waits_for_person(needs: v.RepairNeed) -> None:
     cluster = cluster_of()
     break_gpu(cluster, "gpu_broken", needs)
     rest(cluster)
@@ -141,7 +141,7 @@ def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
     assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].health.repair_need
 
 
-def test_a_repair_leads_to_the_check() -> None:
+def test_repair_leads_to_check() -> None:
     cluster = cluster_of(repair_s=60.0)
     break_gpu(cluster, "gpu_broken", "reboot")
     assert not due_now(cluster), "it rests first"
@@ -157,7 +157,7 @@ def test_a_repair_leads_to_the_check() -> None:
     assert len(said(cluster, v.CheckNode)) == 1 and where(cluster) is IsolationPhase.IN_SERVICE
 
 
-def test_a_check_that_fails_after_a_repair_asks_for_another() -> None:
+def test_failed_check_after_repair_requests_another_repair() -> None:
     cluster = cluster_of(repair_s=60.0)
     cluster.hosts[NODE].ill = True
     break_gpu(cluster, "gpu_broken", "replace")
@@ -168,7 +168,7 @@ def test_a_check_that_fails_after_a_repair_asks_for_another() -> None:
     assert where(cluster) is IsolationPhase.IN_REPAIR
 
 
-def test_a_repair_of_an_isolation_that_is_over_changes_nothing() -> None:
+def test_late_repair_changes_nothing() -> None:
     cluster = cluster_of(repair_s=60.0)
     break_gpu(cluster, "gpu_broken", "reboot")
     cluster.uncordon(NODE)
@@ -182,7 +182,7 @@ def test_a_repair_of_an_isolation_that_is_over_changes_nothing() -> None:
     assert cluster.state.nodes[NODE] == before
 
 
-def test_what_a_driver_says_later_is_heard() -> None:
+def test_isolation_records_later_driver_reports() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
     break_gpu(cluster, "gpu_broken", "replace")
@@ -191,7 +191,7 @@ def test_what_a_driver_says_later_is_heard() -> None:
     assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].health.repair_need == "replace"
 
 
-def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:
+def test_strikes_trigger_check_and_task_fault_triggers_none() -> None:
     cluster = MiniCluster(1, check_s=60.0)
     for name in (NODE, "n1", "n2"):
         cluster.add_host(name)
@@ -209,7 +209,7 @@ def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:
     assert not said(cluster, v.CheckNode) and not any(node.isolation.active for node in cluster.state.nodes.values())
 
 
-def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
+def test_failed_task_never_clears_hardware_fault() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
     task = cluster.state.tasks["big"]
@@ -219,7 +219,7 @@ def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
     assert not [e for e in decide(Survey(cluster.state, cluster.policy), {}) if isinstance(e, v.NodeReadmitted)]
 
 
-def test_a_coordinator_without_checks_decides_as_ever() -> None:
+def test_coordinator_without_checks_readmits_by_time() -> None:
     cluster = cluster_of(check_s=0.0)
     break_gpu(cluster, "gpu_broken", "reboot")
     assert cluster.state.nodes[NODE].isolation.probation is None
@@ -227,7 +227,7 @@ def test_a_coordinator_without_checks_decides_as_ever() -> None:
     assert [event.reason for event in said(cluster, v.NodeReadmitted)] == ["its isolation is over"]
 
 
-def test_limits_come_back_out_of_the_log() -> None:
+def test_settings_survive_log_round_trip() -> None:
     settings = Settings(Policy(), 1.0, 30.0, 900.0)
     assert settings_of(settings.numbers()) == settings
     assert "check_timeout_s" not in Settings(Policy(), 1.0).numbers(), "old logs keep their bytes"
@@ -238,13 +238,13 @@ def test_limits_come_back_out_of_the_log() -> None:
 DUE = Repair("n0#1", NODE, "10.0.0.7", 1, "reboot", "XID 79")
 
 
-async def test_the_repair_command_is_told_the_node_and_the_reason() -> None:
+async def test_repair_command_gets_node_and_reason() -> None:
     script = "import os, sys; print(sys.argv[1:], os.environ['UNICRON_ADDRESS'], os.environ['UNICRON_REASON'])"
     passed, said_last = await command((sys.executable, "-c", script, "--now"), 30.0)(DUE)
     assert passed and said_last == "exit code 0: ['--now', 'n0', 'reboot'] 10.0.0.7 XID 79"
 
 
-async def test_a_repair_that_fails_hangs_or_cannot_be_run_has_failed() -> None:
+async def test_repair_fails_on_error_timeout_or_missing_command() -> None:
     assert await command(("/bin/sh", "-c", "echo no; exit 3"), 30.0)(DUE) == (False, "exit code 3: no")
     passed, why = await command(("/bin/sh", "-c", "sleep 600"), 0.2)(DUE)
     assert not passed and "did not end within 0.2 s" in why
@@ -252,7 +252,7 @@ async def test_a_repair_that_fails_hangs_or_cannot_be_run_has_failed() -> None:
     assert not passed and "cannot be run" in why
 
 
-async def test_a_due_repair_runs_once_and_its_outcome_is_told() -> None:
+async def test_due_repair_runs_once_and_reports_outcome() -> None:
     cluster = cluster_of(repair_s=60.0)
     break_gpu(cluster, "gpu_broken", "reboot")
     rest(cluster)
@@ -283,7 +283,7 @@ async def test_a_due_repair_runs_once_and_its_outcome_is_told() -> None:
         ('readmission: {repair: [""]}', "readmission.repair"),
     ],
 )
-def test_a_wrong_configuration_is_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
+def test_configuration_refuses_bad_readmission_in_one_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text + "\n")
     with pytest.raises(ConfigError, match=says) as raised:
@@ -291,7 +291,7 @@ def test_a_wrong_configuration_is_one_clear_error(tmp_path: Path, text: str, say
     assert "\n" not in str(raised.value)
 
 
-def test_a_configuration(tmp_path: Path) -> None:
+def test_configuration_reads_readmission(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("readmission: {check: [/bin/true, -x], timeout_s: 9, repair: [ipmi]}\n")
     asked = Readmission(check=("/bin/true", "-x"), timeout_s=9.0, repair=("ipmi",))

@@ -61,7 +61,7 @@ def membership(made: MiniCluster) -> Membership:
 # --- which memberships -----------------------------------------------------------------------------
 
 
-def test_a_fault_writes_one_report_per_membership_and_newcomer() -> None:
+def test_fault_writes_one_report_per_membership_and_newcomer() -> None:
     made = trained(6)
     assert leader_confirms(made) == [False], "who has no state tells for itself"
     victim = killed(made, 3)
@@ -76,7 +76,7 @@ def test_a_fault_writes_one_report_per_membership_and_newcomer() -> None:
     assert incident.micro_batches_repeated == 5, "what fell to the others counts, too: each says 1"
 
 
-def test_after_a_group_that_did_not_meet_each_member_tells() -> None:
+def test_members_report_individually_after_failed_group() -> None:
     made = trained(4)
     killed(made, 1)
     until_decided(made, 2)
@@ -90,7 +90,7 @@ def test_after_a_group_that_did_not_meet_each_member_tells() -> None:
 # --- what the word means ---------------------------------------------------------------------------
 
 
-def test_the_word_is_the_leads_alone_and_of_the_newest_group() -> None:
+def test_only_leader_of_newest_group_confirms() -> None:
     made = trained(4)
     killed(made, 3)
     lead, second, third = until_decided(made, 2) and members(made)
@@ -103,7 +103,7 @@ def test_the_word_is_the_leads_alone_and_of_the_newest_group() -> None:
     assert task.confirmed and task.has_joined(task.workers[third])
 
 
-def test_it_is_no_word_for_who_joins() -> None:
+def test_leader_report_never_covers_joiner() -> None:
     made = trained(3)
     killed(made, 2)
     while made.state.tasks["big"].generation < 3:
@@ -118,7 +118,7 @@ def test_it_is_no_word_for_who_joins() -> None:
     assert made.state.tasks["big"].confirmed
 
 
-def test_it_ends_what_members_were_busy_with() -> None:
+def test_leader_report_ends_busy_section_of_members() -> None:
     made = trained(3)
     busy, lead = members(made)[1], members(made)[0]
     node = made.state.tasks["big"].workers[busy].node
@@ -130,7 +130,7 @@ def test_it_ends_what_members_were_busy_with() -> None:
     assert not made.state.tasks["big"].workers[busy].section_limit_us
 
 
-def test_an_old_error_of_a_member_that_did_not_speak_is_stale() -> None:
+def test_old_error_of_silent_member_is_stale() -> None:
     made = trained(3)
     killed(made, 2)
     made.run()
@@ -142,7 +142,7 @@ def test_an_old_error_of_a_member_that_did_not_speak_is_stale() -> None:
     assert made.state.incidents_total == opened + 1
 
 
-def test_who_is_left_out_is_remembered_in_its_group() -> None:
+def test_group_remembers_removed_member() -> None:
     """It still trains in generation 2, whose lead alone has spoken, and hangs on its way out."""
     made = trained(4)
     killed(made, 3)
@@ -170,7 +170,7 @@ def pass_meeting(made: MiniCluster) -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_nobody_is_ended_for_a_lead_that_is_silent_until_each_has_been_asked(silent: int) -> None:
+def test_silent_leader_ends_no_member_until_each_is_asked(silent: int) -> None:
     made = trained(4)
     killed(made, 3)
     task = until_decided(made, 2)
@@ -191,7 +191,7 @@ def test_nobody_is_ended_for_a_lead_that_is_silent_until_each_has_been_asked(sil
     assert [name for name in members(made) if not task.workers[name].alive] == [culprit]
 
 
-def test_an_incident_that_has_taken_the_silence_over_does_not_end_it() -> None:
+def test_open_incident_keeps_silence_deadline() -> None:
     made = trained(4)
     killed(made, 3)
     until_decided(made, 2)
@@ -207,7 +207,7 @@ LIMIT_US = SECOND_US
 
 
 @pytest.mark.parametrize(("stepped", "found"), [(False, True), (True, False)])
-def test_who_stands_in_the_exchange_that_the_others_have_left_is_found(stepped: bool, found: bool) -> None:
+def test_worker_stuck_in_finished_exchange_is_found(stepped: bool, found: bool) -> None:
     """Only until all have made a step: then all are in, and the hanging one's own agent tells of it."""
     made = trained(4)
     killed(made, 3)
@@ -230,7 +230,7 @@ def test_who_stands_in_the_exchange_that_the_others_have_left_is_found(stepped: 
     assert ("collective_timeout" in kinds) is found
 
 
-def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
+def test_deal_to_both_shards_counts_once() -> None:
     made = MiniCluster(3)
     for number in range(4):
         made.add_host(f"n{number}")

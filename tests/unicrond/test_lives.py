@@ -67,7 +67,7 @@ def moves_of(entries: Sequence[Entry]) -> set[tuple[object, object, object]]:
 
 
 @pytest.mark.timeout(300)
-def test_no_move_outside_the_tables() -> None:
+def test_lives_move_only_by_tables() -> None:
     made: set[tuple[object, object, object]] = set()
     for seed in range(24):
         cluster = two_tasks(seed)
@@ -81,7 +81,7 @@ def test_no_move_outside_the_tables() -> None:
     assert len(made) >= 30, "too little happened to show anything"
 
 
-def test_the_tables_are_whole() -> None:
+def test_life_tables_are_complete() -> None:
     """Every status can be reached and left; of each open incident all can happen that can happen to one."""
     for status in WorkerStatus:
         assert any(status in row.values() for row in worker_life.MOVES.values())
@@ -93,11 +93,11 @@ def test_the_tables_are_whole() -> None:
         assert any(befalls in may for may in TRIGGERS.values()), befalls
 
 
-def test_the_document_is_current() -> None:
+def test_life_document_is_current() -> None:
     assert DOCUMENT.read_text() == document(), "run python -m tests.unicrond.life_diagrams"
 
 
-def test_consecutive_states_of_one_worker_are_told_apart() -> None:
+def test_life_check_detects_illegal_move() -> None:
     """The check itself: a move that no table holds is found."""
     cluster = two_tasks(1)
     cluster.run()

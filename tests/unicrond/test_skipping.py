@@ -54,7 +54,7 @@ async def started(log: MemoryLog, skip: Sequence[int], snapshots: Snapshots | No
     return coordinator
 
 
-async def test_every_reader_passes_it_over(tmp_path: Path) -> None:
+async def test_skip_applies_to_every_reader(tmp_path: Path) -> None:
     log, seq = await cancelled_by_mistake()
     async with running(log) as before:
         assert before.state.tasks["a"].status is TaskStatus.CANCELLED
@@ -77,7 +77,7 @@ async def test_every_reader_passes_it_over(tmp_path: Path) -> None:
     assert digest(await fold_to(source, AtSeq(first.state.seq))) == digest(first.state)
 
 
-async def test_to_ask_twice_writes_once() -> None:
+async def test_repeated_skip_writes_once() -> None:
     log, seq = await cancelled_by_mistake()
     await started(log, [seq, seq])
     length = await log.last_seq()
@@ -86,7 +86,7 @@ async def test_to_ask_twice_writes_once() -> None:
     assert v.EntrySkipped not in kinds
 
 
-async def test_a_snapshot_from_before_is_not_used() -> None:
+async def test_skip_invalidates_older_snapshot() -> None:
     log, seq = await cancelled_by_mistake()
     store = MemoryStore()
     snapshots = Snapshots(store, every=1)
@@ -103,7 +103,7 @@ async def test_a_snapshot_from_before_is_not_used() -> None:
     assert again.state.tasks["a"].status is TaskStatus.ACTIVE
 
 
-async def test_what_the_log_needs_is_not_skipped() -> None:
+async def test_skip_refuses_entries_that_log_needs() -> None:
     log, _ = await cancelled_by_mistake()
     async with aclosing(log.read(until_seq=await log.last_seq())) as entries:
         seqs = {type(entry.envelope.event): entry.seq async for entry in entries}  # type: ignore[union-attr]
@@ -119,7 +119,7 @@ async def test_what_the_log_needs_is_not_skipped() -> None:
     assert await log.last_seq() == length, "nothing was written"
 
 
-async def test_who_has_folded_what_is_skipped_goes_no_further() -> None:
+async def test_coordinator_that_folded_skipped_entry_stops() -> None:
     log, seq = await cancelled_by_mistake()
     old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())

@@ -27,7 +27,7 @@ DRAINED_HERE = {"cordon": Cordon(active=True, draining=True, reason="slurm: a fa
 ISOLATED = Isolation(active=True)
 
 
-def test_what_sinfo_says_is_read() -> None:
+def test_sinfo_output_is_parsed() -> None:
     said = [
         "n1|idle|none",
         "n2|draining*|ecc errors: gpu3",
@@ -44,7 +44,7 @@ def test_what_sinfo_says_is_read() -> None:
 
 
 @pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "down*", "fail", "planned", "completing"])
-def test_other_states_are_no_drain(state: str) -> None:
+def test_other_slurm_states_are_no_drain(state: str) -> None:
     assert not read([f"n1|{state}|a reason"])["n1"].is_draining
 
 
@@ -54,14 +54,14 @@ def wanted(is_draining: bool, why: str, /, ends: bool = False, **fields: Any) ->
     return [(step.act, step.reason) for step in found]
 
 
-def test_where_both_agree_nothing_is_done() -> None:
+def test_sync_does_nothing_if_both_agree() -> None:
     assert wanted(False, "") == []
     assert wanted(True, "a fan", **DRAINED_HERE) == []
     assert wanted(True, "unicron: broken", isolation=ISOLATED) == []
     assert list(steps({}, {"n1": UP})) == []  # a node that Slurm does not know
 
 
-def test_a_drain_goes_to_the_cluster_and_ends_there() -> None:
+def test_slurm_drain_applies_to_cluster_and_ends() -> None:
     assert wanted(True, "a fan") == [("drain", "slurm: a fan")]
     assert wanted(True, "") == [("drain", "slurm: drained")]
     assert wanted(False, "", **DRAINED_HERE) == [("uncordon", "slurm: drained no longer")]
@@ -69,12 +69,12 @@ def test_a_drain_goes_to_the_cluster_and_ends_there() -> None:
     assert wanted(True, "a fan", **only_cordoned) == [("drain", "slurm: a fan")]
 
 
-def test_a_persons_cordon_stays() -> None:
+def test_sync_leaves_manual_cordon() -> None:
     assert wanted(False, "", cordon=Cordon(active=True, draining=True, reason="new fan")) == []
     assert wanted(True, "maintenance", isolation=ISOLATED, **DRAINED_HERE) == []
 
 
-def test_an_isolation_goes_to_slurm_and_ends_there() -> None:
+def test_isolation_applies_to_slurm_and_ends() -> None:
     assert wanted(False, "", isolation=ISOLATED, reason="XID 79") == [("hold", "unicron: XID 79")]
     assert wanted(True, "unicron: XID 79") == [("release", "")]
     assert wanted(True, "unicron: XID 79", isolation=ISOLATED, **DRAINED_HERE) == [
@@ -82,11 +82,11 @@ def test_an_isolation_goes_to_slurm_and_ends_there() -> None:
     ]
 
 
-def test_a_node_that_left_is_of_no_concern() -> None:
+def test_sync_ignores_departed_node() -> None:
     assert wanted(True, "a fan", status=NodeStatus.LEFT) == []
 
 
-def test_when_the_cluster_ends_slurm_keeps_what_needs_a_repair() -> None:
+def test_cluster_end_leaves_nodes_in_need_of_repair_drained() -> None:
     held = {"isolation": ISOLATED, "status": NodeStatus.LEFT}
     assert wanted(True, "unicron: rests", ends=True, **held) == [("release", "")]
     assert wanted(True, "unicron: XID 79", ends=True, health=NodeHealth(repair_need="replace"), **held) == []

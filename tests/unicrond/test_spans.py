@@ -45,7 +45,7 @@ def killed(seed: int) -> MiniCluster:
     return cluster
 
 
-def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
+def test_incident_is_one_trace_from_fault_to_next_step() -> None:
     cluster = killed(1)
     (closed,) = cluster.state.closed_incidents
     (root,) = [span for span in spans_of(cluster.log) if span.about.get("unicron.incident")]
@@ -64,7 +64,7 @@ def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_closed_incident_has_a_trace_that_hangs_together(seed: int) -> None:
+def test_trace_of_closed_incident_is_connected(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed):
         pass
@@ -78,7 +78,7 @@ def test_every_closed_incident_has_a_trace_that_hangs_together(seed: int) -> Non
     assert told <= {incident.id for incident in cluster.state.closed_incidents}
 
 
-def test_a_command_outside_of_incidents_is_a_trace_of_its_own() -> None:
+def test_command_outside_incident_is_own_trace() -> None:
     cluster = trained(2)
     alone = [span for span in spans_of(cluster.log) if not span.parent]
     starts = [span for span in alone if span.name == "worker start"]
@@ -87,7 +87,7 @@ def test_a_command_outside_of_incidents_is_a_trace_of_its_own() -> None:
     assert len({span.trace for span in alone}) == len(alone)
 
 
-def test_a_command_that_failed_says_why() -> None:
+def test_failed_command_span_tells_reason() -> None:
     cluster = trained(2)
     commands = [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, v.Command)]
     state, ended = ClusterState(), list[Span]()
@@ -111,7 +111,7 @@ def _with(entry: RecordedEvent, event: v.AnyEvent) -> Any:
     return replace(entry.envelope, event=event)
 
 
-def test_phases_are_counted_for_metrics() -> None:
+def test_spans_count_phases_for_metrics() -> None:
     spans, cluster = Spans(), killed(1)
     feed_all(spans, cluster.log)
     (closed,) = cluster.state.closed_incidents
@@ -157,7 +157,7 @@ def attributes(of: Any) -> dict[str, str]:
     return {one.key: one.value.string_value for one in of.attributes}
 
 
-async def test_spans_come_to_a_collector() -> None:
+async def test_spans_reach_collector() -> None:
     async with collector() as (url, got):
         mine = spans_of(killed(1).log)
         await send(url, mine)
@@ -172,7 +172,7 @@ async def test_spans_come_to_a_collector() -> None:
     assert int.from_bytes(root.trace_id) == ours.trace and not root.parent_span_id
 
 
-async def test_one_query_finds_the_incident_and_the_workers_own_spans() -> None:
+async def test_query_finds_incident_and_worker_spans() -> None:
     async with collector() as (url, got):
         incident = spans_of(killed(1).log)
         (root,) = [span for span in incident if span.name == "incident process_exit"]
@@ -219,12 +219,12 @@ def launch(worker: str) -> Launch:
     )  # fmt: skip
 
 
-def test_an_address_that_is_none_ends_the_start() -> None:
+def test_configuration_refuses_bad_traces_url() -> None:
     with pytest.raises(ConfigError, match="traces_url: 'collector:4318' is not an http address"):
         check(Config(traces_url="collector:4318"), "unicron.yaml")
 
 
-def test_spans_of_workers_have_attributes_of_the_same_names() -> None:
+def test_worker_spans_share_attribute_names() -> None:
     assert resource_attributes("", launch("big.7")) == "unicron.task=big,unicron.worker=big.7,unicron.node=n1"
     given = resource_attributes("team=a,unicron.node=mine", launch("big.7"))
     assert given == "team=a,unicron.node=mine,unicron.task=big,unicron.worker=big.7"

@@ -32,7 +32,7 @@ def leaves(owner: type[msgspec.Struct]) -> list[str]:
     return found
 
 
-def test_every_field_of_a_task_is_told_once_and_under_a_name_of_its_own() -> None:
+def test_task_fields_have_unique_names() -> None:
     assert sorted([*TASK_FIELDS, "tally_cache", "lateness_cache"]) == sorted(leaves(Task)) and {
         "tally_cache",
         "lateness_cache",
@@ -45,7 +45,7 @@ def test_every_field_of_a_node_has_a_key_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_bytes_and_json_lead_back_to_the_state(seed: int) -> None:
+def test_state_survives_bytes_and_json_round_trip(seed: int) -> None:
     for number, (_, _, state) in enumerate(steps(eventful(seed))):
         if number % 41 == 0:
             assert repr(decode(encode(state))) == repr(state), "insertion order included"
@@ -54,7 +54,7 @@ def test_bytes_and_json_lead_back_to_the_state(seed: int) -> None:
             assert repr(msgspec.msgpack.decode(encode(state))) == repr(told), "a loss may be NaN"
 
 
-def test_fields_stand_in_their_order() -> None:
+def test_task_fields_keep_their_order() -> None:
     """The golden logs' digests (tests/golden) hold the order itself; this says that nothing sorts it away."""
     state = replay(eventful(1))
     for part, keys in (("tasks", TASK_KEYS), ("nodes", NODE_KEYS)):

@@ -45,9 +45,7 @@ NOT_TO_BE_ENCODED = v.TaskFailed(task="a", reason="x" * 40_000)
 @pytest.mark.parametrize(
     ("decided", "why"), [(UNSOUND, "uses unknown node nowhere"), (NOT_TO_BE_ENCODED, "cannot decide: BadEvent")]
 )
-async def test_a_decision_that_is_not_sound_is_never_written(
-    decided: AnyEvent, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unsound_decision_is_never_written(decided: AnyEvent, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "decide", sentenced([decided]))
     log = MemoryLog()
     async with running(log) as coordinator:
@@ -70,7 +68,7 @@ async def test_a_decision_that_is_not_sound_is_never_written(
         assert not coordinator.fault, "the next one decides again"
 
 
-async def test_code_that_fails_stops_the_deciding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_code_stops_only_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(survey: Survey, *_: object, **__: object) -> list[AnyEvent]:
         return [][1] if survey.state.nodes else []
 
@@ -82,7 +80,7 @@ async def test_code_that_fails_stops_the_deciding_alone(monkeypatch: pytest.Monk
         assert coordinator.fault == "cannot decide: IndexError: list index out of range"
 
 
-async def test_decisions_without_effect_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decisions_without_effect_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = v.TaskFailed(task="unknown", reason="again and again")
     monkeypatch.setattr(shell, "decide", sentenced([nothing]))
     log = MemoryLog()
@@ -93,7 +91,7 @@ async def test_decisions_without_effect_come_to_an_end(monkeypatch: pytest.Monke
         assert await log.last_seq() == 2 + IDLE_MAX
 
 
-def test_two_decisions_in_turn_without_effect_are_seen_as_well() -> None:
+def test_breaker_detects_alternating_decisions_without_effect() -> None:
     breaker, state = Breaker(4), ClusterState()
     with pytest.raises(DecidingStopped, match="4 batches"):
         for number in range(6):
@@ -102,7 +100,7 @@ def test_two_decisions_in_turn_without_effect_are_seen_as_well() -> None:
             breaker.folded(state, state, event)
 
 
-async def test_a_forged_claim_stops_nobody() -> None:
+async def test_forged_claim_stops_no_coordinator() -> None:
     """Neither the coordinator in office nor the next one; and the numbers of terms go on as they were."""
     log = MemoryLog()
     forged = [
@@ -129,7 +127,7 @@ async def test_a_forged_claim_stops_nobody() -> None:
         assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refusals] == ["$.event.term"] * 2
 
 
-async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> None:
+async def test_fenced_timer_event_is_rewritten_in_next_term() -> None:
     """A deadline passes once and a repair ends once: a timer that has fired is not set again."""
     log = MemoryLog()
     forged = Envelope(

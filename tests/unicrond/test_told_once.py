@@ -51,7 +51,7 @@ def kinds(events: list[v.AnyEvent]) -> list[str]:
 # --- whole ----------------------------------------------------------------------------------------
 
 
-def test_the_decision_names_the_peers() -> None:
+def test_membership_decision_names_peers() -> None:
     made = MiniCluster(1)
     service = v.MemoryService(node="n0", host="h", port=1, token="t")
     made.add_host("n0", memory=service)
@@ -75,7 +75,7 @@ def until_parts(made: MiniCluster) -> list[v.AnyEvent]:
     raise AssertionError("no membership in parts")
 
 
-def test_parts_are_told_first_in_batches_of_their_own() -> None:
+def test_membership_parts_precede_decision_in_own_batches() -> None:
     made = cluster_of_parts()
     events = until_parts(made)
     assert kinds(events) == ["MembershipPart", "MembershipPart", "MembershipDecided"]
@@ -90,7 +90,7 @@ def test_parts_are_told_first_in_batches_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_torn_membership_is_inert_and_the_next_term_decides_anew(parts: int) -> None:
+def test_torn_membership_is_inert_and_next_term_decides_again(parts: int) -> None:
     made = cluster_of_parts()
     events = until_parts(made)
     for event in events[:parts]:
@@ -106,7 +106,7 @@ def test_a_torn_membership_is_inert_and_the_next_term_decides_anew(parts: int) -
     assert len(members(made, "a")) == 3 and made.state.tasks["a"].generation == 1
 
 
-def test_a_torn_membership_verifies() -> None:
+def test_torn_membership_verifies() -> None:
     made = cluster_of_parts()
     events = until_parts(made)
     made._based_on = made.state.seq
@@ -128,7 +128,7 @@ def verify(log: list[RecordedEvent]) -> None:
     verifier.finish()
 
 
-def test_the_usual_size_of_a_part_is_not_written_and_read_back() -> None:
+def test_default_part_size_is_not_logged() -> None:
     assert "part_bytes" not in Settings(Policy(), 1.0).numbers()
     settings = Settings(Policy(part_bytes=64), 1.0)
     assert settings_of(settings.numbers()) == settings
@@ -138,7 +138,7 @@ def test_the_usual_size_of_a_part_is_not_written_and_read_back() -> None:
 # --- size ------------------------------------------------------------------------------------------
 
 
-def test_how_large_a_task_may_be() -> None:
+def test_request_of_maximum_task_size_is_accepted() -> None:
     submitted = v.TaskSubmitted(spec=v.TaskSpec(name="a", max_workers=v.WORKERS_MAX, global_batch=v.WORKERS_MAX))
     assert not request_problem(ClusterState(), submitted)
 
@@ -208,7 +208,7 @@ def log_bytes(events: list[v.AnyEvent]) -> int:
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-def test_what_one_fault_writes_at_512_nodes(tp: int) -> None:
+def test_fault_at_512_nodes_writes_little(tp: int) -> None:
     told = after_a_fault(large(tp=tp))
     assert kinds(told).count("MembershipDecided") == 1
     assert log_bytes(told) < 20_000

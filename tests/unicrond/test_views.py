@@ -42,7 +42,7 @@ class _Recorder(View):
         self.seqs.append(step.entry.seq)
 
 
-def test_steps_hang_together_and_end_with_the_fold() -> None:
+def test_log_steps_chain_up_to_fold() -> None:
     cluster = trained(2)
     chain = list(steps(cluster.log))
     assert chain[0].before == ClusterState() and chain[-1].after == cluster.state
@@ -51,7 +51,7 @@ def test_steps_hang_together_and_end_with_the_fold() -> None:
     assert LogStep(cluster.state, QuarantinedMessage(9, 0, "x", "not JSON", 0), cluster.state).event is None
 
 
-def test_a_view_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_view_is_closed_and_others_continue(caplog: pytest.LogCaptureFixture) -> None:
     cluster = trained(2)
     broken, whole = _Recorder(bad_seq=3), _Recorder()
     views = Views(broken)
@@ -66,7 +66,7 @@ def test_a_view_that_raises_is_closed_and_the_others_go_on(caplog: pytest.LogCap
     assert broken.seqs == whole.seqs == [1] and views.alarms() == []
 
 
-def test_a_head_says_that_there_is_no_goodput_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_reports_end_of_goodput_view(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("a bug")
 
