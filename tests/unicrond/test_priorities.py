@@ -86,7 +86,7 @@ def test_quota_makes_tasks_beyond_it_preemptible() -> None:
     cluster.run()
     assert workers(cluster) == {"a1": 1, "a2": 0, "b": 2}
     reason = pending_reason(cluster.state, cluster.state.tasks["a2"])
-    assert reason == "pending: needs 1 worker, 0 free; over the quota of alice (1 workers); before it: b, a1"
+    assert reason == "pending: needs 1 worker, 0 free; over the quota of alice (1 worker); before it: b, a1"
 
 
 def test_quotas_stand_among_the_settings_of_the_log() -> None:
@@ -135,4 +135,4 @@ def test_update_is_refused_with_the_field(settings: dict[str, int], problem: str
 
 def test_update_says_what_changes() -> None:
     request = v.TaskUpdated(task="big", weight=2.5, preemptible=True, reason="nightly", requester="alice")
-    assert request.sentence() == ("task big is to have weight 2.5, preemptible True: nightly (asked by alice)")
+    assert request.sentence() == ("task big is to have weight 2.5, preemptible yes: nightly (asked by alice)")

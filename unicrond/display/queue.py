@@ -5,6 +5,7 @@ from __future__ import annotations
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.tasks.quotas import over_quota, quota_of
 from unicrond.core.tasks.reconcile import schedulable
+from unicrond.events.vocabulary.phrases import count
 
 #: The most tasks that a reason names.
 _NAMES_MAX = 3
@@ -17,12 +18,12 @@ def pending_reason(state: ClusterState, task: Task) -> str:
         return ""
     slots, _ = schedulable(state.nodes)
     free = sum(slots.values()) - sum(state.plan.workers.values())
-    needs = f"pending: needs {task.spec.min_workers} worker{'s' * (task.spec.min_workers != 1)}, {max(0, free)} free"
+    needs = f"pending: needs {count(task.spec.min_workers, 'worker')}, {max(0, free)} free"
     if task.name not in state.plan.assignments:
         return f"{needs}; waits for the next plan"
     parts = [needs]
     if task.name in over_quota(state):
-        parts.append(f"over the quota of {task.owner or 'its owner'} ({quota_of(state, task)} workers)")
+        parts.append(f"over the quota of {task.owner or 'its owner'} ({count(quota_of(state, task) or 0, 'worker')})")
     if task.spec.tp > max(slots.values(), default=0):
         parts.append(f"no node has room for tp {task.spec.tp}")
     if ahead := _ahead(state, task):
