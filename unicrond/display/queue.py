@@ -12,7 +12,8 @@ _NAMES_MAX = 3
 
 
 def pending_reason(state: ClusterState, task: Task) -> str:
-    """Return why the plan gives the task no workers, like "pending: needs 3 workers, 1 free; before it: prod"; "" where
+    """Return why the plan gives the task no workers, like "pending: needs 3 workers, 1 free; runs with 2 more;
+    before it: prod"; "" where
     it has some, or has ended."""
     if task.status is not TaskStatus.ACTIVE or state.plan.workers.get(task.name):
         return ""
@@ -26,11 +27,18 @@ def pending_reason(state: ClusterState, task: Task) -> str:
         parts.append(f"over the quota of {task.owner or 'its owner'} ({count(quota_of(state, task) or 0, 'worker')})")
     if task.spec.tp > max(slots.values(), default=0):
         parts.append(f"no node has room for tp {task.spec.tp}")
+    elif task.spec.min_workers > free:
+        parts.append(f"runs with {task.spec.min_workers - max(0, free)} more")
     if ahead := _ahead(state, task):
         names = [f"{other.name}{_rank(state, other)}" for other in ahead[:_NAMES_MAX]]
         more = f" and {len(ahead) - _NAMES_MAX} more" if len(ahead) > _NAMES_MAX else ""
         parts.append(f"before it: {', '.join(names)}{more}")
     return "; ".join(parts)
+
+
+def pending_tasks(state: ClusterState) -> list[str]:
+    """Return a line for each active task without workers: its name and why."""
+    return [f"{task.name} {reason}" for task in state.tasks.values() if (reason := pending_reason(state, task))]
 
 
 def _ahead(state: ClusterState, task: Task) -> list[Task]:
