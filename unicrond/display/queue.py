@@ -26,7 +26,7 @@ def pending_reason(state: ClusterState, task: Task) -> str:
     if task.spec.tp > max(slots.values(), default=0):
         parts.append(f"no node has room for tp {task.spec.tp}")
     if ahead := _ahead(state, task):
-        names = [f"{other.name}{_rank(state, other)}" for other in ahead[:_NAMES_MAX]]
+        names = [f"{rival.name}{_rank(state, rival)}" for rival in ahead[:_NAMES_MAX]]
         more = f" and {len(ahead) - _NAMES_MAX} more" if len(ahead) > _NAMES_MAX else ""
         parts.append(f"before it: {', '.join(names)}{more}")
     return "; ".join(parts)
@@ -35,8 +35,8 @@ def pending_reason(state: ClusterState, task: Task) -> str:
 def _ahead(state: ClusterState, task: Task) -> list[Task]:
     """Return the tasks that have workers, those first that have most."""
     shares = state.plan.workers
-    running = [other for other in state.active if shares.get(other.name)]
-    return sorted(running, key=lambda other: (-shares[other.name], other.name))
+    running = [rival for rival in state.active if shares.get(rival.name)]
+    return sorted(running, key=lambda rival: (-shares[rival.name], rival.name))
 
 
 def _rank(state: ClusterState, task: Task) -> str:

@@ -156,7 +156,7 @@ class PlanAnswer(NamedTuple):
 def with_provenance(event: E, answered: PlanAnswer) -> E:
     """Return the event; a plan with how it was made."""
     if isinstance(event, PlanAdopted):
-        return replace(event, method=answered.method, took_us=answered.took_us, rows_reused=answered.rows_reused)
+        return replace(event, method=answered.method, duration_us=answered.took_us, rows_reused=answered.rows_reused)
     return event
 
 
