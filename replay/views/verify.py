@@ -47,11 +47,7 @@ from unicrond.views.view import View
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
 OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
 _SOLUTIONS_MAX = 16
-_NO_WAY: dict[str, Any] = {
-    field: value
-    for field, value in {"method": "fresh", "duration_us": 0, "rows_reused": 0}.items()
-    if field in v.PlanAdopted.__struct_fields__
-}
+_NO_WAY: dict[str, Any] = {"method": "fresh", "duration_us": 0, "rows_reused": 0}
 
 
 class Divergence(Exception):
@@ -307,7 +303,7 @@ def _differing(recorded: Sequence[v.AnyEvent], decided: Sequence[v.AnyEvent]) ->
 def _comparable(events: Sequence[v.AnyEvent]) -> list[v.AnyEvent]:
     """Return the events without what says how a plan was computed (from a table, in which time), and which command
     checks a node: these are no inputs."""
-    bare = [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) and _NO_WAY else e for e in events]
+    bare = [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) else e for e in events]
     return [msgspec.structs.replace(e, argv=()) if isinstance(e, v.CheckNode) else e for e in bare]
 
 
