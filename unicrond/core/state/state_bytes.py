@@ -84,6 +84,10 @@ TASK_FIELDS: tuple[str, ...] = (
     "turn.turn_over_us",
     "pace.gpu",
     "pace.on_gpus",
+    "pace.circumstances",
+    "pace.revised_us",
+    "pace.start_us",
+    "pace.starting_since_us",
 )
 
 #: Where each field of a flat node stands in a Node.
