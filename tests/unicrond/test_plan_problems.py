@@ -144,6 +144,7 @@ def test_measured_times_correct_throughput_and_move_no_worker() -> None:
     cluster.run()
     assert len(told(cluster, v.ThroughputCorrected)) == 1, "the last word is younger than ten minutes"
     cluster.now_us += CALM_US
+    steps(cluster, "big", 1, 2500)
     cluster.run()
     assert told(cluster, v.ThroughputCorrected)[-1].flops == iteration_flop(task.spec) * 400
 

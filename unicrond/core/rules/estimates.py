@@ -36,7 +36,7 @@ from unicrond.core.state.state import Task
 from unicrond.core.state.task_parts import TIMINGS_MAX
 from unicrond.core.state.work import iteration_flop
 from unicrond.core.worth import evidence
-from unicrond.core.worth.costs import settle
+from unicrond.core.worth.costs import MILLION, settle
 from unicrond.core.worth.evidence import REPORTS_MIN
 from unicrond.core.worth.waf import has_scale, throughput
 from unicrond.events.vocabulary import FailureRateEstimated, ThroughputCorrected
@@ -168,7 +168,8 @@ def failure_rate(survey: Survey) -> FailureRateEstimated | None:
         return None
     ledger = settle(state.ledger, state.now_us)
     configured_us = int(survey.policy.worker_mtbf_s * _SECOND_US)
-    estimate_us = (configured_us + ledger.exposed_us) // (1 + ledger.failures)
+    weight = MILLION + ledger.recent_failures
+    estimate_us = max(1, (configured_us + ledger.recent_exposed_us) * MILLION // weight)
     believed_us = survey.worker_mtbf_us
     if 10 * abs(estimate_us - believed_us) <= believed_us:
         return None

@@ -44,7 +44,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     delivered + detection + transition + sub_health = failure_free, exactly.
     `healthy`: the WAF of the failure-free cluster now. `exposed_us`: the time that all workers together have trained.
-    `failures`: closed incidents that took a process or a node.
+    `failures`: closed incidents in which hardware failed. `recent_exposed_us`, `recent_failures`: the same two, the
+    older the lighter (costs.py); failures in millionths.
     """
 
     until_us: int = always(0)
@@ -58,3 +59,5 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     charges: dict[str, Charge] = always({})
     exposed_us: int = always(0)
     failures: int = always(0)
+    recent_exposed_us: int = 0
+    recent_failures: int = 0
