@@ -112,16 +112,16 @@ def test_worker_that_adds_nothing_is_tried_ever_more_rarely() -> None:
     assert len(nodes_of(cluster)) == 2, "tried, and given back"
     before, tries = memberships(cluster), []
     for hour in range(72):
-        cluster.now_us += HALF_LIFE_US - 120 * SECOND_US
-        train_for(cluster, 120, worse_with_three)
+        cluster.now_us += HALF_LIFE_US - 300 * SECOND_US
+        train_for(cluster, 240, worse_with_three)
+        if len(nodes_of(cluster)) == 3:
+            train_for(cluster, 120, worse_with_three)
+        assert len(nodes_of(cluster)) == 2, "each is over within minutes"
         if memberships(cluster) != before:
             tries.append(hour)
             before = memberships(cluster)
-        assert len(nodes_of(cluster)) == 2 or tries[-1] == hour
-    assert 2 <= len(tries) <= 6, tries
-    assert [after - first for first, after in pairwise(tries)] == sorted(
-        after - first for first, after in pairwise(tries)
-    )
+    pauses = [after - first for first, after in pairwise(tries)]
+    assert 2 <= len(tries) <= 5 and pauses == sorted(pauses), tries
 
 
 def test_slowdown_in_place_moves_no_worker() -> None:
