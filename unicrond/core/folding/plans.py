@@ -126,7 +126,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     )
     task = replace(task, pace=evidence.dated(task, state.now_us))
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
-    pace = replace(task.pace, timings=(), warm_up_reports=0)
+    pace = replace(evidence.put_in_force(task.pace, state.now_us), timings=(), warm_up_reports=0)
     state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
     return commands.with_peers(state, event.task, event.peers)
 
