@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
-from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
-from unicrond.events.vocabulary.phrases import EPOCH, format_time
+from unicrond.events.vocabulary.phrases import EPOCH, clean, format_time
 from unicrond.events.vocabulary.placements import expand
 from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.views.view import View

@@ -25,8 +25,8 @@ import msgspec
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import from_json
 from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser, entry_of
-from unicrond.display.tables import clean
 from unicrond.events.trust.tls import BadCa, client_context, trouble
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.wire.envelope import Entry
 
 DEFAULT_URL = "http://127.0.0.1:7470"

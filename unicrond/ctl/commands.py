@@ -36,9 +36,10 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import diagnose_nodes
-from unicrond.display.tables import Table, clean, show, visible
+from unicrond.display.tables import Table, show, visible
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host import optional_dependencies as extras
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.vocabulary.shape import Shape
 
 if TYPE_CHECKING:
