@@ -20,6 +20,7 @@ from unicrond.ctl.lists import incident_rows, node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
+from unicrond.ctl.stories import story
 from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
@@ -370,5 +371,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "slurm-sync": slurm_sync,
     "nats-context": nats_context,
     **dict.fromkeys(history.COMMANDS, history.run),
+    "story": story,
     "goodput": goodput,
 }

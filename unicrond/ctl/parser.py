@@ -271,10 +271,11 @@ def _add_history(commands: Commands) -> None:
     add_to(
         commands,
         "story",
-        "tell what became of a node, a task, an incident or a plan, and why",
-        ("story incident i52", "story node gpu07", "story plan 7 --until 1234"),
-        option("kind", "KIND", "node, task, incident or plan", type=kind_among(command_line.KINDS)),
-        option("name", "NAME", "its name, the incident's id, or the plan's epoch"),
+        "tell what became of a node, a task, an incident or a plan, and why; without KIND, of the cluster",
+        ("story incident i52", "story node gpu07", "story plan 7 --until 1234", "story --since 8h"),
+        option("kind", "KIND", "node, task, incident or plan", type=kind_among(command_line.KINDS), nargs="?"),
+        option("name", "NAME", "its name, the incident's id, or the plan's epoch", nargs="?"),
+        shared("--since", "8h: before the end (8h); of the cluster's"),
         UNTIL,
     )
     add_to(

@@ -39,6 +39,8 @@ from unicrond.views.cluster_account import ClusterAccount
 from unicrond.views.view import View
 
 KINDS = ("node", "task", "incident", "plan")
+#: How much of the past the cluster's account covers, unless it is asked for another span: a shift.
+DEFAULT_LAST_S = 8 * 3600
 #: Of a head: the lines of an account, and the accounts of a kind. The newest are kept.
 LINES_MAX = 200
 ACCOUNTS_MAX = {"node": 5000, "task": 2000, "incident": 500, "plan": 100}
@@ -239,9 +241,8 @@ class Accounts(View):
         account = self._accounts.get(subject) or Account(not self.after_seq)
         title, ending = self._title(subject), self._ending(subject)
         is_whole = account.is_whole and not account.left_out
-        gap = (
-            [] if account.is_whole else ["", f"  (what came before entry {self.after_seq + 1} stands in the log alone)"]
-        )
+        before = f"  (what came before entry {self.after_seq + 1} stands in the log alone)"
+        gap = [] if account.is_whole else ["", before]
         return Story(
             kind=kind,
             name=name,

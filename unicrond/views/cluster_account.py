@@ -2,8 +2,8 @@
 
 Rules
 -----
-* Incidents are grouped (incident_groups.py), real ones first; plans, tasks, nodes, heads and what people ordered stand in
-  the log's own sentences, the newest of them if there are many.
+* Incidents are grouped (incident_groups.py), real ones first; plans, tasks, nodes, heads and what people ordered
+  stand in the log's own sentences, the newest of them if there are many.
 * What comes back within the page is told once: a node that is only heard again, a task's steps, are left out.
 """
 
@@ -94,8 +94,10 @@ def _now(state: ClusterState, alarms: Sequence[str] | None) -> list[str]:
     lines = [f"  ALARM: {alarm}" for alarm in alarms or ()]
     lines.append(f"  nodes: {len(state.nodes) - len(out)} of {len(state.nodes)} in service{_listed('; out: ', out)}")
     lines.append(f"  tasks: {len(state.active)} active{_listed('; without workers: ', idle)}")
-    for incident in state.incidents.values():
-        lines.append(f"  open: {incident.id} {incident.kind} on {incident.node}: {_short(incident.message)}")
+    lines += [
+        f"  open: {incident.id} {incident.kind} on {incident.node}: {_short(incident.message)}"
+        for incident in state.incidents.values()
+    ]
     return ["Now:" + ("" if alarms is None or alarms else " no alarm"), *lines]
 
 
