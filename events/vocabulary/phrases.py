@@ -48,4 +48,6 @@ def guess(word: str, choices: Sequence[str], otherwise: str = "") -> str:
 
 def clean(text: str) -> str:
     """Return `text` on one line, without control characters."""
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(text.split())

@@ -16,7 +16,8 @@ from unicrond.core.state.work import achieved_waf
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
-from unicrond.ctl.lists import incident_rows, node_rows, task_rows, worker_rows
+from unicrond.ctl.incidents import incidents
+from unicrond.ctl.lists import node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
@@ -131,13 +132,6 @@ def tasks(options: argparse.Namespace) -> None:
     """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
     show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state))
-
-
-def incidents(options: argparse.Namespace) -> None:
-    """Show the incidents, open and closed."""
-    snapshot = snapshot_of(options)
-    table = incidents_table(snapshot.state, now_us(options, snapshot.state))
-    show_or_json(options, incident_rows(snapshot), table)
 
 
 def workers(options: argparse.Namespace) -> None:

@@ -120,8 +120,14 @@ def _add_looking(commands: Commands) -> None:
         option("task", "TASK", "of this task alone", type=name, nargs="?"),
         AT,
     )
-    summary = "list the incidents: the open ones, and the last that were closed"
-    add_to(commands, "incidents", summary, ("incidents", "incidents --json", "incidents --at 8h"), AT)
+    add_to(
+        commands,
+        "incidents",
+        "list the incidents by cause and by what their programs said: hardware, unknown, program; open and closed ones",
+        ("incidents", "incidents --each", "incidents --json", "incidents --at 8h"),
+        switch("--each", "show a row for each incident"),
+        AT,
+    )
     add_to(
         commands,
         "describe",

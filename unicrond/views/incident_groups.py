@@ -29,7 +29,8 @@ _HARDWARE = frozenset(
 )
 _PROGRAM = frozenset({"exception", "nan_loss", "data_error", "left_early"})
 _LAST_WORDS = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Iteration)(?:: .*)?$")
-_CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
+#: Not the number of a signal or an exit code, nor a part of a word like SIGUSR1.
+_CHANGING = re.compile(r"0x[0-9a-fA-F]+|(?<!signal )(?<!code )(?<![\w.])\d+(?:\.\d+)?")
 _SIGNATURE_MAX = 120
 
 
