@@ -41,6 +41,8 @@ from unicrond.views.view import View
 KINDS = ("node", "task", "incident", "plan")
 #: How much of the past the cluster's account covers, unless it is asked for another span: a shift.
 DEFAULT_LAST_S = 8 * 3600
+#: Of a worker's output, at the end of an incident's account.
+OUTPUT_LINES = 20
 #: Of a head: the lines of an account, and the accounts of a kind. The newest are kept.
 LINES_MAX = 200
 ACCOUNTS_MAX = {"node": 5000, "task": 2000, "incident": 500, "plan": 100}
@@ -301,8 +303,10 @@ class Accounts(View):
 
     def _end_of_incident(self, life: IncidentLife) -> list[str]:
         incident = life.incident
+        output = [f"  {clean(line)}" for line in incident.log_tail.splitlines()[-OUTPUT_LINES:]]
+        tail = ["", f"The last output of worker {incident.worker}:", *output] if output else []
         if not life.last_seq:
-            return [f"It is still open at entry {self.state.seq}."]
+            return [f"It is still open at entry {self.state.seq}.", *tail]
         whole_s = (incident.closed_us - life.first_us) / 1e6
         return [
             f"From the first sign (entry {life.first_seq}, {format_time(life.first_us)}) to its end (entry"
@@ -310,6 +314,7 @@ class Accounts(View):
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
             f" {incident.transition_us / 1e6:.3f} s later; {incident.micro_batches_repeated} micro-batches were"
             f" computed again,{_lost_work(incident)} {incident.symptoms} symptoms explained.",
+            *tail,
         ]
 
 
