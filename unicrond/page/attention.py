@@ -25,7 +25,9 @@ FAILED_US = 3_600_000_000
 def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dict[str, str]]:
     """Return rows of `what`, `remedy` (a command, or "") and `place` (of the page)."""
     rows = [
-        _row(": ".join(incident_title(incident)), f"unicronctl story incident {incident.id}", f"incidents/{incident.id}")
+        _row(
+            ": ".join(incident_title(incident)), f"unicronctl story incident {incident.id}", f"incidents/{incident.id}"
+        )
         for incident in sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
     ]
     for task in state.tasks.values():
