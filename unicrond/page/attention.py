@@ -24,11 +24,10 @@ FAILED_US = 3_600_000_000
 
 def attention(state: ClusterState, hide: Callable[[str], str] = str) -> list[dict[str, str]]:
     """Return rows of `what`, `remedy` (a command, or "") and `place` (of the page)."""
+    worst_first = sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
     rows = [
-        _row(
-            ": ".join(incident_title(incident)), f"unicronctl story incident {incident.id}", f"incidents/{incident.id}"
-        )
-        for incident in sorted(state.incidents.values(), key=lambda incident: incident.severity.value)
+        _row(": ".join(incident_title(one)), f"unicronctl story incident {one.id}", f"incidents/{one.id}")
+        for one in worst_first
     ]
     for task in state.tasks.values():
         if text := _trouble_of_task(state, task):
