@@ -64,7 +64,7 @@ def workers_named_in(text: str) -> set[str]:
 
 @dataclass
 class Evidence:
-    """What a log has told so far. `ended`, `isolated_for`: node -> tasks (a worker ended there; named as the reason)."""
+    """What a log has told so far. `ended`, `isolated_for`: node -> tasks (whose worker ended; named as the reason)."""
 
     workers: set[str] = field(default_factory=set)
     ended: dict[str, set[str]] = field(default_factory=dict)
