@@ -15,10 +15,12 @@ from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
-from unicrond.ctl.lists import incident_rows, node_rows, task_rows, worker_rows
+from unicrond.ctl.incidents import incidents
+from unicrond.ctl.lists import node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
+from unicrond.ctl.stories import story
 from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, watch
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
@@ -33,10 +35,11 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import diagnose_nodes
-from unicrond.display.tables import Table, clean, show, visible
+from unicrond.display.tables import Table, show, visible
 from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs, si, waf_in
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host import optional_dependencies as extras
+from unicrond.events.vocabulary.phrases import clean
 from unicrond.events.vocabulary.shape import Shape
 
 if TYPE_CHECKING:
@@ -128,13 +131,6 @@ def tasks(options: argparse.Namespace) -> None:
     """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
     show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state))
-
-
-def incidents(options: argparse.Namespace) -> None:
-    """Show the incidents, open and closed."""
-    snapshot = snapshot_of(options)
-    table = incidents_table(snapshot.state, now_us(options, snapshot.state))
-    show_or_json(options, incident_rows(snapshot), table)
 
 
 def workers(options: argparse.Namespace) -> None:
@@ -383,5 +379,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "slurm-sync": slurm_sync,
     "nats-context": nats_context,
     **dict.fromkeys(history.COMMANDS, history.run),
+    "story": story,
     "goodput": goodput,
 }

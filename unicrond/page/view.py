@@ -1,6 +1,6 @@
 """What the page shows of a state, as plain JSON types: small, for a thousand nodes are asked for every second. Pure.
 
-    {"seq", "now_us", "term", "nodes", "tasks", "incidents", "plan"}
+    {"seq", "now_us", "term", "attention", "nodes", "tasks", "incidents", "plan"}
 
 Workers stand with their nodes as [task, number, rank, status]: the task's place in `tasks`, the rank -1 for one that is
 no member. Nodes that tell a type of GPU have it (`gpu`); tasks and the plan's shares where there are several. A task's
@@ -24,6 +24,7 @@ from unicrond.display.cluster_tables import node_status
 from unicrond.display.plan_explanation import explain_plan
 from unicrond.display.queue import pending_reason
 from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs
+from unicrond.page.attention import attention
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200
@@ -44,6 +45,7 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
         "seq": state.seq,
         "now_us": state.now_us,
         "term": state.term,
+        "attention": attention(state, hide),
         "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
         "tasks": [_task(state, task, hide) | _gpu(state, task, several) for task in state.tasks.values()],
         "incidents": [
