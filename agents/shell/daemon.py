@@ -39,6 +39,7 @@ from unicrond.agents.core.state import (
     RunCheck,
     StateHeld,
 )
+from unicrond.agents.health.link_probe import LinkProber
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
     Exited,
@@ -64,7 +65,7 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.vocabulary import ExitCause, NodeJoined, WorkerId
+from unicrond.events.vocabulary import ExitCause, NodeJoined, ProbeLinks, WorkerId
 from unicrond.events.wire.envelope import Recorded
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
@@ -94,6 +95,7 @@ class Agent(Shell):
             options, run_dir, credentials, ask=self._processes.tell_fork_server, on_copy=self._copy_stored
         )
         self._health = HealthKeeper(self, options, run_dir, driver, self._processes)
+        self._prober = LinkProber(options.node, options.address, self.feed)
         self._output = WorkerOutput(options, run_dir, lambda: self.state.memory.workers)
         queries = NodeQueries(self, run_dir, self._processes, self._health)
         self._log = EventLogKeeper(self, options, run_dir, self._departure, queries)
@@ -118,10 +120,10 @@ class Agent(Shell):
         self._departure.heed_signals()
         await self._processes.start()
         probes = await probe.serve(self._run_dir.probe_socket, self.condition)
+        config = msgspec.structs.replace(self.state.config, probe_port=await self._prober.serve())
         if service := self._memory.serve():
-            self.state = msgspec.structs.replace(
-                self.state, config=msgspec.structs.replace(self.state.config, memory=service)
-            )
+            config = msgspec.structs.replace(config, memory=service)
+        self.state = msgspec.structs.replace(self.state, config=config)
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
         linking = asyncio.create_task(self._processes.keep_fork_server(), name="fork-link")
         serving = asyncio.create_task(self._log.run(), name="nats")
@@ -156,6 +158,7 @@ class Agent(Shell):
             await self._memory.close()
             self.close()
             await self._health.close()
+            await self._prober.close()
             self._departure.ignore_signals()
         return self._departure.exit_code()
 
@@ -221,6 +224,10 @@ class Agent(Shell):
     def check(self, order: RunCheck) -> None:
         """See Shell."""
         self._health.check(order)
+
+    def probe(self, order: ProbeLinks) -> None:
+        """See Shell."""
+        self._prober.probe(order)
 
     def disconnect(self, worker: WorkerId, why: str) -> None:
         """See Shell."""

@@ -50,7 +50,7 @@ from unicrond.agents.protocol.messages import Exited, FromForkServer, Hello, Inv
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.progress_watch import ProgressWatch, Signs
 from unicrond.events.log.event_log import BROADCAST_TYPES, CommandFeed
-from unicrond.events.vocabulary import Command, Heartbeat, NodeJoined, StartWorker, StartWorkers, WorkerId
+from unicrond.events.vocabulary import Command, Heartbeat, NodeJoined, ProbeLinks, StartWorker, StartWorkers, WorkerId
 from unicrond.events.wire.envelope import Envelope, Recorded
 from unicrond.events.wire.schemas import lowered
 
@@ -106,6 +106,10 @@ class Shell(ABC):
     @abstractmethod
     def check(self, order: RunCheck) -> None:
         """Check the node's health, and feed Checked."""
+
+    @abstractmethod
+    def probe(self, order: ProbeLinks) -> None:
+        """Probe the links to other nodes, and feed LinksProbed."""
 
     @abstractmethod
     def disconnect(self, worker: WorkerId, reason: str) -> None:
@@ -177,6 +181,8 @@ class Shell(ABC):
                 self.inject_into_node(action)
             case RunCheck():
                 self.check(action)
+            case ProbeLinks():
+                self.probe(action)
             case Disconnect(worker=worker, reason=reason):
                 self.disconnect(worker, reason)
             case ForgetLog():

@@ -24,6 +24,7 @@ from unicrond.events.vocabulary.commands import *
 from unicrond.events.vocabulary.decisions import *
 from unicrond.events.vocabulary.faults import *
 from unicrond.events.vocabulary.field_types import *
+from unicrond.events.vocabulary.links import *
 from unicrond.events.vocabulary.memberships import *
 from unicrond.events.vocabulary.node_decisions import *
 from unicrond.events.vocabulary.node_requests import *
@@ -48,15 +49,17 @@ AnyObservation: TypeAlias = (
     | HangSuspected | WorkerBusy | WorkerWaiting | StopRequested
     | DegradationObserved | StragglerObserved | StragglerRecovered
     | CorruptionSuspected | AcceleratorReported | SnapshotStored | StateLoaded
-    | PeersRemembered | NodeChecked
+    | PeersRemembered | NodeChecked | LinksProbed
     | CommandApplied | CommandFailed | AnyRequest | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainStarted
     | RepairEnded | IncidentEscalated | DeadlineExpired | EntrySkipped | PlanAdopted | MembershipPart
-    | MembershipDecided | PeersDecided | TaskReshaped | TaskFailed
+    | MembershipDecided | PeersDecided | WorkersWithdrawn | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
-AnyCommand: TypeAlias = StartWorker | StartWorkers | StopWorker | DropState | InjectFault | CheckNode | LeaveCluster
+AnyCommand: TypeAlias = (
+    StartWorker | StartWorkers | StopWorker | DropState | InjectFault | CheckNode | ProbeLinks | LeaveCluster
+)  # fmt: skip
 AnyEvent: TypeAlias = AnyObservation | AnyDecision | AnyCommand

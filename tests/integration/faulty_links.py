@@ -63,8 +63,8 @@ CASES = {
 
 
 class Outcome(msgspec.Struct):
-    """`standstill_s`: the longest time without a step while links were bad. `evicted`: how often workers of a node ended
-    or were given up. `isolated`: nodes. `whole_s`: from the links' return until all train again; -1: not in time.
+    """`standstill_s`: the longest time without a step while links were bad. `evicted`: how often a worker of a node
+    ended. `isolated`: nodes. `whole_s`: from the links' return until all train again; -1: not in time.
     `iteration_ms`: before, and while they were bad. `transitions`: generations decided."""
 
     case: str
@@ -155,7 +155,7 @@ async def scenario(name: str, case: Case, directory: Path) -> Outcome:
         assert watch.state.tasks["t"].status is TaskStatus.ACTIVE, watch.state.tasks["t"].ending
     evicted: dict[str, int] = {}
     for event in events:
-        if event["type"] in ("WorkerExited", "StopWorker") and event["type"] == "WorkerExited":
+        if event["type"] == "WorkerExited":
             evicted[event["node"]] = evicted.get(event["node"], 0) + 1
     return Outcome(
         case=name,
@@ -172,7 +172,15 @@ async def scenario(name: str, case: Case, directory: Path) -> Outcome:
 def shown(event: dict[str, Any]) -> str:
     """Return what is told of an event, of those that matter here."""
     kinds = ("IncidentEscalated", "NodeIsolated", "MembershipDecided", "PlanAdopted", "ErrorReported", "HangSuspected")
-    more = ("WorkerExited", "TransitionCompleted", "ProbeLinks", "LinksProbed", "EndWithdrawn", "NodeLost", "StartWorker")
+    more = (
+        "WorkerExited",
+        "TransitionCompleted",
+        "ProbeLinks",
+        "LinksProbed",
+        "WorkersWithdrawn",
+        "NodeLost",
+        "StartWorker",
+    )
     if event["type"] not in kinds + more:
         return ""
     left_out = ("type", "log_tail", "assignments", "store", "peers", "healthy", "seats", "spec")

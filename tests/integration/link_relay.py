@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -89,10 +90,8 @@ def carry(loop: asyncio.AbstractEventLoop, source: int, target: int, way: Way, c
 
 def deliver(target: int, packet: bytes) -> None:
     """Hand a packet over; one that finds no room is lost."""
-    try:
+    with contextlib.suppress(OSError):
         os.write(target, packet)
-    except OSError:
-        pass
 
 
 async def relay(addresses: dict[str, str], pairs: list[tuple[str, str]]) -> None:

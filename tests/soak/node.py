@@ -47,7 +47,7 @@ from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.terms import Terms
-from unicrond.events.vocabulary import CoordinatorStarted, MemoryService, TaskSpec
+from unicrond.events.vocabulary import CoordinatorStarted, MemoryService, ProbeLinks, TaskSpec
 from unicrond.events.wire.envelope import Entry, Envelope
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 
@@ -394,6 +394,8 @@ class Node(Shell):
 
     def check(self, order: RunCheck) -> None:
         self.feed(Checked(command_id=order.command_id, has_passed=True, duration_us=1000, detail="light"))
+
+    def probe(self, order: ProbeLinks) -> None: ...
 
     def disconnect(self, worker: str, why: str) -> None: ...
 

@@ -9,9 +9,9 @@ Rules
 * A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
-Order in one call: escalate incidents, isolate, readmit and empty nodes, fail tasks; adopt a plan; per task regroup,
-staff; end what is unwanted; close incidents; pass on ordered faults; forget nodes; where none of this is asked for,
-learn.
+Order in one call: escalate incidents, isolate, readmit and empty nodes, fail tasks, withdraw workers from bad links;
+adopt a plan; per task regroup, staff; end what is unwanted; probe links; close incidents; pass on ordered
+faults; forget nodes; where none of this is asked for, learn.
 
 The ladder, for one task's incident; each step is a decision with its reason:
   SEV3  a new generation of the same members; breaks it again before it is calm, `reattempts_max` times -> SEV2
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unicrond.core.deciding import copies, ladder, memberships, plans, readmission
+from unicrond.core.deciding import copies, ladder, links, memberships, plans, readmission
 from unicrond.core.deciding import drains as departing
 from unicrond.core.deciding import incident_closing as closing
 from unicrond.core.deciding import node_removal as forgetting
@@ -66,6 +66,8 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     ladder.isolate_nodes(batch, policy)
     readmission.readmit_nodes(batch)
     departing.begin_drains(batch)
+    for task in survey.active:
+        links.withdraw_workers(batch, task)
     if batch.events:
         return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh
@@ -84,6 +86,9 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
                 staff.staff(batch, task, policy)
     for task in unsettled:
         staff.end_unwanted(batch, task)
+    for task in unsettled:
+        links.probe_groups(batch, task)
+    links.watch_links(batch)
     for task in state.tasks.values():
         copies.tell_peers(batch, task)
         copies.drop_state(batch, task)

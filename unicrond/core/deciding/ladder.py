@@ -9,6 +9,8 @@ Rules (whose fault a broken connection is: `unicrond/core/faults/blame.py`)
 * Where a node is isolated, workers that only reported a broken connection leave it by the plan, with their state,
   once a newer group has replaced the broken one.
 * The last node that a task could run on is not isolated for failures that may as well be the task's fault.
+* Where probes say that nothing passes between two of the members, nobody is given up for broken connections: the task
+  goes on without one end (faults/links.py).
 * A task that makes progress is not failed, whichever workers end.
 """
 
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 
 from unicrond.core.deciding import drains as departing
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.faults import blame
+from unicrond.core.faults import blame, links
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.policy import Policy
@@ -57,6 +59,8 @@ def escalate(batch: DecisionBatch, incident: Incident, policy: Policy) -> None:
         if broke and incident.generations.get(task.name) not in task.in_use:
             return  # it only reported a break that a newer group has replaced; the plan moves it off an isolated node
         _give_up(batch, incident, worker, incident.severity, f"it reported {incident.kind} and still runs")
+    elif links.explain(state, task):
+        return  # what the links' probes say is better evidence than who reported what
     elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
         again = f"the group broke again after reattempts in place: {_times(task.group.reattempts)}"
         suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]

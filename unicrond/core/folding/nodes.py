@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.core.folding import commands, incidents, injections, logins
+from unicrond.core.folding import commands, incidents, injections, links, logins
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -60,6 +60,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         since_boot=event.since_boot,
         forgetting=old.forgetting if old else "",
         gpu=event.gpu,
+        probe_port=event.probe_port,
     )
     if old is not None and old.until_return and old.agent_boot != event.agent_boot and not event.workers:
         node = departures.uncordoned(node)
@@ -314,4 +315,4 @@ def _without(state: ClusterState, name: str) -> ClusterState:
         troubles = strikes.acquit(task.troubles, {name}, calm=True)
         if workers or troubles != task.troubles:
             state = with_task(state, replace(without_workers(task, list(workers)), troubles=troubles))
-    return replace(state, nodes=without(state.nodes, [name]))
+    return links.forget_links(replace(state, nodes=without(state.nodes, [name])), name)

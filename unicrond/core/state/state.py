@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from unicrond.core.state.hang_tally import Lateness
+from unicrond.core.state.node_links import NodeLink
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
     Copies,
@@ -97,8 +98,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ends there from then on is no failure. `since_boot`: the first agent of its run directory; commands for an earlier
     one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once it
     is away (node_removal.py); `dismissed`: its agent was commanded to leave for that. `gpu`: the type of its GPUs, "":
-    not reported (gpu_types.py).
-    """
+    not reported (gpu_types.py). `probe_port`: where its agent answers probes of links; 0: nowhere."""
 
     name: str
     status: NodeStatus
@@ -136,6 +136,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     forgetting: str = ""
     dismissed: bool = False
     gpu: str = ""
+    probe_port: int = 0
 
     @property
     def schedulable(self) -> bool:
@@ -155,9 +156,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
-
-    `submitted_seq`: the event since which it is what it is: its submission, or its last reshaping.
-    """
+    `submitted_seq`: the event since which it is what it is: its submission, or its last reshaping."""
 
     spec: TaskSpec
     status: TaskStatus
@@ -397,7 +396,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
     `log_adopted_us`: when a person last took a log by name, 0: never. `windows`: of maintenance, by id, until they
     are over. `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0:
-    without end.
+    without end. `links`: those that are bad, or were of late (faults/links.py).
     """
 
     seq: int = always(0)
@@ -425,6 +424,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     log_adopted_us: int = 0
     windows: dict[str, Window] = {}
     starvation_us: int = 0
+    links: dict[str, NodeLink] = {}
     by_node_cache: ByNode | None = None
 
     @property

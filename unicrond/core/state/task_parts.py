@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from unicrond.core.state.node_links import LinkProbing
 from unicrond.core.state.workers import Membership
 from unicrond.events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
 from unicrond.events.vocabulary.field_defaults import always
@@ -118,6 +119,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `telling`: parts of the next membership, as far as they have come (events/vocabulary/placements.py).
     `lead_confirmed`: the newest group's lead has said for all that they are in it (MembershipDecided.leader_confirms).
     `before`: the last membership of which a lead had said so, until the newest group has met.
+    `probing`: probes of the links between its members (faults/links.py).
     """
 
     formed_after: int = always(0)
@@ -130,6 +132,7 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     telling: PartialMembership | None = None
     lead_confirmed: bool = msgspec.field(default=False, name="met")
     before: Membership | None = None
+    probing: LinkProbing = LinkProbing()
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
