@@ -151,7 +151,8 @@ async def scenario(name: str, case: Case, directory: Path) -> Outcome:
                 whole_s = asyncio.get_running_loop().time() - well_at
                 await watch.over(3.0)
                 break
-        events = [entry["envelope"]["event"] for entry in await hosts.events() if entry["seq"] > before]
+        entries = [entry for entry in await hosts.events() if entry["seq"] > before]
+        events = [entry["envelope"]["event"] for entry in entries]
         assert watch.state.tasks["t"].status is TaskStatus.ACTIVE, watch.state.tasks["t"].ending
     evicted: dict[str, int] = {}
     for event in events:
@@ -165,7 +166,11 @@ async def scenario(name: str, case: Case, directory: Path) -> Outcome:
         whole_s=round(whole_s, 1),
         iteration_ms=(round(usual_us / 1000, 1), round(sum(slow) / len(slow) / 1000, 1)),
         transitions=sum(event["type"] == "MembershipDecided" for event in events),
-        sentences=[line for event in events if (line := shown(event))],
+        sentences=[
+            f"{(entry['recorded_at_us'] - entries[0]['recorded_at_us']) / 1e6:6.2f} {line}"
+            for entry in entries
+            if (line := shown(entry["envelope"]["event"]))
+        ],
     )
 
 

@@ -86,7 +86,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
                 staff.staff(batch, task, policy)
     for task in unsettled:
         staff.end_unwanted(batch, task)
-    for task in unsettled:
+    for task in survey.active:
         links.probe_groups(batch, task)
     links.watch_links(batch)
     for task in state.tasks.values():

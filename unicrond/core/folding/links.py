@@ -69,9 +69,10 @@ def _worse(link: NodeLink | None, end: str, probe: v.LinkProbe, now_us: int) -> 
     first, second = sorted((end, probe.peer))
     if link is None:
         link = NodeLink(first=first, second=second, since_us=now_us)
-    elif not link.conditions:
+    elif link.restored_us:
         again = now_us - link.restored_us <= CALM_US
-        link = replace(link, since_us=now_us, restored_us=0, times=link.times + 1 if again else 1, watches={})
+        times = link.times + 1 if again else 1
+        link = replace(link, since_us=now_us, restored_us=0, times=times, conditions={}, took_us={}, watches={})
     conditions = link.conditions | {end: probe.condition}
     return replace(link, conditions=conditions, took_us=link.took_us | {end: probe.took_us})
 
@@ -81,7 +82,7 @@ def _better(link: NodeLink, end: str, now_us: int) -> NodeLink:
     conditions = {node: condition for node, condition in link.conditions.items() if node != end}
     took_us = {node: took for node, took in link.took_us.items() if node != end}
     watches = {node: watch for node, watch in link.watches.items() if node != end}
-    restored_us = link.restored_us if conditions or link.restored_us else now_us
+    restored_us = link.restored_us or now_us
     return replace(link, conditions=conditions, took_us=took_us, watches=watches, restored_us=restored_us)
 
 
