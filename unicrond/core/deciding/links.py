@@ -11,17 +11,18 @@ from unicrond.events import vocabulary as v
 
 def withdraw_workers(batch: DecisionBatch, task: Task) -> None:
     """Have the task go on without the cheaper ends of the silent links between its members."""
-    if not batch.survey.silent_pairs:
-        return
+    if not batch.state.links or links.is_awaited(task):
+        return  # who else is an end of how many bad links is known in a moment
     living: dict[int, list[str]] = {}
     for worker in task.workers.values():
         if worker.alive:
             living.setdefault(worker.replica, []).append(worker.node)
-    pairs = links.among(batch.survey.silent_pairs, [node for nodes in living.values() for node in nodes])
+    nodes = [node for replica in living.values() for node in replica]
+    pairs = links.among(batch.survey.barred_pairs, nodes)
+    if not pairs and task.group.reattempts and links.standstill(batch.state, task) is not None:
+        pairs = links.among(links.poor_pairs(batch.state), nodes)
     if not pairs:
         return
-    if links.is_awaited(task):
-        return  # who else is an end of how many bad links is known in a moment
     ends = links.ends_to_leave(pairs, links.costs_of_ends(batch.state, task, living.values()))
     for node in ends:
         peers = sorted({end for pair in pairs if node in pair for end in pair} - {node})
@@ -32,7 +33,7 @@ def withdraw_workers(batch: DecisionBatch, task: Task) -> None:
 def together(survey: Survey, task: Task, replicas: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return those of a task's replicas that stand on nodes of which all can talk to each other: without the ends that
     have no workers any more, or cost least."""
-    pairs = links.among(survey.silent_pairs, [node for nodes in replicas for node in nodes])
+    pairs = links.among(survey.barred_pairs, [node for nodes in replicas for node in nodes])
     if not pairs:
         return replicas
     alive = {worker.node for worker in task.workers.values() if worker.alive}
@@ -46,9 +47,9 @@ def changes_since(state: ClusterState, since_us: int) -> list[str]:
     """Say, for people, which links have changed since."""
     changes = []
     for link in state.links.values():
-        if link.is_silent and link.since_us >= since_us:
-            changes.append(f"link {link.first}-{link.second} silent")
-        elif link.restored_us >= since_us > 0 and not link.is_silent:
+        if link.is_barred and link.since_us >= since_us:
+            changes.append(f"link {link.first}-{link.second} {'silent' if link.is_silent else 'slow'}")
+        elif link.restored_us >= since_us > 0 and not link.is_barred:
             changes.append(f"link {link.first}-{link.second} is back")
     return changes
 

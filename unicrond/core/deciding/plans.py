@@ -47,7 +47,7 @@ def build_plan(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanA
         for task, layout in zip(active, solution.layouts, strict=True)
     }
     current = {name: links.together(survey, state.tasks[name], replicas) for name, replicas in current.items()}
-    types, apart = (survey.gpus, dict(zip(counts, solution.gpus, strict=True))), survey.silent_pairs
+    types, apart = (survey.gpus, dict(zip(counts, solution.gpus, strict=True))), survey.barred_pairs
     placed = place_apart(counts, shapes, survey.capacity, current, types, apart)
     if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
         relocated = place_apart(counts, shapes, survey.capacity, {}, types, apart)

@@ -17,7 +17,9 @@ Rules
 * No plan puts both ends of a silent pair into one task (planning/placement.py). So no end is evicted twice.
 * The pair is watched by both agents, which say when it is good again: for two probes, and after each time that it was
   bad again within CALM_US of its return for twice as long (PATIENCE_US; at most PATIENCE_MAX_US). Then plans use it.
-* A slow link is told, and nothing is done about it: what to go on without is for the throughput to say.
+* A link that is slow by both ends' word (it loses or delays) is told, and nothing is done about it: what to go on
+  without is for the throughput to say. But where a group has stood still twice in a row and no link is silent, the slow
+  one has stopped it: it is barred like a silent one until it is good.
 
 What does not live here: probes (the agents), when they are ordered and what follows (deciding/links.py).
 """
@@ -27,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from unicrond.core.state.node_links import NodeLink
+from unicrond.core.state.node_links import NodeLink, link_key
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, Task
 
 #: Two nodes, the first by name first.
@@ -47,10 +49,15 @@ NEIGHBOURS_MAX = 32
 _LOOKS_MAX = 4096
 
 
-def silent_pairs(state: ClusterState) -> tuple[Pair, ...]:
-    """Return the pairs that cannot talk to each other, sorted."""
-    pairs = [link.ends for link in state.links.values() if link.is_silent]
+def barred_pairs(state: ClusterState) -> tuple[Pair, ...]:
+    """Return the pairs that no task may be on both of, sorted."""
+    pairs = [link.ends for link in state.links.values() if link.is_barred]
     return tuple(sorted(pair for pair in pairs if all(_is_there(state, node) for node in pair)))
+
+
+def poor_pairs(state: ClusterState) -> tuple[Pair, ...]:
+    """Return the pairs whose link is slow or silent by both ends' word, sorted."""
+    return tuple(sorted(link.ends for link in state.links.values() if link.is_poor))
 
 
 def _is_there(state: ClusterState, node: str) -> bool:
@@ -149,7 +156,7 @@ def explain(state: ClusterState, task: Task) -> bool:
     if is_awaited(task):
         return True
     nodes = [worker.node for worker in task.workers.values() if worker.alive]
-    return bool(state.links) and bool(among(silent_pairs(state), nodes))
+    return bool(state.links) and bool(among(poor_pairs(state), nodes))
 
 
 def answers_in_us(state: ClusterState, incident: Incident) -> int:
@@ -175,4 +182,10 @@ def is_awaited(task: Task) -> bool:
 
 def pair_text(state: ClusterState, pair: Pair) -> str:
     """Say, for people, what is wrong between two nodes."""
-    return f"nothing passes between {pair[0]} and {pair[1]}"
+    link = state.links.get(link_key(*pair))
+    if link is None or link.is_silent:
+        return f"nothing passes between {pair[0]} and {pair[1]}"
+    took_us = max(link.took_us.values(), default=0)
+    return (
+        f"the link between {pair[0]} and {pair[1]} stops the task: a probe there and back takes {took_us / 1e6:.2g} s"
+    )

@@ -72,7 +72,7 @@ def _worse(link: NodeLink | None, end: str, probe: v.LinkProbe, now_us: int) -> 
     elif link.restored_us:
         again = now_us - link.restored_us <= CALM_US
         times = link.times + 1 if again else 1
-        link = replace(link, since_us=now_us, restored_us=0, times=times, conditions={}, took_us={}, watches={})
+        link = NodeLink(first=first, second=second, since_us=now_us, times=times)
     conditions = link.conditions | {end: probe.condition}
     return replace(link, conditions=conditions, took_us=link.took_us | {end: probe.took_us})
 
@@ -122,7 +122,11 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
     broken = broken_generation(task, [worker.worker for worker in workers])
     for worker in workers:
         task = with_worker(task, given_up(worker))
-    state = with_task(state, task)
+    links = dict(state.links)
+    for peer in event.peers:
+        if (link := links.get(link_key(event.node, peer))) is not None:
+            links[link_key(*link.ends)] = replace(link, stopped=True)
+    state = replace(with_task(state, task), links=links)
     incident = _incident_of(state, task)
     if incident is None:
         fact = Fact(

@@ -55,7 +55,7 @@ def problem_of(survey: Survey) -> Problem:
 def situation_of(survey: Survey) -> Situation | None:
     """Return what stands before the next event; None while the last one has not been planned for."""
     state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
-    if not survey.fresh or survey.silent_pairs or any(_is_faulty(survey, task) for task in tasks):
+    if not survey.fresh or survey.barred_pairs or any(_is_faulty(survey, task) for task in tasks):
         return None
     on_node: dict[str, set[str]] = {name: set() for name in capacity}
     for task in tasks:
@@ -159,7 +159,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     alternatives = _alternatives(survey, task, shape, gpu) if chooses or survey.types else ()
     curve = curves.get(shape) or curves[task.spec.shape]
     fits = shape.tp <= survey.largest and not _kept_off(task, curve)
-    if survey.silent_pairs and not at_rest:
+    if survey.barred_pairs and not at_rest:
         most = min(most, _room_of_one(survey))
         fits = fits and most >= task.spec.min_workers
     problem = TaskProblem(
@@ -204,7 +204,7 @@ def _alternatives(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple
 
 def _room_of_one(survey: Survey) -> int:
     """Return the most workers that one task can have: of nodes that cannot talk to each other, only one end counts."""
-    pairs = [pair for pair in survey.silent_pairs if all(end in survey.capacity for end in pair)]
+    pairs = [pair for pair in survey.barred_pairs if all(end in survey.capacity for end in pair)]
     ends = ends_to_leave(pairs, {end: (survey.capacity[end],) for pair in pairs for end in pair})
     return sum(survey.capacity.values()) - sum(survey.capacity[end] for end in ends)
 

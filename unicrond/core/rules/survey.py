@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from unicrond.core.faults.links import Pair, silent_pairs
+from unicrond.core.faults.links import Pair, barred_pairs
 from unicrond.core.nodes import gpu_types
 from unicrond.core.planning.problem import Curve
 from unicrond.core.state.ordered_map import changed
@@ -107,7 +107,7 @@ class Survey:
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
     depends on. `turns`: tasks whose floors go first (starvation.py). `fresh`: the adopted plan was made for the present
     nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty where there is one.
-    `silent_pairs`: nodes that no task may be on both of (faults/links.py).
+    `barred_pairs`: nodes that no task may be on both of (faults/links.py).
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -119,7 +119,7 @@ class Survey:
         self.gpus: Mapping[str, str] = self.nodes.gpus
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
-        self.silent_pairs: tuple[Pair, ...] = silent_pairs(state)
+        self.barred_pairs: tuple[Pair, ...] = barred_pairs(state)
         self._planned = tuple(
             [(task.name, task.submitted_seq, *(("turn",) * (task.name in self.turns))) for task in self.active]
         )
@@ -130,8 +130,8 @@ class Survey:
             and (before.capacity is self.capacity or before.capacity == self.capacity)
         )
         is_unchanged = is_unchanged and before is not None and before.gpus == self.gpus
-        is_unchanged = is_unchanged and before is not None and before.silent_pairs == self.silent_pairs
-        facts = self.capacity, self._planned, self.gpus, self.silent_pairs
+        is_unchanged = is_unchanged and before is not None and before.barred_pairs == self.barred_pairs
+        facts = self.capacity, self._planned, self.gpus, self.barred_pairs
         self.basis: str = before.basis if before and is_unchanged else _digest(*facts)
         self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
         alike = before is not None and before.nodes.services == self.nodes.services

@@ -11,7 +11,8 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `conditions`: end -> what it says of the way to the other one and back, of those that say anything bad; `took_us`:
     how long its probe took. `since_us`: since when it is bad, or was; `restored_us`: when it was found good again, 0:
     it is not. `times`: how often it has become bad, each time soon after it was good. `watches`: end -> the agent that
-    probes it again and again, and for how long it must be good to be believed (microseconds).
+    probes it again and again, and for how long it must be good to be believed (microseconds). `stopped`: a task has
+    been stopped by it, though something passes.
     """
 
     first: str
@@ -22,6 +23,7 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     restored_us: int = 0
     times: int = 1
     watches: dict[str, tuple[int, int]] = {}
+    stopped: bool = False
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -29,11 +31,19 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.first, self.second
 
     @property
+    def is_poor(self) -> bool:
+        """Return whether each end says that little or nothing comes back from the other."""
+        return len(self.conditions) == len(self.ends)
+
+    @property
     def is_silent(self) -> bool:
         """Return whether each end says that nothing comes back from the other."""
-        return len(self.conditions) == len(self.ends) and all(
-            condition == "silent" for condition in self.conditions.values()
-        )
+        return self.is_poor and all(condition == "silent" for condition in self.conditions.values())
+
+    @property
+    def is_barred(self) -> bool:
+        """Return whether no task may be on both ends."""
+        return self.is_silent or (self.stopped and self.is_poor)
 
     def other(self, end: str) -> str:
         """Return the other end."""
