@@ -78,7 +78,7 @@ def test_no_move_outside_the_tables() -> None:
         made |= moves_of(list(cluster.log))
     for seed in range(4):
         made |= moves_of([entry for entry in eventful(seed) if isinstance(entry, Recorded)])
-    for seed in range(8):
+    for seed in range(10):
         made |= moves_of(played(seed))
     assert len(made) >= 30, "too little happened to show anything"
 
