@@ -13,11 +13,14 @@ from msgspec.structs import replace
 from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
 from unicrond.core.faults import links
 from unicrond.core.planning.placement import place
-from unicrond.core.state.node_links import NodeLink, link_key
-from unicrond.core.state.state import Severity
+from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
+from unicrond.core.state.state import ClusterState, Severity, Task
+from unicrond.display.link_table import links_table
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import Quarantined, Recorded
+from unicrond.views.notifications import Notice, step_notices
+from unicrond.views.view import LogStep
 
 
 class LinkedCluster(MiniCluster):
@@ -233,7 +236,7 @@ def test_a_forgotten_node_takes_its_links_along() -> None:
     cluster.kill_host(cluster.hosts["n1"])
     cluster.lose(cluster.hosts["n1"])
     cluster.run()
-    cluster.append(v.ForgetRequested(node="n1", reason="gone"), "api", 1)
+    cluster.append(v.ForgetRequested(node="n1", reason="gone", leave=False), "api", 1)
     cluster.run()
     assert "n1" not in cluster.state.nodes and not cluster.state.links
 
@@ -281,3 +284,60 @@ def test_probes_are_mutual_and_few(count: int) -> None:
     peers = links.peers_to_probe(cluster.state.tasks["t"], None, nodes)
     assert all(node in peers[peer] for node, others in peers.items() for peer in others)
     assert all(1 <= len(others) <= links.NEIGHBOURS_MAX for others in peers.values()) and len(peers) == count
+
+
+def test_people_are_told_of_the_pair_and_of_its_end() -> None:
+    cluster = LinkedCluster(11, nodes=3)
+    before = cluster.state
+    cluster.cut("n0", "n1", "slow")
+    table = links_table(cluster.state)
+    assert [row[:2] for row in table.rows] == [("n0-n1", "slow")]
+    (notice,) = [one for one in notices_between(before, cluster.state) if one.rule == "link"]
+    assert "the link between n0 and n1 is bad" in notice.title and notice.text == "tasks on both: t"
+    before = cluster.state
+    cluster.mend("n0", "n1")
+    (notice,) = [one for one in notices_between(before, cluster.state) if one.rule == "link"]
+    assert notice.is_over and not links_table(cluster.state).rows
+
+
+def test_a_task_that_is_slow_for_no_workers_fault_has_its_links_probed() -> None:
+    cluster = LinkedCluster(12, nodes=3)
+    cluster.conditions[frozenset(("n1", "n2"))] = "slow"
+    task = cluster.state.tasks["t"]
+    lead = next(iter(task.workers.values()))
+    slow = v.DegradationObserved(
+        node=lead.node,
+        task="t",
+        worker=lead.worker,
+        generation=task.generation,
+        iteration=9,
+        iteration_us=20,
+        usual_us=10,
+        slowest="",
+        compute_us=5,
+        others_us=5,
+    )
+    cluster.say(cluster.hosts[lead.node], slow)
+    cluster.run()
+    assert list(cluster.state.links) == [link_key("n1", "n2")]
+    assert len(cluster.members) == 3 and not cluster.said(v.WorkersWithdrawn)
+
+
+def trained_at(usual_us: int, iteration_us: int) -> Task:
+    cluster = LinkedCluster(13, nodes=3)
+    task = cluster.state.tasks["t"]
+    pace = replace(task.pace, timings=(iteration_us,) * 5)
+    group = replace(task.group, probing=LinkProbing(usual_us=usual_us))
+    return replace(task, pace=pace, group=group)
+
+
+def test_a_slow_link_is_left_where_the_rest_would_be_faster() -> None:
+    assert not links.goes_better_without(trained_at(0, 900), workers=1), "it is not known what is usual"
+    assert not links.goes_better_without(trained_at(100, 160), workers=1), "two need 150, and a little is not enough"
+    assert links.goes_better_without(trained_at(100, 170), workers=1)
+    assert not links.goes_better_without(trained_at(100, 170), workers=2), "one alone needs 300"
+    assert not links.goes_better_without(trained_at(100, 900), workers=3), "nobody would be left"
+
+
+def notices_between(before: ClusterState, after: ClusterState) -> list[Notice]:
+    return step_notices(LogStep(before, Quarantined(1, 0, "unicron.v1.obs.n1.X", "not JSON", 0), after))

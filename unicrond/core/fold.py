@@ -138,7 +138,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.WorkerBusy: workers.worker_busy,
     v.WorkerWaiting: workers.worker_waits,
     v.StopRequested: tasks.stop_asked,
-    v.DegradationObserved: _ignore,  # for people only
+    v.DegradationObserved: links.degradation_observed,
     v.StragglerObserved: stragglers.straggler_observed,
     v.StragglerRecovered: stragglers.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,

@@ -36,6 +36,7 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import diagnose_nodes
+from unicrond.display.link_table import links_table
 from unicrond.display.tables import Table, clean, show, visible
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host import optional_dependencies as extras
@@ -86,6 +87,9 @@ def status(options: argparse.Namespace) -> None:
     if stragglers(state):
         print()
         show(stragglers_table(state))
+    if any(link.is_poor for link in state.links.values()):
+        print()
+        show(links_table(state))
 
 
 def _heads(health: dict[str, Any]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from unicrond.events import vocabulary as v
 
 def withdraw_workers(batch: DecisionBatch, task: Task) -> None:
     """Have the task go on without the cheaper ends of the silent links between its members."""
-    if not batch.state.links or links.is_awaited(task):
+    state, poor = batch.state, links.poor_pairs(batch.state)
+    if not any(all(state.by_node.of_task(end, task.name) for end in pair) for pair in poor) or links.is_awaited(task):
         return  # who else is an end of how many bad links is known in a moment
     living: dict[int, list[str]] = {}
     for worker in task.workers.values():
@@ -19,14 +20,19 @@ def withdraw_workers(batch: DecisionBatch, task: Task) -> None:
             living.setdefault(worker.replica, []).append(worker.node)
     nodes = [node for replica in living.values() for node in replica]
     pairs = links.among(batch.survey.barred_pairs, nodes)
-    if not pairs and task.group.reattempts and links.standstill(batch.state, task) is not None:
-        pairs = links.among(links.poor_pairs(batch.state), nodes)
+    costs = links.costs_of_ends(state, task, living.values())
     if not pairs:
-        return
-    ends = links.ends_to_leave(pairs, links.costs_of_ends(batch.state, task, living.values()))
+        pairs = links.among(poor, nodes)
+        if not pairs:
+            return
+        stopped = bool(task.group.reattempts) and links.standstill(state, task) is not None
+        workers = sum(costs[end][0] for end in links.ends_to_leave(pairs, costs))
+        if not (stopped or links.goes_better_without(task, workers)):
+            return
+    ends = links.ends_to_leave(pairs, costs)
     for node in ends:
         peers = sorted({end for pair in pairs if node in pair for end in pair} - {node})
-        troubles = [links.pair_text(batch.state, pair) for pair in pairs if node in pair]
+        troubles = [links.pair_text(state, pair) for pair in pairs if node in pair]
         batch.add(v.WorkersWithdrawn(task=task.name, node=node, peers=tuple(peers), reason="; ".join(troubles)[:1024]))
 
 

@@ -17,9 +17,10 @@ Rules
 * No plan puts both ends of a silent pair into one task (planning/placement.py). So no end is evicted twice.
 * The pair is watched by both agents, which say when it is good again: for two probes, and after each time that it was
   bad again within CALM_US of its return for twice as long (PATIENCE_US; at most PATIENCE_MAX_US). Then plans use it.
-* A link that is slow by both ends' word (it loses or delays) is told, and nothing is done about it: what to go on
-  without is for the throughput to say. But where a group has stood still twice in a row and no link is silent, the slow
-  one has stopped it: it is barred like a silent one until it is good.
+* So are those of a task that has become slow while no worker stands out (DegradationObserved). A link that is slow by
+  both ends' word (it loses or delays) is told. It is barred like a silent one until it is good where the task's
+  iterations take more than WORTH times as long as they usually would without the cheaper end, the others taking its
+  work over; or where a group has stood still twice in a row and no link is silent: then the slow one has stopped it.
 
 What does not live here: probes (the agents), when they are ordered and what follows (deciding/links.py).
 """
@@ -27,6 +28,7 @@ What does not live here: probes (the agents), when they are ordered and what fol
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import TypeAlias
 
 from unicrond.core.state.node_links import NodeLink, link_key
@@ -45,6 +47,9 @@ MEETING_US, MEETING_MAX_US = 3_000_000, 60_000_000
 #: Tasks on no more nodes than this have all their links probed.
 MESH_MAX = 16
 NEIGHBOURS_MAX = 32
+#: By how much the rest must be faster than all with the slow link.
+WORTH = 1.1
+_TIMINGS_MIN = 3
 #: Steps in search of the cheapest ends.
 _LOOKS_MAX = 4096
 
@@ -175,6 +180,14 @@ def deadlines(state: ClusterState, task: Task) -> Iterator[tuple[str, int]]:
     yield f"links:{task.name}#{task.generation}.{probing.rounds}", length_us
 
 
+def goes_better_without(task: Task, workers: int) -> bool:
+    """Return whether the task would be faster without so many of its workers, whose work the others take over."""
+    usual_us, timings, members = task.group.probing.usual_us, task.pace.timings, len(task.member_names)
+    if not usual_us or len(timings) < _TIMINGS_MIN or members <= workers:
+        return False
+    return median(timings) > WORTH * usual_us * members / (members - workers)
+
+
 def is_awaited(task: Task) -> bool:
     """Return whether answers of probes are still to come."""
     return bool(task.group.probing.awaited)
@@ -186,6 +199,4 @@ def pair_text(state: ClusterState, pair: Pair) -> str:
     if link is None or link.is_silent:
         return f"nothing passes between {pair[0]} and {pair[1]}"
     took_us = max(link.took_us.values(), default=0)
-    return (
-        f"the link between {pair[0]} and {pair[1]} stops the task: a probe there and back takes {took_us / 1e6:.2g} s"
-    )
+    return f"the link between {pair[0]} and {pair[1]} is bad: a probe there and back takes {took_us / 1e6:.2g} s"

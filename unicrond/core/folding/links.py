@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.core.faults.links import CALM_US
+from unicrond.core.faults.links import CALM_US, probed_nodes
 from unicrond.core.faults.severity import severity_of
 from unicrond.core.folding import commands, incidents
 from unicrond.core.folding.incidents import Fact, broken_generation
@@ -26,10 +26,9 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
     node, task = state.nodes.get(event.node), state.tasks.get(event.task)
     if task is not None and task.generation == event.generation:
         probing = task.group.probing
-        first = event.command_id if not probing.awaited else ""
-        probing = LinkProbing(
-            rounds=probing.rounds + bool(first), awaited=probing.awaited | {event.node: event.command_id}
-        )
+        first = not probing.awaited
+        awaited = probing.awaited | {event.node: event.command_id}
+        probing = replace(probing, rounds=probing.rounds + first, awaited=awaited, overdue=False)
         state = _with_probing(state, task, probing)
     links = dict(state.links)
     if event.task or node is None:
@@ -110,6 +109,14 @@ def meeting_is_long(state: ClusterState, _kind: str, subject: str) -> ClusterSta
     return _with_probing(state, task, probing)
 
 
+def degradation_observed(state: ClusterState, event: v.DegradationObserved, _: Envelope) -> ClusterState:
+    """Have the links of a task probed that is slow, though no worker stands out: a link may be."""
+    task = state.tasks.get(event.task)
+    if task is None or event.slowest or event.generation != task.generation or len(probed_nodes(state, task)) < 2:
+        return state
+    return _with_probing(state, task, replace(task.group.probing, overdue=True, usual_us=event.usual_us))
+
+
 def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: Envelope) -> ClusterState:
     """Give the task's workers on the node up; that is held against nobody."""
     task = state.tasks.get(event.task)
@@ -122,6 +129,11 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
     broken = broken_generation(task, [worker.worker for worker in workers])
     for worker in workers:
         task = with_worker(task, given_up(worker))
+    # What was measured over the bad link says nothing of these workers without it.
+    rest = {
+        workers: flops for workers, flops in task.pace.measurements.items() if workers != str(len(task.member_names))
+    }
+    task = replace(task, pace=replace(task.pace, measurements=rest))
     links = dict(state.links)
     for peer in event.peers:
         if (link := links.get(link_key(event.node, peer))) is not None:
