@@ -10,7 +10,7 @@ Rules
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
 Order in one call: escalate incidents, isolate, readmit and empty nodes, fail tasks, withdraw workers from bad links;
-adopt a plan; per task regroup, staff; end what is unwanted; probe links; close incidents; pass on ordered
+adopt a plan; probe links; per task regroup, staff; end what is unwanted; close incidents; pass on ordered
 faults; forget nodes; where none of this is asked for, learn.
 
 The ladder, for one task's incident; each step is a decision with its reason:
@@ -75,6 +75,8 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
         plan = plans.build_plan(survey, solutions)
         if plan is not None:
             batch.add(plans.compact_plan(survey, plan))
+    for task in survey.active:
+        links.probe_groups(batch, task)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
         request = task.reshaping.reshape
@@ -86,8 +88,6 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
                 staff.staff(batch, task, policy)
     for task in unsettled:
         staff.end_unwanted(batch, task)
-    for task in survey.active:
-        links.probe_groups(batch, task)
     links.watch_links(batch)
     for task in state.tasks.values():
         copies.tell_peers(batch, task)

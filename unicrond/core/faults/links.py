@@ -49,7 +49,7 @@ MESH_MAX = 16
 NEIGHBOURS_MAX = 32
 #: By how much the rest must be faster than all with the slow link.
 WORTH = 1.1
-_TIMINGS_MIN = 3
+_TIMINGS = 5
 #: Steps in search of the cheapest ends.
 _LOOKS_MAX = 4096
 
@@ -182,8 +182,9 @@ def deadlines(state: ClusterState, task: Task) -> Iterator[tuple[str, int]]:
 
 def goes_better_without(task: Task, workers: int) -> bool:
     """Return whether the task would be faster without so many of its workers, whose work the others take over."""
-    usual_us, timings, members = task.group.probing.usual_us, task.pace.timings, len(task.member_names)
-    if not usual_us or len(timings) < _TIMINGS_MIN or members <= workers:
+    usual_us, members = task.group.probing.usual_us, len(task.member_names)
+    timings = task.pace.timings[-_TIMINGS:]
+    if not usual_us or len(timings) < _TIMINGS or members <= workers:
         return False
     return median(timings) > WORTH * usual_us * members / (members - workers)
 

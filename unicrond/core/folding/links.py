@@ -166,12 +166,15 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
 
 
 def _incident_of(state: ClusterState, task: Task) -> Incident | None:
-    """Return the incident that the bad link explains: one without a known cause, or of another end of bad links."""
-    for incident in state.incidents.values():
-        symptom = incident.severity is Severity.SEV3 or incident.kind == "link_fault"
-        if symptom and incident.generations.get(task.name) in (*task.in_use, task.generation - 1):
-            return incident
-    return None
+    """Return the incident that the bad link explains: the newest break without a known cause, or of another end of bad
+    links."""
+    explained = [
+        incident
+        for incident in state.incidents.values()
+        if (incident.severity is Severity.SEV3 or incident.kind == "link_fault")
+        and incident.generations.get(task.name) in (*task.in_use, task.generation - 1)
+    ]
+    return max(explained, key=lambda incident: incident.generations[task.name], default=None)
 
 
 def _with_probing(state: ClusterState, task: Task, probing: LinkProbing) -> ClusterState:

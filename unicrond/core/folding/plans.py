@@ -119,7 +119,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         suspicions={},
         lead_confirmed=False,
         before=task.membership if task.group.lead_confirmed else task.group.before,
-        probing=LinkProbing(),
+        probing=LinkProbing(awaited=task.group.probing.awaited),  # answers of probes say as much of the next group
     )
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm=0)
