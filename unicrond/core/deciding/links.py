@@ -64,7 +64,8 @@ def probe_groups(batch: DecisionBatch, task: Task) -> None:
     """Have the links within the task's group probed, if it stands still for no known reason."""
     state, probing = batch.state, task.group.probing
     incident = links.standstill(state, task)
-    if not (probing.overdue or (incident is not None and not probing.rounds)) or probing.awaited:
+    due = probing.overdue or (incident is not None and incident.detected_us > probing.ordered_us)
+    if probing.awaited or not (due or links.replica_stands_still(task)):
         return
     nodes = links.probed_nodes(state, task)
     for node, peers in links.peers_to_probe(task, incident, nodes).items():

@@ -3,9 +3,9 @@
 Rules
 -----
 * Where a group stands still and no death explains it (a collective that does not end for anybody, a break that stays
-  unexplained, a meeting that does not come about), the agents of its nodes probe each other: a few kilobytes there and
-  back, within a second (agents/health/link_probe.py). In a large task each probes its neighbours at distances of
-  powers of two, and the peers that reports name: NEIGHBOURS_MAX at most.
+  unexplained, a meeting that does not come about, two ranks of one replica late on two nodes), the agents of its nodes
+  probe each other: a few kilobytes there and back, within a second (agents/health/link_probe.py). In a large task each
+  probes its neighbours at distances of powers of two, and the peers that reports name: NEIGHBOURS_MAX at most.
 * A link is silent if *both* ends say so. One probe that succeeds has gone both ways, so it acquits; an end that had no
   time for its own probe says nothing. Firewalls that let one end connect are no silent link.
 * One silent pair is the link's fault: nothing is held against either node, both may work for others, and for this task
@@ -178,6 +178,21 @@ def deadlines(state: ClusterState, task: Task) -> Iterator[tuple[str, int]]:
         return
     length_us = ANSWERS_US if probing.awaited else min(MEETING_US << min(probing.rounds, 16), MEETING_MAX_US)
     yield f"links:{task.name}#{task.generation}.{probing.rounds}", length_us
+
+
+def replica_stands_still(task: Task) -> bool:
+    """Return whether ranks of one replica are late on several nodes, none of them stopped or busy, and the links were
+    not probed since the last step: they wait for each other where nobody counts collectives."""
+    suspicions, probing, membership = task.group.suspicions, task.group.probing, task.membership
+    if membership is None or probing.ordered_us > max(task.progress.last_commit_us, membership.decided_us):
+        return False
+    nodes: dict[int, set[str]] = {}
+    for name, report in suspicions.items():
+        if report.stopped or report.busy:
+            return False
+        if name in task.workers and not report.waiting:
+            nodes.setdefault(task.workers[name].replica, set()).add(task.workers[name].node)
+    return any(len(ends) > 1 for ends in nodes.values())
 
 
 def goes_better_without(task: Task, workers: int) -> bool:

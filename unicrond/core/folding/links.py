@@ -28,7 +28,9 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
         probing = task.group.probing
         first = not probing.awaited
         awaited = probing.awaited | {event.node: event.command_id}
-        probing = replace(probing, rounds=probing.rounds + first, awaited=awaited, overdue=False)
+        ordered_us = state.now_us if first else probing.ordered_us
+        rounds = probing.rounds + first
+        probing = replace(probing, rounds=rounds, ordered_us=ordered_us, awaited=awaited, overdue=False)
         state = _with_probing(state, task, probing)
     links = dict(state.links)
     if event.task or node is None:

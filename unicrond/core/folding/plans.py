@@ -119,7 +119,8 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         suspicions={},
         lead_confirmed=False,
         before=task.membership if task.group.lead_confirmed else task.group.before,
-        probing=LinkProbing(awaited=task.group.probing.awaited),  # answers of probes say as much of the next group
+        # Answers of probes say as much of the next group.
+        probing=LinkProbing(awaited=task.group.probing.awaited, ordered_us=task.group.probing.ordered_us),
     )
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm=0)
