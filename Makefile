@@ -11,7 +11,7 @@ OLDER_CORE := 0.15.3
 OLDER_WARNS := -W "ignore:Failed to create unified memory mempool:UserWarning"
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation bench soak drill takeover bench-recovery stragglers resolve megatron-lm older-core lint clean help
+.PHONY: install check test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation tour bench soak drill takeover bench-recovery stragglers packages resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/design/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/results/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
+	@echo "make tour     docs/one-failure.md anew: one failure through the code, recorded under a tracer"
 	@echo "make upgrade  rolling upgrades in mid-training, to a version with one more schema and back, in every order"
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make megatron-lm  Megatron-LM, unmodified, in every layout, beside itself under torchrun (docs/use/megatron-lm.md)"
@@ -36,7 +37,8 @@ help:
 	@echo "make containers  head and agents as process 1 of real containers, as deploy/kubernetes has them (root; runc, debootstrap, bindfs)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
-	@echo "make resolve  does pip find a set of versions for the base install and for each extra? (asks the package index)"
+	@echo "make packages  sdist and wheel of unicrond and of unicrond-lab, in dist/"
+	@echo "make resolve  does pip find a set of versions for the base install, each extra and unicrond-lab, and do packages with names of our folders fit beside it? (asks the package index)"
 	@echo "make browser  the web page in a real browser (Debian's chromium): its tests, three real nodes, 1,000 nodes and 100,000 events; pictures in build/pictures"
 	@echo "make man      manual pages of the four commands, in build/man"
 	@echo "make lint     ruff, mypy, import-linter"
@@ -148,11 +150,17 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 	exit $$failed
 
 MAN = $(BIN)/argparse-manpage --function parser --manual-title "unicrond manual" --project-name unicrond
+tour: $(STAMP)
+	$(BIN)/python -m tests.tour
+
 man: $(STAMP)
 	$(MAN) --module unicrond.commands.cli --prog unicrond --output build/man/unicrond.1
 	$(MAN) --module unicrond.ctl.parser --prog unicronctl --output build/man/unicronctl.1
 	$(MAN) --module unicrond.agents.shell.cli --prog unicron-agent --output build/man/unicron-agent.1
 	$(MAN) --module unicrond.replay.cli --prog unicron-replay --output build/man/unicron-replay.1
+
+packages: $(STAMP)
+	$(BIN)/python -m tests.integration.installation dist
 
 resolve: $(STAMP)
 	$(BIN)/python -m tests.integration.resolve

@@ -1,7 +1,7 @@
 """`unicron-replay`: look at any moment of a log again. It only reads.
 
-Exit codes: 0 done; 1 the log cannot be reached, is damaged or does not verify; 2 bad usage; 130 interrupted. An
-error is one line on stderr that names the field and the fix.
+Exit codes: events/cli/exit_codes.py. Failed is that the log cannot be reached, is damaged or does not verify. An error
+is one line on stderr that names the field and the fix.
 """
 
 from __future__ import annotations
@@ -15,52 +15,57 @@ from importlib import import_module
 from pathlib import Path
 
 from unicrond import VERSION
+from unicrond.ctl.parsing import CHANGES
 from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import (
-    EXIT_CODES,
+    KINDS,
     Commands,
     Parser,
     add,
-    add_login,
-    event_type,
+    kind_among,
     mark_spans,
+    name,
     option,
-    point,
+    point_argument,
     repeated,
     switch,
     whole,
 )
+from unicrond.events.cli.exit_codes import exit_codes
+from unicrond.events.cli.shared_flags import add_login, shared
 from unicrond.events.host import daemon_log as log_lines
+from unicrond.events.host import optional_dependencies
 from unicrond.events.log.event_log import LogError
-from unicrond.events.nats.url import parse_urls
 from unicrond.replay.options.arguments import (
     DEFAULT_POLICIES,
+    EXAMPLES,
     SEED_MAX,
     TRACE_FILE_VARIABLE,
     bare_command,
     command,
-    name_argument,
     places_argument,
-    setting_argument,
 )
-from unicrond.replay.options.examples import EXAMPLES
 from unicrond.replay.reading.opening import PROGRAM
+
+#: The rooms of unicrond-lab, another distribution: only `_run` and a help text open them, by name.
+_LABORATORY = ("simulation.", "evaluation.")
+_FAILURES = (LogError, optional_dependencies.MissingExtra)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     log_lines.set_up(logging.WARNING, f"{PROGRAM}: %(message)s")
     logging.getLogger("unicrond.events").setLevel(logging.CRITICAL)  # retries are not news; failures are raised
-    return command_line.run(PROGRAM, lambda: _run(sys.argv[1:] if arguments is None else arguments), LogError)
+    return command_line.run(PROGRAM, lambda: _run(sys.argv[1:] if arguments is None else arguments), *_FAILURES)
 
 
 def _run(arguments: Sequence[str]) -> int:
     gc.disable()  # a short life, no cycles: the collector would only walk millions of entries
     options = parser().parse_args(mark_spans(arguments))
-    if getattr(options, "bare_file", None) is not None:
-        options.file = options.bare_file
-    module, _, name = options.run.partition(":")
-    run = getattr(import_module(f"unicrond.replay.{module}"), name)  # what only this command needs
+    module, _, function = options.run.partition(":")
+    if module.startswith(_LABORATORY):
+        _require_laboratory(options.command, f"unicrond.replay.{module}")
+    run = getattr(import_module(f"unicrond.replay.{module}"), function)  # what only this command needs
     try:
         return asyncio.run(run(options)) or 0
     except BrokenPipeError:
@@ -74,7 +79,7 @@ def parser() -> Parser:
     root = Parser(
         prog=PROGRAM,
         description="Replay an event log to any point, explain it, repeat its decisions. Never acts on a cluster.",
-        epilog=f"{EXAMPLES['']}\n{EXIT_CODES}; damage to the log and a decision that does not verify are failures.",
+        epilog=f"{EXAMPLES['']}\n{exit_codes(failed='also a damaged log, and a decision that does not verify')}",
         version=VERSION,
     )
     commands = root.commands()
@@ -85,93 +90,98 @@ def parser() -> Parser:
     return root
 
 
-_AT = point("--at", "the point to stop at (default: the end)")
-_FROM_SNAPSHOT = switch("--from-snapshot", "start from the coordinator's snapshot, fold only later entries")
+_AT = shared("--at", "(default: the end)")
+_SINCE = shared("--since", "(default: the beginning)")
+_UNTIL = shared("--until", "(default: the end)")
+_FROM_SNAPSHOT = shared("--from-snapshot")
 
 
 def _look(commands: Commands) -> None:
-    summary = "the cluster's state, as the coordinator believed it"
+    summary = "show the cluster's state, as the coordinator believed it"
     command(commands, "state", "views.commands:state_command", summary, _AT, _FROM_SNAPSHOT)
-    summary = "the digest of the state, to compare with the daemon's"
+    summary = "show the digest of the state, to compare with the daemon's"
     command(commands, "digest", "views.commands:digest_command", summary, _AT, _FROM_SNAPSHOT)
     command(
         commands,
         "diff",
         "views.diff_command:diff_command",
-        "what changed in the state between two points, or between two logs",
-        point("a", "the first point"),
-        point("b", "the second point"),
-        option("--other", "PATH", "the second point is of this exported log", type=Path),
+        "show what changed in the state between two points, or between two logs",
+        option("a", "SEQ|TIME", "the first point", type=point_argument),
+        option("b", "SEQ|TIME", "the second point", type=point_argument),
+        shared("--other-log", "the second point is of it"),
     )
     command(
         commands,
         "compare",
         "views.compare_command:compare_command",
-        "two runs of a task, bit by bit: the first step that differs, and what happened there",
-        option("a", "TASK", "one run", type=name_argument),
-        option("b", "TASK", "the other run: another task, or the same in another log", type=name_argument),
-        option("--other", "PATH", "the other run is in this exported log", type=Path),
+        "compare two runs of a task, bit by bit: the first step that differs, and what happened there",
+        option("a", "TASK", "one run", type=name),
+        option("b", "TASK", "the other run: another task, or the same in another log", type=name),
+        shared("--other-log", "the other run is in it"),
+        codes=exit_codes(failed="the runs differ"),
     )
     command(
         commands,
         "events",
         "views.commands:events_command",
-        "the events, one line each",
-        point("--after", "leave out everything up to and with this point"),
-        point("--until", "leave out everything after this point"),
-        repeated("--type", "TYPE", "events of this type", type=event_type),
-        option("--node", "NODE", "events that name this node", type=name_argument),
-        option("--task", "TASK", "events that name this task", type=name_argument),
+        "show the events, one line each",
+        _SINCE,
+        _UNTIL,
+        shared("--limit"),
+        shared("--type"),
+        shared("--node", "show events that name it"),
+        shared("--task", "show events that name it"),
     )
 
 
 def _explain(commands: Commands) -> None:
+    summary = "print the value of a view of the log, as JSON"
+    view = option("name", "NAME", "goodput, spans", type=name)
+    command(commands, "view", "views.commands:view_command", summary, view, _AT)
     command(
         commands,
         "story",
-        "views.story_command:story_command",
-        "a causal account of a node, a task, an incident or a plan",
-        option("subject", "SUBJECT", "NODE, TASK, INCIDENT or PLAN"),
-        _AT,
+        "views.commands:story_command",
+        "tell what became of a node, a task, an incident or a plan, and why",
+        option("kind", "KIND", "node, task, incident or plan", type=kind_among(KINDS)),
+        option("name", "NAME", "its name, the incident's id, or the plan's epoch"),
+        _UNTIL,
     )
     command(
         commands,
         "timeline",
         "views.timeline_command:timeline_command",
-        "nodes, tasks, incidents and WAF by time",
-        option("--html", "FILE", "a self-contained HTML page", type=Path),
-        option("--png", "FILE", "a picture (needs matplotlib)", type=Path),
-        _AT,
+        "show nodes, tasks, incidents and WAF by time",
+        option("--html", "FILE", "write a self-contained HTML page to this file", type=Path),
+        shared("--plot"),
+        _UNTIL,
     )
     command(
         commands,
         "goodput",
-        "views.goodput_command:goodput_command",
-        "goodput and badput by cause, ETTR, MFU, interruptions, lost work, suspect nodes",
-        point("--after", "leave out everything up to and with this point"),
-        _AT,
-        option("--peak-tflops", "N", "of one worker, dense, for MFU", type=whole(0, 10**6), default=0),
+        "views.commands:goodput_command",
+        "show goodput and badput by cause, ETTR, MFU, interruptions, lost work, suspect nodes",
+        _SINCE,
+        _UNTIL,
+        shared("--peak-tflops", default=0),
     )
     command(
         commands,
         "serve",
-        "views.serve_command:serve_command",
-        "the web page over this log, with a slider for the time",
-        option("--port", "PORT", "on loopback; 0: any free one (default: 7480)", type=whole(0, 65535), default=7480),
-        takes_file=True,
+        "views.page_server:serve_command",
+        "serve the web page over this log, with a slider for the time",
+        shared("--port", "(default: 7480)", default=7480),
     )
     summary = "repeat every decision from its recorded inputs, and compare"
-    command(commands, "verify", "views.verify_command:verify_command", summary, _AT)
+    failed = exit_codes(failed="this version would decide differently")
+    command(commands, "verify", "views.verify_command:verify_command", summary, _UNTIL, codes=failed)
     command(
         commands,
         "whatif",
         "views.whatif_command:whatif_command",
         "decide again from a point, with other inputs",
-        point("--at", "the point to fork at (default: the end)"),
-        repeated("--set", "PATH=VALUE", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE", type=setting_argument),
-        repeated("--lose", "NODE", "without this node", type=name_argument),
-        option("--add-nodes", "K", "spare nodes that join", type=whole(0, 10_000), default=0),
-        option("--slots", "N", "slots of each (default: as most nodes have)", type=whole(0, 10_000), default=0),
+        _AT,
+        *CHANGES,
     )
 
 
@@ -180,24 +190,24 @@ def _move(commands: Commands) -> None:
         commands,
         "export",
         "views.commands:export_command",
-        "the log as one file, for --file",
+        "write the log as one file, for --log",
         option("path", "FILE", "the file to write; appears whole or not at all", type=Path),
         switch("--force", "replace FILE if it exists"),
         switch("--masked", "hide secrets, to give the file away; its digests differ, and it verifies"),
-        _AT,
+        _UNTIL,
     )
     into = bare_command(
         commands,
         "import",
-        "reading.import_command:import_command",
-        "an exported log into an empty one",
+        "views.commands:import_command",
+        "copy an exported log into an empty one",
         None,
         option("path", "FILE", "an exported log, or a directory of segments", type=Path),
     )
     add(
         into.add_mutually_exclusive_group(required=True),
-        option("--into", "DIR", "a new or empty directory", type=Path),
-        option("--nats", "URL", "a NATS server that has no log yet", type=parse_urls),
+        option("--into", "DIR", "write to this new or empty directory", type=Path),
+        shared("--nats", "it has no log yet"),
     )
     add_login(into)
 
@@ -209,10 +219,11 @@ def _simulate(commands: Commands) -> None:
         "simulation.fuzz:fuzz_command",
         "simulate the whole control plane under seeded faults, and check rules",
         None,
-        option("--seeds", "N", "default: 1000", type=whole(0, 10_000), default=1000),
-        option("--first-seed", "K", "any; default: 0", type=whole(0, SEED_MAX), default=0),
-        option("--processes", "P", "default: one per core", type=whole(0, 10_000), default=0),
-        option("--faults", "I,J,...", "only these of each seed's faults", type=places_argument),
+        shared("--seeds", "(default: 1000)", default=1000),
+        shared("--first-seed", "(default: 0)", type=whole(0, SEED_MAX), default=0),
+        shared("--processes", "(default: one per core)", default=0),
+        option("--faults", "I,J,...", "take only these of each seed's faults", type=places_argument),
+        codes=exit_codes(failed="a rule was broken"),
     )
     bare_command(
         commands,
@@ -220,23 +231,43 @@ def _simulate(commands: Commands) -> None:
         "evaluation.studies.simulate_cli:simulate_command",
         "compare policies on a failure trace in virtual time; unicron's is the coordinator's own core",
         _known_to_simulate,
-        option("--cluster", "CLUSTER", "GPU:NODESxGPUS (default: %(default)s)", default="a800-80g:16x8"),
-        option("--tasks", "TASKS", "six, six*N, or a YAML file (default: %(default)s)", default="six"),
-        option("--trace", "TRACE", f"see below (default: the file that {TRACE_FILE_VARIABLE} names)"),
-        option("--policy", "POLICY", "names with commas (default: %(default)s)", default=DEFAULT_POLICIES),
-        option("--seeds", "N", "draws of the trace (default: 1)", type=whole(1, 10_000), default=1),
-        option("--first-seed", "S", "seeds S, S + 1, ... (default: 1)", type=whole(), default=1),
-        option("--processes", "P", "runs at one time (default: 1)", type=whole(1, 1_000), default=1),
-        repeated("--set", "NAME=VALUE", "change an assumption"),
-        switch("--parameters", "list the assumptions and stop"),
-        option("--plot", "OUT.png", "draw the WAF lost over time, first seed (matplotlib)", type=Path),
+        option(
+            "--cluster",
+            "CLUSTER",
+            "simulate this cluster, GPU:NODESxGPUS (default: %(default)s)",
+            default="a800-80g:16x8",
+        ),
+        option(
+            "--tasks", "TASKS", "train these tasks: six, six*N, or a YAML file (default: %(default)s)", default="six"
+        ),
+        option(
+            "--trace",
+            "TRACE",
+            f"take the failures of this trace, see below (default: the file that {TRACE_FILE_VARIABLE} names)",
+        ),
+        option("--policy", "POLICY", "compare these, with commas (default: %(default)s)", default=DEFAULT_POLICIES),
+        shared("--seeds", "draws of the trace (default: 1)", type=whole(1, 10_000), default=1),
+        shared("--first-seed", "(default: 1)", default=1),
+        shared("--processes", "(default: 1)", type=whole(1, 1_000), default=1),
+        repeated("--assume", "NAME=VALUE", "change an assumption"),
+        switch("--list-assumptions", "list the assumptions, and end"),
+        shared("--plot", "the WAF lost over time, first seed"),
     )
 
 
 def _known_to_simulate() -> str:
-    from unicrond.replay.evaluation.studies.simulate_cli import epilog
+    """Return examples, traces, policies and assumptions; where unicrond-lab is missing, how to install it."""
+    module = "unicrond.replay.evaluation.studies.simulate_cli"
+    try:
+        _require_laboratory("simulate", module)
+    except optional_dependencies.MissingExtra as error:
+        return str(error)
+    return str(import_module(module).epilog())
 
-    return epilog()
+
+def _require_laboratory(name: str, module: str) -> None:
+    """Raise MissingExtra where unicrond-lab, which this command and module are of, is missing or of another version."""
+    optional_dependencies.require_laboratory(f"{PROGRAM} {name}", module, VERSION)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ SLOW = (
 ALWAYS = (
     "tests/contracts/test_event_log.py",
     "tests/trainer/test_lifecycle.py",
-    "tests/simulation/test_seeds.py::test_every_rule_holds_under_every_seed",
+    "tests/simulation/test_seeds.py::test_rules_hold_under_every_seed",
 )
 
 

@@ -60,7 +60,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_document_links_lead_somewhere() -> None:
     dead = []
     for document in DOCUMENTS:
         for target in LINK.findall(document.read_text()):
@@ -71,7 +71,7 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert not dead
 
 
-def test_documents_that_the_code_names_exist() -> None:
+def test_code_names_existing_documents() -> None:
     dead = [
         f"{path.relative_to(ROOT)} names {mention}"
         for path in tracked("*.md", "*.py", "*.toml", "*.yaml", "*.sh", "Makefile")
@@ -82,7 +82,7 @@ def test_documents_that_the_code_names_exist() -> None:
     assert not dead
 
 
-def test_every_document_is_in_the_list() -> None:
+def test_document_list_is_complete() -> None:
     listed = {(ROOT / "docs" / target).resolve() for target in LINK.findall((ROOT / "docs" / "README.md").read_text())}
     assert [str(path) for path in DOCUMENTS if path.parent.parent == ROOT / "docs" and path not in listed] == []
 
@@ -92,7 +92,7 @@ def spans(document: Path) -> list[str]:
     return [" ".join(span.split()) for span in SPAN.findall(FENCED.sub("", document.read_text()))]
 
 
-def test_code_that_the_documents_name_exists() -> None:
+def test_documents_name_existing_code() -> None:
     dead = [
         f"{document.relative_to(ROOT)} names {span}"
         for document in DOCUMENTS
@@ -131,7 +131,7 @@ def parser_of(program: str, arguments: list[str], patch: pytest.MonkeyPatch, *, 
 
 #: What stands in a command line of a document for something that its reader knows.
 PLACEHOLDERS = {"URL": "nats://127.0.0.1:4222", "SEQ": "1", "N": "1"}
-FILES = {"--key", "--nodes", "--password-file", "--creds", "--nkey-seed", "--tls-ca", "--tls-cert", "--tls-key"}
+FILES = {"--key", "--nodes-file", "--password-file", "--creds", "--nkey-seed", "--tls-ca", "--tls-cert", "--tls-key"}
 STARTS = {*PROGRAMS, "make", "python", "pytest"}
 
 
@@ -163,7 +163,7 @@ def ours(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("line", [line for line in ours(IN_BLOCKS) if "..." not in line])
-def test_commands_in_blocks_of_code_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_block_commands_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
     words = [__file__ if before in FILES else word for before, word in zip([program, *words], words, strict=False)]
     parser_of(program, words, monkeypatch, parse=True)
@@ -179,7 +179,7 @@ def parsers() -> dict[str, list[argparse.ArgumentParser]]:
 
 
 @pytest.mark.parametrize("line", ours(IN_SPANS))
-def test_commands_and_options_in_sentences_exist(line: str, parsers: dict[str, list[argparse.ArgumentParser]]) -> None:
+def test_inline_commands_and_options_exist(line: str, parsers: dict[str, list[argparse.ArgumentParser]]) -> None:
     program, *words = line.split()
     known = [option for parser in parsers[program] for action in options(parser) for option in action.option_strings]
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= set(known)
@@ -220,7 +220,7 @@ def options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
-def test_options_in_the_documents_exist_and_every_option_is_explained(
+def test_options_exist_and_have_help(
     parsers: dict[str, list[argparse.ArgumentParser]],
 ) -> None:
     actions = [action for several in parsers.values() for parser in several for action in options(parser)]

@@ -13,24 +13,24 @@ from tests import house
 CEILINGS: dict[str, float] = {
     "circles of folders": 0,
     "files in a circle of files": 0,
-    "most files in one room": 24,
+    "most files in one room": 22,
     "class names with several meanings": 0,
-    "files of at most 60 lines": 130,
-    "lines of imports": 6900,
-    "events: names that are participles or pronouns, %": 1.49,
-    "events: docstrings without a verb first, %": 22.42,
-    "events: docstrings that begin with a fragment, %": 0.87,
+    "files of at most 60 lines": 82,
+    "lines of imports": 6800,
+    "events: names that are participles or pronouns, %": 0.49,
+    "events: docstrings without a verb first, %": 0.18,
+    "events: docstrings that begin with a fragment, %": 0.0,
     "events: public functions without a docstring, %": 0.22,
-    "unicrond: names that are participles or pronouns, %": 0.42,
-    "unicrond: docstrings without a verb first, %": 2.36,
+    "unicrond: names that are participles or pronouns, %": 0.41,
+    "unicrond: docstrings without a verb first, %": 2.18,
     "unicrond: docstrings that begin with a fragment, %": 0.0,
-    "unicrond: public functions without a docstring, %": 0.47,
-    "agents: names that are participles or pronouns, %": 0.87,
-    "agents: docstrings without a verb first, %": 3.19,
-    "agents: docstrings that begin with a fragment, %": 0.16,
+    "unicrond: public functions without a docstring, %": 0.46,
+    "agents: names that are participles or pronouns, %": 0.63,
+    "agents: docstrings without a verb first, %": 0.72,
+    "agents: docstrings that begin with a fragment, %": 0.0,
     "agents: public functions without a docstring, %": 1.75,
     "replay: names that are participles or pronouns, %": 0.56,
-    "replay: docstrings without a verb first, %": 2.81,
+    "replay: docstrings without a verb first, %": 1.8,
     "replay: docstrings that begin with a fragment, %": 0.0,
     "replay: public functions without a docstring, %": 0.0,
 }
@@ -67,16 +67,16 @@ def test_functions_and_files_are_short() -> None:
     assert not long, "split these, or give a reason in LONG"
 
 
-def test_every_exception_is_still_needed() -> None:
+def test_length_exceptions_are_still_needed() -> None:
     assert set(LONG) <= set(house.too_long())
 
 
-def test_every_room_has_a_door() -> None:
+def test_room_has_door() -> None:
     doors = {name.rpartition("/")[0] for name in house.sources() if name.endswith("/__init__.py")}
     assert set(house.files_by_room()) <= doors
 
 
-def test_measure_counts_what_it_says() -> None:
+def test_measures_count_what_they_claim() -> None:
     """A participle, a pronoun, a fragment and a circle are noticed; nouns and verbs are not."""
     import ast
 

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from unicrond.agents.kubernetes.place import ACCOUNT
+from unicrond.agents.kubernetes.node_object import ACCOUNT
 from unicrond.agents.shell import cli, probe
 from unicrond.commands.cli import parser
 from unicrond.events.cli import environment_flags as variables
@@ -46,20 +46,20 @@ PODS = [pod for path in FILES for each in yaml.safe_load_all(path.read_text()) f
 
 
 @pytest.mark.parametrize("document", [*documents()])
-def test_core_kinds_fit_their_schemas(document: dict[str, Any]) -> None:
+def test_manifests_fit_kubernetes_schemas(document: dict[str, Any]) -> None:
     if document["kind"] == "JobSet":
         pytest.skip("JobSet is no core kind: its pods are looked at below")
     for version in VERSIONS:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_a_wrong_field_is_found() -> None:
+def test_schema_check_detects_wrong_field() -> None:
     wrong = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"port": 1}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, VERSIONS[1], strict=True)
 
 
-def test_every_file_is_in_one_kustomization_and_every_part_is_there() -> None:
+def test_kustomizations_cover_every_file() -> None:
     named = set()
     for path in KUSTOMIZATIONS:
         for resource in yaml.safe_load(path.read_text())["resources"]:
@@ -88,7 +88,7 @@ def test_kubectl_builds_every_overlay(overlay: str) -> None:
             kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_the_patch_of_the_agents_log_meets_its_variable() -> None:
+def test_agent_log_patch_matches_its_variable() -> None:
     kustomization = ROOT / "overlays" / "external-nats" / "kustomization.yaml"
     (agents,) = yaml.safe_load_all((ROOT / "agents-daemonset" / "daemonset.yaml").read_text())
     for patch in yaml.safe_load(kustomization.read_text())["patches"]:
@@ -99,7 +99,7 @@ def test_the_patch_of_the_agents_log_meets_its_variable() -> None:
             assert step["op"] == "replace" or at == step["value"] == "UNICRON_AGENT_NATS"
 
 
-def test_the_patch_for_the_node_object_makes_a_daemonset_that_the_agent_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_object_patch_gives_valid_daemonset(monkeypatch: pytest.MonkeyPatch) -> None:
     kustomization = yaml.safe_load((ROOT / "overlays" / "node-object" / "kustomization.yaml").read_text())
     (agents,) = yaml.safe_load_all((ROOT / "agents-daemonset" / "daemonset.yaml").read_text())
     (patch,) = kustomization["patches"]
@@ -124,7 +124,7 @@ def test_the_patch_for_the_node_object_makes_a_daemonset_that_the_agent_takes(mo
     assert found is not None and found.cordon_means == "drain" and found.account == ACCOUNT
 
 
-def test_the_rights_for_the_node_object_are_those_that_it_asks_for() -> None:
+def test_node_object_rights_match_requests_of_agent() -> None:
     role, binding, policy, _ = yaml.safe_load_all((ROOT / "node-object" / "rights.yaml").read_text())
     given = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
     assert given == {("nodes", "get"), ("nodes", "watch"), ("nodes", "patch"), ("nodes/status", "patch")}
@@ -133,7 +133,7 @@ def test_the_rights_for_the_node_object_are_those_that_it_asks_for() -> None:
     assert user in policy["spec"]["matchConditions"][0]["expression"]
 
 
-def test_selectors_meet_their_pods() -> None:
+def test_selectors_match_pods() -> None:
     labels = [pod["metadata"]["labels"] for pod in PODS]
     for path in FILES:
         for each in yaml.safe_load_all(path.read_text()):
@@ -173,7 +173,7 @@ def test_pods_run_our_programs_without_rights(pod: dict[str, Any], monkeypatch: 
 
 
 @pytest.mark.parametrize("head", ["head", "head-external-nats"])
-def test_the_heads_configuration_is_sound(tmp_path: Path, head: str) -> None:
+def test_head_configuration_is_valid(tmp_path: Path, head: str) -> None:
     text = yaml.safe_load((ROOT / head / "config.yaml").read_text())["data"]["unicron.yaml"]
     for name in ("nats-password", "api-token"):
         (tmp_path / name).write_text("secret\n")
@@ -181,13 +181,13 @@ def test_the_heads_configuration_is_sound(tmp_path: Path, head: str) -> None:
     assert load(tmp_path / "unicron.yaml", {}).api.port == 7470
 
 
-def test_what_was_not_run_says_so() -> None:
+def test_untested_manifests_say_so() -> None:
     for path in ("agents-jobset/jobset.yaml", "overlays/jobset/kustomization.yaml"):
         assert (ROOT / path).read_text().startswith("# NOT RUN BY US")
     assert "NOT RUN BY US" in (ROOT / "overlays" / "node-object" / "kustomization.yaml").read_text()
 
 
-def test_the_image_runs_without_root_and_passes_signals_on() -> None:
+def test_image_runs_without_root_and_passes_signals() -> None:
     text = (DEPLOY / "container" / "Containerfile").read_text()
     assert "\nUSER 10001:10001\n" in text and "\nSTOPSIGNAL SIGTERM\n" in text
     assert (DEPLOY / "container" / "enter").read_text().rstrip().endswith('exec "$@"')

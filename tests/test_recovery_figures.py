@@ -43,7 +43,7 @@ def killed(all_lines: list[Line]) -> Line:
     return next(line for line in all_lines if line.word == "killed")
 
 
-def test_survivor_goes_on() -> None:
+def test_recovery_figures_follow_continuing_survivor() -> None:
     """The step is made of all micro-batches; what died with its rank is computed again, and nothing else."""
     seen = lines(
         BEFORE
@@ -74,7 +74,7 @@ def test_survivor_goes_on() -> None:
     assert stages["stop"] == (6.0, 5.0)
 
 
-def test_a_step_given_up_and_a_smaller_batch() -> None:
+def test_recovery_figures_follow_discarded_step() -> None:
     seen = lines(
         BEFORE
         + """
@@ -97,7 +97,7 @@ def test_a_step_given_up_and_a_smaller_batch() -> None:
     assert lost_ms(seen, killed(seen), 500_000, FULL, 40.0) == 311 - 60
 
 
-def test_back_to_a_checkpoint() -> None:
+def test_recovery_figures_follow_return_to_checkpoint() -> None:
     seen = lines(
         BEFORE
         + """
@@ -115,12 +115,14 @@ def test_back_to_a_checkpoint() -> None:
     assert lost_ms(seen, killed(seen), 5_000_000, FULL, 40.0) == 3111 - 40
 
 
-def test_only_iterations_between_faults_are_steady() -> None:
+def test_steady_pace_counts_only_undisturbed_iterations() -> None:
     seen = lines("10 a.1 stepped 1 4\n20 a.1 stepped 2 4\n35 a.1 stepped 3 4\n50 a.1 stepped 4 4")
     assert steady_ms(seen, [(0, 40_000)]) == [10.0, 15.0]
 
 
-def test_a_report_without_results_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recovery_report_refuses_missing_results_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         report.main(["--results", str(tmp_path / "none.jsonl")])
     assert ended.value.code == 2
@@ -128,7 +130,7 @@ def test_a_report_without_results_is_refused_in_one_line(tmp_path: Path, capsys:
     assert line.startswith("--results: ") and line.endswith("measure first, or name another file")
 
 
-def test_what_was_paced_is_reported_apart() -> None:
+def test_recovery_report_separates_paced_runs() -> None:
     rows = [
         {"fault": "node", "paced_s": paced_s, "faults": [{"detected_ms": ms, "next_step_ms": ms}]}
         for paced_s, ms in ((0.0, 10.0), (0.5, 900.0))
@@ -139,9 +141,7 @@ def test_what_was_paced_is_reported_apart() -> None:
     ]
 
 
-def test_a_cell_that_fails_is_left_out_and_the_others_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recovery_benchmark_continues_after_failed_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There is no python where the peers should be."""
     results = tmp_path / "results.jsonl"
     chosen = ["--systems", "torchrun", "torchft", "--ranks", "2", "--rounds", "1", "--repetitions", "1"]

@@ -41,13 +41,13 @@ def complaints() -> Iterator[str]:
                 yield words(call.args[0])
 
 
-def test_what_it_quotes_is_said_by_the_code() -> None:
+def test_runbook_quotes_match_code() -> None:
     said = "\n".join(words(tree) for tree in trees())
     unknown = [quote for quote in QUOTED if quote not in said]
     assert not unknown, "these sentences have changed: change docs/operate/runbook.md with them"
 
 
-def test_what_the_refusals_of_tls_quote_is_said_by_the_code() -> None:
+def test_tls_refusal_quotes_match_code() -> None:
     text = (ROOT / "docs" / "operate" / "security.md").read_text()
     rows = re.findall(
         r"^\| (\"[^|]+) \|", text.partition("### What a refusal says")[2].partition("\n## ")[0], re.MULTILINE
@@ -57,24 +57,24 @@ def test_what_the_refusals_of_tls_quote_is_said_by_the_code() -> None:
     assert len(rows) > 5 and [part for part in parts if part not in said] == []
 
 
-def test_what_a_daemon_complains_of_is_in_it() -> None:
+def test_runbook_covers_complaints_of_daemons() -> None:
     missing = [text for text in complaints() if len(text) > 8 and not any(quote in text for quote in QUOTED)]
     assert not missing, "say in docs/operate/runbook.md what these mean and what to do"
 
 
-def test_every_kind_of_error_is_in_it() -> None:
+def test_runbook_covers_every_error_kind() -> None:
     section = TEXT.partition("## Incidents by kind")[2].partition("\n## ")[0]
     named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)))
     assert [kind for kind in get_args(ErrorKind) if kind not in named] == []
 
 
-def test_every_state_of_a_node_is_in_it() -> None:
+def test_runbook_covers_every_node_state() -> None:
     section = TEXT.partition("## Nodes")[2].partition("\n## ")[0]
     assert [status for status in NodeStatus if f"`{status.value}`" not in section] == []
     assert [text for text in isolation._WAITS.values() if text.partition(":")[0] not in section] == []
 
 
-def test_its_metrics_are_exported() -> None:
+def test_runbook_metrics_are_exported() -> None:
     exported = {name for tree in trees() for name in re.findall(r"unicron_[a-z_]+", words(tree))}
     named = set(re.findall(r"`(unicron_[a-z_]+)`", TEXT))
     assert named and {name.removesuffix("_total") for name in named} <= exported

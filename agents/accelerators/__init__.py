@@ -1,1 +1,1 @@
-"""The node's accelerators: the driver's reports, and a watch that passes findings to the agent's core."""
+"""The node's GPUs: their driver, and a watch that passes what it finds to the agent's core."""

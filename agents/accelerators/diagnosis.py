@@ -1,4 +1,5 @@
-"""Judges the sightings of one GPU. Pure: `diagnose(history, sighting, workers, now_s) -> (history, findings)`.
+"""Judges the readings and events of one GPU. Pure: `diagnose(history, sighting, workers, now_s) -> (history,
+findings)`.
 
 Rules
 -----
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Sighting, Throttle, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, RecoveryAction, Sighting, Throttle, XidEvent
 from unicrond.agents.accelerators.xids import RECOVERY_ACTION_CHANGED, Xid, is_known, xid
 from unicrond.events.vocabulary import ErrorKind, RepairNeed, WorkerId
 
@@ -50,8 +51,9 @@ _NEEDS: dict[RecoveryAction, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFinding:
-    """A finding about a GPU. `kind` None: news for people, or a sign that `foretells` a failure. `xid` 0: not from a
-    code. `warning`: the agent's own log warns of it."""
+    """A finding about a GPU. `kind`: the error that its worker suffers, None: nothing has failed yet. `xid`: the
+    driver's code, 0: none. `warning`: the agent writes it into its own log. `needs`: the repair. `predicts_failure`: an
+    error is to be expected."""
 
     kind: ErrorKind | None
     message: str
@@ -63,7 +65,7 @@ class GpuFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The history of one GPU. Times are monotonic seconds.
+    """What is known of one GPU from its earlier readings and events. Times are monotonic seconds.
 
     `codes`: per code, when and under which workers it came last. `states`: per state, the workers that were reported.
     `news_s`: per kind of news, when it was reported last. `throttled`: readings in a row with that reason. `corrected`:

@@ -1,11 +1,11 @@
-"""A driver of GPUs that do not exist: they only report what a caller orders. For drills and tests on CPUs."""
+"""A driver of GPUs that do not exist, for drills and tests on CPUs: it reports only what a caller orders."""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
 
-from unicrond.agents.accelerators.readings import GpuReading, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, XidEvent
 
 
 class FakeDriver:

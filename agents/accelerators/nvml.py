@@ -1,4 +1,4 @@
-"""NVIDIA's management library behind the driver's interface (extra `gpu`: nvidia-ml-py).
+"""The GPU driver's interface on top of NVML, NVIDIA's management library (extra `gpu`: nvidia-ml-py).
 
 Rules
 -----
@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unicrond.agents.accelerators.driver import NoDriver
-from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Throttle, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, NoDriver, RecoveryAction, Throttle, XidEvent
 
 logger = logging.getLogger("unicrond.agents")
 

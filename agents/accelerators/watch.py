@@ -1,4 +1,4 @@
-"""Watching a node's accelerators: two threads that may block in the driver, one place that judges their sightings.
+"""Watches a node's GPUs in two threads, which may block in the driver, and judges in one place what they see.
 
 Rules
 -----
@@ -19,10 +19,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from unicrond.agents.accelerators.diagnosis import GpuFinding, History, diagnose
-from unicrond.agents.accelerators.driver import Choice, GpuDriver, NoDriver
+from unicrond.agents.accelerators.driver import Choice, GpuDriver, NoDriver, Sighting, XidEvent
 from unicrond.agents.accelerators.fake import FakeDriver
 from unicrond.agents.accelerators.nvml import NvmlDriver
-from unicrond.agents.accelerators.readings import Sighting, XidEvent
 from unicrond.events.vocabulary import WorkerId
 
 logger = logging.getLogger("unicrond.agents")
@@ -51,8 +50,8 @@ def open_driver(choice: Choice, gpus: tuple[str, ...], slots: int) -> GpuDriver 
 
 
 class AcceleratorWatch:
-    """Watches the node's GPUs. `workers()` returns the worker in each slot now. `on_finding(gpu, worker, finding)`: the
-    GPU's name; "" for no worker."""
+    """Watches the node's GPUs. `workers()` returns the worker in each slot now. `on_finding(gpu, worker, finding)` is
+    called with each finding; `worker` is "" where none runs on the GPU."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class AcceleratorWatch:
         for thread in self._threads:
             thread.start()
         self._timer = self._loop.call_later(SILENCE_S / 2, self._look)
-        logger.info("accelerators are watched: %s", ", ".join(driver.names))
+        logger.info("watching the GPUs %s", ", ".join(driver.names))
 
     def report_xid(self, code: int, worker: str) -> str:
         """Handle a code as if the driver had reported it, of the worker's GPU ("": the node's first). Return why not,

@@ -22,8 +22,8 @@ from unicrond.events.vocabulary import ErrorKind, RepairNeed
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """A row of the table. `recurring`: one is the program's fault, a second one under another worker is the GPU's.
-    `foretells`: nothing has failed yet."""
+    """A row of the table. `recurring`: the first such event is the program's fault, a second under another worker is
+    the GPU's. `foretells`: nothing has failed yet."""
 
     codes: tuple[int, ...]
     meaning: str
@@ -34,7 +34,7 @@ class Xid:
 
     @property
     def needs(self) -> RepairNeed:
-        """The repair that the advice demands, before the GPU is used again."""
+        """Return the repair that the advice demands before the GPU is used again."""
         return _NEEDS.get(self.advice, "")
 
 

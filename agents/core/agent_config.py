@@ -1,15 +1,15 @@
-"""An agent's settings, as its core knows them."""
+"""The settings of an agent that its core uses."""
 
 from __future__ import annotations
 
 import msgspec
 
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.events.vocabulary import ExitCause, Gpu, MemoryService, Name, TaskSpec
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An agent's settings at its start. Times in seconds."""
+    """The settings with which an agent starts. Times in seconds."""
 
     node: Name
     address: str

@@ -1,15 +1,37 @@
-"""Orders: commands are fenced, recognised and handed on; faults that people order. Rules: machine.py."""
+"""Carries out commands: refuses stale and repeated ones, hands the others on, and injects the faults that people order.
+
+Rules (the others: machine.py)
+------------------------------
+* A worker's kill or stop at once is a signal; a fault that waits for an iteration or a phase, and every fault inside
+  the training loop, is for the worker: it receives `InjectIntoWorker`, and injects the fault at its next chance.
+* A node's fault (no worker named) and an xid are for the shell (node_faults.py).
+* A fault for a worker that has ended, or is not connected, is refused: it would hit another worker, or come later.
+"""
 
 from __future__ import annotations
 
+import signal
 from typing import assert_never
 
 from msgspec.structs import replace
 
-from unicrond.agents.core import joining, memberships, ordered_faults, starting, stopping
+from unicrond.agents.core import joining, memberships, starting, stopping
 from unicrond.agents.core import stored_states as kept_states
-from unicrond.agents.core.state import Checked, Commanded, LogDecision, PendingCommand, RunCheck, Unreadable
+from unicrond.agents.core.state import (
+    Action,
+    Checked,
+    Commanded,
+    InjectIntoNode,
+    LogDecision,
+    PendingCommand,
+    RunCheck,
+    TellForkServer,
+    TellWorker,
+    Unreadable,
+    WorkerRecord,
+)
 from unicrond.agents.core.transaction import MAX_TEXT, UNREAD, Transition
+from unicrond.agents.protocol.messages import InjectIntoWorker, Kill
 from unicrond.events.vocabulary import (
     CheckNode,
     DropState,
@@ -41,7 +63,7 @@ def commanded(transition: Transition, delivery: Commanded) -> None:  # noqa: C90
             commanded(transition, replace(delivery, command=start))
         return
     order = PendingCommand(command_id=command.command_id, cause=delivery.cause)
-    if order.command_id in transition.memory.answered:
+    if order.command_id in transition.memory.answers:
         transition.say_answer(order)
         return
     if is_pending(transition, order.command_id):
@@ -115,7 +137,7 @@ def apply_decision(transition: Transition, decision: LogDecision) -> None:
 def unreadable(transition: Transition, unread: Unreadable) -> None:
     """Refuse a command that cannot be read; if it has been answered already, repeat the answer."""
     order = PendingCommand(command_id=unread.command_id, cause=unread.cause)
-    if order.command_id in transition.memory.answered:
+    if order.command_id in transition.memory.answers:
         transition.say_answer(order)
     else:
         transition.answer(order, f"{UNREAD}{unread.reason}")
@@ -123,7 +145,7 @@ def unreadable(transition: Transition, unread: Unreadable) -> None:
 
 def is_pending(transition: Transition, command_id: str) -> bool:
     """Return whether the command has been accepted and not answered yet."""
-    starts = [w.order for w in transition.memory.waiting]
+    starts = [w.order for w in transition.memory.waiting_starts]
     starts += [w.starting.order for w in transition.memory.workers.values() if w.starting]
     stops = [o for w in transition.memory.workers.values() for o in w.stop_orders]
     checking = transition.state.checking
@@ -134,17 +156,17 @@ def is_pending(transition: Transition, command_id: str) -> bool:
 
 def inject(transition: Transition, fault: Fault, order: PendingCommand) -> None:
     """Inject a fault that a person has ordered, into the node or one of its workers."""
-    if ordered_faults.is_of_node(fault):
+    if _is_node_fault(fault):
         if fault.kind == "kill":
             transition.answer(order)
         else:
             transition.state = replace(
                 transition.state, injecting={**transition.state.injecting, order.command_id: order}
             )
-        transition.actions.append(ordered_faults.on_node(fault, order.command_id))
+        transition.actions.append(InjectIntoNode(fault=fault, command_id=order.command_id))
         return
     record = transition.memory.workers.get(fault.worker)
-    action = ordered_faults.on_worker(fault, record, is_connected=transition.is_connected(fault.worker))
+    action = _worker_fault(fault, record, is_connected=transition.is_connected(fault.worker))
     if isinstance(action, str):
         transition.answer(order, action)
     else:
@@ -188,10 +210,31 @@ def checked(transition: Transition, outcome: Checked) -> None:
         NodeChecked(
             node=transition.config.node,
             command_id=outcome.command_id,
-            passed=outcome.has_passed,
+            has_passed=outcome.has_passed,
             duration_us=outcome.duration_us,
             detail=outcome.detail[:MAX_TEXT],
         ),
         order.cause,
     )
     transition.answer(order)
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def _is_node_fault(fault: Fault) -> bool:
+    """Return whether it is a fault of the node, not of one of its workers."""
+    return not fault.worker or fault.kind in ("xid", "drop_network")
+
+
+def _worker_fault(fault: Fault, record: WorkerRecord | None, *, is_connected: bool) -> Action | str:
+    """Return the action for a worker's fault; a text says why there is none."""
+    if record is None or not record.pid or record.foreign:
+        return f"no worker {fault.worker} runs here"
+    if record.stop != "no":
+        return f"worker {fault.worker} is about to end anyway"
+    if fault.kind in _SIGNALS and not fault.at_iteration and not fault.phase:
+        return TellForkServer(message=Kill(worker=fault.worker, signal=_SIGNALS[fault.kind]))
+    if not is_connected:
+        return f"worker {fault.worker} is not connected; try again in a moment"
+    return TellWorker(worker=fault.worker, message=InjectIntoWorker(fault=fault))

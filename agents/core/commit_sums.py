@@ -1,4 +1,5 @@
-"""Commits of single iterations, summed into one StepCommitted: pure, one task and one worker at a time.
+"""Adds up reports of committed iterations, so that one StepCommitted stands for several. Pure; one task and one worker
+at a time.
 
 A sum covers consecutive iterations of one generation as one worker reported them; a commit that does not continue
 it starts a new one.
@@ -11,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from unicrond.agents.protocol.messages import Committed
+from unicrond.agents.protocol.messages import IterationCommitted
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS
 from unicrond.events.vocabulary import Checksums, Name, StepCommitted, WorkerId
 
@@ -31,7 +32,7 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     duration_us: int
     micro_batches_by_rank: tuple[int, ...]
-    redone: int
+    micro_batches_repeated: int
     checksums: Checksums | None = None
 
     def event(self, node: Name, task: Name) -> StepCommitted:
@@ -39,23 +40,17 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
         return StepCommitted(node=node, task=task, **msgspec.structs.asdict(self))
 
 
-def _checksums(commit: Committed) -> Checksums | None:
-    if not commit.checksum and not commit.sums:
-        return None
-    return Checksums(after=commit.checked, parameters=commit.checksum, sums=commit.sums)
-
-
-def position(commit: Committed) -> Position:
+def position(commit: IterationCommitted) -> Position:
     """Return the position of the commit among all commits of its task."""
     return (commit.generation, commit.iteration)
 
 
-def urgent(commit: Committed) -> bool:
+def urgent(commit: IterationCommitted) -> bool:
     """Return whether the commit must be reported at once: its loss is not finite."""
     return not math.isfinite(commit.loss)
 
 
-def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
+def continues(before: CommitSum, worker: WorkerId, commit: IterationCommitted) -> bool:
     """Return whether the commit is the next one of the same sum."""
     return (
         before.worker == worker
@@ -65,7 +60,7 @@ def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
     )
 
 
-def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> CommitSum:
+def add(before: CommitSum | None, worker: WorkerId, commit: IterationCommitted) -> CommitSum:
     """Return the sum with one more commit; `before` is None or is continued by it."""
     if before is None:
         return CommitSum(
@@ -78,8 +73,8 @@ def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> Commit
             loss=commit.loss,
             duration_us=commit.duration_us,
             micro_batches_by_rank=commit.micro_batches_by_rank,
-            redone=commit.redone,
-            checksums=_checksums(commit),
+            micro_batches_repeated=commit.micro_batches_repeated,
+            checksums=commit.checksums,
         )
     return CommitSum(
         worker=worker,
@@ -93,6 +88,6 @@ def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> Commit
         micro_batches_by_rank=tuple(
             a + b for a, b in zip(before.micro_batches_by_rank, commit.micro_batches_by_rank, strict=True)
         ),
-        redone=before.redone + commit.redone,
-        checksums=_checksums(commit) or before.checksums,
+        micro_batches_repeated=before.micro_batches_repeated + commit.micro_batches_repeated,
+        checksums=commit.checksums or before.checksums,
     )

@@ -1,4 +1,4 @@
-"""Commits: the sums that become StepCommitted. Rules: machine.py."""
+"""Decides when a task's sum of committed iterations goes to the log as StepCommitted. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from msgspec.structs import replace
 from unicrond.agents.core import commit_sums
 from unicrond.agents.core.state import ArmTimer, WorkerRecord
 from unicrond.agents.core.transaction import Transition
-from unicrond.agents.protocol.messages import Committed
+from unicrond.agents.protocol.messages import IterationCommitted
 
 
-def committed(transition: Transition, record: WorkerRecord, commit: Committed) -> None:
+def committed(transition: Transition, record: WorkerRecord, commit: IterationCommitted) -> None:
     """Add a worker's commit to its task's sum; close the sum where it cannot grow, or may not wait."""
     task = record.task
     position = commit_sums.position(commit)

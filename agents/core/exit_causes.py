@@ -1,4 +1,4 @@
-"""What an exit status says about the cause: one table of facts, no opinion about the response.
+"""Names the cause of a worker's end from its exit status: a table of facts, without an opinion about the response.
 
 Severity and remedy are the coordinator's. A worker that could still report has sent its cause itself
 (messages.Trouble); this is for those that could not.
@@ -10,8 +10,7 @@ import os
 import signal
 from typing import NamedTuple
 
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT, EXIT_NO_MEMBERSHIP, LEFT_EARLY
-from unicrond.agents.protocol.messages import OomKill
+from unicrond.agents.protocol.messages import EXIT_NO_AGENT, EXIT_NO_MEMBERSHIP, LEFT_EARLY, OomKill
 from unicrond.events.vocabulary import ErrorKind, ExitCause
 
 _SIGNALS: dict[int, tuple[ErrorKind, str]] = {

@@ -1,4 +1,4 @@
-"""Exits: the end of a worker, its cause, and its record in the memory. Rules: machine.py."""
+"""Handles the end of a worker: its cause, its reports, and its record in the memory. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unicrond.agents.core.exit_causes import Exit, classify
 from unicrond.agents.core.state import MAX_GONE, EndedWorker, TellForkServer, WorkerLink, WorkerRecord
 from unicrond.agents.core.transaction import Transition, newest_of
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import ExitedAck
+from unicrond.agents.protocol.messages import ProcessExitAck
 from unicrond.events.vocabulary import ErrorReported, WorkerExited, WorkerId
 
 
@@ -23,9 +23,9 @@ def exited(transition: Transition, worker: WorkerId, pid: int, end: Exit, log_ta
         return
     if record.foreign:
         forget(transition, record, None)
-        transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+        transition.actions.append(TellForkServer(message=ProcessExitAck(worker=worker)))
         return
-    starting.started(transition, worker, pid)  # in case that it ended so soon that its Forked was lost
+    starting.started(transition, worker, pid)  # in case that it ended so soon that its ProcessForked was lost
     record = transition.memory.workers[worker]
     task = record.task
     commits.close_sum(transition, task)
@@ -47,8 +47,8 @@ def left_early(record: WorkerRecord, mark: Mark | None) -> bool:
 def exited_before(transition: Transition, worker: WorkerId, end: Exit, log_tail: str) -> None:
     """Handle an exit of a worker that is not in the memory, or that was in the outbox of the agent before."""
     ended_worker = transition.memory.ended_workers.get(worker)
-    if (ended_worker and ended_worker.durable) or worker in transition.memory.foreign_gone:
-        transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+    if (ended_worker and ended_worker.durable) or worker in transition.memory.foreign_workers:
+        transition.actions.append(TellForkServer(message=ProcessExitAck(worker=worker)))
         return
     expected = ended_worker.expected if ended_worker else False
     remember_end(transition, worker, EndedWorker(expected=expected, durable=False))
@@ -88,11 +88,11 @@ def tell_exit(
             worker=worker,
             exit_code=end.exit_code,
             signal=end.signal,
-            expected=expected,
+            is_expected=expected,
             log_tail="" if expected else log_tail,
             cause=end.cause,
             iteration=mark.iteration if mark else 0,
-            computed=computed(mark) if mark else 0,
+            micro_batches_finished=computed(mark) if mark else 0,
         ),
         confirm=True,
     )

@@ -1,4 +1,4 @@
-"""Adoption: the fork server's messages, and its inventory, which is complete. Rules: machine.py."""
+"""Handles the fork server's messages, and adopts the workers in its inventory, which is complete. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unicrond.agents.core.state import ArmTimer, EndedWorker, WorkerRecord
 from unicrond.agents.core.transaction import MAX_TEXT, Transition
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Exited,
-    Forked,
     FromForkServer,
     Inventory,
     MemoryReserved,
+    ProcessExited,
+    ProcessForked,
     ReserveFailed,
     SpawnFailed,
 )
@@ -27,11 +27,11 @@ from unicrond.events.vocabulary import ExitCause, WorkerId
 def fork_server_said(transition: Transition, message: FromForkServer, log_tail: str, mark: Mark | None) -> None:
     """Dispatch a message of the fork server to its subject. `log_tail`, `mark`: of the worker that it names."""
     match message:
-        case Forked(worker=worker, pid=pid):
+        case ProcessForked(worker=worker, pid=pid):
             starting.started(transition, worker, pid)
         case SpawnFailed(worker=worker, reason=reason):
             spawn_failed(transition, worker, reason)
-        case Exited(worker=worker, pid=pid, status=status, oom=oom):
+        case ProcessExited(worker=worker, pid=pid, status=status, oom=oom):
             exits.exited(transition, worker, pid, Exit.of(status, oom), log_tail, mark)
             after_an_end(transition)
         case Inventory():
@@ -77,7 +77,7 @@ def take_inventory(transition: Transition, inventory: Inventory) -> None:
 
 def begin_adoption(transition: Transition, listed: frozenset[WorkerId]) -> None:
     """Wait `hello_wait_s` at most for the listed workers that are not connected."""
-    for waiting in transition.memory.waiting:
+    for waiting in transition.memory.waiting_starts:
         starting.arm_wait(transition, waiting.command.worker)
     connected = {worker for worker, link in transition.state.links.items() if link.connected}
     transition.state = replace(transition.state, unheard=listed - connected)
@@ -107,7 +107,7 @@ def requeue(transition: Transition, record: WorkerRecord) -> None:
     """Let a start wait again whose Spawn was lost with the fork server or its connection."""
     transition.remember(workers={w: r for w, r in transition.memory.workers.items() if w != record.worker})
     if record.starting and record.stop == "no":
-        transition.remember(waiting=(record.starting, *transition.memory.waiting))
+        transition.remember(waiting_starts=(record.starting, *transition.memory.waiting_starts))
         starting.arm_wait(transition, record.worker)
         return
     if record.starting:

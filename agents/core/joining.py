@@ -1,4 +1,4 @@
-"""Joining and leaving: the node, and the log that it belongs to. Rules: machine.py."""
+"""Joins the cluster and leaves it, and forgets a log that is not this cluster's. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def join(transition: Transition) -> None:
         membership = transition.memory.memberships.get(task)
         peers = tuple(peer.node for peer in membership.peers) if membership else ()
         transition.append(PeersRemembered(node=config.node, task=task, peers=peers))
-    for held_state in transition.state.untold.values():
-        if held_state is not None:
-            kept_states.tell_held(transition, held_state)
+    for snapshot in transition.state.untold.values():
+        if snapshot is not None:
+            kept_states.tell_held(transition, snapshot)
 
 
 def machine_saw(transition: Transition, saw: MachineSaw) -> None:
@@ -89,7 +89,7 @@ def drain(transition: Transition, reason: str, limit_s: float) -> None:
     """
     if transition.state.drain_s is not None or transition.state.phase in ("leaving", "left"):
         return
-    if transition.state.phase == "adopting" and not (transition.memory.workers or transition.memory.waiting):
+    if transition.state.phase == "adopting" and not (transition.memory.workers or transition.memory.waiting_starts):
         leave(transition, reason)
         return
     transition.state = replace(transition.state, drain_s=limit_s, leave_reason=reason[:MAX_TEXT])
@@ -103,7 +103,7 @@ def begin_drain(transition: Transition, limit_s: float) -> None:
     transition.state = replace(transition.state, phase="draining")
     grace_us, reason = round((limit_s + transition.config.kill_after_s) * 1e6), transition.state.leave_reason
     transition.append(NodeLeaving(node=transition.config.node, grace_us=grace_us, reason=reason))
-    for waiting in transition.memory.waiting:
+    for waiting in transition.memory.waiting_starts:
         starting.give_up_start(transition, waiting, "the node is leaving")
     leave_if_empty(transition)
 
@@ -113,7 +113,7 @@ def end_drain(transition: Transition) -> None:
     if transition.state.phase in ("leaving", "left"):
         return
     transition.state = replace(transition.state, phase="leaving")
-    for waiting in transition.memory.waiting:
+    for waiting in transition.memory.waiting_starts:
         starting.give_up_start(transition, waiting, "the node is leaving")
     for record in sorted(transition.memory.workers.values(), key=lambda worker: worker.worker):
         if record.stop in ("no", "quit"):
@@ -129,7 +129,7 @@ def leave(transition: Transition, reason: str) -> None:
     if transition.state.phase in ("leaving", "left"):
         return
     transition.state = replace(transition.state, phase="leaving", leave_reason=reason[:MAX_TEXT])
-    for waiting in transition.memory.waiting:
+    for waiting in transition.memory.waiting_starts:
         starting.give_up_start(transition, waiting, "the node is leaving")
     for worker in sorted(transition.memory.workers):
         stopping.stop(transition, transition.memory.workers[worker], f"the node is leaving: {reason}")
@@ -176,7 +176,7 @@ def forget_log(transition: Transition) -> None:
         since_boot=transition.memory.since_boot,
         log_adopted_us=transition.memory.log_adopted_us,
         workers={w: replace(record, foreign=True) for w, record in transition.memory.workers.items()},
-        foreign_gone=tuple(transition.memory.ended_workers),
+        foreign_workers=tuple(transition.memory.ended_workers),
     )
     transition.state = replace(
         transition.state, memory=memory, sums={}, summed={}, leader_confirms={}, confirming=frozenset()

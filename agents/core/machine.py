@@ -15,7 +15,7 @@ Commands
   Applied = the process exists.
 * StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL; no Quit for a worker that has not
   connected yet and never was a member; with `kill` SIGKILL at once. Applied = the process is gone.
-* InjectFault (ordered_faults.py): never by an old command. A fault that ends this agent is answered before it happens,
+* InjectFault (commands.py): never by an old command. A fault that ends this agent is answered before it happens,
   or it would happen to the next agent again; every other one is answered afterwards.
 * CheckNode: one check at a time, and none by an old command; its outcome is NodeChecked, then the command is applied.
   A check that the agent's end cuts off is not reported: the coordinator hears of the next agent, and orders it again.
@@ -109,7 +109,7 @@ from unicrond.agents.core.state import (
     WorkerSaid,
 )
 from unicrond.agents.core.transaction import Transition, newest_of
-from unicrond.agents.protocol.messages import ExitedAck
+from unicrond.agents.protocol.messages import ProcessExitAck
 from unicrond.events.vocabulary import LinksProbed, Observation, StepCommitted, WorkerExited
 
 
@@ -117,7 +117,7 @@ def resume(config: AgentConfig, memory: Remembered) -> AgentState:
     """Return the state of an agent that starts, with what the one before it remembered (or an empty Remembered)."""
     if memory == Remembered():
         memory = Remembered(since_boot=config.agent_boot)
-    return AgentState(config=config, memory=memory, summed=dict(memory.reported))
+    return AgentState(config=config, memory=memory, summed=dict(memory.reported_commits))
 
 
 def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Action]]:  # noqa: C901  # one case for each kind of input
@@ -148,8 +148,8 @@ def handle(state: AgentState, agent_input: Input) -> tuple[AgentState, list[Acti
             joining.log_seen(transition, agent_input)
         case MachineSaw():
             joining.machine_saw(transition, agent_input)
-        case StateHeld(held_state=held_state):
-            kept_states.report_held(transition, held_state)
+        case StateHeld(snapshot=snapshot):
+            kept_states.report_held(transition, snapshot)
         case Appended(event=event):
             _appended(transition, event)
         case NodeFaultInjected(command_id=command_id, reason=reason):
@@ -197,7 +197,7 @@ def _timer_fired(transition: Transition, fired: TimerFired) -> None:  # noqa: C9
         case "drain":
             joining.end_drain(transition)
         case "wait":
-            for waiting in transition.memory.waiting:
+            for waiting in transition.memory.waiting_starts:
                 if waiting.command.worker == fired.key:
                     lack = "no slot became free" if transition.state.store_port else "the fork server did not start"
                     starting.give_up_start(transition, waiting, f"{lack} in time")
@@ -212,9 +212,9 @@ def _appended(transition: Transition, event: Observation) -> None:
             exit_record = transition.memory.ended_workers.get(worker)
             if exit_record:
                 exits.remember_end(transition, worker, replace(exit_record, durable=True))
-            transition.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+            transition.actions.append(TellForkServer(message=ProcessExitAck(worker=worker)))
         case StepCommitted(task=task, generation=generation, last=last):
-            rest = {t: position for t, position in transition.memory.reported.items() if t != task}
-            transition.remember(reported=newest_of({**rest, task: (generation, last)}, MAX_TASKS))
+            rest = {t: position for t, position in transition.memory.reported_commits.items() if t != task}
+            transition.remember(reported_commits=newest_of({**rest, task: (generation, last)}, MAX_TASKS))
         case _:
             pass

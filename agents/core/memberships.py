@@ -1,4 +1,4 @@
-"""Memberships: the newest one of each task, sent to the workers that it concerns. Rules: machine.py."""
+"""Sends each task's newest membership to its workers on this node. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from msgspec.structs import replace
 
 from unicrond.agents.core.state import MAX_TASKS, TellWorker, WorkerRecord
 from unicrond.agents.core.transaction import Transition, newest_of
-from unicrond.agents.protocol.messages import GroupMembership, Regrouped
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.events.trust.membership_digest import place_of
-from unicrond.events.vocabulary import Member, MembershipDecided, MembershipPart, SeatRun
+from unicrond.events.vocabulary import Member, MembershipDecided, MembershipPart, SeatRun, WorkerJoinedGroup
 from unicrond.events.vocabulary.placements import PartialMembership, add_part, broadcast_seats, joiners_of, members_of
 
 
 def take_part(transition: Transition, part: MembershipPart, term: int) -> None:
     """Store a part until its membership is decided."""
-    _keep_telling(transition, part.task, add_part(transition.memory.tellings.get(part.task), part, term))
+    _keep_telling(transition, part.task, add_part(transition.memory.membership_parts.get(part.task), part, term))
 
 
 def decided(transition: Transition, event: MembershipDecided, term: int, warrant: str = "") -> None:
     """Store the membership and send it to the task's workers. An older one changes nothing, nor an incomplete one."""
-    seats = broadcast_seats(transition.memory.tellings.get(event.task), event, term)
+    seats = broadcast_seats(transition.memory.membership_parts.get(event.task), event, term)
     _keep_telling(transition, event.task, None)
     newest = transition.memory.memberships.get(event.task)
     if seats is None or (newest and event.generation <= newest.generation):
@@ -29,18 +29,18 @@ def decided(transition: Transition, event: MembershipDecided, term: int, warrant
     _keep(transition, event, seats, warrant)
 
 
-def to_report(transition: Transition, record: WorkerRecord, report: Regrouped) -> Regrouped | None:
+def to_report(transition: Transition, record: WorkerRecord, report: WorkerJoinedGroup) -> WorkerJoinedGroup | None:
     """Return the report that a member is in its group as it is to be appended; None where the leader's stands for
     it."""
     membership = transition.memory.memberships.get(record.task)
     if membership is None or not membership.generation == report.generation == transition.state.leader_confirms.get(
         record.task
     ):
-        return replace(report, peers_assigned=0)
+        return replace(report, micro_batches_assigned_elsewhere=0)
     if membership.members[0].worker == record.worker:
         return report
     keeps_state = report.source == "own" and record.worker not in membership.joiners
-    return None if keeps_state else replace(report, peers_assigned=0)
+    return None if keeps_state else replace(report, micro_batches_assigned_elsewhere=0)
 
 
 def _keep(transition: Transition, event: MembershipDecided, seats: tuple[SeatRun, ...], warrant: str) -> None:
@@ -75,10 +75,10 @@ def _warrant_here(transition: Transition, task: str, members: tuple[Member, ...]
 
 def _keep_telling(transition: Transition, task: str, telling: PartialMembership | None) -> None:
     """Store the parts that have come of the task's next membership."""
-    if telling is None and task not in transition.memory.tellings:
+    if telling is None and task not in transition.memory.membership_parts:
         return
-    rest = {name: partial for name, partial in transition.memory.tellings.items() if name != task}
-    transition.remember(tellings=newest_of({**rest, **({task: telling} if telling else {})}, MAX_TASKS))
+    rest = {name: partial for name, partial in transition.memory.membership_parts.items() if name != task}
+    transition.remember(membership_parts=newest_of({**rest, **({task: telling} if telling else {})}, MAX_TASKS))
 
 
 def tell_membership(transition: Transition, record: WorkerRecord) -> None:

@@ -1,8 +1,7 @@
-"""Reports of workers, and of the watches over them and over accelerators. Rules: machine.py."""
+"""Turns what workers, and the watches over workers and GPUs, report into observations for the log. Rules:
+machine.py."""
 
 from __future__ import annotations
-
-from typing import TypeAlias, assert_never
 
 from msgspec.structs import replace
 
@@ -18,49 +17,21 @@ from unicrond.agents.core.state import (
     WorkerRecord,
 )
 from unicrond.agents.core.transaction import MAX_TEXT, Transition
-from unicrond.agents.protocol.flight import Flight
-from unicrond.agents.protocol.messages import (
-    Busy,
-    Captured,
-    Committed,
-    Completed,
-    Degraded,
-    ErrorReport,
-    FromWorker,
-    Hello,
-    MembershipWait,
-    Parked,
-    Quit,
-    Ready,
-    Regrouped,
-    SaveError,
-    SaveFinished,
-    StateLoadReport,
-    StopRequest,
-    StragglerCleared,
-    StragglerReport,
-    Suspected,
-)
+from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, IterationCommitted, Quit
 from unicrond.events.vocabulary import (
     AcceleratorReported,
     CheckpointSaved,
-    CorruptionSuspected,
-    DegradationObserved,
     ErrorReported,
     HangSuspected,
-    Observation,
-    SaveFailed,
-    StateLoaded,
+    SnapshotStored,
     StopRequested,
-    StragglerObserved,
-    StragglerRecovered,
     TaskCompleted,
     WorkerBusy,
     WorkerId,
     WorkerJoinedGroup,
+    WorkerObservation,
     WorkerPaused,
     WorkerReady,
-    WorkerWaiting,
 )
 
 #: Shorter work is not reported.
@@ -68,27 +39,6 @@ BUSY_TOLD_AFTER_S = 1.0
 
 #: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
 SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
-#: Reports that become an observation as they are: the event has the message's fields, and names the worker.
-Reported: TypeAlias = (
-    Regrouped | Parked | ErrorReport | Degraded | StragglerReport | StragglerCleared | Suspected | StateLoadReport
-    | SaveFinished | Completed | Busy | MembershipWait | StopRequest | SaveError
-)  # fmt: skip
-REPORTED: dict[type[Reported], type[Observation]] = {
-    Regrouped: WorkerJoinedGroup,
-    Parked: WorkerPaused,
-    ErrorReport: ErrorReported,
-    Degraded: DegradationObserved,
-    StragglerReport: StragglerObserved,
-    StragglerCleared: StragglerRecovered,
-    Suspected: CorruptionSuspected,
-    StateLoadReport: StateLoaded,
-    SaveFinished: CheckpointSaved,
-    Completed: TaskCompleted,
-    Busy: WorkerBusy,
-    MembershipWait: WorkerWaiting,
-    StopRequest: StopRequested,
-    SaveError: SaveFailed,
-}
 
 
 def connected(transition: Transition, hello: Hello) -> None:
@@ -129,18 +79,24 @@ def ready(transition: Transition, record: WorkerRecord, *, is_news: bool = True)
 
 
 def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -> None:  # noqa: C901  # one case for each kind of message
-    """Dispatch a worker's message to its subject; messages of unknown and foreign workers are ignored."""
+    """Dispatch a worker's message to its subject; messages of unknown and foreign workers are ignored. Disconnect a
+    worker that speaks of another one."""
     record = transition.memory.workers.get(worker)
     if record is None or record.foreign:
+        return
+    if not is_own(transition, record, message):
+        transition.actions.append(
+            Disconnect(worker=worker, reason=f"it sent {type(message).__name__} of another worker")
+        )
         return
     match message:
         case Hello():
             connected(transition, message)
-        case Ready():
+        case WorkerReady():
             ready(transition, record)
-        case Committed():
+        case IterationCommitted():
             commits.committed(transition, record, message)
-        case Regrouped():
+        case WorkerJoinedGroup():
             if message.generation <= record.regrouped:
                 return  # repeated to a new agent
             commits.close_sum(transition, record.task)
@@ -148,62 +104,63 @@ def worker_said(transition: Transition, worker: WorkerId, message: FromWorker) -
             transition.change(record, regrouped=message.generation, generation=generation)
             transition.reached(worker, message.iteration)
             if (report := memberships.to_report(transition, record, message)) is not None:
-                pass_on(transition, record, report)
-        case Parked():
+                transition.append(report)
+        case WorkerPaused():
             commits.close_sum(transition, record.task)
             transition.reached(worker, message.iteration)
-            pass_on(transition, record, message)
-        case ErrorReport():
+            transition.append(message)
+        case ErrorReported():
             commits.close_sum(transition, record.task)
             transition.reached(worker, message.iteration)
             if message.kind not in SYMPTOMS:
                 transition.change(record, cause_told=True)
-            pass_on(transition, record, message)
-        case Degraded() | StragglerReport() | StragglerCleared() | Suspected():
-            pass_on(transition, record, message)
-        case StateLoadReport() | MembershipWait() | SaveError():
-            pass_on(transition, record, message)
-        case Busy():
+            transition.append(message)
+        case WorkerBusy():
             busy(transition, record, message)
-        case StopRequest():
+        case StopRequested():
             commits.close_sum(transition, record.task)
             transition.change(record, stopping=True)
-            pass_on(transition, record, message)
-        case Captured():
-            kept_states.captured(transition, record.task, message)
-        case SaveFinished():
+            transition.append(message)
+        case SnapshotStored():
+            kept_states.captured(transition, message)
+        case CheckpointSaved():
             if message.iteration == record.saved:
                 return  # repeated to a new agent
             transition.change(record, saved=message.iteration)
-            pass_on(transition, record, message)
-        case Completed():
+            transition.append(message)
+        case TaskCompleted():
             if record.completed:
                 return
             commits.close_sum(transition, record.task)
             transition.change(record, completed=True)
-            pass_on(transition, record, message)
+            transition.append(message)
         case Flight():
             pass  # for a person: the shell has it
-        case _ as never:
-            assert_never(never)
+        case _:
+            transition.append(message)
 
 
-def pass_on(transition: Transition, record: WorkerRecord, message: Reported) -> None:
-    """Append a worker's report as an observation of that worker; its fields are the same."""
-    fields = {field: getattr(message, field) for field in message.__struct_fields__}
-    kind = REPORTED[type(message)]
-    transition.append(kind(node=transition.config.node, task=record.task, worker=record.worker, **fields))
+def is_own(transition: Transition, record: WorkerRecord, message: FromWorker) -> bool:
+    """Return whether an event of this worker is about itself, its task and its node; other messages name nobody."""
+    about = (transition.config.node, record.task)
+    match message:
+        case SnapshotStored():
+            return (message.node, message.task) == about and message.origin == message.node
+        case WorkerObservation():
+            return (message.node, message.task) == about and message.worker == record.worker
+        case _:
+            return True
 
 
-def busy(transition: Transition, record: WorkerRecord, message: Busy) -> None:
+def busy(transition: Transition, record: WorkerRecord, message: WorkerBusy) -> None:
     """Record the declared work. Short work is not reported, only work that has lasted for a while (machine.py, timer
     "busy")."""
     link = transition.state.links.get(record.worker, WorkerLink())
-    if link.busy_told and not message.what:
-        pass_on(transition, record, message)
-    elif message.what:
+    if link.busy_told and not message.section:
+        transition.append(message)
+    elif message.section:
         transition.actions.append(ArmTimer(name="busy", key=record.worker, after_s=BUSY_TOLD_AFTER_S))
-    transition.link(record.worker, replace(link, busy=message if message.what else None, busy_told=False))
+    transition.link(record.worker, replace(link, busy=message if message.section else None, busy_told=False))
 
 
 def tell_busy(transition: Transition, worker: WorkerId) -> None:
@@ -211,7 +168,7 @@ def tell_busy(transition: Transition, worker: WorkerId) -> None:
     record, link = transition.memory.workers.get(worker), transition.state.links.get(worker, WorkerLink())
     if record is not None and link.busy is not None and not link.busy_told:
         transition.link(worker, replace(link, busy_told=True))
-        pass_on(transition, record, link.busy)
+        transition.append(link.busy)
 
 
 def stalled(transition: Transition, stalled: Stalled) -> None:
@@ -230,13 +187,13 @@ def stalled(transition: Transition, stalled: Stalled) -> None:
             iteration=mark.iteration,
             phase=mark.phase,
             micro_batch=mark.micro_batch,
-            entered=mark.entered,
-            waiting=mark.waiting,
-            stopped=stalled.is_stopped,
+            collectives_entered=mark.collectives_entered,
+            is_waiting=mark.is_waiting,
+            is_stopped=stalled.is_stopped,
             still_us=stalled.still_us,
             limit_us=mark.limit_us,
-            busy=busy_with.what if busy_with and mark.phase == "busy" else "",
-            told=stalled.times,
+            section=busy_with.section if busy_with and mark.phase == "busy" else "",
+            report_number=stalled.times,
         )
     )
 
@@ -251,7 +208,7 @@ def accelerator_saw(transition: Transition, saw: AcceleratorSaw) -> None:
             kind=saw.kind,
             xid=saw.xid,
             message=saw.message[:MAX_TEXT],
-            needs=saw.needs,
+            repair_need=saw.repair_need,
             predicts_failure=saw.predicts_failure,
         )
     )

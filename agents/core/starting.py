@@ -1,4 +1,4 @@
-"""Starting: from a command to a process in a slot. Rules: machine.py."""
+"""Starts workers: from a StartWorker command to a process in a slot. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unicrond.agents.core.state import ArmTimer, PendingCommand, PendingStart, TellForkServer, WorkerLink, WorkerRecord
 from unicrond.agents.core.transaction import Transition
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.task_users import refusal as users_refusal
 from unicrond.agents.protocol.messages import Launch, Spawn
 from unicrond.events.host.task_environment import refusal as variable_refusal
@@ -27,16 +27,18 @@ def start(transition: Transition, command: StartWorker, order: PendingCommand) -
     elif transition.state.store_port and not free_slots(transition) and not is_slot_coming(transition):
         transition.answer(order, f"no free slot: all {transition.config.slots} slots hold a worker")
     else:
-        transition.remember(waiting=(*transition.memory.waiting, PendingStart(command=command, order=order)))
+        transition.remember(
+            waiting_starts=(*transition.memory.waiting_starts, PendingStart(command=command, order=order))
+        )
         fill_slots(transition)
-        if any(w.command.worker == worker for w in transition.memory.waiting):
+        if any(w.command.worker == worker for w in transition.memory.waiting_starts):
             arm_wait(transition, worker)
 
 
 def is_known(transition: Transition, worker: WorkerId) -> bool:
     """Return whether the worker waits, runs, or has ended here."""
     memory = transition.memory
-    is_waiting = any(w.command.worker == worker for w in memory.waiting)
+    is_waiting = any(w.command.worker == worker for w in memory.waiting_starts)
     return is_waiting or worker in memory.workers or worker in memory.ended_workers
 
 
@@ -64,17 +66,17 @@ def arm_wait(transition: Transition, worker: WorkerId) -> None:
 
 def fill_slots(transition: Transition) -> None:
     """Spawn the waiting starts, oldest first, as far as there are slots."""
-    while transition.memory.waiting and transition.state.store_port and (free := free_slots(transition)):
-        first, *later = transition.memory.waiting
+    while transition.memory.waiting_starts and transition.state.store_port and (free := free_slots(transition)):
+        first, *later = transition.memory.waiting_starts
         command = first.command
         if reason := refusal(transition, command.spec):
             give_up_start(transition, first, reason)
             continue
-        transition.remember(waiting=tuple(later))
+        transition.remember(waiting_starts=tuple(later))
         record = WorkerRecord(worker=command.worker, task=command.spec.name, slot=free[0], starting=first)
         transition.remember(
             workers={**transition.memory.workers, command.worker: record},
-            foreign_gone=tuple(w for w in transition.memory.foreign_gone if w != command.worker),
+            foreign_workers=tuple(w for w in transition.memory.foreign_workers if w != command.worker),
         )
         transition.actions.append(TellForkServer(message=spawn(transition, command, free[0])))
 
@@ -127,5 +129,5 @@ def started(transition: Transition, worker: WorkerId, pid: int) -> None:
 
 def give_up_start(transition: Transition, waiting: PendingStart, reason: str) -> None:
     """Answer a waiting start with `reason`, and drop it."""
-    transition.remember(waiting=tuple(w for w in transition.memory.waiting if w is not waiting))
+    transition.remember(waiting_starts=tuple(w for w in transition.memory.waiting_starts if w is not waiting))
     transition.answer(waiting.order, reason)

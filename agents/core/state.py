@@ -13,15 +13,7 @@ import msgspec
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.commit_sums import CommitSum, Position
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import (
-    Busy,
-    FromForkServer,
-    FromWorker,
-    GroupMembership,
-    Hello,
-    ToForkServer,
-    ToWorker,
-)
+from unicrond.agents.protocol.messages import FromForkServer, FromWorker, GroupMembership, Hello, ToForkServer, ToWorker
 from unicrond.events.vocabulary import (
     AnyCommand,
     Decision,
@@ -35,14 +27,17 @@ from unicrond.events.vocabulary import (
     Observation,
     ProbeLinks,
     RepairNeed,
+    SnapshotStored,
     StartWorker,
+    WorkerBusy,
     WorkerId,
 )
 from unicrond.events.vocabulary.placements import PartialMembership
 
 
 class _StateStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base: immutable; written with field names, without those at their defaults: an older agent may read it again."""
+    """The base of the core's values: immutable; written by field name without fields at their defaults, so that an
+    older agent may read it."""
 
 
 StopStage: TypeAlias = Literal["no", "quit", "term", "kill"]
@@ -56,7 +51,7 @@ class PendingCommand(_StateStruct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(_StateStruct, frozen=True, kw_only=True):
-    """A process that lives, or that the fork server is to start (`pid` 0)."""
+    """A worker whose process lives, or that the fork server is to start (`pid` 0)."""
 
     worker: WorkerId
     task: Name
@@ -98,21 +93,8 @@ class EndedWorker(_StateStruct, frozen=True, kw_only=True):
     durable: bool
 
 
-class HeldState(_StateStruct, frozen=True, kw_only=True):
-    """A state that the node's memory holds: captured here, or a copy of what `origin` captured."""
-
-    task: Name
-    shard: int
-    iteration: int
-    generation: int
-    origin: Name
-    size_bytes: int
-    shards: int
-    duration_us: int = 0
-
-
 class Remembered(_StateStruct, frozen=True, kw_only=True):
-    """The memory that one agent hands to the next one of the same run directory."""
+    """What one agent writes down for the next one of the same run directory."""
 
     #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
     since_boot: int = 0
@@ -124,18 +106,18 @@ class Remembered(_StateStruct, frozen=True, kw_only=True):
     #: The highest (term, epoch) that a command came with.
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, WorkerRecord] = {}
-    waiting: tuple[PendingStart, ...] = ()
+    waiting_starts: tuple[PendingStart, ...] = ()
     memberships: dict[Name, GroupMembership] = {}
     #: Parts of memberships to come (events/vocabulary/placements.py).
-    tellings: dict[Name, PartialMembership] = {}
+    membership_parts: dict[Name, PartialMembership] = {}
     #: Command id -> "" for applied, else the reason of failure; the newest MAX_ANSWERED.
-    answered: dict[str, str] = {}
-    #: The newest MAX_GONE workers that have ended; written as "gone".
-    ended_workers: dict[WorkerId, EndedWorker] = msgspec.field(default_factory=dict, name="gone")
+    answers: dict[str, str] = {}
+    #: The newest MAX_GONE workers that have ended.
+    ended_workers: dict[WorkerId, EndedWorker] = {}
     #: Workers of a log that no longer exists, whose exits the fork server may still report.
-    foreign_gone: tuple[WorkerId, ...] = ()
+    foreign_workers: tuple[WorkerId, ...] = ()
     #: Per task, the last commit that the log holds from this node.
-    reported: dict[Name, Position] = {}
+    reported_commits: dict[Name, Position] = {}
 
 
 MAX_ANSWERED = 256
@@ -145,19 +127,19 @@ MAX_TASKS = 64
 
 
 class WorkerLink(_StateStruct, frozen=True, kw_only=True):
-    """The part of a worker's state that ends with this agent."""
+    """What is known of a worker by its connection to this agent; the next agent begins anew."""
 
     connected: bool = True
     #: The newest generation that was sent on this connection.
     sent_generation: int = 0
     iteration: int = 0
     #: The work that its program has declared to be busy with, and whether that was reported to the log.
-    busy: Busy | None = None
+    busy: WorkerBusy | None = None
     busy_told: bool = False
 
 
 class AgentState(_StateStruct, frozen=True, kw_only=True):
-    """The whole state of `core.handle`."""
+    """The whole state of `machine.handle`."""
 
     config: AgentConfig
     memory: Remembered = Remembered()
@@ -187,7 +169,7 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
     #: "task/shard" of all that the node's memory is known to hold.
     holds: frozenset[str] = frozenset()
     #: By "task/shard": a state in the node's memory that is not reported yet, while the timer of the last report runs.
-    untold: dict[str, HeldState | None] = {}
+    untold: dict[str, SnapshotStored | None] = {}
     leave_reason: str = ""
     #: Why it ends by the coordinator's order: for good, or since the node was forgotten while it was away.
     ends: Literal["", "for good", "forgotten"] = ""
@@ -202,7 +184,8 @@ class AgentState(_StateStruct, frozen=True, kw_only=True):
 
 
 class Commanded(_StateStruct, frozen=True, kw_only=True):
-    """A command of the log. `cause`: its event id. `age_s`: since the log received it. `warrant`: beside it."""
+    """A command from the log. `cause`: its event id. `age_s`: seconds since the log received it. `warrant`: the
+    signature that came beside it."""
 
     command: AnyCommand
     term: int
@@ -212,9 +195,8 @@ class Commanded(_StateStruct, frozen=True, kw_only=True):
 
 
 class LogDecision(_StateStruct, frozen=True, kw_only=True):
-    """A membership, a part of one, or peers, read in the log: of a task that this node follows
-    (events/log/event_log.py). `warrant`: beside it.
-    """
+    """A membership, a part of one, or a list of peers from the log, of a task that this node follows
+    (events/log/event_log.py). `warrant`: the signature that came beside it."""
 
     event: Decision
     term: int
@@ -228,7 +210,7 @@ class WorkerConnected(_StateStruct, frozen=True, kw_only=True):
 
 
 class WorkerSaid(_StateStruct, frozen=True, kw_only=True):
-    """A message from a connected worker."""
+    """A connected worker has sent a message."""
 
     worker: WorkerId
     message: FromWorker
@@ -241,8 +223,8 @@ class WorkerDisconnected(_StateStruct, frozen=True, kw_only=True):
 
 
 class ForkServerSaid(_StateStruct, frozen=True, kw_only=True):
-    """A message of the fork server. With Exited, `log_tail`: the last bytes of the worker's log; `mark`: its last
-    mark."""
+    """The fork server has sent a message. With ProcessExited, `log_tail`: the last bytes of the worker's log; `mark`:
+    its last phase mark."""
 
     message: FromForkServer
     log_tail: str = ""
@@ -250,8 +232,8 @@ class ForkServerSaid(_StateStruct, frozen=True, kw_only=True):
 
 
 class Stalled(_StateStruct, frozen=True, kw_only=True):
-    """The worker's iteration is late: `mark`, and for how long it has not changed. `is_stopped`: as the kernel says.
-    `times`: how often this iteration was reported."""
+    """A worker's iteration takes too long. `mark`: its phase mark, unchanged for `still_us`. `is_stopped`: the kernel
+    says that its process is stopped. `times`: how often this iteration has been reported."""
 
     worker: WorkerId
     mark: Mark
@@ -261,7 +243,7 @@ class Stalled(_StateStruct, frozen=True, kw_only=True):
 
 
 class ForkServerDied(_StateStruct, frozen=True, kw_only=True):
-    """The fork server's process has ended, and its workers with it, by the kernel. `cause`: what ended it."""
+    """The fork server's process has ended, and the kernel has killed its workers with it. `cause`: what ended it."""
 
     cause: ExitCause = "signalled"
 
@@ -277,33 +259,36 @@ class TimerFired(_StateStruct, frozen=True, kw_only=True):
 
 
 class StateHeld(_StateStruct, frozen=True, kw_only=True):
-    """The node's memory holds a state that no worker here has reported: a copy has come, or it was there before us."""
+    """The node's memory holds a state that no worker here has reported: a peer's copy, or one from before this agent's
+    start."""
 
-    held_state: HeldState
+    snapshot: SnapshotStored
 
 
 class AcceleratorSaw(_StateStruct, frozen=True, kw_only=True):
-    """A finding about an accelerator (accelerators/); `worker` runs on it, "" = none."""
+    """The watch over the node's GPUs has found something (agents/accelerators/). `worker`: runs on that GPU, "" =
+    none."""
 
     accelerator: str
     worker: str
     kind: ErrorKind | None
     xid: int
     message: str
-    needs: RepairNeed = ""
+    repair_need: RepairNeed = ""
     predicts_failure: bool = False
 
 
 class MachineSaw(_StateStruct, frozen=True, kw_only=True):
-    """The keeper of the machine now demands this of the node (agents/kubernetes/)."""
+    """Kubernetes demands another hold of the node than before (agents/kubernetes/)."""
 
     hold: MachineHold
     reason: str
 
 
 class LogSeen(_StateStruct, frozen=True, kw_only=True):
-    """The log can be reached. `identity`: its stream's birth, "" where that is unknown. `last_seq`: its end. `term`:
-    its newest, 0: unknown. `adopted_us`: when a person last adopted a log by name, according to this log."""
+    """The event log answers. `identity`: when its stream was made, "" where that is unknown. `last_seq`: of its last
+    entry. `term`: its newest, 0: unknown. `adopted_us`: when a person last adopted a log by name, according to this
+    log."""
 
     identity: str
     last_seq: int = 0
@@ -318,14 +303,14 @@ class Appended(_StateStruct, frozen=True, kw_only=True):
 
 
 class NodeFaultInjected(_StateStruct, frozen=True, kw_only=True):
-    """An InjectIntoNode was carried out, or `reason` says why it could not be."""
+    """The shell has carried out an InjectIntoNode, or `reason` says why it could not."""
 
     command_id: str
     reason: str
 
 
 class Unreadable(_StateStruct, frozen=True, kw_only=True):
-    """A command came that this version cannot read; `reason`: why. `cause`: its event id."""
+    """The log has a command that this version cannot read; `reason`: why. `cause`: its event id."""
 
     command_id: str
     cause: str
@@ -333,7 +318,7 @@ class Unreadable(_StateStruct, frozen=True, kw_only=True):
 
 
 class Checked(_StateStruct, frozen=True, kw_only=True):
-    """A RunCheck has ended. `detail`: its last output."""
+    """A health check has ended. `detail`: its last output."""
 
     command_id: str
     has_passed: bool
@@ -342,20 +327,21 @@ class Checked(_StateStruct, frozen=True, kw_only=True):
 
 
 class Drain(_StateStruct, frozen=True, kw_only=True):
-    """The node is to leave as soon as the coordinator has moved its workers away, and within `limit_s` anyhow."""
+    """The node leaves as soon as the coordinator has moved its workers away, and within `limit_s` seconds in any
+    case."""
 
     reason: str
     limit_s: float
 
 
 class LeaveNow(_StateStruct, frozen=True, kw_only=True):
-    """Stop everything: the node is to leave the cluster."""
+    """The node leaves the cluster now, with all its workers stopped."""
 
     reason: str
 
 
 class HandOver(_StateStruct, frozen=True, kw_only=True):
-    """This agent ends, its workers stay for the next one."""
+    """This agent ends; its workers go on for the next one."""
 
 
 Input: TypeAlias = (
@@ -366,7 +352,7 @@ Input: TypeAlias = (
 
 
 class Append(_StateStruct, frozen=True, kw_only=True):
-    """Put an observation into the outbox. `confirm`: feed back Appended once the log holds it."""
+    """Put an observation into the outbox. `confirm`: answer with Appended once the log holds it."""
 
     event: Observation
     caused_by: str = ""
@@ -387,7 +373,7 @@ class TellForkServer(_StateStruct, frozen=True, kw_only=True):
 
 
 class ArmTimer(_StateStruct, frozen=True, kw_only=True):
-    """Feed TimerFired(name, key) after `after_s`; replaces a running timer of the same name and key."""
+    """Send TimerFired(name, key) after `after_s` seconds; replaces a running timer of the same name and key."""
 
     name: TimerName
     key: str
@@ -395,14 +381,15 @@ class ArmTimer(_StateStruct, frozen=True, kw_only=True):
 
 
 class InjectIntoNode(_StateStruct, frozen=True, kw_only=True):
-    """Inject an ordered fault into this node (node_faults.py), and feed NodeFaultInjected."""
+    """Inject an ordered fault into this node (node_faults.py), and answer with NodeFaultInjected."""
 
     fault: Fault
     command_id: str
 
 
 class RunCheck(_StateStruct, frozen=True, kw_only=True):
-    """Check the node's health (health_check.py) by `argv` (empty: the self-test); feed Checked within `limit_s`."""
+    """Check the node's health (health_check.py) by the command `argv` (empty: the self-test); answer with Checked
+    within `limit_s` seconds."""
 
     command_id: str
     argv: tuple[str, ...]
@@ -411,7 +398,7 @@ class RunCheck(_StateStruct, frozen=True, kw_only=True):
 
 
 class Disconnect(_StateStruct, frozen=True, kw_only=True):
-    """Close the connection of a worker that this agent did not start. `reason` is for the log of the agent."""
+    """Close the connection of a worker that this agent did not start. `reason`: for the agent's log."""
 
     worker: WorkerId
     reason: str

@@ -1,4 +1,4 @@
-"""Stopping: Quit, SIGTERM, SIGKILL, one after the other. Rules: machine.py."""
+"""Stops workers: Quit, then SIGTERM, then SIGKILL. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicrond.events.vocabulary import StopWorker
 
 def stop_commanded(transition: Transition, command: StopWorker, order: PendingCommand) -> None:
     """Begin to end the worker; the order is answered when it has ended. `kill`: with SIGKILL at once."""
-    for waiting in transition.memory.waiting:
+    for waiting in transition.memory.waiting_starts:
         if waiting.command.worker == command.worker:
             starting.give_up_start(transition, waiting, f"stopped before it started: {command.reason}")
     record = transition.memory.workers.get(command.worker)

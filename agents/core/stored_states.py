@@ -1,4 +1,5 @@
-"""Kept states: the states in this node's memory, copied to peers and reported to the log. Rules: machine.py."""
+"""Tracks the training states in this node's memory: has them copied to peers, and reports them to the log. Rules:
+machine.py."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from unicrond.agents.core.state import ArmTimer, CopyState, HeldState, PendingCommand, TellForkServer
+from unicrond.agents.core.state import ArmTimer, CopyState, PendingCommand, TellForkServer
 from unicrond.agents.core.transaction import Transition
-from unicrond.agents.protocol.messages import Captured, ReleaseMemory
+from unicrond.agents.protocol.messages import ReleaseMemory
 from unicrond.events.vocabulary import MemoryService, SnapshotStored
 
 #: A log that syncs each entry takes some 800 in a second.
@@ -16,25 +17,13 @@ TELL_APART_S = 0.002
 TELL_WITHIN_S = 2.0
 
 
-def captured(transition: Transition, task: str, capture: Captured) -> None:
+def captured(transition: Transition, snapshot: SnapshotStored) -> None:
     """Have a state that a worker has captured copied to peers on other nodes, and report it."""
-    membership = transition.memory.memberships.get(task)
+    membership = transition.memory.memberships.get(snapshot.task)
     peers = tuple(peer for peer in (membership.peers if membership else ()) if peer.node != transition.config.node)
     if peers:
-        transition.actions.append(CopyState(task=task, shard=capture.shard, peers=peers))
-    report_held(
-        transition,
-        HeldState(
-            task=task,
-            shard=capture.shard,
-            iteration=capture.iteration,
-            generation=capture.generation,
-            origin=transition.config.node,
-            size_bytes=capture.size_bytes,
-            shards=capture.shards,
-            duration_us=capture.duration_us,
-        ),
-    )
+        transition.actions.append(CopyState(task=snapshot.task, shard=snapshot.shard, peers=peers))
+    report_held(transition, snapshot)
 
 
 def set_peers(transition: Transition, task: str, peers: tuple[MemoryService, ...]) -> None:
@@ -50,17 +39,17 @@ def set_peers(transition: Transition, task: str, peers: tuple[MemoryService, ...
             transition.actions.append(CopyState(task=task, shard=int(shard), peers=remote_peers))
 
 
-def report_held(transition: Transition, held_state: HeldState) -> None:
+def report_held(transition: Transition, snapshot: SnapshotStored) -> None:
     """Report a state in the node's memory: at once, or with the node's place among the others or its timer."""
-    key = f"{held_state.task}/{held_state.shard}"
+    key = f"{snapshot.task}/{snapshot.shard}"
     transition.state = replace(transition.state, holds=transition.state.holds | {key})
     if key in transition.state.untold or transition.state.phase == "adopting":  # the node joins first
-        transition.state = replace(transition.state, untold={**transition.state.untold, key: held_state})
-    elif after_s := _stagger_s(transition, held_state.task):
-        transition.state = replace(transition.state, untold={**transition.state.untold, key: held_state})
+        transition.state = replace(transition.state, untold={**transition.state.untold, key: snapshot})
+    elif after_s := _stagger_s(transition, snapshot.task):
+        transition.state = replace(transition.state, untold={**transition.state.untold, key: snapshot})
         transition.actions.append(ArmTimer(name="held", key=key, after_s=after_s))
     else:
-        tell_held(transition, held_state)
+        tell_held(transition, snapshot)
 
 
 def _stagger_s(transition: Transition, task: str) -> float:
@@ -74,24 +63,12 @@ def _stagger_s(transition: Transition, task: str) -> float:
     return 0.0
 
 
-def tell_held(transition: Transition, held_state: HeldState) -> None:
+def tell_held(transition: Transition, snapshot: SnapshotStored) -> None:
     """Append SnapshotStored; the next of the same shard waits `held_interval_s` seconds."""
-    key = f"{held_state.task}/{held_state.shard}"
+    key = f"{snapshot.task}/{snapshot.shard}"
     transition.state = replace(transition.state, untold={**transition.state.untold, key: None})
     transition.actions.append(ArmTimer(name="held", key=key, after_s=transition.config.held_interval_s))
-    transition.append(
-        SnapshotStored(
-            node=transition.config.node,
-            task=held_state.task,
-            shard=held_state.shard,
-            iteration=held_state.iteration,
-            generation=held_state.generation,
-            origin=held_state.origin,
-            size_bytes=held_state.size_bytes,
-            shards=held_state.shards,
-            duration_us=held_state.duration_us,
-        )
-    )
+    transition.append(snapshot)
 
 
 def drop_state(transition: Transition, task: str, order: PendingCommand) -> None:
@@ -105,5 +82,5 @@ def drop_state(transition: Transition, task: str, order: PendingCommand) -> None
 
 def forget_untold(transition: Transition, is_dropped: Callable[[str], bool]) -> None:
     """Forget unreported states whose key ("task/shard") `is_dropped` accepts."""
-    untold = {key: held_state for key, held_state in transition.state.untold.items() if not is_dropped(key)}
+    untold = {key: snapshot for key, snapshot in transition.state.untold.items() if not is_dropped(key)}
     transition.state = replace(transition.state, untold=untold)

@@ -1,4 +1,4 @@
-"""A transition: one input on its way through the core. Rules: machine.py."""
+"""One input on its way through the core: the state as it changes, and the actions that follow. Rules: machine.py."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class Transition:
-    """One input being handled: `state` is replaced, never changed, and `actions` grows."""
+    """The handling of one input: `state` is replaced, never changed in place, and `actions` grows."""
 
     state: AgentState
     actions: list[Action] = field(default_factory=list)
 
     @property
     def memory(self) -> Remembered:
-        """The memory that outlives the agent."""
+        """Return the memory that outlives the agent."""
         return self.state.memory
 
     @property
     def config(self) -> AgentConfig:
-        """The configuration; see AgentState."""
+        """Return the agent's settings."""
         return self.state.config
 
     def remember(self, **changes: Any) -> None:
@@ -65,17 +65,20 @@ class Transition:
 
     def answer(self, order: PendingCommand, reason: str = "") -> None:
         """Answer a command, now and whenever it comes again. `reason`: why it failed, "" if it did not."""
-        answered = {**self.memory.answered, order.command_id: reason[:MAX_TEXT]}
-        self.remember(answered=newest_of(answered, MAX_ANSWERED))
+        answered = {**self.memory.answers, order.command_id: reason[:MAX_TEXT]}
+        self.remember(answers=newest_of(answered, MAX_ANSWERED))
         self.say_answer(order)
 
     def say_answer(self, order: PendingCommand) -> None:
         """Append the answer to an order, as it is remembered."""
-        reason = self.memory.answered[order.command_id]
+        reason = self.memory.answers[order.command_id]
         node, command_id = self.config.node, order.command_id
         self.append(
             CommandFailed(
-                node=node, command_id=command_id, reason=reason, reads=SCHEMA if reason.startswith(UNREAD) else 0
+                node=node,
+                command_id=command_id,
+                reason=reason,
+                readable_schema=SCHEMA if reason.startswith(UNREAD) else 0,
             )
             if reason
             else CommandApplied(node=node, command_id=command_id),

@@ -1,4 +1,4 @@
-"""The fork server's line to its agent: the newest connection alone is served.
+"""The fork server's connection to its agent: it serves the newest connection alone.
 
 Without an agent the socket is kept where the next one looks for it, and the lease runs.
 """
@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from unicrond.agents.fork_server.sockets import listen_unix
-from unicrond.agents.host.socket_paths import BoundPath
+from unicrond.agents.host.paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import FromForkServer, ToForkServer
-from unicrond.agents.protocol.peer_uid import peer_uid
+from unicrond.agents.protocol.worker_line import peer_uid
 
 logger = logging.getLogger("unicrond.agents.fork_server")
 
@@ -28,12 +27,12 @@ _LOOK_EVERY_S = 1.0
 
 
 class Retired(Exception):
-    """The reason why the fork server ends."""
+    """The fork server is to end; the text says why."""
 
 
 @dataclass(slots=True)
 class _Agent:
-    """The one connection that is served."""
+    """The present connection, with what has come and what is to be sent."""
 
     connection: socket.socket
     incoming: Unframer[ToForkServer]
@@ -105,7 +104,7 @@ class AgentLine:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            logger.warning("an agent could not be accepted: %s", error)
+            logger.warning("cannot accept an agent's connection: %s", error)
             return
         if (uid := peer_uid(connection)) != os.getuid():
             logger.warning("refused a connection of uid %d: it is not this user's", uid)
@@ -133,7 +132,7 @@ class AgentLine:
         self._listener.close()
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        logger.warning("%s was gone: bound again", self._path)
+        logger.warning("%s was gone: bound it again", self._path)
 
     def _flush(self) -> None:
         agent = self._agent
@@ -171,3 +170,14 @@ class AgentLine:
             self._handle(message)
         if not data:
             self.drop("the agent closed the connection")
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """Listen at `path`, for this user alone. Raise OSError."""
+    path.unlink(missing_ok=True)  # ours by the lock: a leftover of one that was killed
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(8)
+    listener.setblocking(False)
+    return listener

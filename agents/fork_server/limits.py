@@ -20,8 +20,8 @@ _FILE = re.compile(r"(cpu|hugetlb|io|memory|misc|pids|rdma)(\.[a-z0-9_]+)+")
 
 
 class Limit(NamedTuple):
-    """One limit. `resource`: its number, -1 for a cgroup's. `number`: the resource's limit. `value`: the text for a
-    cgroup's file."""
+    """One limit of a process. `resource`: the number of an rlimit, -1 for a cgroup's. `number`: the rlimit's value.
+    `value`: the text for a cgroup's file."""
 
     name: str
     value: str

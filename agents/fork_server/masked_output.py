@@ -1,4 +1,4 @@
-"""A worker's output on its way to its log: values of its task's secrets are hidden before they come to the disk.
+"""Writes a worker's output to its log, with the values of its task's secrets masked before they reach the disk.
 
 The value may come in two pieces; a part that may be its beginning waits for more, or for the end of the output.
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from unicrond.agents.fork_server.privileges import acting_for
 from unicrond.agents.fork_server.task_secrets import NoSecret, read_secrets, regular
 from unicrond.agents.host.rotated_output import RotatedLog
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.events.host.masking import PLACEHOLDER, needles, values_in
 from unicrond.events.vocabulary import TaskSpec
 
@@ -25,7 +25,7 @@ _MASK = PLACEHOLDER.encode()
 
 
 class MaskedLog:
-    """A RotatedLog without these values: they never reach the disk."""
+    """A RotatedLog that masks these values."""
 
     def __init__(self, log: RotatedLog, values: Iterable[str]) -> None:
         self._log = log
@@ -35,12 +35,12 @@ class MaskedLog:
 
     @property
     def path(self) -> Path:
-        """The path of the RotatedLog."""
+        """Return the path of the RotatedLog."""
         return self._log.path
 
     @property
     def lost_bytes(self) -> int:
-        """The lost bytes of the RotatedLog."""
+        """Return the number of bytes that the RotatedLog has lost."""
         return self._log.lost_bytes
 
     def write(self, data: bytes) -> None:

@@ -3,7 +3,7 @@
 Rules
 -----
 * The kernel log (/dev/kmsg) names the process. In a container it may be closed, or count processes otherwise.
-* The OOM counter of the process's memory cgroup, as it can be seen here (agents/host/container.py): as many
+* The OOM counter of the process's memory cgroup, as it can be seen here (agents/host/oom_kill_counts.py): as many
   SIGKILLs as it has grown by are its work. cgroup v2 keeps it in memory.events, v1 in memory.oom_control.
   One that has not grown is a "no" for a process that stayed there: the kernel counts before it kills.
 * The machine's counter (/proc/vmstat): if it stands still, no process was OOM-killed. If it has grown, or cannot
@@ -19,7 +19,8 @@ import os
 import re
 from pathlib import Path
 
-from unicrond.agents.host.container import PROC, oom_counter, oom_kills, places
+from unicrond.agents.host.host_resources import PROC, places
+from unicrond.agents.host.oom_kill_counts import oom_counter, oom_kills
 from unicrond.agents.protocol.messages import OomKill
 
 _KERNEL_LOG = Path("/dev/kmsg")

@@ -1,5 +1,5 @@
-"""`python -m unicrond.agents.fork_server.preloader`: a process for one task, which has imported the modules that the
-task names.
+"""`python -m unicrond.agents.fork_server.preloader`: a process for one task that imports the modules which the task
+names, and forks its workers.
 
 Rules
 -----
@@ -22,13 +22,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 import msgspec
 
-from unicrond.agents.fork_server.child_setup import ChildSetup
-from unicrond.agents.fork_server.named_objects import import_object
-from unicrond.agents.fork_server.worker_process import become_worker
+from unicrond.agents.fork_server.worker_process import ChildSetup, become_worker
 from unicrond.agents.host.prctl import die_with_parent
 from unicrond.agents.protocol.messages import Launch
 
@@ -41,8 +40,8 @@ _ADOPTED_WITHIN_S = 10.0
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
-    """An order to fork a worker. Its descriptors come beside: output, go, and those that it keeps, in the order of
-    `ChildSetup.inherited_fds` (line, mark, and memory where there is one)."""
+    """An order to fork a worker. Its descriptors travel beside it: output, go, and those that the worker keeps, in the
+    order of `ChildSetup.inherited_fds` (line, mark, and memory where there is one)."""
 
     launch: Launch
     slot: int
@@ -64,7 +63,7 @@ def main(arguments: list[str]) -> NoReturn:
         sys.path.insert(0, str(Path.cwd()))
         for name in modules:
             importlib.import_module(name)
-        run = import_object(worker)
+        run = resolve_name(worker)
     except BaseException as error:
         traceback.print_exc()
         control.send(f"{type(error).__name__}: {error}".encode()[:1024])

@@ -1,4 +1,4 @@
-"""The fork server's side of preloaders (preloader.py): one for each task with `preload` that has had workers here.
+"""Starts a preloader (preloader.py) for each task with `preload` that has had workers here, and has it fork them.
 
 Rules
 -----
@@ -26,12 +26,11 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.agents.fork_server.cgroups import Cgroups, enter
-from unicrond.agents.fork_server.child_setup import ChildSetup
+from unicrond.agents.fork_server.cgroups import Cgroups
 from unicrond.agents.fork_server.preloader import FORKED, ORDER_BYTES_MAX, READY, ForkOrder, go
-from unicrond.agents.fork_server.privileges import StillPrivileged, become
+from unicrond.agents.fork_server.privileges import StillPrivileged
 from unicrond.agents.fork_server.task_secrets import NoSecret
-from unicrond.agents.fork_server.worker_process import NoDirectory, keep_only, redirect, settle
+from unicrond.agents.fork_server.worker_process import ChildSetup, NoDirectory, keep_only, redirect, settle
 from unicrond.events.vocabulary import Name
 
 MOST = 8
@@ -40,8 +39,9 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(slots=True)
 class PendingFork:
-    """A fork under way. `born(pid)` is called when the process exists, which does nothing before `born` returns;
-    `failed(reason)` in its place. `fds`: copies of the setup's descriptors, closed afterwards."""
+    """A fork that a preloader is to make. `born(pid)` is called when the process exists, which does nothing before
+    `born` returns; `failed(reason)` where there will be none. `fds`: copies of the setup's descriptors, closed
+    afterwards."""
 
     setup: ChildSetup
     fds: list[int]
@@ -53,6 +53,9 @@ class PendingFork:
 
 @dataclass(slots=True)
 class _Preloader:
+    """The preloader of one task. `key`: the part of a worker's setup that it was started with. `is_ready`: its modules
+    are imported."""
+
     task: Name
     key: bytes
     pid: int
@@ -143,37 +146,39 @@ class Preloaders:
     def _start(self, setup: ChildSetup, key: bytes, log: Path) -> _Preloader:
         for old in list(self._by_task.values())[: max(0, len(self._by_task) - MOST + 1)]:
             self._end(old, "more tasks have modules to import than this node keeps")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        for end in (ours, theirs):
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent_end.setblocking(False)
+        parent_end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        for end in (parent_end, child_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * ORDER_BYTES_MAX)
         command = [
             sys.executable,
             "-P",
             "-m",
             "unicrond.agents.fork_server.preloader",
-            str(theirs.fileno()),
+            str(child_end.fileno()),
             str(self._pid),
         ]
         command += [self._preload, self._worker, *setup.launch.spec.preload]
         self._count += 1
         name = f"{setup.launch.task}.preload{self._count}"
-        with theirs, contextlib.ExitStack() as opened:
-            opened.callback(ours.close)
+        with child_end, contextlib.ExitStack() as opened:
+            opened.callback(parent_end.close)
             output_fd = self._output(setup, log)
             try:
                 cgroup = self._cgroups.make(name)
-                process = replace(setup, gpus=(), output_fd=output_fd, inherited_fds=(theirs.fileno(),), cgroup=cgroup)
+                process = replace(
+                    setup, gpus=(), output_fd=output_fd, inherited_fds=(child_end.fileno(),), cgroup=cgroup
+                )
                 pid = self._fork(lambda: _become_preloader(process, command))
             finally:
                 os.close(output_fd)
             opened.pop_all()
         preloader = _Preloader(
-            setup.launch.task, key, pid, setup.user.uid if setup.user else os.getuid(), ours, name, log
+            setup.launch.task, key, pid, setup.user.uid if setup.user else os.getuid(), parent_end, name, log
         )
         self._by_task[preloader.task] = self._by_pid[pid] = preloader
-        self._selector.register(ours, selectors.EVENT_READ, lambda _: self._receive(preloader))
+        self._selector.register(parent_end, selectors.EVENT_READ, lambda _: self._receive(preloader))
         return preloader
 
     def _order(self, preloader: _Preloader) -> None:
@@ -256,10 +261,6 @@ def _become_preloader(setup: ChildSetup, command: list[str]) -> None:
     keep_only({0, 1, 2, setup.output_fd, *setup.inherited_fds})
     redirect(setup.output_fd, setup.user)
     try:
-        if setup.cgroup is not None:
-            enter(setup.cgroup)
-        if setup.user is not None:
-            become(setup.user, setup.limits, setup.parent_pid)
         settle(setup)
         os.set_inheritable(setup.inherited_fds[0], True)
         os.execv(command[0], command)

@@ -1,4 +1,4 @@
-"""The drop: a child of a privileged fork server becomes its task's user before any line of the task runs.
+"""Drops privileges: a child of a privileged fork server becomes its task's user before any line of the task runs.
 
 Rules
 -----
@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from unicrond.agents.host.prctl import be_debuggable, capabilities, die_with_parent, drop_capabilities, gain_nothing
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 
 
 class StillPrivileged(Exception):
-    """The child could not become its user; it must not go on. The text says which privilege is left."""
+    """The child could not become its user and must not go on. The text says which privilege is left."""
 
 
 def become(user: Identity, limits: Mapping[int, int], parent_pid: int) -> None:

@@ -1,4 +1,4 @@
-"""The fork server: has imported torch and Megatron, so that a worker starts in tens of milliseconds.
+"""The fork server: imports torch and Megatron once and forks workers, so that a worker starts in tens of milliseconds.
 
     python -m unicrond.agents.fork_server --run-dir DIR --address 127.0.0.1
 
@@ -18,7 +18,7 @@ Rules
   others keeps the privilege.
 
 What does not live here: workers (workers.py), their memory (memory_files.py), the store (store.py), the line to the
-agent (agent_line.py), the flags (main.py).
+agent (agent_line.py), the flags (__main__.py).
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from unicrond.agents.fork_server.agent_line import AgentLine, Retired
 from unicrond.agents.fork_server.memory_files import Memories
 from unicrond.agents.fork_server.store import StoreProcess
 from unicrond.agents.fork_server.worker_process import HANDLED_SIGNALS, detach
-from unicrond.agents.fork_server.workers import Separation, Workers
+from unicrond.agents.fork_server.workers import ChildPrograms, Separation, Workers
 from unicrond.agents.host.prctl import adopt_orphans, drop_capabilities, gain_nothing
 from unicrond.agents.protocol.messages import (
-    ExitedAck,
     FromForkServer,
     Inventory,
     Kill,
-    Launch,
+    ProcessExitAck,
     ReleaseMemory,
     ReserveMemory,
     Retire,
     Spawn,
+    Sum,
     ToForkServer,
 )
 from unicrond.agents.protocol.peers import agent_schema, plain
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.wire.schemas import SCHEMA
 
 logger = logging.getLogger("unicrond.agents.fork_server")
@@ -67,20 +66,18 @@ _END_TIMEOUT_S = 5.0
 
 
 class ForkServer:
-    """See the module's rules. `run`, `serve_store` and `sums` are called in children, never here."""
+    """The fork server of one run directory; see the module's rules. `address`: where the rendezvous store listens.
+    `lease_s`: how long it lives without an agent. `memory_max_bytes`: of each shard's memory, 0: none is kept."""
 
     def __init__(
         self,
         run_dir: Path,
+        programs: ChildPrograms,
+        separation: Separation,
         *,
         address: str,
         lease_s: float,
         memory_max_bytes: int,
-        run: Callable[[Launch], object],
-        serve_store: Callable[[socket.socket], object],
-        sums: Callable[[Sum], object],
-        separation: Separation | None = None,
-        names: tuple[str, str] = ("", ""),
     ) -> None:
         self._agent_socket = str(run_dir / "agent.sock")
         self._socket_path = run_dir / "fork.sock"
@@ -94,20 +91,13 @@ class ForkServer:
         except OSError:
             os.close(self._lock_fd)
             raise SystemExit(EXIT_OCCUPIED) from None
-        self._store = StoreProcess(address, serve_store, self._fork_unprivileged)
-        self._sums = sums
+        self._store = StoreProcess(address, programs.serve_store, self._fork_unprivileged)
+        self._programs = programs
         self._line = AgentLine(self._socket_path, lease_s, self._selector, self._greeting, self._handle)
         self._memories = Memories(memory_max_bytes, self._line.send)
-        self._separates = separation is not None and separation.users
+        self._separates = separation.users
         self._workers = Workers(
-            run,
-            self._fork_worker,
-            self._line.send,
-            self._selector,
-            self._memories,
-            run_dir,
-            separation or Separation(),
-            names,
+            programs, self._fork_worker, self._line.send, self._selector, self._memories, run_dir, separation
         )
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -166,7 +156,7 @@ class ForkServer:
         inventory = Inventory(
             store_port=self._store.port,
             workers=self._workers.inventory(),
-            kept=self._memories.regions(),
+            reserved_memory=self._memories.regions(),
             schema=SCHEMA,
             separates=self._separates,
         )
@@ -178,7 +168,7 @@ class ForkServer:
                 self._workers.spawn(message)
             case Kill(worker=worker, signal=number):
                 self._workers.kill(worker, number)
-            case ExitedAck(worker=worker):
+            case ProcessExitAck(worker=worker):
                 self._workers.acknowledged(worker)
             case ReserveMemory(task=task, shard=shard):
                 self._memories.reserve(task, shard)
@@ -188,7 +178,7 @@ class ForkServer:
             case Sum():
                 self._sum(message)
             case Retire():
-                raise Retired("the agent ends it")
+                raise Retired("the agent's order")
 
     # --- children --------------------------------------------------------------------------------
 
@@ -230,7 +220,7 @@ class ForkServer:
 
         def without_store() -> None:
             self._store.listener.close()
-            self._sums(order)
+            self._programs.add_up(order)
 
         try:
             self._fork_unprivileged(without_store)

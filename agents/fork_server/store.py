@@ -1,4 +1,4 @@
-"""The node's rendezvous store: a child of the fork server, on a port that outlives it.
+"""Runs the node's rendezvous store as a child of the fork server, on a port that outlives it.
 
 The listening socket belongs to the fork server: a store that dies is replaced on the same port, after a growing pause.
 """
@@ -10,17 +10,16 @@ import socket
 import time
 from collections.abc import Callable
 
-from unicrond.agents.fork_server.sockets import listen_tcp
-
 logger = logging.getLogger("unicrond.agents.fork_server")
 
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 5.0
+_BACKLOG = 1024
 
 
 class StoreProcess:
-    """The process of the rendezvous store. `fork(child)` forks and returns the pid. `serve`: called in the child, never
-    here."""
+    """The process of the rendezvous store, a torch TCPStore. `fork(child)` forks and returns the pid. `serve`: called
+    in the child, never here."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class StoreProcess:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """Return the port on which the store listens."""
         return int(self.listener.getsockname()[1])
 
     def start(self) -> None:
@@ -67,3 +66,17 @@ class StoreProcess:
             lived_s,
             self._pause_s,
         )
+
+
+def listen_tcp(address: str) -> socket.socket:
+    """Listen on a free port of `address`. Raise SystemExit with a reason where this node does not have that address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+    except OSError as error:
+        listener.close()
+        reason = f"address: cannot listen on {address}: {error.strerror}; give an address of this node"
+        raise SystemExit(reason) from None
+    listener.listen(_BACKLOG)
+    return listener

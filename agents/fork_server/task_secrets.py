@@ -51,5 +51,7 @@ def _value(name: str, source: str, environ: Mapping[str, str], opener: Opener) -
         reason = error.strerror if isinstance(error, OSError) else "is not text"
         raise NoSecret(f"secret {name}: {where}: {reason}; each node of the task needs it") from None
     if len(value) > SECRET_BYTES_MAX or "\0" in text:
-        raise NoSecret(f"secret {name}: {where}: no variable can hold it; give a shorter text")
+        raise NoSecret(
+            f"secret {name}: {where}: an environment variable cannot hold it; give at most 64 KiB of text without NUL"
+        )
     return text

@@ -1,4 +1,4 @@
-"""The first moments of a forked child: from a copy of the fork server to an independent worker.
+"""Turns a forked child, a copy of the fork server, into an independent worker.
 
 It runs between fork and the worker's own code, so it does nothing that could block or take a lock, and it
 never returns: whatever happens ends in `os._exit`.
@@ -12,23 +12,39 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from unicrond.agents.fork_server.cgroups import enter
-from unicrond.agents.fork_server.child_setup import ChildSetup
 from unicrond.agents.fork_server.privileges import StillPrivileged, become, personal
 from unicrond.agents.fork_server.task_secrets import NoSecret, read_secrets
-from unicrond.agents.fork_server.telemetry import resource_attributes
 from unicrond.agents.host.prctl import die_with_parent
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.messages import Launch
+from unicrond.agents.protocol.messages import Identity, Launch
 
 #: Under memory pressure the kernel shall kill a worker, not the agent or the fork server (see proc(5)).
 OOM_SCORE_ADJUSTMENT = 500
 #: Signals that the fork server handles or ignores, and a worker by default does not. Blocked around the fork.
 HANDLED_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSetup:
+    """What a forked child needs to become a worker. `output_fd`: its stdout and stderr; `inherited_fds`: the other
+    descriptors that it keeps. `user`, `cgroup`: its user and cgroup; None: its parent's. `limits`: by number of
+    resource.
+    """
+
+    launch: Launch
+    slot: int
+    gpus: tuple[str, ...]
+    output_fd: int
+    inherited_fds: tuple[int, ...]
+    parent_pid: int
+    user: Identity | None = None
+    cgroup: Path | None = None
+    limits: Mapping[int, int] = field(default_factory=dict)
 
 
 def detach(parent_pid: int, close_inherited: Callable[[], None]) -> None:
@@ -54,10 +70,6 @@ def become_worker(setup: ChildSetup, run: Callable[[Launch], object]) -> NoRetur
         redirect(setup.output_fd, setup.user)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT), "ascii")
-        if setup.cgroup is not None:
-            enter(setup.cgroup)
-        if setup.user is not None:
-            become(setup.user, setup.limits, setup.parent_pid)
         settle(setup)
         run(setup.launch)
         code = 0
@@ -86,8 +98,15 @@ class NoDirectory(Exception):
 
 
 def settle(setup: ChildSetup) -> None:
-    """Set the task's environment and enter its working directory, as the task's user. Raise NoSecret, NoDirectory."""
+    """Enter the worker's cgroup, become the task's user, set its environment and enter its working directory.
+
+    Raise NoSecret, NoDirectory, StillPrivileged, OSError.
+    """
     spec, user = setup.launch.spec, setup.user
+    if setup.cgroup is not None:
+        enter(setup.cgroup)
+    if user is not None:
+        become(user, setup.limits, setup.parent_pid)
     if setup.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[setup.slot]
         # Numbered as NVML does: the accelerator that is watched for the slot is the one it computes on.
@@ -138,3 +157,17 @@ def _exit_code(code: object) -> int:
         return code & 0xFF
     print(code, file=sys.stderr)
     return 1
+
+
+def resource_attributes(attributes: str, launch: Launch) -> str:
+    """Return the value for OTEL_RESOURCE_ATTRIBUTES, which every OpenTelemetry SDK reads: `attributes`, and the
+    worker's, unless they are there; so spans of a worker carry the same names as unicrond's (unicrond/views/spans.py).
+    """
+    worker_attributes = {"unicron.task": launch.task, "unicron.worker": launch.worker, "unicron.node": launch.node}
+    names = {part.partition("=")[0].strip() for part in attributes.split(",")}
+    return ",".join(
+        [
+            *filter(None, [attributes]),
+            *(f"{name}={value}" for name, value in worker_attributes.items() if name not in names),
+        ]
+    )

@@ -1,4 +1,5 @@
-"""The node's workers as children: forked, read through a pipe, killed, and their exits reported until acknowledged.
+"""Runs the node's workers as children: forks them, reads their output, kills them, and reports their exits until
+acknowledged.
 
 A worker's output is in its log before its exit is reported. A SIGKILL that was not sent from here may have been the
 kernel's: the witnesses are asked first. Beside its output a worker inherits three descriptors: its line to the
@@ -20,26 +21,25 @@ from pathlib import Path
 import msgspec
 
 from unicrond.agents.fork_server.cgroups import Cgroups, enter
-from unicrond.agents.fork_server.child_setup import ChildSetup
-from unicrond.agents.fork_server.mark_pages import MarkPages
 from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log
-from unicrond.agents.fork_server.memory_files import Memories
+from unicrond.agents.fork_server.memory_files import MarkPages, Memories
 from unicrond.agents.fork_server.oom_witnesses import EXIT_OF_A_KILLED_CHILD, OomWitness
 from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
 from unicrond.agents.fork_server.worker_lines import Lines
-from unicrond.agents.fork_server.worker_process import become_worker
+from unicrond.agents.fork_server.worker_process import ChildSetup, become_worker
 from unicrond.agents.protocol import worker_line as line
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
-    Connected,
-    Exited,
-    Forked,
+    ConnectionOwner,
     FromForkServer,
     InventoryWorker,
     Launch,
     OomKill,
+    ProcessExited,
+    ProcessForked,
     Spawn,
     SpawnFailed,
+    Sum,
 )
 from unicrond.events.vocabulary import Name, WorkerId
 
@@ -58,16 +58,19 @@ class _Output:
 
 @dataclass(slots=True)
 class _PendingWorker:
-    """A worker that is being started: our ends of its line and its output. `opened`: closes all where that fails."""
+    """A worker that is being started, with the fork server's ends of its line and its output. `opened`: closes all of
+    them if the start fails."""
 
     setup: ChildSetup
-    ours: socket.socket
+    parent_end: socket.socket
     output: _Output
     opened: ExitStack
 
 
 @dataclass(slots=True)
 class _WorkerProcess:
+    """A running worker."""
+
     worker: WorkerId
     task: Name
     pid: int
@@ -79,31 +82,42 @@ class _WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class Separation:
-    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and none keeps its parent's.
-    `limits`: of resources, by number."""
+    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and loses the fork server's
+    privileges. `limits`: by number of resource, the rlimit."""
 
     users: bool = False
     limits: Mapping[int, int] = field(default_factory=dict)
     cgroups: Cgroups = field(default_factory=lambda: Cgroups(None, {}))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildPrograms:
+    """What the fork server's children run; the functions are called in children, never in the fork server. `run`: a
+    worker. `serve_store`: the rendezvous store, on its listening socket. `add_up`: a sum with other nodes, which tests
+    the network. `preload`, `worker`: names of the module with the heavy imports and of `run`, for tasks' preloaders."""
+
+    run: Callable[[Launch], object]
+    serve_store: Callable[[socket.socket], object]
+    add_up: Callable[[Sum], object]
+    preload: str
+    worker: str
+
+
 class Workers:
-    """The workers of the node. `run`: called in children, never here. `fork(child)` returns the pid. `say` sends to the
-    agent. `run_dir`: the agent's, with its socket and the links to marks. `names`: of the fork server's own preload and
-    of `run`."""
+    """The workers of the node. `fork(child)` returns the pid. `say` sends to the agent. `run_dir`: the agent's, with
+    its socket and the links to marks."""
 
     def __init__(
         self,
-        run: Callable[[Launch], object],
+        programs: ChildPrograms,
         fork: Callable[[Callable[[], object]], int],
         say: Callable[[FromForkServer], None],
         selector: selectors.BaseSelector,
         memories: Memories,
         run_dir: Path,
         separation: Separation,
-        names: tuple[str, str],
     ) -> None:
-        self._run = run
+        self._run = programs.run
         self._fork = fork
         self._say = say
         self._selector = selector
@@ -116,12 +130,14 @@ class Workers:
         self._pid = os.getpid()
         self._workers: dict[int, _WorkerProcess] = {}
         self._pids: dict[WorkerId, int] = {}
-        self.preloaders = Preloaders(fork, selector, *names, self.has, separation.cgroups, self._output)
+        self.preloaders = Preloaders(
+            fork, selector, programs.preload, programs.worker, self.has, separation.cgroups, self._output
+        )
         #: The workers that wait for their preloader.
         self._pending: set[WorkerId] = set()
         self._outputs: dict[int, _Output] = {}
         #: Exits that no agent has acknowledged.
-        self.exits: dict[WorkerId, Exited] = {}
+        self.exits: dict[WorkerId, ProcessExited] = {}
 
     def inventory(self) -> tuple[InventoryWorker, ...]:
         """Return the workers that live."""
@@ -153,7 +169,7 @@ class Workers:
         launch = spawn.launch
         worker = launch.worker
         if worker in self._pids:
-            self._say(Forked(worker=worker, pid=self._pids[worker]))
+            self._say(ProcessForked(worker=worker, pid=self._pids[worker]))
             return
         if worker in self.exits:
             self._say(self.exits[worker])
@@ -179,9 +195,9 @@ class Workers:
             log = masked_log(Path(spawn.log_path), launch.spec, spawn.user)
             opened.callback(log.close)
             read_fd, write_fd = _pipe(opened)
-            ours, theirs = line.pair()
-            opened.callback(ours.close)
-            opened.callback(theirs.close)
+            parent_end, child_end = line.pair()
+            opened.callback(parent_end.close)
+            opened.callback(child_end.close)
             mark_fd = _copy(self._marks.make(worker), opened)
             memory_fd = self._memory_fd(launch, opened)
             cgroup = self.separation.cgroups.make(worker)
@@ -190,26 +206,26 @@ class Workers:
                 memory=f"/proc/self/fd/{memory_fd}" if memory_fd >= 0 else "",
                 memory_max_bytes=self._memories.max_bytes if memory_fd >= 0 else 0,
                 mark=f"/proc/self/fd/{mark_fd}",
-                line_fd=theirs.fileno(),
+                line_fd=child_end.fileno(),
             )
             setup = ChildSetup(
                 launch=launch,
                 slot=spawn.slot,
                 gpus=self._gpus,
                 output_fd=write_fd,
-                inherited_fds=(theirs.fileno(), mark_fd, memory_fd),
+                inherited_fds=(child_end.fileno(), mark_fd, memory_fd),
                 parent_pid=self._pid,
                 user=spawn.user,
                 cgroup=cgroup,
                 limits=self.separation.limits,
             )
-            pending = _PendingWorker(setup, ours, _Output(read_fd, log), opened)
+            pending = _PendingWorker(setup, parent_end, _Output(read_fd, log), opened)
             if launch.spec.preload:
                 self._fork_by_preloader(pending)
             else:
                 self._register(pending, self._fork(lambda: become_worker(setup, self._run)))
             opened.pop_all()
-        theirs.close()
+        child_end.close()
         for fd in (write_fd, mark_fd, memory_fd):
             if fd >= 0:
                 os.close(fd)
@@ -220,7 +236,7 @@ class Workers:
         fds = [_copy(fd, pending.opened) for fd in (pending.setup.output_fd, *pending.setup.inherited_fds) if fd >= 0]
 
         def failed(reason: str) -> None:
-            pending.ours.close()
+            pending.parent_end.close()
             pending.output.log.close()
             os.close(pending.output.fd)
             self._failed(launch.worker, reason)
@@ -237,12 +253,12 @@ class Workers:
         if launch.spec.preload and setup.cgroup is not None:
             with contextlib.suppress(OSError):  # it has ended already
                 enter(setup.cgroup, pid)
-        self._lines.serve(pending.ours, Connected(worker=launch.worker, task=launch.task, pid=pid))
+        self._lines.serve(pending.parent_end, ConnectionOwner(worker=launch.worker, task=launch.task, pid=pid))
         self._carry(output)
         self._oom.track(pid, stays=setup.cgroup is None)
         self._workers[pid] = _WorkerProcess(launch.worker, launch.task, pid, setup.slot, output)
         self._pids[launch.worker] = pid
-        self._say(Forked(worker=launch.worker, pid=pid))
+        self._say(ProcessForked(worker=launch.worker, pid=pid))
 
     def _carry(self, output: _Output) -> None:
         self._outputs[output.fd] = output
@@ -328,7 +344,7 @@ class Workers:
         else:
             self._oom.forget(worker.pid)
         self.separation.cgroups.ended(worker.worker)
-        exited = Exited(worker=worker.worker, pid=worker.pid, status=status, oom=oom)
+        exited = ProcessExited(worker=worker.worker, pid=worker.pid, status=status, oom=oom)
         self.exits[worker.worker] = exited
         self._say(exited)
 

@@ -1,4 +1,4 @@
-"""Looks at this node, its links and its tasks' storage when `unicronctl doctor` asks (events/queries/node_checks.py).
+"""Checks this node, its links and its tasks' storage for `unicronctl doctor` (events/queries/node_checks.py).
 
 Rules
 -----
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.agents.fork_server.sockets import listen_unix
+from unicrond.agents.fork_server.agent_line import listen_unix
 from unicrond.agents.health import preflight
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import Sum
 from unicrond.events.nats.request_reply import wait_for_answer
 from unicrond.events.queries.finding import Finding
 from unicrond.events.queries.node_checks import (
@@ -138,7 +138,7 @@ class Checks:
             sums, no_sums = await summing
         finally:
             summing.cancel()
-        return LinksReport(unreached=tuple(failures), sums=sums, no_sums=no_sums[:_TEXT_CHARS])
+        return LinksReport(unreachable_ports=tuple(failures), sums=sums, no_sums=no_sums[:_TEXT_CHARS])
 
     async def _sum(self, check: LinksCheck) -> tuple[tuple[PairSum, ...], str]:
         """Return the sums of the pairs, and why there are none."""
@@ -163,7 +163,7 @@ class Checks:
 
 
 class NotForked(Exception):
-    """No process was forked that could sum; the text says why."""
+    """The fork server could not fork the process that sums; the text says why."""
 
 
 async def _process_output(order: Sum, fork: Callable[[Sum], str]) -> bytes:
@@ -209,7 +209,7 @@ async def unreached(
         finally:
             connecting.cancel()
     url_host = f"[{host}]" if ":" in host else host
-    return UnreachablePort(peer=peer, what=port_name, at=f"{url_host}:{port}", why=reason[:_TEXT_CHARS])
+    return UnreachablePort(peer=peer, service=port_name, address=f"{url_host}:{port}", reason=reason[:_TEXT_CHARS])
 
 
 def _hang_up(connecting: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
@@ -247,9 +247,9 @@ def look_at_storage(check: StorageCheck) -> StorageReport:
                 if not mark.exists():
                     return StorageReport(result="missing", directory=directory_text)
     except PermissionError as error:
-        return StorageReport(result="refused", directory=directory_text, why=(error.strerror or "")[:_TEXT_CHARS])
+        return StorageReport(result="refused", directory=directory_text, reason=(error.strerror or "")[:_TEXT_CHARS])
     except OSError as error:
         return StorageReport(
-            result="failed", directory=directory_text, why=(error.strerror or str(error))[:_TEXT_CHARS]
+            result="failed", directory=directory_text, reason=(error.strerror or str(error))[:_TEXT_CHARS]
         )
     return StorageReport(result="seen", directory=directory_text, writable=os.access(directory, os.W_OK | os.X_OK))

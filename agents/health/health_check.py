@@ -1,4 +1,4 @@
-"""Health checks of this node: a child process that says whether the node may work again.
+"""Runs a health check of this node in a child process, which says whether the node may work again.
 
 Rules
 -----
@@ -27,7 +27,8 @@ _NICENESS = 10
 
 
 class Health:
-    """Runs the checks of one node. `accelerators`: the source of its GPUs' health (cli.py). `feed`: takes Checked."""
+    """Runs the checks of one node. `accelerators`: the source of its GPUs' health (cli.py). `feed`: receives
+    Checked."""
 
     def __init__(self, node: str, slots: int, accelerators: str, feed: Callable[[Input], None]) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""Ordered faults of a whole node: its death, its network, its accelerators.
+"""Injects ordered faults into a whole node: its death, its network, its GPUs.
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""Sums a vector with other nodes, two nodes at a time: does the link carry what a training group sends?
+"""Sums a vector with other nodes, two nodes at a time, to test whether each link carries what a training group sends.
 
 The fork server forks the process when doctor_checks.py asks for it: torch is there already, which would cost seconds of
 CPU.
@@ -31,9 +31,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
-from unicrond.agents.protocol.sum_order import Sum
-from unicrond.events.queries.node_checks import PairSum
-from unicrond.events.queries.pair_sums import Library, Pair
+from unicrond.agents.protocol.messages import Sum
+from unicrond.events.queries.node_checks import Library, Pair, PairSum
 
 _NICENESS = 10
 #: Whole numbers of 4 bytes.
@@ -51,7 +50,7 @@ Summation: TypeAlias = Callable[[Any, Any, int, str, Any], None]
 
 
 class NotThere(Exception):
-    """The peer has not come to the store."""
+    """The peer has not come to the rendezvous store."""
 
 
 def run(order: Sum) -> NoReturn:
@@ -91,7 +90,7 @@ def too_late(after_s: float, limit_s: float) -> str:
     enough."""
     if after_s <= _BEGUN_BY * limit_s:
         return ""
-    return f"the node is busy: its sums could begin after {after_s:.0f} s; give a --limit-s above {2 * after_s:.0f}"
+    return f"the node is busy: its sums could begin after {after_s:.0f} s; give a --timeout-s above {2 * after_s:.0f}"
 
 
 def sum_all(torch: Any, order: Sum, summation: Summation, ends_s: float) -> list[PairSum]:
@@ -134,7 +133,7 @@ def sum_with(torch: Any, pair: Pair, order: Sum, summation: Summation, ends_s: f
         trouble = f"the sum failed: {_first_line(error)}"
     took_us = round((time.monotonic() - began_s) * 1e6)
     _part(server, store, pair, prefix)
-    return PairSum(peer=pair.peer, trouble=trouble, took_us=took_us)
+    return PairSum(peer=pair.peer, trouble=trouble, duration_us=took_us)
 
 
 def _meet(torch: Any, pair: Pair, prefix: str, meet_by_s: float) -> tuple[Any, Any]:

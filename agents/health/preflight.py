@@ -1,4 +1,4 @@
-"""Looks for what is likely to go wrong on this node, before its agent joins.
+"""Checks this node for common problems before its agent joins the cluster.
 
 Rules
 -----
@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 
 from unicrond.agents.accelerators.driver import NoDriver
 from unicrond.agents.accelerators.watch import open_driver
-from unicrond.agents.host import container
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.events.host.network_addresses import interface_of
@@ -109,7 +108,7 @@ def look(flags: NodeFlags, key: Key | None) -> MachineFacts:
         torch=version_of("torch"),
         key_ends=_certificate_ends(key),
         now=datetime.now(UTC),
-        container_bytes=container.memory_limit_bytes(),
+        container_bytes=host.cgroup_memory_limit_bytes(),
         run_dir_bytes=shutil.disk_usage(existing(flags.run_dir)).total,
         driver_trouble=_driver_trouble(visible_gpus()),
     )
@@ -154,9 +153,9 @@ async def _version_findings(connection: Connection, version: str) -> list[Findin
     await Terms(connection, starts.append).ask()
     if not version or not starts:
         return []
-    schema, theirs = spoken_schema(starts[-1].version), starts[-1].version.partition("+")[0]
-    if schema < SCHEMA or theirs != version.partition("+")[0]:
-        problem = f"{version}, of schema {SCHEMA}; the coordinator: {theirs}, of schema {schema}"
+    schema, coordinator_version = spoken_schema(starts[-1].version), starts[-1].version.partition("+")[0]
+    if schema < SCHEMA or coordinator_version != version.partition("+")[0]:
+        problem = f"{version}, of schema {SCHEMA}; the coordinator: {coordinator_version}, of schema {schema}"
         return [Finding("version", problem, "bring both to one version (docs/operate/upgrading.md)")]
     return []
 

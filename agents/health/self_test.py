@@ -1,4 +1,4 @@
-"""The agent's own health check: does this node compute, store and sum up correctly, as far as a few seconds can tell?
+"""The agent's own health check: computes, stores and sums for a few seconds, and compares the results.
 
     python -m unicrond.agents.health.self_test --slots 8 [--accelerators auto] [--limit-s 60]
 
@@ -55,7 +55,7 @@ class SelfTestFailure(Exception):
 
 
 class Breakage(NamedTuple):
-    """The failure to inject on purpose."""
+    """The failure that the self-test is to simulate, for drills."""
 
     part: str = ""
     slot: int = -1
@@ -260,8 +260,8 @@ def _check_collective(
     limit = timedelta(seconds=_COLLECTIVE_S)
     distributed.init_process_group(backend, store=meeting, rank=slot, world_size=slots, timeout=limit)
     try:
-        mine = torch.arange(_VECTOR, dtype=torch.int64) * (slot + 1)
-        summed = mine.to(device) if backend == "nccl" else mine
+        vector = torch.arange(_VECTOR, dtype=torch.int64) * (slot + 1)
+        summed = vector.to(device) if backend == "nccl" else vector
         distributed.all_reduce(summed)
         if breakage.hits("collective", slot):
             summed[_VECTOR // 2] += 1

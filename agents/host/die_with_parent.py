@@ -1,6 +1,5 @@
-"""Run a command that ends with its agent: `python -m unicrond.agents.host.die_with_parent AGENT_PID NICENESS
-COMMAND...`. Replaces itself.
-"""
+"""`python -m unicrond.agents.host.die_with_parent AGENT_PID NICENESS COMMAND...`: replaces itself by a command that the
+kernel kills when the agent dies."""
 
 from __future__ import annotations
 

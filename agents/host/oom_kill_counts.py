@@ -1,4 +1,4 @@
-"""The cause of ends that no process of ours observed: from the counts of OOM kills, written down before and read after.
+"""Counts of OOM kills, and what two of them say about processes whose end nobody observed.
 
 Workers die with their fork server, and all of them with their container. The next agent only finds that they no longer
 exist. It can tell whether the kernel's OOM killer acted in between: in the same cgroup, which is proof enough, or on
@@ -11,18 +11,34 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.agents.host.container import PROC, oom_counter, oom_kills, places
+from unicrond.agents.host.host_resources import PROC, CgroupPlace, places, read_field
 from unicrond.events.vocabulary import ExitCause
 
 
 class KillCounts(msgspec.Struct, frozen=True):
-    """The counts of OOM kills at one moment. `boot`: the machine's boot id; `cgroup`: the one that has counted `kills`;
-    `machine`: the kills of the whole machine. None: cannot be read."""
+    """The counts of OOM kills at one moment. `boot`: the machine's boot id; `cgroup`: device and inode of the cgroup
+    that has counted `kills`; `machine`: the kills of the whole machine. None: cannot be read."""
 
     boot: str = ""
     cgroup: tuple[int, int] | None = None
     kills: int | None = None
     machine: int | None = None
+
+
+def oom_counter(cgroups: list[CgroupPlace]) -> Path | None:
+    """Return the file that counts the OOM kills of a cgroup: of the nearest one, upwards, that has a count."""
+    for place in cgroups:
+        name = "memory.oom_control" if place.version == 1 else "memory.events"
+        # A process's own cgroup of version 2 may have no memory controller: then one above counts.
+        for directory in place.upwards() if place.version == 2 else (place.directory,):
+            if oom_kills(directory / name) is not None:
+                return directory / name
+    return None
+
+
+def oom_kills(counter: Path) -> int | None:
+    """Return the number of OOM kills in such a file, or in /proc/vmstat; None where it cannot be read."""
+    return read_field(counter, "oom_kill")
 
 
 def look(proc: Path = PROC) -> KillCounts:

@@ -1,4 +1,4 @@
-"""A process's attributes in Linux beside its ids: death with the parent, orphans, capabilities (prctl(2),
+"""Sets a process's attributes in Linux: death with its parent, adoption of orphans, capabilities (prctl(2),
 capset(2))."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A worker's output on disk, bounded: `worker.log`, and older parts as `worker.log.1` (newest) to `.log.<keep>`."""
+"""Writes a worker's output to disk, bounded: `worker.log`, and older parts as `worker.log.1` (newest) to
+`.log.<keep>`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ KEEP = 2
 
 
 class RotatedLog:
-    """An append-only log with rotation. A disk that is full or lost costs output, never the writer: lost bytes are
-    counted."""
+    """An append-only log with rotation. Where the disk is full or lost, it drops output and counts the lost bytes; it
+    never blocks the writer."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, keep: int = KEEP) -> None:
         """Open for appending; the directory is made. Raise OSError where that fails."""

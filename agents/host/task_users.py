@@ -16,7 +16,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from unicrond.agents.host.prctl import CAP_KILL, CAP_SETGID, CAP_SETUID, capabilities
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 
 NEEDED = {"CAP_KILL": CAP_KILL, "CAP_SETGID": CAP_SETGID, "CAP_SETUID": CAP_SETUID}
 #: The variables of the agent that every task may see: names, or (with a closing "_") beginnings of names. A secret of

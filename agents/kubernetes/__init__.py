@@ -1,1 +1,2 @@
-"""The node's own Node object of Kubernetes: read, and written where this cluster isolates the node."""
+"""The Node object of this machine in Kubernetes: read for drains and cordons, written when this cluster isolates the
+node."""

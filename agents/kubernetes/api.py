@@ -1,4 +1,4 @@
-"""The part of the Kubernetes API that the agent needs: one Node object, read, watched and patched, as a pod may.
+"""A client of the Kubernetes API for one Node object: get, watch and patch, with a pod's own account.
 
 Token and CA are files that the kubelet keeps fresh: both are read again, the token with each request. No other object
 is requested.
@@ -61,7 +61,7 @@ class _Node(msgspec.Struct):
 
 
 class _Change(msgspec.Struct):
-    """A line of a watch."""
+    """One line of the answer to a watch."""
 
     type: str = ""
     object: msgspec.Raw = msgspec.Raw(b"{}")
@@ -75,7 +75,7 @@ class _Status(msgspec.Struct):
 
 
 class KubernetesError(Exception):
-    """One line: the server's message, or that it does not answer. `status`: of HTTP, 0: none."""
+    """The API server refused a request or did not answer; one line. `status`: of HTTP, 0: no answer."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)

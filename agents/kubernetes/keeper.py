@@ -1,9 +1,12 @@
-"""Keeps both in step: the Node object's demands go into the log, an isolation goes into the Node object.
+"""Keeps a machine's Node object and the log in step: the object's demands go to the log, an isolation to the object.
 
 * The keeper reads the object at the start and after each watch, and watches it in between. It passes the
   object's hold to the core; the core reports each change to the log (agents/core/joining.py).
 * The log is asked every LOOK_EVERY_S, and when the coordinator decides about the node. Taint and condition are written
   once for each change; a write that the API server refuses is tried again, and logged once.
+* Whether this cluster has isolated the node is in the last NodeIsolated, NodeReadmitted and NodeForgotten of the node,
+  which only the coordinator writes (events/trust/logins.py); the latest counts. Where none is in the stream any more,
+  nothing is known.
 * A failure here costs the cluster nothing: the agent works on.
 """
 
@@ -13,13 +16,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from unicrond.agents.kubernetes.api import MERGE, STRATEGIC, KubernetesError, NodeApi
 from unicrond.agents.kubernetes.node_object import CordonMeans, Hold, condition_patch, has_taint, hold_of, taint_patch
-from unicrond.agents.kubernetes.standing import Standing, standing
-from unicrond.events.log.subjects import standing_subjects
+from unicrond.events.log.subjects import EVENT_STREAM, standing_subjects
 from unicrond.events.nats.connection import Connection, NoReply
-from unicrond.events.vocabulary import Name
+from unicrond.events.vocabulary import Name, NodeIsolated
+from unicrond.events.wire.codec import BadEvent, decode
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,30 @@ LOOK_EVERY_S = 30.0
 _AGAIN_S = 1.0
 _AGAIN_MAX_S = 30.0
 _CONFLICT = 409
+
+
+class Standing(NamedTuple):
+    """Whether this cluster has isolated the node, and why. `isolated`: None where the log does not say."""
+
+    isolated: bool | None
+    reason: str
+
+
+async def standing(connection: Connection, node: Name) -> Standing:
+    """Read from the log whether the node is isolated. Raise NoReply (PublishDenied)."""
+    last, latest = 0, Standing(None, "")
+    for subject in standing_subjects(node):
+        answer = await connection.request(f"$JS.API.DIRECT.GET.{EVENT_STREAM}.{subject}", b"")
+        seq = int((answer.headers or {}).get("Nats-Sequence", 0))
+        if not answer.data or seq <= last:
+            continue
+        try:
+            event = decode(answer.data).event
+        except BadEvent:
+            continue
+        is_isolated = isinstance(event, NodeIsolated)
+        last, latest = seq, Standing(is_isolated, event.reason if is_isolated else "")  # type: ignore[union-attr]  # tested just above
+    return latest
 
 
 class KubernetesNode:

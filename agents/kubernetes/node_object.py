@@ -14,11 +14,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unicrond.events.vocabulary import MachineHold
 
+#: The directory of a pod's account.
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TAINT = "unicron.dev/isolated"
 CONDITION = "UnicronIsolated"
 #: NoSchedule taints that announce the removal of the machine.
@@ -37,7 +41,7 @@ CordonMeans = Literal["cordon", "drain"]
 
 
 class Hold(NamedTuple):
-    """The machine's hold, and why; ("", "") where it is in use."""
+    """Whether Kubernetes drains or cordons the machine, and why; ("", "") where it is in use."""
 
     hold: MachineHold
     reason: str
@@ -90,3 +94,19 @@ def condition_patch(*, isolated: bool, reason: str, now: str) -> dict[str, Any]:
             ]
         }
     }
+
+
+class NodeObject(NamedTuple):
+    """Where the machine's Node object is. `url`: of the API server. `account`: the directory with `token` and `ca.crt`.
+    `cordon_means`: what `kubectl cordon` is taken for."""
+
+    url: str
+    name: str
+    account: Path
+    cordon_means: CordonMeans
+
+
+def in_cluster_url(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the URL of the API server for pods; "" outside of a cluster."""
+    host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}" if host else ""

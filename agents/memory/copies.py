@@ -1,4 +1,5 @@
-"""Copies of this node's newest states on their way to other nodes: one at a time for each shard, the newest wins."""
+"""Copies this node's newest states to other nodes: for each shard one copy at a time, and always of the newest
+state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes: how a node proves, to the node whose memory it asks, that it speaks for a task.
+"""Passes: signed tokens by which a node proves, to the node whose memory it asks, that it speaks for a task.
 
 Rules
 -----
@@ -39,7 +39,7 @@ _PURPOSE = "pass"
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content of a pass: `node` asks, `peer` is asked; `ends_s`: since 1970."""
+    """The content of a pass: node `node` asks node `peer`, until `ends_s` (seconds since 1970)."""
 
     node: Name
     peer: Name
@@ -48,7 +48,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Admitted(NamedTuple):
-    """The requesting node, and the generation of the task of which it is a member."""
+    """The node that a pass proves, and the generation of the task in which it is a member."""
 
     node: str
     generation: int

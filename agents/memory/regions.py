@@ -1,4 +1,4 @@
-"""The shards' memory that the fork server holds, as the agent reaches it: by the descriptor's path under /proc."""
+"""Opens the shards' memory, which the fork server holds, by the descriptor's path under /proc."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from unicrond.agents.core.state import HeldState
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.messages import MemoryReserved, ReserveFailed, ReserveMemory
-from unicrond.events.vocabulary import Name
+from unicrond.events.vocabulary import Name, SnapshotStored
 
 _KEEP_TIMEOUT_S = 10.0
 Key = tuple[Name, int]
@@ -67,7 +66,7 @@ class MemoryRegions:
         """Open the shard's region. Raise NoRegion where there is none."""
         region = self._regions.get((task, shard))
         if region is None:
-            raise NoRegion("this node keeps no state of it")
+            raise NoRegion("this node keeps no state of that shard")
         try:
             return Memory(f"/proc/{self._pid}/fd/{region.fd}", region.max_bytes)
         except OSError as error:
@@ -88,7 +87,7 @@ class MemoryRegions:
                 raise NoRegion("the fork server does not answer") from None
         return self.open(task, shard)
 
-    def states(self, node: Name) -> list[HeldState]:
+    def states(self, node: Name) -> list[SnapshotStored]:
         """Return the states in the memory now, for the log. They may have been captured elsewhere, which is not
         remembered."""
         states = []
@@ -101,7 +100,8 @@ class MemoryRegions:
             memory.close()
             if head is not None:
                 states.append(
-                    HeldState(
+                    SnapshotStored(
+                        node=node,
                         task=task,
                         shard=shard,
                         iteration=head.iteration,
@@ -109,6 +109,7 @@ class MemoryRegions:
                         origin=node,
                         size_bytes=head.size_bytes,
                         shards=head.layout.workers,
+                        duration_us=0,
                     )
                 )
         return states

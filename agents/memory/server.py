@@ -24,22 +24,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from unicrond.agents.core.state import HeldState
 from unicrond.agents.memory.regions import MemoryRegions, NoRegion
 from unicrond.agents.protocol.memory import Memory, TooLarge
 from unicrond.agents.protocol.memory_exchange import (
     SILENCE_TIMEOUT_S,
-    Accepted,
     Ask,
     BadPass,
     CopyStored,
     ExchangeFailed,
     Fetch,
-    Fetched,
+    FetchAnswer,
     HeadOf,
     HeldShard,
-    Holds,
+    HoldingsAnswer,
     Push,
+    PushAccepted,
     Request,
     RequestRefused,
     receive_into,
@@ -47,6 +46,7 @@ from unicrond.agents.protocol.memory_exchange import (
     send,
     send_message,
 )
+from unicrond.events.vocabulary import Name, SnapshotStored
 
 if TYPE_CHECKING:
     from unicrond.agents.memory.peer_tokens import Credentials  # needs an extra
@@ -65,7 +65,7 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
 class _Refusal(Exception):
-    """The reason that is sent instead of an answer."""
+    """The request is refused; the text is sent instead of an answer."""
 
 
 class _Peer(NamedTuple):
@@ -77,16 +77,19 @@ class _Peer(NamedTuple):
 
 
 class MemoryServer:
-    """Serves `regions` after `start`. `on_copy` is called in the event loop when a copy is sealed. `credentials`: those
+    """Serves `regions` of `node` after `start`. `on_copy` is called in the event loop when a copy is sealed.
+    `credentials`: those
     of this node, for TLS and passes; None: in clear, with the token."""
 
     def __init__(
         self,
+        node: Name,
         regions: MemoryRegions,
         token: str,
-        on_copy: Callable[[HeldState], None],
+        on_copy: Callable[[SnapshotStored], None],
         credentials: Credentials | None = None,
     ) -> None:
+        self._node = node
         self._regions = regions
         self._token = token
         self._on_copy = on_copy
@@ -234,7 +237,8 @@ class MemoryServer:
             match request:
                 case Ask():
                     send_message(
-                        connection, Holds(shards=tuple(_held_shard(shard, memory) for shard, memory in opened.items()))
+                        connection,
+                        HoldingsAnswer(shards=tuple(_held_shard(shard, memory) for shard, memory in opened.items())),
                     )
                 case Fetch():
                     self._give(connection, opened[request.shard], request)
@@ -269,7 +273,7 @@ class MemoryServer:
             if reading is None:
                 raise _Refusal(f"iteration {request.iteration} is not in memory, or is being overwritten")
             head, view = reading
-            send_message(connection, Fetched(head=HeadOf.of(head)))
+            send_message(connection, FetchAnswer(head=HeadOf.of(head)))
             send(connection, view)
 
     def _take(self, connection: socket.socket, memory: Memory, push: Push) -> None:
@@ -287,7 +291,7 @@ class MemoryServer:
         if draft is None:
             raise _Refusal("another request is writing or reading the memory")
         try:
-            send_message(connection, Accepted())
+            send_message(connection, PushAccepted())
             digest = receive_into(connection, draft.view)
             draft.seal(head.iteration, head.generation, head.digest, head.layout, digest)
         except ValueError as error:
@@ -295,7 +299,8 @@ class MemoryServer:
         finally:
             draft.abandon()
         send_message(connection, CopyStored())
-        copy = HeldState(
+        copy = SnapshotStored(
+            node=self._node,
             task=push.task,
             shard=push.shard,
             iteration=head.iteration,

@@ -1,4 +1,5 @@
-"""Workers' output on the agent's own standard output, a prefix before each line: for `kubectl logs` and the like.
+"""Copies workers' output to the agent's own standard output, with a prefix before each line: for `kubectl logs` and the
+like.
 
 Rules
 -----
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.events.vocabulary import WorkerId
 
 _EVERY_S = 0.2
@@ -32,7 +33,7 @@ _LAST_S = 2.0
 
 
 class _LogTail:
-    """Follows one worker's log. `from_end`: begin behind its present content."""
+    """Follows one worker's log as it grows. `from_end`: skip its present content."""
 
     def __init__(self, worker: WorkerId, path: Path, *, from_end: bool) -> None:
         self._prefix = f"{worker}| ".encode()
@@ -86,8 +87,8 @@ class _LogTail:
 
 
 class OutputMirror:
-    """Shows what `living()` workers write, and those reported as `ended`, until `close`. `out` takes bytes, and may
-    block."""
+    """Copies what the workers of `living()` write, and those reported as `ended`, until `close`. `out` takes bytes, and
+    may block."""
 
     def __init__(
         self, logs: Path, living: Callable[[], Collection[WorkerId]], out: Callable[[bytes], object] | None = None

@@ -1,5 +1,4 @@
-"""Bounds the size of workers' logs: those of workers that have ended are removed by age, by size, and where the disk is
-full.
+"""Bounds the size of workers' logs: removes those of ended workers by age, by size, and where the disk is full.
 
     <logs>/<task>/<worker>.log, .log.1, ...     (rotated_output.py bounds each by itself)
 

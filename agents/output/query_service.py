@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.output.stacks import NoStacks, stacks
-from unicrond.agents.protocol.flight import Flight
 from unicrond.agents.protocol.marks import Mark, now_us
+from unicrond.agents.protocol.messages import Flight
 from unicrond.events.host.masking import PATTERN_MASK, REACH_BYTES
 from unicrond.events.queries.worker_queries import (
     MAX_LOG_BYTES,
@@ -77,8 +77,8 @@ def _worker_marks(marks: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark
             generation=min(mark.generation, _NUMBER_MAX),
             iteration=min(mark.iteration, _NUMBER_MAX),
             micro_batch=min(mark.micro_batch, _NUMBER_MAX),
-            entered=min(mark.entered, _NUMBER_MAX),
-            waiting=mark.waiting,
+            collectives_entered=min(mark.collectives_entered, _NUMBER_MAX),
+            is_waiting=mark.is_waiting,
             still_us=max(0, at_us - mark.changed_us),
         )
         for worker, mark in list(marks.items())[:_MARKS_MAX]

@@ -49,16 +49,16 @@ class Mark(NamedTuple):
     generation: int
     iteration: int
     micro_batch: int
-    entered: int
-    finished: int
+    collectives_entered: int
+    collectives_finished: int
     boundary_us: int
     limit_us: int
     changed_us: int
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return whether the worker is inside a collective."""
-        return self.entered > self.finished
+        return self.collectives_entered > self.collectives_finished
 
     @property
     def due_us(self) -> int:

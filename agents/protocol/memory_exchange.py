@@ -28,8 +28,7 @@ from msgspec import Meta
 
 from unicrond.agents.protocol.framing import frame
 from unicrond.agents.protocol.memory import Digesting, StateHead
-from unicrond.agents.protocol.message import WireMessage
-from unicrond.agents.protocol.messages import Passes
+from unicrond.agents.protocol.messages import Passes, WireMessage
 from unicrond.events.trust.tls import NODE_URI
 from unicrond.events.vocabulary import Count, MemoryService, Name, Text
 from unicrond.events.vocabulary.shape import Shape
@@ -114,34 +113,34 @@ class Push(WireMessage, frozen=True, kw_only=True):
     head: HeadOf
 
 
-class Holds(WireMessage, frozen=True, kw_only=True):
+class HoldingsAnswer(WireMessage, frozen=True, kw_only=True):
     """Answer to Ask: the shards in memory."""
 
     shards: tuple[HeldShard, ...]
 
 
-class Fetched(WireMessage, frozen=True, kw_only=True):
+class FetchAnswer(WireMessage, frozen=True, kw_only=True):
     """Answer to Fetch: the state's bytes follow."""
 
     head: HeadOf
 
 
-class Accepted(WireMessage, frozen=True, kw_only=True):
+class PushAccepted(WireMessage, frozen=True, kw_only=True):
     """First answer to Push: the bytes may come."""
 
 
-class CopyStored(WireMessage, frozen=True, kw_only=True, tag="Stored"):
+class CopyStored(WireMessage, frozen=True, kw_only=True):
     """Last answer to Push: the state is stored. As the first answer: that state or a newer one was there already."""
 
 
-class RequestRefused(WireMessage, frozen=True, kw_only=True, tag="Refused"):
+class RequestRefused(WireMessage, frozen=True, kw_only=True):
     """Answer to any request: no, with the reason."""
 
     reason: Text
 
 
 Request: TypeAlias = Ask | Fetch | Push
-Answer: TypeAlias = Holds | Fetched | Accepted | CopyStored | RequestRefused
+Answer: TypeAlias = HoldingsAnswer | FetchAnswer | PushAccepted | CopyStored | RequestRefused
 T = TypeVar("T")
 A = TypeVar("A", bound=WireMessage)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -159,7 +158,9 @@ def ask(service: MemoryService, task: str, passes: Passes | None = None) -> dict
     """Return the heads of the task's states on the node, by shard, newest first. Raise NoAnswer."""
     with _connected(service, passes) as connection:
         send_message(connection, Ask(token=_credential(service, passes), task=task))
-        return {entry.shard: [head.head() for head in entry.heads] for entry in _answer(connection, Holds).shards}
+        return {
+            entry.shard: [head.head() for head in entry.heads] for entry in _answer(connection, HoldingsAnswer).shards
+        }
 
 
 class Fetching:
@@ -181,7 +182,7 @@ class Fetching:
             cut = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}
             request = Fetch(token=token, task=task, shard=shard, iteration=iteration, **cut)
             send_message(self._connection, request)
-            self.head = _answer(self._connection, Fetched).head.head()
+            self.head = _answer(self._connection, FetchAnswer).head.head()
         except BaseException:
             self._connection.close()
             raise
@@ -208,7 +209,7 @@ def push(
     with _connected(service, passes) as connection:
         token, head_of = _credential(service, passes), HeadOf.of(head)
         send_message(connection, Push(token=token, task=task, shard=shard, origin=origin, head=head_of))
-        if isinstance(_answer(connection, Accepted, CopyStored), CopyStored):
+        if isinstance(_answer(connection, PushAccepted, CopyStored), CopyStored):
             return
         try:
             send(connection, view)

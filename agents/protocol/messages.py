@@ -5,6 +5,8 @@ Both directions are decoded strictly; a bad frame closes the connection and is l
 
 Rules
 -----
+* A worker sends the events of the log themselves where it knows all that they say (`WorkerReport`), and messages of
+  its own where not.
 * A worker connects, sends `Hello`, and may be asked anything at any time; it connects again when the
   agent restarts and then reports its position. It never acts on a membership of a lower generation.
 * The fork server serves one agent at a time (the newest connection); without one for the lease time it
@@ -14,62 +16,86 @@ Rules
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 import msgspec
 from msgspec import Meta
 
-from unicrond.agents.protocol.flight import Flight, TellFlight
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.message import WireMessage
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.events.queries.node_checks import Library, Pair, Seconds, Token
+from unicrond.events.queries.worker_queries import COLLECTIVES_MAX, Collective
 from unicrond.events.vocabulary import (
-    CorruptionSign,
+    CheckpointSaved,
+    Checksums,
+    CorruptionSuspected,
     Count,
-    ErrorKind,
-    Factor,
+    DegradationObserved,
+    ErrorReported,
     Fault,
     LongText,
     Member,
     MemoryService,
     Name,
-    Phase,
     Positive,
     SamplesDigest,
-    Saver,
-    StateSource,
+    SaveFailed,
+    SnapshotStored,
+    StateLoaded,
+    StopRequested,
     StoreAddress,
+    StragglerObserved,
+    StragglerRecovered,
+    TaskCompleted,
     TaskSpec,
     Text,
+    WorkerBusy,
     WorkerId,
-    WorkerOrNone,
+    WorkerJoinedGroup,
+    WorkerPaused,
+    WorkerReady,
+    WorkerWaiting,
 )
+
+#: Exit codes of workers on which worker and agent agree.
+EXIT_NO_AGENT = 69
+#: EX_TEMPFAIL: the trainer waited too long for a membership, saved its state and stopped.
+EXIT_NO_MEMBERSHIP = 75
+#: The advice to a person whose program ends before its training does.
+LEFT_EARLY = "let hook.steps() run to its end, or call hook.stop(reason) first; `iterations` sets the task's length"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A user of this node, as a task runs under it. `groups`: all of the user's."""
+
+    name: Text
+    uid: Positive
+    gid: Count
+    groups: tuple[Count, ...]
+    home: Text
+
+
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
+    """Base of all messages; the class name is the wire tag, unless `tag` names another. A field at its default is left
+    out: processes of a version that lacks it may be at the other end (a fork server and its workers outlive their
+    agent)."""
+
 
 #: Room for a membership of as many workers as there can be, all of them joiners, with the longest names.
 MAX_FRAME_BYTES = 40 * 1024 * 1024
 
 
-class GroupMessage(WireMessage, frozen=True, kw_only=True):
-    """Base: an event at an iteration of a group."""
+class Reporter(TypedDict):
+    """The fields by which the event of a worker names it: `WorkerReady(**launch.reporter)`."""
 
-    generation: Count
-    iteration: Count
-
-
-class StragglerMessage(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StragglerSeen."""
-
-    straggler: WorkerId
-    straggler_node: Name
-    rank: Count
-    factor: Factor
+    node: Name
+    task: Name
+    worker: WorkerId
 
 
 # --- worker -> agent -----------------------------------------------------------------------------
 
 
 class Hello(WireMessage, frozen=True, kw_only=True):
-    """First message of every connection. `generation` 0: no membership yet."""
+    """The first message of every connection. `generation` 0: no membership yet."""
 
     worker: WorkerId
     task: Name
@@ -80,32 +106,11 @@ class Hello(WireMessage, frozen=True, kw_only=True):
     has_flight: bool = False
 
 
-class Ready(WireMessage, frozen=True, kw_only=True):
-    """The model is built (and the replica's own group is up): waiting for a membership."""
+class IterationCommitted(WireMessage, frozen=True, kw_only=True):
+    """An iteration was committed; sent by the leader (first member) alone, after every step.
 
-
-class Regrouped(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.WorkerJoinedGroup."""
-
-    dealt: Count
-    duration_us: Count
-    source: StateSource
-    peers_assigned: Count = 0
-
-
-class Parked(GroupMessage, frozen=True, kw_only=True):
-    """The worker has left the group at an iteration boundary, for a membership without it, and waits for Quit.
-
-    Where no present member stays in the new membership, the leader saves before it parks: to storage, or with the
-    membership's `handover`, to the nodes' memory.
-    """
-
-
-class Committed(WireMessage, frozen=True, kw_only=True):
-    """One iteration was committed; sent by the leader (first member) alone, after every step.
-
-    The agent sums these up to at most one StepCommitted a second and task. `checksum`: of the parameters after
-    iteration `checked`, `sums`: of the gradients' sums of the next (Checksums); 0: there is none.
+    The agent sums these up to at most one StepCommitted a second and task: so this is no event. `checksums`: those that
+    were made in this iteration.
     """
 
     generation: Count
@@ -115,136 +120,21 @@ class Committed(WireMessage, frozen=True, kw_only=True):
     loss: float
     duration_us: Count
     micro_batches_by_rank: tuple[Count, ...]
-    redone: Count
-    checked: Count = 0
-    checksum: SamplesDigest = 0
-    sums: SamplesDigest = 0
+    micro_batches_repeated: Count
+    checksums: Checksums | None = None
 
 
-class ErrorReport(WireMessage, frozen=True, kw_only=True):
-    """An exception or a broken collective, reported before anything else is done about it. `peer`: the other end of the
-    broken connection, where that is known; `lost`: all members of the group to whom the connection was dead by then."""
+class Flight(WireMessage, frozen=True, kw_only=True):
+    """(worker -> agent) the content of the flight recorder, the oldest first. `trouble`: why there is nothing."""
 
-    kind: ErrorKind
-    generation: Count
-    iteration: Count
-    phase: Phase
-    message: Text
-    detail: LongText
-    peer: WorkerOrNone = ""
-    lost: tuple[WorkerId, ...] = ()
-
-
-class Degraded(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.DegradationObserved; sent by the leader alone."""
-
-    iteration_us: Count
-    usual_us: Count
-    slowest: WorkerOrNone
-    compute_us: Count
-    others_us: Count
-
-
-class StragglerReport(StragglerMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
-
-    compute_us: Count
-    others_us: Count
-    since_iteration: Count
-    since_us: Count
-
-
-class StragglerCleared(StragglerMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StragglerRecovered."""
-
-
-class Suspected(GroupMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.CorruptionSuspected."""
-
-    sign: CorruptionSign
-    suspect: WorkerOrNone
-    value: float
-    usual: float
-
-
-class Busy(WireMessage, frozen=True, kw_only=True):
-    """The program has begun the declared work `what`, for at most `at_most_us`; "": that work is over."""
-
-    what: Text
-    at_most_us: Count
-
-
-class MembershipWait(WireMessage, frozen=True, kw_only=True):
-    """The worker follows the membership of `generation`, and has waited for the others for a while."""
-
-    generation: Count
-
-
-class StopRequest(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StopRequested."""
-
-    iteration: Count
-    reason: Text
-    left: bool = False
-
-
-class SaveFinished(WireMessage, frozen=True, kw_only=True):
-    """A checkpoint of `iteration` is on storage."""
-
-    iteration: Count
-    path: Text
-    size_bytes: Count
-    duration_us: Count
-
-
-class SaveError(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.SaveFailed."""
-
-    iteration: Count
-    by: Saver
-    reason: Text
-
-
-class Captured(WireMessage, frozen=True, kw_only=True):
-    """The node's memory holds the state after `iteration`; training was halted for `duration_us`.
-
-    `shards`: how many make up a replica of this layout.
-    """
-
-    shard: Count
-    iteration: Count
-    generation: Count
-    size_bytes: Count
-    shards: Count
-    duration_us: Count
-
-
-class StateLoadReport(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.StateLoaded."""
-
-    generation: Count
-    source: StateSource
-    iteration: Count
-    size_bytes: Count
-    duration_us: Count
-    tried: tuple[Text, ...]
-    storage_iteration: Count
-    saved_us: Count
-    resharded_from: Text
-
-
-class Completed(WireMessage, frozen=True, kw_only=True):
-    """All iterations are done; sent by the leader alone. The process exits 0 afterwards."""
-
-    iteration: Count
-    loss: float
-    params_digest: Text
+    collectives: Annotated[tuple[Collective, ...], Meta(max_length=COLLECTIVES_MAX)] = ()
+    trouble: Text = ""
 
 
 # --- fork server -> agent, on a worker's connection ----------------------------------------------
 
 
-class Connected(WireMessage, frozen=True, kw_only=True):
+class ConnectionOwner(WireMessage, frozen=True, kw_only=True):
     """The fork server has made this connection and handed it to this worker: all further messages are the worker's."""
 
     worker: WorkerId
@@ -276,7 +166,7 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupMembership(WireMessage, frozen=True, kw_only=True):
-    """See unicrond.events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
+    """The membership that a MembershipDecided and its parts tell: the members in rank order, the new group's store.
 
     `passes`: None: states travel in clear. `warrant`: only between the agents of a run directory: that of the newest
     membership with this node, with its place there (events/trust/membership_certificates.py); "": none.
@@ -307,6 +197,10 @@ class InjectIntoWorker(WireMessage, frozen=True, kw_only=True):
     fault: Fault
 
 
+class TellFlight(WireMessage, frozen=True, kw_only=True):
+    """(agent -> worker) send the content of the flight recorder. Only to a worker whose Hello says that it can."""
+
+
 # --- agent -> fork server ------------------------------------------------------------------------
 
 
@@ -321,7 +215,8 @@ class Spawn(WireMessage, frozen=True, kw_only=True):
 
 
 class Launch(WireMessage, frozen=True, kw_only=True):
-    """All that a worker process needs to know at its start. `agent_socket`: for fork servers of older versions."""
+    """Everything that a worker process needs to know at its start. `agent_socket`: for fork servers of older
+    versions."""
 
     worker: WorkerId
     task: Name
@@ -338,6 +233,11 @@ class Launch(WireMessage, frozen=True, kw_only=True):
     memory_max_bytes: Count = 0
     mark: Text = ""
     line_fd: Annotated[int, Meta(ge=-1)] = -1
+
+    @property
+    def reporter(self) -> Reporter:
+        """Return the fields by which an event names this worker."""
+        return Reporter(node=self.node, task=self.task, worker=self.worker)
 
 
 class Kill(WireMessage, frozen=True, kw_only=True):
@@ -364,10 +264,25 @@ class Retire(WireMessage, frozen=True, kw_only=True):
     """Kill all workers and end (the agent ends for good)."""
 
 
+class Sum(WireMessage, frozen=True, kw_only=True):
+    """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). `address`: this
+    node's. `answer`: the Unix socket to which the process sends the outcome. `gpu`: the one that NCCL sums on.
+    `asked_s`: the time of the request, by the machine's monotonic clock."""
+
+    address: Text
+    token: Token
+    pairs: tuple[Pair, ...]
+    library: Library
+    limit_s: Seconds
+    answer: Text
+    asked_s: float
+    gpu: Text = ""
+
+
 # --- fork server -> agent ------------------------------------------------------------------------
 
 
-class Forked(WireMessage, frozen=True, kw_only=True):
+class ProcessForked(WireMessage, frozen=True, kw_only=True):
     """The fork server has started the worker's process."""
 
     worker: WorkerId
@@ -385,7 +300,7 @@ class SpawnFailed(WireMessage, frozen=True, kw_only=True):
 OomKill: TypeAlias = Literal["yes", "no", "maybe"]
 
 
-class Exited(WireMessage, frozen=True, kw_only=True):
+class ProcessExited(WireMessage, frozen=True, kw_only=True):
     """A worker's process has ended. `status`: as from os.waitpid. Repeated to a new agent until it is acknowledged."""
 
     worker: WorkerId
@@ -394,7 +309,7 @@ class Exited(WireMessage, frozen=True, kw_only=True):
     oom: OomKill = "no"
 
 
-class ExitedAck(WireMessage, frozen=True, kw_only=True):
+class ProcessExitAck(WireMessage, frozen=True, kw_only=True):
     """(agent -> fork server) the exit is known and in the outbox."""
 
     worker: WorkerId
@@ -426,13 +341,13 @@ class Inventory(WireMessage, frozen=True, kw_only=True):
 
     store_port: Annotated[int, Meta(ge=1, le=65535)]
     workers: tuple[InventoryWorker, ...]
-    kept: tuple[MemoryReserved, ...] = ()
+    reserved_memory: tuple[MemoryReserved, ...] = ()
     schema: Positive = 1
     separates: bool = False
 
 
 class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One live worker of the fork server."""
+    """A live worker of the fork server."""
 
     worker: WorkerId
     task: Name
@@ -440,11 +355,13 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     slot: Count
 
 
-FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Parked | Committed | ErrorReport | Degraded | StragglerReport | StragglerCleared
-    | Suspected | SaveFinished | SaveError | Captured | StateLoadReport | Completed | Busy | MembershipWait
-    | StopRequest | Flight
+#: The events that a worker may send, about itself alone: the agent refuses others, and appends these as they are.
+WorkerReport: TypeAlias = (
+    WorkerReady | WorkerJoinedGroup | WorkerPaused | ErrorReported | DegradationObserved | StragglerObserved
+    | StragglerRecovered | CorruptionSuspected | CheckpointSaved | SaveFailed | SnapshotStored | StateLoaded
+    | TaskCompleted | WorkerBusy | WorkerWaiting | StopRequested
 )  # fmt: skip
+FromWorker: TypeAlias = Hello | IterationCommitted | WorkerReport | Flight
 ToWorker: TypeAlias = GroupMembership | Quit | InjectIntoWorker | TellFlight
-ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ExitedAck | Sum
-FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | MemoryReserved | ReserveFailed | Inventory
+ToForkServer: TypeAlias = Spawn | Kill | ReserveMemory | ReleaseMemory | Retire | ProcessExitAck | Sum
+FromForkServer: TypeAlias = ProcessForked | SpawnFailed | ProcessExited | MemoryReserved | ReserveFailed | Inventory

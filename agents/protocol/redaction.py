@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from unicrond.agents.protocol.messages import ErrorReport
 from unicrond.events.host.masking import Mask, values_in
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary import ErrorReported, TaskSpec
 
 _MESSAGE_CHARS = 1024
 _DETAIL_CHARS = 32768
@@ -20,7 +19,7 @@ def mask_of(spec: TaskSpec, environ: Mapping[str, str] = os.environ) -> Mask:
     return Mask([*(environ[name] for name in spec.secrets if name in environ), *values_in(spec.env)])
 
 
-def redact(report: ErrorReport, mask: Mask) -> ErrorReport:
+def redact(report: ErrorReported, mask: Mask) -> ErrorReported:
     """Return the report without the text that the mask hides."""
     return replace(
         report,

@@ -3,8 +3,8 @@
 Rules
 -----
 * The worker asks its fork server on the pair, one datagram for each connection that it wants. The fork server connects
-  to the agent's socket, names the worker of that connection (`messages.Connected`), and answers with the descriptor and
-  the schema that the agent reads. Without an agent it answers with nothing.
+  to the agent's socket, names the worker of that connection (`messages.ConnectionOwner`), and answers with the
+  descriptor and the schema that the agent reads. Without an agent it answers with nothing.
 * So a worker needs no right to the agent's directory, and cannot speak in another one's name.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 
 _ASK = b"?"
 _NO_AGENT = b"-"
@@ -70,3 +71,9 @@ def deny(ours: socket.socket) -> None:
     """Answer that there is no agent."""
     with contextlib.suppress(OSError):
         ours.send(_NO_AGENT)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user whose process is at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
@@ -13,43 +12,40 @@ from pathlib import Path
 from typing import get_args
 
 from unicrond.agents.accelerators.driver import Choice, NoDriver
+from unicrond.agents.fork_server.cgroups import NoCgroup
 from unicrond.agents.fork_server.limits import exceeds_hard_limit
 from unicrond.agents.fork_server.limits import parse as limit
 from unicrond.agents.health import preflight
-from unicrond.agents.host.cgroup_root import NoCgroup
+from unicrond.agents.host.paths import default_run_dir
 from unicrond.agents.host.prctl import CAP_SYS_RESOURCE, capabilities
-from unicrond.agents.host.run_dir_paths import default_run_dir
 from unicrond.agents.host.task_users import BadUser, identities
-from unicrond.agents.kubernetes.node_object import CordonMeans
-from unicrond.agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.kubernetes.node_object import ACCOUNT, CordonMeans, NodeObject, in_cluster_url
+from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell import flag_values as value
 from unicrond.agents.shell import probe
 from unicrond.agents.shell.daemon import installed_version, run_agent
-from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
 from unicrond.agents.shell.health_keeper import node_findings
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.events.cli import command_line
 from unicrond.events.cli import environment_flags as variables
 from unicrond.events.cli.command_line import (
-    EXIT_CODES,
     Flag,
     Parser,
     SettableParser,
     UsageError,
     add,
-    add_login,
     login_of,
     number,
     option,
     repeated,
     switch,
 )
+from unicrond.events.cli.exit_codes import DONE, FORGOTTEN, INTERRUPTED, SUPERSEDED, TERMINATED, USAGE, exit_codes
+from unicrond.events.cli.shared_flags import add_login, shared
 from unicrond.events.host import daemon_log as log_lines
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.events.host.init_process import InitProcess
-from unicrond.events.nats.url import parse_urls
 from unicrond.events.trust.keys import read_key
 from unicrond.events.trust.logins import agent_login
 
@@ -58,7 +54,7 @@ from unicrond.events.trust.logins import agent_login
 #: --supervise: after this many restarts within this time it gives up, so that the container is made anew.
 _RESTARTS, _RESTARTS_WITHIN_S = 10, 600.0
 #: Exit codes after which it does not start the agent again: ended on request, bad usage, a newer agent runs.
-_NOT_AGAIN = (0, 2, EXIT_SUPERSEDED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_NOT_AGAIN = (DONE, USAGE, SUPERSEDED, INTERRUPTED, TERMINATED)
 
 _EXAMPLE = f"""example:
   unicron-agent --nats nats://head:4222 --key /etc/unicron.key \\
@@ -70,7 +66,7 @@ SIGTERM drains the node: its workers leave at the end of an iteration, then the 
 --grace-s. With --hand-over SIGTERM ends the agent alone: workers go on and are adopted by the next agent of the same
 run directory (under systemd, set KillMode=process). SIGINT ends the workers at once, and the node leaves.
 
-{EXIT_CODES}, 143 ended by SIGTERM, 4 a newer agent of this name works, 5 the node was forgotten"""
+{exit_codes(TERMINATED, SUPERSEDED, FORGOTTEN)}"""
 
 
 def parser() -> Parser:
@@ -83,22 +79,16 @@ def parser() -> Parser:
     )
     add(
         agent_parser,
-        option("--nats", "URL[,URL]", "NATS server or cluster", type=parse_urls, required=True),
-        option(
-            "--node",
-            "NAME",
-            "this node's name, unique in the cluster; dots become -",
-            type=value.node_name,
-            required=True,
-        ),
-        option(
+        shared("--nats", required=True),
+        shared("--node", "unique in the cluster; dots become -", type=value.node_name, required=True),
+        shared(
             "--slots",
-            "N|auto",
-            "workers at a time, one per GPU; auto: as many as visible GPUs, or without any as CPUs that may be used",
+            "one per GPU; auto: as many as visible GPUs, or without any as CPUs that may be used",
+            metavar="N|auto",
             type=value.slots,
             required=True,
         ),
-        option("--address", "IP", "where other nodes reach it (%(default)s)", type=value.address, default="127.0.0.1"),
+        shared("--address", "where other nodes reach it (%(default)s)", default="127.0.0.1"),
         option("--run-dir", "DIR", "sockets, logs, memory ($XDG_RUNTIME_DIR/unicron/NAME)", type=Path),
         option(
             "--heartbeat-s", "S", "time between heartbeats (%(default)s)", type=number(0.05, 60, "seconds"), default=1.0
@@ -119,7 +109,7 @@ def parser() -> Parser:
             choices=get_args(Choice),
             default="auto",
         ),
-        option("--gpu-type", "TYPE", "the type of the node's GPUs, as h100-80g (as NVML has it)", type=value.gpu),
+        shared("--gpu-type", "the node's (default: as NVML has it)", type=value.gpu),
         switch("--states-in-clear", "exchange training states between nodes in clear; the same on all nodes"),
         *_separation(),
         *_kubernetes(),
@@ -144,11 +134,11 @@ def _ends() -> tuple[Flag, ...]:
         option(
             "--grace-s",
             "S",
-            "SIGTERM: from the signal to the end, at most; less than the one who sends it waits (%(default)s)",
+            "drain for at most so long after SIGTERM; keep it below the supervisor's kill timeout (%(default)s)",
             type=number(1, 86_400, "seconds"),
             default=25.0,
         ),
-        switch("--hand-over", "SIGTERM: leave the workers to the next agent here, for at most --lease-s"),
+        switch("--hand-over", "leave the workers to the next agent here after SIGTERM, for at most --lease-s"),
     )
 
 
@@ -184,9 +174,9 @@ def _looking() -> tuple[Flag, ...]:
     return (
         option(
             "--probe",
-            "KIND",
+            "WHAT",
             "ask the running agent of --node or --run-dir, and end: live (it answers) or ready (joined, fork server "
-            "serves, NATS lets it in); exit code 0 or 1",
+            "serves, NATS lets it in)",
             choices=probe.KINDS,
         ),
         switch(
@@ -194,8 +184,8 @@ def _looking() -> tuple[Flag, ...]:
             "in a container: be its first process, start the agent again where it dies (workers live on), reap, pass "
             "signals on",
         ),
-        switch("--new-log", "begin on whatever log is there; else an agent with workers waits for a person"),
-        switch("--check", "look at this node and at NATS, tell what is likely to go wrong, and join nothing"),
+        shared("--new-log", "else an agent with workers waits for a person"),
+        shared("--check", "look at this node and at NATS, and tell what is likely to go wrong"),
     )
 
 
@@ -236,7 +226,12 @@ def _separation() -> tuple[Flag, ...]:
             type=value.name_list,
             default=(),
         ),
-        repeated("--limit", "NAME=VALUE", "of each worker under --run-as: nofile=65536, memory.max=64G", type=limit),
+        repeated(
+            "--worker-limit",
+            "NAME=VALUE",
+            "limit each worker under --run-as: nofile=65536, memory.max=64G",
+            type=limit,
+        ),
         option("--cgroup", "DIR", "cgroup (v2) for the workers' own under --run-as (the agent's)", type=Path),
         option(
             "--pass-env",
@@ -291,7 +286,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         gpu_type=arguments.gpu_type or "",
         states_in_clear=arguments.states_in_clear,
         users=users,
-        limits=tuple(arguments.limit),
+        limits=tuple(arguments.worker_limit),
         cgroup=arguments.cgroup,
         pass_env=arguments.pass_env,
         only_checks=arguments.check,
@@ -335,14 +330,16 @@ def _check(options: Options) -> int:
 
 def _users(arguments: Namespace) -> tuple[Identity, ...]:
     """Return the users of --run-as. Raise UsageError where the node cannot do what the flags ask for."""
-    dependent = [name for name in ("limit", "cgroup", "pass_env") if getattr(arguments, name)]
+    dependent = [name for name in ("worker_limit", "cgroup", "pass_env") if getattr(arguments, name)]
     if dependent and not arguments.run_as:
         raise UsageError(
             f"--{dependent[0].replace('_', '-')}: is for tasks that run as users of their own; give --run-as"
         )
-    for bound in arguments.limit:
+    for bound in arguments.worker_limit:
         if bound.resource >= 0 and exceeds_hard_limit(bound) and CAP_SYS_RESOURCE not in capabilities():
-            raise UsageError(f"--limit: {bound} is more than the agent itself has; raise that (Limit... in its unit)")
+            raise UsageError(
+                f"--worker-limit: {bound} is more than the agent itself has; raise that (Limit... in its unit)"
+            )
     try:
         return identities(arguments.run_as)
     except BadUser as error:

@@ -1,4 +1,4 @@
-"""The agent of one node: its keepers, composed behind the ports of shell.py, and the order of their start and end.
+"""The agent of one node: composes its keepers behind the ports of shell.py, starts them and ends them in order.
 
 Rules
 -----
@@ -22,8 +22,7 @@ from importlib import metadata
 
 import msgspec
 
-from unicrond.agents.accelerators.driver import GpuDriver
-from unicrond.agents.accelerators.gpu_type import gpu_type
+from unicrond.agents.accelerators.driver import GpuDriver, gpu_type
 from unicrond.agents.accelerators.watch import open_driver
 from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.state import (
@@ -31,7 +30,6 @@ from unicrond.agents.core.state import (
     Append,
     CopyState,
     ForkServerDied,
-    HeldState,
     InjectIntoNode,
     Input,
     NodeFaultInjected,
@@ -42,9 +40,9 @@ from unicrond.agents.core.state import (
 from unicrond.agents.health.link_probe import LinkProber
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.protocol.messages import (
-    Exited,
     FromForkServer,
     GroupMembership,
+    ProcessExited,
     ReleaseMemory,
     ToForkServer,
     ToWorker,
@@ -65,8 +63,8 @@ from unicrond.agents.shell.run_dir import BadRunDir, RunDir
 from unicrond.agents.shell.shell import Shell
 from unicrond.agents.shell.worker_output import WorkerOutput, make_room
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.vocabulary import ExitCause, NodeJoined, ProbeLinks, WorkerId
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.vocabulary import ExitCause, NodeJoined, ProbeLinks, SnapshotStored, WorkerId
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 logger = logging.getLogger("unicrond.agents")
@@ -177,23 +175,23 @@ class Agent(Shell):
     # --- the ports of the shell ------------------------------------------------------------------
 
     def now_us(self) -> int:
-        """See Shell: microseconds since the epoch."""
+        """Return the wall clock's time in microseconds since the epoch."""
         return _wall_clock_us()
 
     def remember(self, memory: Remembered) -> None:
-        """See Shell. A disk that refuses is logged, and the agent goes on."""
+        """Write down what the next agent must know. A disk that refuses is logged, and the agent goes on."""
         try:
             self._run_dir.remember(memory)
         except OSError as error:
             logger.error("cannot write the agent's memory (%s): if this agent dies now, the next knows less", error)
 
-    def core_failed(self, given: Input) -> None:
-        """See Shell. Logs the exception and ends `run`; the workers stay."""
-        logger.critical("the core failed on %r: the agent ends, its workers stay", given, exc_info=True)
+    def core_failed(self, agent_input: Input) -> None:
+        """Log the core's exception and end `run`; the workers stay."""
+        logger.critical("the core failed on %r: the agent ends, its workers stay", agent_input, exc_info=True)
         self._departure.fail()
 
     def do(self, action: Action) -> None:
-        """See Shell. Logs what is appended; the accelerators are watched once the node has joined."""
+        """Carry out the action; log what is appended, and watch the GPUs once the node has joined."""
         if isinstance(action, Append):
             logger.info("%s", action.event.sentence())
         super().do(action)
@@ -201,68 +199,68 @@ class Agent(Shell):
             self._health.watch_accelerators()
 
     def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
-        """See Shell. A membership goes with this node's passes to its peers."""
+        """Send the message, a membership with this node's passes to its peers."""
         message = plain(message)
         if isinstance(message, GroupMembership):
             message = self._memberships.for_worker(worker, message)
         self._processes.tell_worker(worker, message)
 
     def tell_fork_server(self, message: ToForkServer) -> None:
-        """See Shell."""
+        """Send the message; drop the states of a task whose memory is released."""
         self._processes.tell_fork_server(message)
         if isinstance(message, ReleaseMemory):
             self._memory.drop(message.task)
 
     def copy(self, order: CopyState) -> None:
-        """See Shell."""
+        """Copy a state to a peer, under the warrant of the task's membership."""
         self._memory.copy(order, self._memberships.warrant(order.task))
 
     def inject_into_node(self, order: InjectIntoNode) -> None:
-        """See Shell."""
+        """Inject an ordered fault, and feed NodeFaultInjected."""
         self.feed(NodeFaultInjected(command_id=order.command_id, reason=self._health.inject(order.fault)))
 
     def check(self, order: RunCheck) -> None:
-        """See Shell."""
+        """Check the node's health, and feed Checked."""
         self._health.check(order)
 
     def probe(self, order: ProbeLinks) -> None:
-        """See Shell."""
+        """Probe the links to other nodes, and feed LinksProbed."""
         self._prober.probe(order)
 
-    def disconnect(self, worker: WorkerId, why: str) -> None:
-        """See Shell."""
-        self._processes.disconnect(worker, why)
+    def disconnect(self, worker: WorkerId, reason: str) -> None:
+        """Close a worker's connection."""
+        self._processes.disconnect(worker, reason)
 
     def finish(self) -> None:
-        """See Shell."""
+        """End the agent: the node has left."""
         self._departure.leave()
 
     def log_tail(self, worker: WorkerId) -> str:
-        """See Shell."""
+        """Return the end of a worker's log."""
         return self._output.log_tail(worker)
 
-    def held_states(self) -> list[HeldState]:
-        """See Shell."""
+    def snapshots(self) -> list[SnapshotStored]:
+        """Return the states in the node's memory when a fork server greets."""
         return self._memory.states()
 
     def fork_server_said(self, message: FromForkServer) -> None:
-        """See Shell. The memory regions follow what the fork server holds."""
+        """Handle a message of the fork server: update the memory regions and the output of ended workers first."""
         self._memory.fork_server_said(message, self._processes.fork_server_pid)
-        if isinstance(message, Exited):
+        if isinstance(message, ProcessExited):
             self._output.ended(message.worker)
         super().fork_server_said(message)
 
-    def take(self, recorded: Recorded) -> None:
-        """See Shell. Logs the entry."""
+    def take(self, recorded: RecordedEvent) -> None:
+        """Log an entry of the node's feed and handle it."""
         logger.info("%s: %s", recorded.envelope.event_id, recorded.envelope.event.sentence())
         super().take(recorded)
 
     def superseded(self, boot: int) -> None:
-        """See Shell. That agent is heard soon; one that is not belongs to no agent."""
+        """Look for the later agent that a command is for: it is heard soon, or there is none."""
         self._log.look_for_agent(boot)
 
-    def _copy_stored(self, state: HeldState) -> None:
-        self.feed(StateHeld(held_state=state))
+    def _copy_stored(self, state: SnapshotStored) -> None:
+        self.feed(StateHeld(snapshot=state))
 
     def _fork_server_died(self, cause: ExitCause) -> None:
         self._memory.fork_server_died()

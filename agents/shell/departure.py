@@ -1,4 +1,5 @@
-"""Ends the agent: why, by when, what is still done before the connections go, and the exit code.
+"""Ends the agent: keeps the reason and the deadline, finishes what must be sent before the connections close, sets the
+exit code.
 
 Ends
 ----
@@ -6,10 +7,10 @@ Ends
   restart): the agent goes, fork server and workers stay for the next one.
 * SIGINT: the node leaves, without a drain; again: at once. Workers, store and fork server end before the agent.
 * Exit codes: cli.py. What a signal ended is not 0: a place that is to be filled would count as done.
-* A newer agent of the same name (duplicate_agent.py): exit code EXIT_SUPERSEDED, the workers end; a later boot in the
+* A newer agent of the same name (duplicate_agent.py): exit code SUPERSEDED, the workers end; a later boot in the
   log that no agent has: exit code 1, and the next boot is above it.
 * Told by the coordinator to leave for good: drained, exit code 0. Forgotten while it was away: its workers end, exit
-  code EXIT_FORGOTTEN; its supervisor starts the next one.
+  code FORGOTTEN; its supervisor starts the next one.
 * Anything unexpected: exit code 1 with a traceback; the agent's supervisor starts the next one.
 
 When a drain is over, the core says (`leave`). In which order the keepers close: daemon.py.
@@ -22,16 +23,14 @@ import logging
 import signal
 
 from unicrond.agents.core.state import Drain, HandOver, LeaveNow
-from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.process_keeper import ProcessKeeper
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.agents.shell.shell import Shell
+from unicrond.events.cli.exit_codes import FORGOTTEN, SUPERSEDED
 
 logger = logging.getLogger("unicrond.agents")
 
-#: Of an agent whose node was forgotten while it was away: the next one joins anew.
-EXIT_FORGOTTEN = 5
 _DRAIN_TIMEOUT_S = 5.0
 _RETIRE_TIMEOUT_S = 10.0
 #: Of the grace time, what is left for ending workers that the coordinator has not moved away, and for the last words.
@@ -39,7 +38,7 @@ _END_S = 5.0
 
 
 class Departure:
-    """Ends one agent. `over` is set when it is to end."""
+    """Ends one agent. `over` is set when its process may end."""
 
     def __init__(self, shell: Shell, options: Options, run_dir: RunDir, processes: ProcessKeeper) -> None:
         self._shell = shell
@@ -133,11 +132,11 @@ class Departure:
 
     @property
     def is_superseded(self) -> bool:
-        """A newer agent has the name: no command is for this one any more."""
+        """Return whether a newer agent has the name: then no command is for this one any more."""
         return self._newer_boot > 0
 
     async def finish(self, linking: asyncio.Task[None]) -> None:
-        """Do what is still to be done before the connections go. `linking`: the task that keeps the fork server."""
+        """Finish what must be done before the connections close. `linking`: the task that keeps the fork server's."""
         if self._newer_boot:  # the log takes nothing of ours
             if self._run_dir.belongs_to(self._newer_boot):
                 logger.warning("the newer agent works in %s too and keeps the workers", self._run_dir.path)
@@ -153,9 +152,9 @@ class Departure:
     def exit_code(self) -> int:
         """Return the exit code of the agent, which has ended."""
         if self._newer_boot:
-            return EXIT_SUPERSEDED
+            return SUPERSEDED
         if self._shell.state.ends == "forgotten" and not self._signal:
-            return EXIT_FORGOTTEN
+            return FORGOTTEN
         return 1 if self._has_failed else 128 + self._signal if self._signal else 0
 
     async def _retire(self, linking: asyncio.Task[None]) -> None:

@@ -1,10 +1,10 @@
-"""Handles duplicate agents, two of one name: the one that started first ends itself.
+"""Detects two agents of one name: the one that started first ends itself.
 
 Rules
 -----
 * Of two agents the one with the higher boot number started later, and prevails: the log ignores the other's
   observations already (fold.py). An agent that hears a beat of a higher boot under its own name ends, for good: a
-  supervisor that started it again would only have it take the name back (EXIT_SUPERSEDED).
+  supervisor that started it again would only have it take the name back (SUPERSEDED).
 * So does an agent that reads a command for a higher boot, or hears a join: it leaves the command where it is
   (shell.py).
 * Its workers are no longer the log's, so they end with it; unless the newer one works in the same run directory, and
@@ -31,8 +31,6 @@ from unicrond.events.wire.codec import BadEvent, read
 
 logger = logging.getLogger(__name__)
 
-#: Exit code of an agent that ended because a newer one has its name. Supervisors must not start it again.
-EXIT_SUPERSEDED = 4
 #: How long a newcomer waits for an older agent to fall silent, at most.
 WAIT_MAX_S = 15.0
 #: How often the log is asked, beside at every new connection.

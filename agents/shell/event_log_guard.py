@@ -1,5 +1,5 @@
-"""Checks whether the log is still the one that this agent knows (known_event_log.py), and waits for a person where it
-is not, or where there is none any more.
+"""Checks that the event log is still the one that this agent knows (known_event_log.py); where it is not, or is gone,
+waits for a person.
 
 The log is asked at the start, with each new connection, when a coordinator claims a term, when an append is
 acknowledged under a number that was used already, and every LOOK_EVERY_S. After the start a difference counts only when
@@ -34,7 +34,7 @@ _SAY_EVERY_S = 60.0
 
 
 class LogGuard:
-    """Compares the log with the known one. `trouble`: why it is not the known one, in one line; "" where it is."""
+    """Compares the event log with the known one. `trouble`: the difference in one line; "" where there is none."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LogGuard:
 
     @property
     def is_sure(self) -> bool:
-        """The log has proved to be the known one on the present connection."""
+        """Return whether the log has proved to be the known one on the present connection."""
         return self._trusted is not None and not self._trusted.disconnected.is_set()
 
     async def wait_for_log(self) -> LogSeen:

@@ -1,4 +1,5 @@
-"""Keeps the agent's side of the event log: the connection to NATS, the log's guard, commands, observations and beats.
+"""Keeps the agent connected to the event log: the connection to NATS, the log's guard, commands, observations and
+heartbeats.
 
 Rules
 -----
@@ -22,7 +23,7 @@ import time
 from unicrond.agents.core.known_event_log import difference
 from unicrond.agents.core.state import LogSeen, MachineSaw, Unreadable
 from unicrond.agents.host import host_resources as host
-from unicrond.agents.kubernetes.place import NodeObject
+from unicrond.agents.kubernetes.node_object import NodeObject
 from unicrond.agents.shell.departure import Departure
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
@@ -41,7 +42,7 @@ logger = logging.getLogger("unicrond.agents")
 
 
 class EventLogKeeper:
-    """Keeps one agent at the log. `run` it once."""
+    """Keeps one agent connected to the event log. Call `run` once."""
 
     def __init__(
         self, shell: Shell, options: Options, run_dir: RunDir, departure: Departure, queries: NodeQueries
@@ -59,7 +60,8 @@ class EventLogKeeper:
 
     @property
     def trouble(self) -> str:
-        """Why NATS or the log cannot be used, in one line; "" where they can, or the log is still to be asked."""
+        """Return why NATS or the log cannot be used, in one line; "" where they can, or the log is still to be
+        asked."""
         if self._connection is None:
             return "waits for NATS"
         if self._connection.trouble:
@@ -68,7 +70,7 @@ class EventLogKeeper:
 
     @property
     def is_sure(self) -> bool:
-        """The log has proved to be the known one on the present connection."""
+        """Return whether the log has proved to be the known one on the present connection."""
         return self._guard is not None and self._guard.is_sure
 
     def look_for_agent(self, boot: int) -> None:
@@ -78,7 +80,7 @@ class EventLogKeeper:
         self._look_for_duplicates.set()
 
     async def run(self) -> None:
-        """Do everything that needs NATS, without end."""
+        """Connect to NATS, and run everything that needs it, without end."""
         shell, options = self._shell, self._options
         connection = self._connection = Connection(options.nats, name=f"agent {options.node}", login=options.login)
         await connection.start(None)
@@ -106,16 +108,17 @@ class EventLogKeeper:
                     group.create_task(self._keep_node_object(connection, options.kubernetes))
                 await watch.alone(shell.has_inventory)
                 while True:
-                    seen = await guard.wait_for_log()
-                    if difference(shell.state.memory, seen, shell.read_seq):
+                    log_seen = await guard.wait_for_log()
+                    if difference(shell.state.memory, log_seen, shell.read_seq):
                         terms.forget()
                         await terms.ask()
-                    await self._use_log(connection, guard, seen)
+                    await self._use_log(connection, guard, log_seen)
         finally:
             await connection.close()
 
-    async def _use_log(self, connection: Connection, guard: LogGuard, seen: LogSeen) -> None:
-        """Obey this log and append to it, until another stands in its place. `seen`: by the last answer."""
+    async def _use_log(self, connection: Connection, guard: LogGuard, log_seen: LogSeen) -> None:
+        """Act by this log and append to it, until another stands in its place. `log_seen`: its state by the last
+        answer."""
         joins = asyncio.Event()
 
         async def work() -> None:
@@ -128,9 +131,9 @@ class EventLogKeeper:
                 on_interrupted=guard.look,
             )
             # Before the node joins: one that cannot be commanded must not be planned for.
-            await feed.follow(self._shell.tasks_here(seen))
+            await feed.follow(self._shell.tasks_here(log_seen))
             joins.set()
-            self._shell.feed(seen)
+            self._shell.feed(log_seen)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._shell.outbox.run(NatsEventLog(connection, session_gate=guard.trusts)))
                 group.create_task(self._take_commands(feed))
@@ -140,15 +143,15 @@ class EventLogKeeper:
             await guard.wait_until_replaced(lambda now: self._shell.feed(now) if joins.is_set() else None)
             working.cancel()
 
-    async def _keep_node_object(self, connection: Connection, named: NodeObject) -> None:
+    async def _keep_node_object(self, connection: Connection, node_object: NodeObject) -> None:
         from unicrond.agents.kubernetes.api import NodeApi
         from unicrond.agents.kubernetes.keeper import KubernetesNode
 
-        api = NodeApi(named.url, named.name, named.account)
+        api = NodeApi(node_object.url, node_object.name, node_object.account)
         keeper = KubernetesNode(
             api,
             self._options.node,
-            named.cordon_means,
+            node_object.cordon_means,
             lambda place: self._shell.feed(MachineSaw(hold=place.hold, reason=place.reason)),
         )
         await keeper.run(connection)
@@ -158,7 +161,7 @@ class EventLogKeeper:
         if self._shell.has_joined.is_set() or not self._shell.has_inventory.is_set():
             return False
         memory = self._shell.state.memory
-        return self._options.new_log or not (memory.workers or memory.waiting or self._shell.state.holds)
+        return self._options.new_log or not (memory.workers or memory.waiting_starts or self._shell.state.holds)
 
     def _coordinator_started(self, event: CoordinatorStarted) -> None:
         schema = min(SCHEMA, spoken_schema(event.version))

@@ -1,16 +1,14 @@
-"""What the values of unicron-agent's flags may be: each function converts one, or raises ValueError in one line."""
+"""Converters for the values of unicron-agent's flags: each returns the value, or raises ValueError in one line."""
 
 from __future__ import annotations
 
-import ipaddress
-import re
-
 import msgspec
 
-from unicrond.agents.host import container
+from unicrond.agents.host.host_resources import cpus
 from unicrond.agents.protocol.gpus import visible_gpus
+from unicrond.events.cli import command_line
 from unicrond.events.cli.command_line import number, whole
-from unicrond.events.vocabulary import NAME_PATTERN, Gpu
+from unicrond.events.vocabulary import Gpu
 from unicrond.events.wire.codec import RESERVED_NAMES
 
 #: The most workers of a node.
@@ -19,9 +17,7 @@ SLOTS_MAX = 1024
 
 def node_name(text: str) -> str:
     """Return the name that the cluster knows the node by: machines' names have dots, which separate NATS's subjects."""
-    text = text.replace(".", "-")
-    if not re.fullmatch(NAME_PATTERN, text):
-        raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63")
+    text = command_line.node_name(text)
     if text in RESERVED_NAMES:
         reserved = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
         raise ValueError(f"{text!r} cannot be a node's name ({reserved} are taken); give the node another name")
@@ -31,7 +27,7 @@ def node_name(text: str) -> str:
 def slots(text: str) -> int:
     """Return the number of workers; "auto": GPUs, or else CPUs."""
     if text == "auto":
-        return min(SLOTS_MAX, len(visible_gpus()) or container.cpus())
+        return min(SLOTS_MAX, len(visible_gpus()) or cpus())
     try:
         return whole(1, SLOTS_MAX)(text)
     except ValueError:
@@ -46,17 +42,6 @@ def gpu(text: str) -> str:
         raise ValueError(
             f"{text[:40]!r} cannot name a type of GPU; use up to 63 of a-z, 0-9, -, _ and ., a letter or digit first"
         ) from None
-
-
-def address(text: str) -> str:
-    """Return the IP address, checked."""
-    try:
-        parsed = ipaddress.ip_address(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not an IP address; give the one that other nodes use") from None
-    if parsed.is_unspecified or parsed.is_multicast:
-        raise ValueError(f"nothing can connect to {text}; give the address that other nodes use")
-    return text
 
 
 def name_list(text: str) -> tuple[str, ...]:

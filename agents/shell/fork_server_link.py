@@ -1,5 +1,4 @@
-"""The agent's connection to the fork server: finds a living one or starts one, and tells a broken connection from a
-death.
+"""Connects the agent to its fork server: finds a living one or starts one, and tells a broken connection from a death.
 
 Rules
 -----
@@ -29,8 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from unicrond.agents.fork_server.server import EXIT_OCCUPIED, READY
 from unicrond.agents.host.rotated_output import MAX_BYTES, tail
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
-from unicrond.agents.protocol.messages import FromForkServer, Inventory, Retire, ToForkServer
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import FromForkServer, Inventory, Retire, Sum, ToForkServer
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.events.wire.schemas import FIRST
 
@@ -53,7 +51,7 @@ class ForkServerFailed(RuntimeError):
 
 
 class ForkLink:
-    """Calls `on_message` and `on_death` in the loop.
+    """The agent's connection to the fork server. Calls `on_message` and `on_death` in the event loop.
 
     `arguments`: further flags of unicrond.agents.fork_server.server. `environment`: the variables of this process that
     the fork server, and so every worker, sees. `separates`: it is to run workers as other users.
@@ -90,7 +88,7 @@ class ForkLink:
 
     @property
     def serves(self) -> bool:
-        """The fork server is connected and takes orders."""
+        """Return whether the fork server is connected and takes orders."""
         return self._is_usable
 
     def send(self, message: ToForkServer) -> None:

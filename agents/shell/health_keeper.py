@@ -1,4 +1,4 @@
-"""Keeps what is known of the node's health: accelerators, health checks, checks for doctor, and ordered faults.
+"""Runs everything about the node's health: the watch over GPUs, health checks, doctor's checks, and ordered faults.
 
 Rules
 -----
@@ -36,7 +36,7 @@ from unicrond.events.vocabulary import Fault, WorkerId
 
 
 class HealthKeeper:
-    """Keeps the health of one node. `driver`: of its accelerators, None where none is to be watched."""
+    """Runs the health of one node. `driver`: of its GPUs, None where none is to be watched."""
 
     def __init__(
         self, shell: Shell, options: Options, run_dir: RunDir, driver: GpuDriver | None, processes: ProcessKeeper
@@ -81,7 +81,7 @@ class HealthKeeper:
                 kind=finding.kind,
                 xid=finding.xid,
                 message=finding.message,
-                needs=finding.needs,
+                repair_need=finding.needs,
                 predicts_failure=finding.predicts_failure,
             )
         )
@@ -107,8 +107,8 @@ class HealthKeeper:
 
     def _free_gpus(self) -> list[str]:
         """Return those of slots that no worker has."""
-        taken = {record.slot for record in self._shell.state.memory.workers.values()}
-        return [gpu for slot, gpu in enumerate(visible_gpus()) if slot not in taken]
+        busy_slots = {record.slot for record in self._shell.state.memory.workers.values()}
+        return [gpu for slot, gpu in enumerate(visible_gpus()) if slot not in busy_slots]
 
     def _report_xid(self, code: int, worker: str) -> str:
         if self._accelerators is None:
@@ -126,7 +126,7 @@ def findings_here(options: Options) -> list[Finding]:
 
 def node_findings(options: Options) -> list[Finding]:
     """Return what is likely to go wrong on this node. Raise BadKey."""
-    asked = preflight.NodeFlags(
+    flags = preflight.NodeFlags(
         slots=options.slots,
         address=options.address,
         run_dir=options.run_dir,
@@ -135,4 +135,4 @@ def node_findings(options: Options) -> list[Finding]:
         nats_is_remote=preflight.is_remote(options.nats),
     )
     key = read_key(options.login.key) if options.login.key else None
-    return preflight.findings(asked, preflight.look(asked, key))
+    return preflight.findings(flags, preflight.look(flags, key))

@@ -1,4 +1,4 @@
-"""Turns this node's memberships into what its workers and its peers may see of them, by the node's credentials.
+"""Prepares memberships for workers: adds passes that this node's key signs, and takes the warrant out.
 
 Rules
 -----
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Memberships:
-    """Prepares the memberships of one node's tasks. `memberships` returns the present ones, by task."""
+    """Prepares the memberships of one node's tasks. `memberships()` returns the present ones, by task."""
 
     def __init__(
         self, memberships: Callable[[], Mapping[Name, GroupMembership]], credentials: Credentials | None

@@ -1,4 +1,5 @@
-"""Keeps the states of training in this node's memory: its regions, their server, and the copies on their way out.
+"""Keeps the training states in this node's memory: its regions, the server that gives them out, and copies to other
+nodes.
 
 Rules
 -----
@@ -19,7 +20,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from unicrond.agents.core.state import CopyState, HeldState
+from unicrond.agents.core.state import CopyState
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.memory.copies import StateCopier
 from unicrond.agents.memory.regions import MemoryRegions
@@ -28,7 +29,7 @@ from unicrond.agents.protocol.memory_exchange import TLS
 from unicrond.agents.protocol.messages import FromForkServer, Inventory, MemoryReserved, ReserveFailed, ReserveMemory
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.run_dir import RunDir
-from unicrond.events.vocabulary import MemoryService
+from unicrond.events.vocabulary import MemoryService, SnapshotStored
 
 if TYPE_CHECKING:
     from unicrond.agents.memory.peer_tokens import Credentials  # needs an extra, and so does what it imports
@@ -57,7 +58,7 @@ class MemoryKeeper:
         credentials: Credentials | None,
         *,
         ask: Callable[[ReserveMemory], None],
-        on_copy: Callable[[HeldState], None],
+        on_copy: Callable[[SnapshotStored], None],
     ) -> None:
         """Serve nothing yet. `credentials`: None where states travel in clear."""
         self._options = options
@@ -66,7 +67,7 @@ class MemoryKeeper:
         self._regions = MemoryRegions(ask, most=regions_most(options))
         self._copies = StateCopier(options.node, self._regions, credentials)
         self._port, self._token = run_dir.exchange()
-        self._server = MemoryServer(self._regions, self._token, on_copy, credentials)
+        self._server = MemoryServer(options.node, self._regions, self._token, on_copy, credentials)
 
     def serve(self) -> MemoryService | None:
         """Take and give states from now on; return how peers reach them, None where there is no memory for states."""
@@ -84,7 +85,7 @@ class MemoryKeeper:
     def fork_server_said(self, message: FromForkServer, pid: int) -> None:
         """Follow what the fork server of that pid says of its memory."""
         if isinstance(message, Inventory):
-            self._regions.set_inventory(pid, message.kept)
+            self._regions.set_inventory(pid, message.reserved_memory)
         elif isinstance(message, MemoryReserved | ReserveFailed):
             self._regions.receive(message)
 
@@ -100,7 +101,7 @@ class MemoryKeeper:
         """Copy a state to a peer. `warrant`: that of the task's membership; not needed in clear."""
         self._copies.copy(order.task, order.shard, order.peers, warrant)
 
-    def states(self) -> list[HeldState]:
+    def states(self) -> list[SnapshotStored]:
         """Return the states in the node's memory."""
         return self._regions.states(self._options.node)
 

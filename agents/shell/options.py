@@ -1,4 +1,4 @@
-"""What a person chooses for one agent; cli.py reads it from flags and variables.
+"""The settings that a person gives one agent; cli.py reads them from flags and variables.
 
 Rules
 -----
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from unicrond.agents.accelerators.driver import Choice
 from unicrond.agents.fork_server.limits import Limit
-from unicrond.agents.kubernetes.place import NodeObject
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.kubernetes.node_object import NodeObject
+from unicrond.agents.protocol.messages import Identity
 from unicrond.events.nats.connection import Login
 from unicrond.events.vocabulary import Gpu, Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a person chooses (cli.py). `fork_server_arguments`: further flags of unicrond.agents.fork_server.server.
+    """The settings of one agent (cli.py). `fork_server_arguments`: further flags of unicrond.agents.fork_server.
 
     `grace_s`: from SIGTERM to the end, unless `hand_over`: then SIGTERM leaves the workers to the next agent.
     `memory_bytes`: for states of training; None: a quarter of what may be used (host.py), 0: none. `accelerators`: the

@@ -45,14 +45,16 @@ BACKLOG_AGE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Item:
+    """An observation that the log has not acknowledged."""
+
     envelope: Envelope
     on_durable: Callable[[], None] | None
     put_s: float
 
 
 class Outbox:
-    """Queues the observations of one agent. `clock_us` returns the wall clock in microseconds
-    (Envelope.observed_at_us)."""
+    """Queues the observations of one agent until the log has acknowledged them. `clock_us` returns the wall clock in
+    microseconds (Envelope.observed_at_us)."""
 
     def __init__(self, producer: Name, boot: int, clock_us: Callable[[], int], *, capacity: int = CAPACITY) -> None:
         self._producer = producer

@@ -1,4 +1,4 @@
-"""`unicron-agent --probe live|ready`: does the agent of a run directory live, is it doing its work?
+"""`unicron-agent --probe live|ready`: asks the agent of a run directory whether it lives, and whether it does its work.
 
 Rules
 -----
@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET, default_run_dir
+from unicrond.agents.host.paths import PROBE_SOCKET, default_run_dir
 from unicrond.events.cli.command_line import SettableParser, add, fail, option, run
+from unicrond.events.cli.completion import COMPLETE_VARIABLE
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,7 +68,7 @@ def ask(path: Path, timeout_s: float = TIMEOUT_S) -> Condition:
 
 def is_asked(argv: Sequence[str]) -> bool:
     """Return whether a command line is a probe's."""
-    return any(word.partition("=")[0] == "--probe" for word in argv)
+    return COMPLETE_VARIABLE not in os.environ and any(word.partition("=")[0] == "--probe" for word in argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Keeps the processes of this node: the fork server and its connection, the workers' sockets, and the counts of kills.
+"""Keeps this node's processes: the fork server and its connection, the workers' sockets, and the counts of OOM kills.
 
 Rules
 -----
@@ -22,14 +22,21 @@ import os
 from collections.abc import Callable
 
 from unicrond.agents.core.state import WorkerDisconnected, WorkerSaid
+from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host import oom_kill_counts as kill_counts
-from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.task_users import not_separated, visible_environment
-from unicrond.agents.output.flight_recorders import Flights
-from unicrond.agents.protocol.flight import Flight
-from unicrond.agents.protocol.messages import Exited, FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
+from unicrond.agents.output.stacks import Flights
+from unicrond.agents.protocol.messages import (
+    Flight,
+    FromForkServer,
+    FromWorker,
+    Hello,
+    ProcessExited,
+    Sum,
+    ToForkServer,
+    ToWorker,
+)
 from unicrond.agents.protocol.peers import plain
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.agents.shell.fork_server_link import ForkLink
 from unicrond.agents.shell.options import Options
 from unicrond.agents.shell.run_dir import RunDir
@@ -43,7 +50,7 @@ _COUNT_EVERY_S = 1.0
 
 
 class KillWatch:
-    """Watches how many processes the kernel has killed for memory, for this agent and the next one."""
+    """Reads how many processes the OOM killer has killed, for this agent and the next one."""
 
     def __init__(self, run_dir: RunDir) -> None:
         """Look for the first time."""
@@ -61,13 +68,13 @@ class KillWatch:
 
     async def run(self) -> None:
         """Write the counts down whenever they are others than before, without end."""
-        written = None
+        last_written = None
         while True:
             self._looks = self._looks[1], kill_counts.look()
-            if self._looks[1] != written:
-                written = self._looks[1]
+            if self._looks[1] != last_written:
+                last_written = self._looks[1]
                 with contextlib.suppress(OSError):  # then the next agent knows less
-                    self._run_dir.remember_kills(written)
+                    self._run_dir.remember_kills(last_written)
             await asyncio.sleep(_COUNT_EVERY_S)
 
 
@@ -149,12 +156,12 @@ class ProcessKeeper:
 
     @property
     def trouble(self) -> str:
-        """Why no fork server takes orders, in one line; "" where it does."""
+        """Return why no fork server takes orders, in one line; "" where one does."""
         return "" if self._link.serves else self._link.trouble or "waits for its fork server"
 
     @property
     def fork_server_pid(self) -> int:
-        """The process that is connected to, or was last."""
+        """Return the pid of the fork server that is connected, or was last."""
         return self._link.pid
 
     async def keep_fork_server(self) -> None:
@@ -179,7 +186,7 @@ class ProcessKeeper:
 
     def _fork_server_said(self, message: FromForkServer) -> None:
         self._shell.fork_server_said(message)
-        if isinstance(message, Exited) and not self._shell.state.memory.workers:
+        if isinstance(message, ProcessExited) and not self._shell.state.memory.workers:
             self._link.renew()
 
 

@@ -37,6 +37,8 @@ _MIN_US = 1_000
 
 @dataclass(slots=True)
 class _WatchedWorker:
+    """What the watch knows of one worker."""
+
     pid: int
     timer: asyncio.TimerHandle | None = None
     looked_for_us: int = 0
@@ -51,7 +53,7 @@ class _WatchedWorker:
 
 
 class Signs(Protocol):
-    """Reads the signs of workers from outside; `now_us` is the clock of their marks."""
+    """Reads a worker's phase mark and process state from outside; `now_us` is the clock of the marks."""
 
     def now_us(self) -> int:
         """Return the time in microseconds on the clock of the marks."""
@@ -75,7 +77,7 @@ class Signs(Protocol):
 
 
 class MarkFiles:
-    """The signs on this machine: marks in a directory, and the kernel's files."""
+    """Reads marks from a directory, and process states from /proc."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""One node's directory on this machine: sockets, logs, the boot number, what the agent remembers.
+"""The run directory of one node's agent: sockets, logs, the boot number, what the agent remembers.
 
     <run_dir>/agent.lock     held by the living agent: two agents on one node would fight
     <run_dir>/agent.boot     the boot number that was used last
@@ -29,7 +29,7 @@ import msgspec
 
 from unicrond.agents.core.state import Remembered
 from unicrond.agents.host.oom_kill_counts import KillCounts
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.host.paths import PROBE_SOCKET
 
 #: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
@@ -48,7 +48,7 @@ class BadRunDir(ValueError):
 
 
 class RunDir:
-    """Paths and small files of one run directory. Nothing is touched before `claim`."""
+    """Paths and small files of one run directory. It touches nothing before `claim`."""
 
     def __init__(self, path: Path, logs: Path | None = None) -> None:
         """Derive the paths. `logs`: where workers' logs go, if not below `path`.

@@ -1,4 +1,4 @@
-"""The shell around the agent's pure core, on every machine, real or simulated.
+"""Runs the agent's pure core with real or simulated IO: feeds it inputs and carries out its actions.
 
 Rules
 -----
@@ -31,7 +31,6 @@ from unicrond.agents.core.state import (
     Finish,
     ForgetLog,
     ForkServerSaid,
-    HeldState,
     InjectIntoNode,
     Input,
     LogDecision,
@@ -46,17 +45,26 @@ from unicrond.agents.core.state import (
     WorkerConnected,
 )
 from unicrond.agents.protocol.marks import Mark
-from unicrond.agents.protocol.messages import Exited, FromForkServer, Hello, Inventory, ToForkServer, ToWorker
+from unicrond.agents.protocol.messages import FromForkServer, Hello, Inventory, ProcessExited, ToForkServer, ToWorker
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.progress_watch import ProgressWatch, Signs
 from unicrond.events.log.event_log import BROADCAST_TYPES, CommandFeed
-from unicrond.events.vocabulary import Command, Heartbeat, NodeJoined, ProbeLinks, StartWorker, StartWorkers, WorkerId
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.vocabulary import (
+    Command,
+    Heartbeat,
+    NodeJoined,
+    ProbeLinks,
+    SnapshotStored,
+    StartWorker,
+    StartWorkers,
+    WorkerId,
+)
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import lowered
 
 
 class Shell(ABC):
-    """One agent around its core. `memory`: the memory that the agent before it has written down."""
+    """Runs one agent's core. `memory`: what the agent before it has written down."""
 
     def __init__(self, config: AgentConfig, memory: Remembered, outbox: Outbox, signs: Signs) -> None:
         self.state = core.resume(config, memory)
@@ -124,7 +132,7 @@ class Shell(ABC):
         """Handle a command for a later agent of this node's name, which is to take it."""
 
     @abstractmethod
-    def held_states(self) -> Iterable[HeldState]:
+    def snapshots(self) -> Iterable[SnapshotStored]:
         """Return the states in the node's memory when a fork server greets."""
 
     def log_tail(self, worker: WorkerId) -> str:
@@ -220,14 +228,14 @@ class Shell(ABC):
         log_tail, mark = "", None
         if isinstance(message, Inventory):
             self.has_inventory.set()
-        elif isinstance(message, Exited):
+        elif isinstance(message, ProcessExited):
             log_tail, mark = self.log_tail(message.worker), self.watch.drop(message.worker)
         self.feed(ForkServerSaid(message=message, log_tail=log_tail, mark=mark))
         if isinstance(message, Inventory) and not self.closed:
             for entry in message.workers:  # a worker that hangs sends no hello to a new agent
                 self.watch.follow(entry.worker, entry.pid)
-            for state in list(self.held_states()):
-                self.feed(StateHeld(held_state=state))
+            for state in list(self.snapshots()):
+                self.feed(StateHeld(snapshot=state))
 
     def tasks_here(self, log: LogSeen | None = None) -> frozenset[str]:
         """Return the tasks that have a worker here, or will have one.
@@ -239,7 +247,7 @@ class Shell(ABC):
         if log is not None and difference(memory, log):
             return frozenset()
         running = frozenset(worker.task for worker in memory.workers.values() if not worker.foreign)
-        return running | {waiting.command.spec.name for waiting in memory.waiting}
+        return running | {waiting.command.spec.name for waiting in memory.waiting_starts}
 
     async def take_entries(self, feed: CommandFeed) -> None:
         """Handle the entries of the feed, and follow their tasks, without end.
@@ -262,7 +270,7 @@ class Shell(ABC):
                     return  # unfinished entries come again, to the next agent
                 self.read_seq = recorded.seq
 
-    def take(self, recorded: Recorded) -> None:
+    def take(self, recorded: RecordedEvent) -> None:
         """Handle one entry of the node's feed."""
         envelope, event, warrant = recorded.envelope, recorded.envelope.event, recorded.warrant
         if isinstance(event, Command):

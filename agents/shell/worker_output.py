@@ -1,4 +1,4 @@
-"""Keeps what this node's workers write: the end of a log for a report, the copy on stdout, and the room on the volume.
+"""Handles what this node's workers write: the end of a log for a report, the copy on stdout, and room on the volume.
 
 Rules
 -----
@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection
 
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.rotated_output import tail
 from unicrond.agents.output.output_mirror import OutputMirror
 from unicrond.agents.output.output_pruning import Limits, prune

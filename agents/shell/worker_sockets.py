@@ -1,4 +1,4 @@
-"""The socket on which workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
+"""Serves the Unix socket on which workers talk to the agent: one connection for each worker, the newest one counts.
 
 The fork server makes a worker's connection and names the worker: a worker cannot speak in another one's name. (Workers
 of an older fork server connect themselves, as this user.)
@@ -16,10 +16,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from unicrond.agents.host.socket_paths import BoundPath
+from unicrond.agents.host.paths import BoundPath
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
-from unicrond.agents.protocol.messages import Connected, FromWorker, Hello, ToWorker
-from unicrond.agents.protocol.peer_uid import peer_uid
+from unicrond.agents.protocol.messages import ConnectionOwner, FromWorker, Hello, ToWorker
+from unicrond.agents.protocol.worker_line import peer_uid
 from unicrond.events.vocabulary import WorkerId
 
 logger = logging.getLogger(__name__)
@@ -131,14 +131,14 @@ class WorkerSockets:
                 await writer.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        incoming: Unframer[FromWorker | Connected] = Unframer(FromWorker | Connected)
+        incoming: Unframer[FromWorker | ConnectionOwner] = Unframer(FromWorker | ConnectionOwner)
         worker = ""
-        owner: Connected | None = None
+        owner: ConnectionOwner | None = None
         reason = "end of stream"
         try:
             while data := await reader.read(65536):
                 for message in incoming.feed(data):
-                    if isinstance(message, Connected):
+                    if isinstance(message, ConnectionOwner):
                         owner = self._assign(message, owner, worker, writer)
                     elif isinstance(message, Hello) and not worker:
                         _require_owner(owner, message)
@@ -164,12 +164,12 @@ class WorkerSockets:
                 self._on_disconnected(worker)
 
     def _assign(
-        self, message: Connected, before: Connected | None, worker: str, writer: asyncio.StreamWriter
-    ) -> Connected:
+        self, message: ConnectionOwner, before: ConnectionOwner | None, worker: str, writer: asyncio.StreamWriter
+    ) -> ConnectionOwner:
         """Assign this connection to the worker that the fork server names, and close the worker's older one. Return the
         message."""
         if worker or before is not None:
-            raise BadFrame("Connected: only the fork server says it, first of all")
+            raise BadFrame("ConnectionOwner: only the fork server says it, first of all")
         older = self._assigned_writers.pop(message.worker, None)
         if older is not None:
             older.close()
@@ -184,6 +184,6 @@ class WorkerSockets:
         self._on_connected(hello)
 
 
-def _require_owner(owner: Connected | None, hello: Hello) -> None:
+def _require_owner(owner: ConnectionOwner | None, hello: Hello) -> None:
     if owner and (owner.worker, owner.task, owner.pid) != (hello.worker, hello.task, hello.pid):
         raise BadFrame(f"says it is {hello.worker} of process {hello.pid}, and was given to {owner.worker}")

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from unicrond.events.archive.archived_log import archived_batches, newest_archived, require_same
 from unicrond.events.log.event_log import LogDamaged, LogError
-from unicrond.events.log.file_log import SegmentWriter
 from unicrond.events.log.heartbeat_evidence import NodeVerdict, NodeVerdicts, evidence, heartbeat_us_of, spans
+from unicrond.events.log.segment_writer import SegmentWriter
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT
 from unicrond.events.log.subjects import entry as message
 from unicrond.events.nats.connection import Connection
@@ -38,7 +38,7 @@ from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.reader import read_stream
 from unicrond.events.nats.streams import NANOS, NO_MESSAGE_FOUND, TRIMMING, JetStreamError, api, end_trim
 from unicrond.events.vocabulary import CoordinatorStarted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 BATCH = 1000
 KEEP_LEAST_S = 3600.0
@@ -136,19 +136,19 @@ async def clear_age_limit(connection: Connection) -> dict[str, Any]:
 async def _heartbeat_us(log: NatsEventLog) -> int:
     """Return the heartbeat interval of the newest term. An older term inside the part that is read states its own."""
     newest = await log.newest_term()
-    started = newest.envelope.event if isinstance(newest, Recorded) else None
+    started = newest.envelope.event if isinstance(newest, RecordedEvent) else None
     return heartbeat_us_of(started) if isinstance(started, CoordinatorStarted) else 1_000_000
 
 
-async def _evidence(connection: Connection, verdicts: list[NodeVerdict]) -> list[Recorded]:
+async def _evidence(connection: Connection, verdicts: list[NodeVerdict]) -> list[RecordedEvent]:
     """Return the heartbeats to keep for these verdicts, as far as the stream still has them."""
-    beats: list[Recorded] = []
+    beats: list[RecordedEvent] = []
     for from_us, to_us in spans(verdicts):
         beats += [beat async for beat in _beats(connection, from_us, to_us)]
     return evidence(verdicts, beats)
 
 
-async def _beats(connection: Connection, from_us: int, to_us: int) -> AsyncGenerator[Recorded, None]:
+async def _beats(connection: Connection, from_us: int, to_us: int) -> AsyncGenerator[RecordedEvent, None]:
     """Yield the heartbeats that the heartbeat stream holds of that time, both ends included."""
     state = (await api(connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
     if not state["messages"] or datetime.fromisoformat(state["last_ts"]).timestamp() * 1e6 < from_us:
@@ -160,7 +160,7 @@ async def _beats(connection: Connection, from_us: int, to_us: int) -> AsyncGener
             if stored.recorded_at_us > to_us:
                 return
             beat = message(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
-            if isinstance(beat, Recorded) and stored.recorded_at_us >= from_us:
+            if isinstance(beat, RecordedEvent) and stored.recorded_at_us >= from_us:
                 yield beat
             if stored.seq >= state["last_seq"]:
                 return

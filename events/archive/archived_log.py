@@ -17,7 +17,7 @@ from pathlib import Path
 from unicrond.events.log.event_log import EventLog, Fence, LogDamaged
 from unicrond.events.log.segments import TornTail, read_segment, segment_paths
 from unicrond.events.log.skips import skips_in_files
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 
 
 class ArchivedLog:
@@ -95,7 +95,7 @@ def archived_batches(directory: Path, after_seq: int = 0) -> Iterator[list[Entry
                 raise
 
 
-def archived_beats(directory: Path) -> Iterator[list[Recorded]]:
+def archived_beats(directory: Path) -> Iterator[list[RecordedEvent]]:
     """Yield the heartbeats that the archive keeps (`heartbeat_evidence.py`), in pieces. Raises LogDamaged."""
     segments = segment_paths(directory) if directory.is_dir() else []
     for number, segment in enumerate(segments):

@@ -3,7 +3,9 @@
 Rules
 -----
 * Bad usage is one line on stderr that names the flag and the fix, and exit code 2.
-* `--help` of each command ends with examples; `--version` and `--print-completion` belong to a program's root.
+* `--help` of each command ends with examples and its exit codes; `--version` and `--print-completion` belong to a
+  program's root.
+* A flag that several commands have is made by `shared_flags.shared`: one word, one type, one meaning.
 * A type of an argument raises ValueError, and its message is what people read.
 * Flags of the daemons come from the environment too (environment_flags.py).
 * An epilog may be a function: what needs another package, such as a list of policies, is loaded when it is shown.
@@ -16,23 +18,25 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from unicrond.events.cli import environment_flags as variables
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.cli.completion import COMPLETE_VARIABLE, SHELLS, LiveNames, complete, script
+from unicrond.events.cli.exit_codes import DONE, FAILED, INTERRUPTED, USAGE, exit_codes
+from unicrond.events.vocabulary.phrases import guess
 
 if TYPE_CHECKING:
     from unicrond.events.log.point import BeforeEnd, Point
     from unicrond.events.nats.connection import Login
 
-EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted"
 #: The most that still fits what JSON and the log hold.
 MOST = 10**15 - 1
-#: How a shell completes the name of a file, in shtab's words.
-_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 _SPAN = re.compile(r"-[0-9.]+(ms|s|m|h|d)")
+#: The words that stand before a name where a command takes several kinds of things.
+KINDS = ("node", "task", "incident", "plan")
 #: Stands before a span that is not a flag; no point begins with it.
 _NO_FLAG = "@"
 
@@ -48,6 +52,9 @@ class Parser(argparse.ArgumentParser):
 
     #: Flags may come from the environment (SettableParser).
     variables = False
+    #: Names of what runs now, for completion; a program that knows them sets it.
+    live_names: LiveNames | None = None
+    _words: Sequence[str] = ()
 
     def __init__(self, *, version: str = "", **arguments: Any) -> None:
         """Create a parser. `version`: only for the root of a program."""
@@ -55,16 +62,14 @@ class Parser(argparse.ArgumentParser):
         if version:
             self.man_short_description = self.description  # for argparse-manpage
             self.add_argument("--version", action="version", version=version)
-            help_text = "print a script that completes this command, and stop"
-            self.add_argument(
-                "--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help_text
-            )
+            help_text = "print a script that completes this program's commands in a shell, and end"
+            self.add_argument("--print-completion", action=_PrintCompletion, choices=SHELLS, help=help_text)
 
     _epilog: Epilog = None
 
     @property
     def epilog(self) -> str | None:
-        """The examples."""
+        """Return the examples."""
         return self._epilog() if callable(self._epilog) else self._epilog
 
     @epilog.setter
@@ -75,11 +80,23 @@ class Parser(argparse.ArgumentParser):
         """Add subcommands to this parser; `add_command` fills them."""
         return self.add_subparsers(dest=dest, required=True, metavar="COMMAND", parser_class=type(self))
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line; in a shell that completes one, print what may come next instead, and exit."""
+        if COMPLETE_VARIABLE in os.environ:
+            complete(self, sys.argv[1:] if args is None else args, self.live_names)
+            raise SystemExit(DONE)
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Print one line for bad usage and exit with code 2; argparse calls this for everything that it does not
         accept."""
+        name = message.removeprefix("unrecognized arguments: ")
+        before = self._words[self._words.index(name) - 1] if name != message and name in self._words else ""
+        if before in KINDS:
+            message += f"; give {name} alone, without {before}"
         fail(self.prog.partition(" ")[0], f"{_plainer(message)}; see {self.prog} --help")
-        raise SystemExit(2)
+        raise SystemExit(USAGE)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -109,11 +126,7 @@ Place: TypeAlias = "argparse._ActionsContainer"
 
 class _PrintCompletion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, value: Any, flag: str | None = None) -> None:
-        try:
-            import shtab
-        except ModuleNotFoundError:
-            parser.error(f"{flag}: needs shtab; pip install shtab")
-        print(shtab.complete(parser, shell=value))
+        print(script(parser.prog, value))
         parser.exit()
 
 
@@ -140,40 +153,27 @@ def repeated(name: str, metavar: str, help_text: str, **settings: Any) -> Flag:
     return option(name, metavar, f"{help_text}; repeatable", action="append", default=[], **settings)
 
 
-def point(name: str, help_text: str) -> Flag:
-    """Make a flag whose value is a point of the log."""
-    return option(name, "SEQ|TIME", help_text, type=point_argument)
-
-
 def add(place: Place, *flags: Flag) -> None:
-    """Add the flags to a parser, or to a group of one; shells complete the names of files."""
+    """Add the flags to a parser, or to a group of one."""
     for names, settings in flags:
-        action = place.add_argument(*names, **settings)
-        if settings.get("type") in (Path, existing_file):
-            action.complete = _FILES  # type: ignore[attr-defined]  # for shtab
+        place.add_argument(*names, **settings)
 
 
-def add_command(commands: Commands, name: str, summary: str, epilog: Epilog, *flags: Flag, **settings: Any) -> Parser:
-    """Add a command. `summary`: what it does, a sentence without its capital letter and full stop."""
+def add_command(
+    commands: Commands,
+    name: str,
+    summary: str,
+    epilog: Epilog,
+    *flags: Flag,
+    codes: str = exit_codes(),
+    **settings: Any,
+) -> Parser:
+    """Add a command. `summary`: what it does, a sentence that begins with a verb, without its capital letter and full
+    stop. `codes`: its exit codes, where it has more than the common ones."""
     command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **settings)
-    command.epilog = epilog
+    command.epilog = lambda: "\n\n".join(filter(None, (epilog() if callable(epilog) else epilog, codes)))
     add(command, *flags)
     return command
-
-
-def add_login(parser: Parser) -> None:
-    """Add the flags of a login to NATS; `login_of` reads them."""
-    add(
-        parser.add_argument_group("user name for NATS"),
-        option("--key", "FILE", "a key made by `unicrond enroll` or `unicrond nats-config`", type=existing_file),
-        option("--user", "NAME", "with --password-file"),
-        option("--password-file", "FILE", "file with the password and nothing else", type=existing_file),
-        option("--creds", "FILE", "a NATS credentials file", type=existing_file),
-        option("--nkey-seed", "FILE", "an nkey seed file", type=existing_file),
-        option("--tls-ca", "FILE", "CA certificate of the server; switches TLS on", type=existing_file),
-        option("--tls-cert", "FILE", "this client's certificate, if the server wants one", type=existing_file),
-        option("--tls-key", "FILE", "its private key (default: in the same file)", type=existing_file),
-    )
 
 
 def login_of(options: argparse.Namespace) -> Login:
@@ -218,20 +218,20 @@ def run(program: str, work: Callable[[], int | None], *failures: type[Exception]
         code = work() or 0
         sys.stdout.flush()
     except UsageError as error:
-        return fail(program, error, 2)
+        return fail(program, error, USAGE)
     except failures as error:
         return fail(program, error)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
-        return 0
+        return DONE
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except SystemExit as request:  # --help and bad usage
         return int(request.code or 0)
     return code
 
 
-def fail(program: str, error: object, code: int = 1) -> int:
+def fail(program: str, error: object, code: int = FAILED) -> int:
     """Print in one line what is wrong; return the exit code."""
     print(f"{program}: {error}", file=sys.stderr)
     return code
@@ -295,6 +295,62 @@ def existing_file(text: str) -> Path:
     if not Path(text).is_file():
         raise ValueError(f"{text!r} is not a file; create it or fix the path")
     return Path(text)
+
+
+def name(text: str) -> str:
+    """Parse the name of a node, a task or a token. Raises ValueError."""
+    from unicrond.events.vocabulary import NAME_PATTERN
+
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
+    return text
+
+
+def node_name(text: str) -> str:
+    """Parse the name of a node: machines' names have dots, which separate NATS's subjects, and become -. Raises
+    ValueError."""
+    return name(text.replace(".", "-"))
+
+
+def setting(text: str) -> tuple[str, str]:
+    """Split PATH=VALUE into (path, value). Raises ValueError."""
+    path, equals, value = text.partition("=")
+    if not equals or "." not in path or not value:
+        raise ValueError(f"{text!r} is not a setting; give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
+    return path, value
+
+
+def kind_among(kinds: Sequence[str]) -> Callable[[str], str]:
+    """Return a type for the KIND of a command that takes `KIND NAME`."""
+
+    def read(text: str) -> str:
+        """Parse the kind. Raises ValueError, with what was probably meant where the kind is missing."""
+        if text in kinds:
+            return text
+        if re.fullmatch(r"i[0-9]+", text) and "incident" in kinds:
+            hint = f"did you mean incident {text}?"
+        elif text.isdecimal() and "plan" in kinds:
+            hint = f"did you mean plan {text}?"
+        elif near := get_close_matches(text, kinds, 1):
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = f"did you mean task {text} or node {text}?"
+        raise ValueError(f"{text[:40]!r} is no kind of thing ({', '.join(kinds)}); {hint}")
+
+    return read
+
+
+def address(text: str) -> str:
+    """Parse an IP address that others can connect to. Raises ValueError."""
+    import ipaddress
+
+    try:
+        parsed = ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not an IP address; give the one that other nodes use") from None
+    if parsed.is_unspecified or parsed.is_multicast:
+        raise ValueError(f"nothing can connect to {text}; give the address that other nodes use")
+    return text
 
 
 def _plainer(message: str) -> str:

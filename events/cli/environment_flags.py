@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary.phrases import guess
 
 _YES = {"1", "true", "yes", "on"}
 _NO = {"0", "false", "no", "off"}
@@ -93,8 +93,8 @@ def _value(action: argparse.Action, text: str) -> Any:
         if text.lower() not in _YES | _NO:
             raise ValueError(f"{text[:40]!r} is neither yes nor no")
         return text.lower() in _YES
-    read = action.type if callable(action.type) else str
-    value = read(text)
+    parse = action.type if callable(action.type) else str
+    value = parse(text)
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"unknown {text[:40]!r}; {guess(text, list(map(str, action.choices)))}")
     return value

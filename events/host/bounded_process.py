@@ -22,8 +22,8 @@ _OUTPUT_CHARS = 600
 
 
 class ProcessResult(NamedTuple):
-    """`code`: the exit code, negative for a signal; None: the process did not end in time. `output`: the end of its
-    output."""
+    """The end of a process. `code`: the exit code, negative for a signal; None: the process did not end in time.
+    `output`: the end of its output."""
 
     code: int | None
     output: str

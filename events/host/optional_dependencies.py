@@ -1,7 +1,8 @@
-"""The optional dependencies (extras of pyproject.toml), and the messages where one is missing."""
+"""What may not be installed (extras of pyproject.toml, and unicrond-lab), and the messages where it is missing."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from importlib.util import find_spec
 
 #: The modules of each extra. The base install has `unicronctl` and what reads logs.
@@ -14,6 +15,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "stacks": (),  # py-spy, a program
     "gpu": ("pynvml",),
 }
+#: The distribution with the rooms `simulation` and `evaluation` of replay, and the folder that it fills.
+LABORATORY = "unicrond-lab"
+LABORATORY_FOLDER = "unicrond_lab"
 #: What an extra includes.
 _WITH: dict[str, tuple[str, ...]] = {"all": ("head", "node")}
 
@@ -28,6 +32,18 @@ def require(command: str, extra: str) -> None:
     missing = next((module for module in modules if not _is_there(module)), None)
     if missing is not None:
         raise MissingExtra(_line(command, missing, extra))
+
+
+def require_laboratory(command: str, module: str, own_version: str) -> None:
+    """Raise MissingExtra unless this module of unicrond-lab is there, and of unicrond's own version."""
+    install = f"pip install {LABORATORY}=={own_version}"
+    if not _is_there(module):
+        raise MissingExtra(f"{command} needs the package {LABORATORY}, which is not installed: {install}")
+    spec = find_spec(module)
+    if spec is not None and LABORATORY_FOLDER in (spec.origin or "").split("/"):  # else a checkout's own
+        other = version(LABORATORY)
+        if other != own_version:
+            raise MissingExtra(f"{command} needs {LABORATORY} {own_version} ({other} is installed): {install}")
 
 
 def explain(command: str, error: ModuleNotFoundError) -> MissingExtra | None:

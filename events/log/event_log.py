@@ -12,19 +12,17 @@ Rules
   judged them, and a forged one belongs to no coordinator.
 * A claim is recognised by all of its fields, not by its event id: of two that claim one term, both as its
   first event, one gets it.
-* Reading never raises on what a message holds: an invalid message comes as `Quarantined`.
+* Reading never raises on what a message holds: an invalid message comes as `QuarantinedMessage`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import NamedTuple, Protocol, get_args
 
 from unicrond.events.vocabulary import AnyDecision, AnyEvent, BroadcastDecision, Command, CoordinatorStarted, Heartbeat
-from unicrond.events.wire.codec import BadEvent, decode, encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.codec import BadEvent, encode
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 
 #: The largest batch that can be written atomically (the limit of NATS).
 MAX_BATCH = 1000
@@ -41,7 +39,7 @@ class Fenced(LogError):
 
 
 class LogUnavailable(LogError):
-    """Given up after `give_up_s`; what was to be written may or may not be in the log."""
+    """The log did not answer within `give_up_s`; what was to be written may or may not be in the log."""
 
 
 class LogDamaged(LogError):
@@ -121,7 +119,7 @@ class CommandFeed(Protocol):
         """
         ...
 
-    def read(self) -> AsyncGenerator[Recorded, None]:
+    def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield entries not yet acknowledged, then live, without end.
 
         To request the next entry acknowledges the previous one; leaving the loop (break, exception, cancellation) does
@@ -159,68 +157,3 @@ def claimed_term(envelope: Envelope) -> int:
         raise BadEvent(f"$.event: claim_term needs a CoordinatorStarted, got {type(envelope.event).__name__}")
     encode(envelope)
     return envelope.event.term
-
-
-class LocalLog(ABC):
-    """The base of every EventLog without a server: it numbers the entries, and knows the ids and the newest claim."""
-
-    def __init__(self, clock: Callable[[], int]) -> None:
-        """Create an empty log. `clock`: the receive time in microseconds since the epoch."""
-        self._clock = clock
-        self._last_seq = 0
-        self._seq_by_id: dict[str, int] = {}
-        self._fence = Fence(0, 0)
-        self._claim: Envelope | None = None
-        self._new_entries = asyncio.Event()
-
-    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
-        """Append a batch (EventLog.append)."""
-        bodies = encode_batch(envelopes)
-        # Decoded anew, so that readers see exactly what a log on the wire would give them.
-        seq_by_id = self._seq_by_id
-        fresh = [
-            decode(body) for envelope, body in zip(envelopes, bodies, strict=True) if envelope.event_id not in seq_by_id
-        ]
-        if fresh and fence is not None and fence != self._fence:
-            raise Fenced(f"term {fence.term} was replaced by term {self._fence.term}")
-        if fresh:
-            self._write(fresh)
-        return [seq_by_id[envelope.event_id] for envelope in envelopes]
-
-    async def claim_term(self, envelope: Envelope) -> Fence:
-        """Claim a term (EventLog.claim_term)."""
-        term = claimed_term(envelope)
-        if envelope != self._claim:
-            if term <= self._fence.term and self._fence.seq > envelope.based_on:
-                raise Fenced(f"term {term} is not above term {self._fence.term}")
-            self._write([envelope])
-        return self._fence
-
-    async def last_seq(self) -> int:
-        """Return the newest entry's sequence number (EventLog.last_seq)."""
-        return self._last_seq
-
-    @abstractmethod
-    def _store(self, entries: Sequence[Entry]) -> None:
-        """Store the entries, all or none."""
-
-    def _write(self, envelopes: Sequence[Envelope]) -> None:
-        now_us = self._clock()
-        self._keep([Recorded(seq, now_us, envelope) for seq, envelope in enumerate(envelopes, self._last_seq + 1)])
-
-    def _keep(self, entries: Sequence[Entry]) -> None:
-        self._store(entries)
-        for entry in entries:
-            self._take_in(entry)
-        self._new_entries.set()  # wakes all readers at the end; later ones wait on a fresh event
-        self._new_entries = asyncio.Event()
-
-    def _take_in(self, entry: Entry) -> None:
-        """Register a stored entry. Raises LogDamaged where it is not the next one."""
-        if entry.seq != self._last_seq + 1:
-            raise LogDamaged(f"entry {entry.seq} follows entry {self._last_seq}")
-        self._last_seq = entry.seq
-        if isinstance(entry, Recorded):
-            self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
-            if isinstance(entry.envelope.event, CoordinatorStarted):
-                self._fence, self._claim = Fence(entry.envelope.event.term, entry.seq), entry.envelope

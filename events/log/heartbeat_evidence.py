@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat, NodeLost, NodeReturned
 from unicrond.events.wire.codec import COORDINATOR
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 #: Three times the limit of 2 beats + 0.5 s; 2 s to connect again; 1.5 s for the way of the verdict; one beat more.
 _WINDOW_BEATS = 7
@@ -55,7 +55,7 @@ class NodeVerdicts:
         """Return the verdicts among the next entries, in order."""
         verdicts: list[NodeVerdict] = []
         for entry in entries:
-            if not isinstance(entry, Recorded):
+            if not isinstance(entry, RecordedEvent):
                 continue
             event, at_us = entry.envelope.event, entry.recorded_at_us
             if isinstance(event, CoordinatorStarted):
@@ -90,7 +90,7 @@ def spans(verdicts: Iterable[NodeVerdict]) -> list[tuple[int, int]]:
     return ranges
 
 
-def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[Recorded]) -> list[Recorded]:
+def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[RecordedEvent]) -> list[RecordedEvent]:
     """Select, from all heartbeats within the spans, those that the archive keeps. Both come in order."""
     subjects = {verdict.node for verdict in verdicts} | {COORDINATOR}
     evidence_seqs = {verdict.named_seq for verdict in verdicts}
@@ -98,11 +98,11 @@ def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[Recorded]) -> list
     # beat of the stream does.
     moments = sorted({verdict.at_us for verdict in verdicts}, reverse=True)
     marks = sorted({verdict.named_us for verdict in verdicts if verdict.named_seq}, reverse=True)
-    selection: dict[tuple[int, int], Recorded] = {}
-    fresh: dict[str, Recorded] = {}
-    newest: Recorded | None = None
+    selection: dict[tuple[int, int], RecordedEvent] = {}
+    fresh: dict[str, RecordedEvent] = {}
+    newest: RecordedEvent | None = None
 
-    def keep(*chosen_beats: Recorded) -> None:
+    def keep(*chosen_beats: RecordedEvent) -> None:
         """Select these heartbeats."""
         selection.update({(beat.recorded_at_us, beat.seq): beat for beat in chosen_beats})
 
@@ -130,7 +130,7 @@ def evidence(verdicts: Sequence[NodeVerdict], beats: Iterable[Recorded]) -> list
     return [selection[place] for place in sorted(selection)]
 
 
-def merge_beats(beats: Iterable[Recorded]) -> list[Recorded]:
+def merge_beats(beats: Iterable[RecordedEvent]) -> list[RecordedEvent]:
     """Merge heartbeats from several places (an archive, the stream): each once, in the order in which they were
     sent."""
     by_place = {(beat.recorded_at_us, beat.seq): beat for beat in beats}

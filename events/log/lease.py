@@ -15,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -33,7 +32,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `head`: a name that no other process ever has; `process`: HOST:PID, for people; `api`: where its API listens,
     HOST:PORT. `machine`, `pid`, `began`: these tell another process of the same machine whether this one still runs
-    (unicrond/service/coordinator/same_machine.py). `has_left`: it has ended of its own will.
+    (unicrond/service/coordinator/other_processes.py). `has_left`: it has ended of its own will.
     """
 
     head: str
@@ -41,7 +40,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     api: str = ""
     machine: str = ""
     pid: int = 0
-    began: int = 0
+    start_ticks: int = 0
     has_left: bool = False
 
 
@@ -88,75 +87,3 @@ class Lease(Protocol):
         These are hints: what is sent during an outage is not repeated.
         """
         ...
-
-
-class MemoryLease:
-    """The lease in memory, and a Lease for each process that asks: for tests and for simulation.
-
-    `now_s`: the clock of the server that keeps it.
-    """
-
-    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
-        self._now_s = now_s or asyncio.get_running_loop().time
-        self._revision = 0
-        self._entry: LeaseEntry | None = None
-        self._ends_s = 0.0
-        self._announced: dict[str, tuple[Holder, float]] = {}
-        self.on_news: list[Callable[[], object]] = []
-        self._on_beat: list[Callable[[int], object]] = []
-
-    def forget(self) -> None:
-        """Remove everything, as a server that restarts does."""
-        self._entry, self._revision = None, 0
-        self._announced.clear()
-
-    def beat(self, term: int) -> None:
-        """Notify the listeners that a coordinator of this term has sent a beat."""
-        for tell in self._on_beat:
-            tell(term)
-
-    async def look(self) -> LeaseView:
-        """Return the present holder (Lease.look)."""
-        return LeaseView(self.present)
-
-    @property
-    def present(self) -> LeaseEntry | None:
-        """The lease as it is now; None: it is free."""
-        return self._entry if self._now_s() < self._ends_s else None
-
-    async def acquire_or_renew(self, holder: Holder, after: int) -> LeaseEntry | None:
-        """Acquire or renew the lease (Lease.acquire_or_renew)."""
-        return self.acquire_or_renew_now(holder, after)
-
-    def acquire_or_renew_now(self, holder: Holder, after: int) -> LeaseEntry | None:
-        """Acquire or renew the lease, for callers that cannot await."""
-        present = self.present
-        if (present.revision if present else 0) != after:
-            return None
-        self._revision += 1
-        self._entry, self._ends_s = LeaseEntry(self._revision, holder), self._now_s() + LEASE_S
-        for tell in self.on_news:
-            tell()
-        return self._entry
-
-    async def announce(self, holder: Holder) -> None:
-        """Announce a head (Lease.announce)."""
-        self.announce_now(holder)
-
-    def announce_now(self, holder: Holder) -> None:
-        """Announce a head, for callers that cannot await."""
-        self._announced[holder.head] = holder, self._now_s() + ANNOUNCED_S
-
-    async def heads(self) -> list[Holder]:
-        """Return the announced heads (Lease.heads)."""
-        return self.present_heads
-
-    @property
-    def present_heads(self) -> list[Holder]:
-        """The heads that have announced themselves."""
-        return [holder for holder, ends_s in self._announced.values() if self._now_s() < ends_s]
-
-    async def listen(self, on_news: Callable[[], object], on_beat: Callable[[int], object]) -> None:
-        """Register the callbacks (Lease.listen)."""
-        self.on_news.append(on_news)
-        self._on_beat.append(on_beat)

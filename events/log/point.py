@@ -5,7 +5,7 @@ Rules
 * A point cuts the log in two: the prefix that it covers, and the rest. Nothing is ever left out in between.
 * Time is the log's, a running maximum (as in the fold): a point in time covers everything before the first
   entry that was recorded later. So "up to T" and "after T" share a log without overlap, whatever the clock did.
-* "-10m" counts from the newest entry, not from now: the same log gives the same answer tomorrow.
+* "10m" (or "-10m") counts from the newest entry, not from now: the same log gives the same answer tomorrow.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
-from unicrond.events.vocabulary.times import EPOCH
+from unicrond.events.vocabulary.phrases import EPOCH
 from unicrond.events.wire.envelope import Entry
 
 SECOND_US = 1_000_000
 _UNITS_US = {"ms": 1000, "s": SECOND_US, "m": 60 * SECOND_US, "h": 3600 * SECOND_US, "d": 86400 * SECOND_US}
 _SPAN = re.compile(r"-?(?P<number>[0-9]{1,12}(?:\.[0-9]{1,6})?)(?P<unit>ms|s|m|h|d)", re.ASCII)
 POINT_SYNTAX = (
-    "a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span before the log's end (-10m)"
+    "a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span before the log's end (10m)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AtSeq:
-    """Up to and with entry `seq`; 0 covers nothing."""
+    """A point after entry `seq`; 0 covers nothing."""
 
     seq: int
 
@@ -39,7 +39,8 @@ class AtSeq:
 
 @dataclass(frozen=True, slots=True)
 class AtTime:
-    """Up to the last entry before the first that was recorded after `time_us` (microseconds since the epoch)."""
+    """A point after the last entry before the first that was recorded after `time_us` (microseconds since the
+    epoch)."""
 
     time_us: int
 
@@ -50,7 +51,7 @@ class AtTime:
 
 @dataclass(frozen=True, slots=True)
 class BeforeEnd:
-    """`span_us` before the newest entry; it takes the log's end to make a point of it (`resolve`)."""
+    """A point `span_us` before the newest entry; it takes the log's end to make a point of it (`resolve`)."""
 
     span_us: int
 

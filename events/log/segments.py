@@ -38,7 +38,7 @@ import msgspec
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.vocabulary import Heartbeat
 from unicrond.events.wire.codec import BadEvent, body_of, decode, encode, read
-from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 
 MAGIC = b"UNICRON\x01"
@@ -101,7 +101,7 @@ class SegmentBatch(NamedTuple):
 
     entries: list[Entry]
     end_bytes: int
-    beats: Sequence[Recorded] = ()
+    beats: Sequence[RecordedEvent] = ()
 
 
 def segment_name(first_seq: int) -> str:
@@ -136,7 +136,7 @@ def batch_frame(entries: Sequence[Entry]) -> bytes:
     return _frame(_encoder.encode([_record(entry) for entry in entries]))
 
 
-def beats_frame(beats: Sequence[Recorded]) -> bytes:
+def beats_frame(beats: Sequence[RecordedEvent]) -> bytes:
     """Encode heartbeats as a frame; they stand beside the log, not in its order."""
     return _frame(_encoder.encode([_BeatRecord(b.seq, b.recorded_at_us, encode(b.envelope)) for b in beats]))
 
@@ -321,7 +321,7 @@ def _only_zeros(file: BinaryIO, begin: bytes) -> bool:
 
 
 def _record(entry: Entry) -> _EventRecord | _QuarantineRecord:
-    if isinstance(entry, Recorded):
+    if isinstance(entry, RecordedEvent):
         return _EventRecord(entry.seq, entry.recorded_at_us, body_of(entry))
     return _QuarantineRecord(entry.seq, entry.recorded_at_us, entry.subject, entry.reason, entry.size_bytes)
 
@@ -329,19 +329,19 @@ def _record(entry: Entry) -> _EventRecord | _QuarantineRecord:
 def _entry(record: _EventRecord) -> Entry:
     try:
         envelope, unknown = read(record.body)
-        return Recorded(record.seq, record.recorded_at_us, envelope, record.body if unknown else b"")
+        return RecordedEvent(record.seq, record.recorded_at_us, envelope, record.body if unknown else b"")
     except BadEvent as error:
-        return Quarantined(record.seq, record.recorded_at_us, "", error.reason, len(record.body))
+        return QuarantinedMessage(record.seq, record.recorded_at_us, "", error.reason, len(record.body))
 
 
-def _quarantined(record: _QuarantineRecord) -> Quarantined:
-    return Quarantined(record.seq, record.recorded_at_us, record.subject, record.reason, record.size_bytes)
+def _quarantined(record: _QuarantineRecord) -> QuarantinedMessage:
+    return QuarantinedMessage(record.seq, record.recorded_at_us, record.subject, record.reason, record.size_bytes)
 
 
-def _beat(record: _BeatRecord) -> Recorded | None:
+def _beat(record: _BeatRecord) -> RecordedEvent | None:
     """Decode the heartbeat; return None for anything else, which proves nothing."""
     try:
         envelope = decode(record.body)
     except BadEvent:
         return None
-    return Recorded(record.seq, record.recorded_at_us, envelope) if isinstance(envelope.event, Heartbeat) else None
+    return RecordedEvent(record.seq, record.recorded_at_us, envelope) if isinstance(envelope.event, Heartbeat) else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from unicrond.events.log.segments import TornTail, read_segment
 from unicrond.events.log.subjects import subject
 from unicrond.events.vocabulary import CoordinatorStarted, EntrySkipped
-from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 
 _TAG = EntrySkipped.__name__.encode()
 
@@ -26,7 +26,7 @@ def skips_in(entries: Iterable[Entry]) -> dict[int, str]:
     """Return all skips among `entries`: sequence number -> reason."""
     skips: dict[int, str] = {}
     for entry in entries:
-        event = entry.envelope.event if isinstance(entry, Recorded) else None
+        event = entry.envelope.event if isinstance(entry, RecordedEvent) else None
         if isinstance(event, EntrySkipped) and event.seq < entry.seq:
             skips.setdefault(event.seq, event.reason)
     return skips
@@ -48,13 +48,15 @@ def skips_in_files(segments: Sequence[Path]) -> dict[int, str]:
 
 def can_be_skipped(entry: Entry) -> bool:
     """Say whether the entry is neither a claim nor a skip."""
-    return isinstance(entry, Quarantined) or not isinstance(entry.envelope.event, CoordinatorStarted | EntrySkipped)
+    return isinstance(entry, QuarantinedMessage) or not isinstance(
+        entry.envelope.event, CoordinatorStarted | EntrySkipped
+    )
 
 
 def apply_skips(entry: Entry, skips: Mapping[int, str]) -> Entry:
     """Return the entry as it is to be folded: as a quarantined message where it is skipped."""
-    if entry.seq not in skips or isinstance(entry, Quarantined) or not can_be_skipped(entry):
+    if entry.seq not in skips or isinstance(entry, QuarantinedMessage) or not can_be_skipped(entry):
         return entry
-    return Quarantined(
+    return QuarantinedMessage(
         entry.seq, entry.recorded_at_us, subject(entry.envelope), f"skipped by an operator: {skips[entry.seq]}", 0
     )

@@ -30,7 +30,7 @@ from unicrond.events.vocabulary import (
     NodeReadmitted,
 )
 from unicrond.events.wire.codec import COORDINATOR, BadEvent, read
-from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage, RecordedEvent
 
 EVENT_STREAM = "UNICRON_EVENTS"
 BEAT_STREAM = "UNICRON_BEATS"
@@ -90,7 +90,8 @@ def subject(envelope: Envelope) -> str:
 
 
 class MessageIds:
-    """How the server recognises messages of one process: the event id, and a part that no other process can guess.
+    """The ids by which the server recognises messages of one process: the event id, and a part that no other process
+    can guess.
 
     Otherwise somebody could write a message under a future id, and the event itself would be taken for its repetition.
     The part follows from a secret of this process and the event id, so that readers of one id of a boot do not know the
@@ -134,8 +135,8 @@ def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_i
         if message_id and not f"{message_id}.".startswith(f"{envelope.event_id}."):
             raise BadEvent(f"{envelope.event_id} was written under the id of another message, {message_id!r:.200}")
     except BadEvent as error:
-        return Quarantined(seq, recorded_at_us, on_subject, error.reason, len(body))
-    return Recorded(seq, recorded_at_us, envelope, body if unknown else b"")
+        return QuarantinedMessage(seq, recorded_at_us, on_subject, error.reason, len(body))
+    return RecordedEvent(seq, recorded_at_us, envelope, body if unknown else b"")
 
 
 def _plain(text: str) -> str:

@@ -40,7 +40,7 @@ class RefusedFlag:
 
     @property
     def name(self) -> str:
-        """The name of the parsed argument."""
+        """Return the name of the parsed argument."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     def refuses(self, value: object) -> bool:
@@ -134,7 +134,7 @@ def _size(values: Mapping[str, object], flag: str, default: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """`script`, and the words of each of its flags, by name (`--x-y`)."""
+    """A parsed command line: `script`, and the words of each of its flags, by name (`--x-y`)."""
 
     script: str
     flags: Mapping[str, tuple[str, ...]]

@@ -44,7 +44,7 @@ from unicrond.events.nats.connection import Backoff, Connection, NoReply, Publis
 from unicrond.events.nats.reader import SILENCE_S, stored_message
 from unicrond.events.nats.request_reply import wait_for_event
 from unicrond.events.nats.streams import NANOS, JetStreamError, api
-from unicrond.events.wire.envelope import Quarantined, Recorded
+from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ def with_filter(config: dict[str, Any], node: str, tasks: Collection[str]) -> di
 
     Where a consumer begins cannot be changed.
     """
-    ours = {name: value for name, value in config.items() if name != "filter_subject"}
-    return ours | {"filter_subjects": feed_subjects(node, tasks)}
+    unfiltered = {name: value for name, value in config.items() if name != "filter_subject"}
+    return unfiltered | {"filter_subjects": feed_subjects(node, tasks)}
 
 
 class UnreadCommand(NamedTuple):
@@ -211,7 +211,7 @@ class NatsCommandFeed:
                 )
                 await backoff.wait_after(error)
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield commands and broadcasts (CommandFeed.read). Waits through outages."""
         backoff = Backoff(f"commands for {self._node}")
         while True:
@@ -226,7 +226,7 @@ class NatsCommandFeed:
                         backoff.reset()
                         stored = stored_message(message)
                         delivery = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
-                        if isinstance(delivery, Quarantined):
+                        if isinstance(delivery, QuarantinedMessage):
                             self._say_unread(delivery, stored.body)
                         elif delivery.seq > self.handled_seq:  # else its acknowledgement was lost
                             warrant = (message.headers or {}).get(WARRANT_HEADER, "")
@@ -264,7 +264,7 @@ class NatsCommandFeed:
                 )
             await backoff.wait_after(problem)
 
-    def _say_unread(self, message: Quarantined, body: bytes) -> None:
+    def _say_unread(self, message: QuarantinedMessage, body: bytes) -> None:
         """Log a command that cannot be read, and report it to `on_unread` where it can be identified."""
         order = unread_command(body, self._node, message.reason)
         logger.error("command %d cannot be read%s: %s", message.seq, "" if order else " nor answered", message.reason)

@@ -224,7 +224,7 @@ Handler = Callable[[Msg], Awaitable[None]]
 
 
 class Connection:
-    """Sessions, one after the other, until `close`. Made by `connect`."""
+    """A connection: sessions, one after the other, until `close`. Made by `connect`."""
 
     def __init__(self, urls: Sequence[str], *, name: str, login: Login) -> None:
         self._urls = list(urls)
@@ -247,22 +247,22 @@ class Connection:
 
     @property
     def trouble(self) -> str:
-        """The reason why there is no session, in one line; "" where there is one."""
+        """Return the reason why there is no session, in one line; "" where there is one."""
         return "" if self.is_up else f"no NATS at {self.urls}: {self._refusal or self._reason}"
 
     @property
     def urls(self) -> str:
-        """The servers' addresses, for messages to people."""
+        """Return the servers' addresses, for messages to people."""
         return ", ".join(self._urls)
 
     @property
     def servers(self) -> list[str]:
-        """The servers' addresses, one by one."""
+        """Return the servers' addresses, one by one."""
         return list(self._urls)
 
     @property
     def login(self) -> Login:
-        """The login of this connection."""
+        """Return the login of this connection."""
         return self._login
 
     async def session(self) -> Session:

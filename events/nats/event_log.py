@@ -47,7 +47,7 @@ from unicrond.events.nats.reader import StoredMessage, message_id_in, read_batch
 from unicrond.events.nats.streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, JetStreamError, answer, api
 from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class NatsEventLog:
         while True:
             newest = await self.newest_term()
             newest_seq = newest.seq if newest is not None else 0
-            if isinstance(newest, Recorded) and isinstance(newest.envelope.event, CoordinatorStarted):
+            if isinstance(newest, RecordedEvent) and isinstance(newest.envelope.event, CoordinatorStarted):
                 if newest.envelope == envelope:
                     return Fence(term, newest_seq)
                 if newest.envelope.event.term >= term and newest_seq > envelope.based_on:

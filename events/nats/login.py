@@ -20,7 +20,7 @@ _REFUSED = re.compile(r"authorization (violation|failed)|authentication (expired
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """How to log in; all empty for an open server on loopback.
+    """A login to a server; all empty for an open server on loopback.
 
     `key` is the path of a key of ours (keys.py): the login has the rights of its role, and no others (logins.py).
     `creds` and `nkey_seed`, for logins of others, are paths of files. `tls_ca` is the path of a CA certificate and
@@ -39,7 +39,7 @@ class Login:
     tls_name: str | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return keyword arguments for nats.connect. Raises BadKey, BadCa."""
+        """Return keyword arguments for nats.connect. Raise BadKey, BadCa."""
         key = read_key(self.key) if self.key else None
         arguments: dict[str, Any] = {
             "nkeys_seed_str": key.seed if key and not key.has_jwt else None,
@@ -64,7 +64,7 @@ class Login:
 
     @property
     def consumer_names(self) -> tuple[str, ...]:
-        """The names that its consumers may have; empty: any. Raises BadKey."""
+        """Return the names that its consumers may have; empty: any. Raise BadKey."""
         return consumer_names(read_key(self.key).login) if self.key else ()
 
 

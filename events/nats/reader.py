@@ -189,7 +189,7 @@ class _Consumer:
             loss_watch.cancel()
 
     async def close(self) -> None:
-        """Unsubscribe and delete the consumer; the server drops one without a listener anyway."""
+        """End the subscription and delete the consumer; the server drops one without a listener anyway."""
         if self._subscription is not None and not self._session.disconnected.is_set():
             try:
                 await self._session.unsubscribe_raw(self._subscription)

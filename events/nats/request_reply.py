@@ -30,7 +30,7 @@ Publish: TypeAlias = Callable[[str, bytes, Mapping[str, str] | None, str], Await
 
 
 class NoReply(LogError):
-    """No answer to a request: the server may or may not have acted on it."""
+    """A request got no answer: the server may or may not have acted on it."""
 
 
 class ReplyTimeout(NoReply):
@@ -38,7 +38,7 @@ class ReplyTimeout(NoReply):
 
 
 class PublishDenied(NoReply):
-    """This login may not publish there: the server has refused, and nothing was done."""
+    """The login may not publish there: the server has refused, and nothing was done."""
 
 
 class Inquiry:

@@ -116,7 +116,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """nats://host:port of the running server, for clients on this machine."""
+        """Return nats://host:port of the running server, for clients on this machine."""
         host = self._own_host
         return f"nats://[{host}]:{self.port}" if ":" in host else f"nats://{host}:{self.port}"
 
@@ -126,7 +126,7 @@ class EmbeddedServer:
 
     @property
     def log_path(self) -> Path:
-        """The server's own log."""
+        """Return the server's own log."""
         return self.directory / "nats-server.log"
 
     async def start(self) -> bool:

@@ -98,30 +98,30 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
             if IMPORTED in (info["config"].get("metadata") or {}):
                 raise LogError(f"stream {name} was imported, for replay only; use another NATS server") from None
             _require_same(name, config, info["config"])
-            theirs = await _described(connection, info["config"], config["description"])
-            theirs = await _with_consumers(connection, name, theirs, config.get("max_consumers", 0))
-            if config.get("persist_mode") != theirs.get("persist_mode") and theirs["num_replicas"] == 1:
+            actual_config = await _described(connection, info["config"], config["description"])
+            actual_config = await _with_consumers(connection, name, actual_config, config.get("max_consumers", 0))
+            if config.get("persist_mode") != actual_config.get("persist_mode") and actual_config["num_replicas"] == 1:
                 logger.info(
                     "stream %s is synced to disk with each heartbeat, as older versions made it: with hundreds of "
                     "nodes delete it (nats stream rm %s) and restart the coordinator, which makes it anew",
                     name,
                     name,
                 )
-            if TRIMMING in (theirs.get("metadata") or {}):
-                await end_trim(connection, name, theirs)
+            if TRIMMING in (actual_config.get("metadata") or {}):
+                await end_trim(connection, name, actual_config)
 
 
-async def _described(connection: Connection, theirs: dict[str, Any], description: str) -> dict[str, Any]:
+async def _described(connection: Connection, actual_config: dict[str, Any], description: str) -> dict[str, Any]:
     """Return the stream's configuration; add our description to one that an older version made, where that is
     allowed."""
-    if theirs.get("description"):
-        return theirs
+    if actual_config.get("description"):
+        return actual_config
     try:
-        await api(connection, f"STREAM.UPDATE.{theirs['name']}", {**theirs, "description": description})
+        await api(connection, f"STREAM.UPDATE.{actual_config['name']}", {**actual_config, "description": description})
     except (JetStreamError, PublishDenied) as error:
-        logger.debug("stream %s stays without a description: %s", theirs["name"], error)
-        return theirs
-    return {**theirs, "description": description}
+        logger.debug("stream %s stays without a description: %s", actual_config["name"], error)
+        return actual_config
+    return {**actual_config, "description": description}
 
 
 async def consumers_of(connection: Connection, stream: str) -> list[dict[str, Any]]:
@@ -146,24 +146,26 @@ async def forget_restored_readers(connection: Connection) -> None:
                 await api(connection, f"CONSUMER.DELETE.{stream}.{consumer['name']}", {})
 
 
-async def _with_consumers(connection: Connection, name: str, theirs: dict[str, Any], minimum: int) -> dict[str, Any]:
+async def _with_consumers(
+    connection: Connection, name: str, actual_config: dict[str, Any], minimum: int
+) -> dict[str, Any]:
     """Return the stream's configuration, with room for at least `minimum` consumers where the server allows it."""
-    if int(theirs.get("max_consumers", -1)) >= minimum or not minimum:
-        return theirs
-    ours = {**theirs, "max_consumers": minimum}
+    if int(actual_config.get("max_consumers", -1)) >= minimum or not minimum:
+        return actual_config
+    wanted_config = {**actual_config, "max_consumers": minimum}
     try:
-        await api(connection, f"STREAM.UPDATE.{name}", ours)
+        await api(connection, f"STREAM.UPDATE.{name}", wanted_config)
     except (JetStreamError, PublishDenied) as error:
         logger.error(
             "stream %s: max_consumers is %s and cannot be raised to %d (%s); nodes beyond it cannot join",
             name,
-            theirs.get("max_consumers"),
+            actual_config.get("max_consumers"),
             minimum,
             error,
         )
-        return theirs
+        return actual_config
     logger.info("stream %s: max_consumers is %d now", name, minimum)
-    return ours
+    return wanted_config
 
 
 async def end_trim(connection: Connection, name: str, config: dict[str, Any]) -> None:
@@ -172,10 +174,10 @@ async def end_trim(connection: Connection, name: str, config: dict[str, Any]) ->
     await api(connection, f"STREAM.UPDATE.{name}", {**config, "max_age": 0, "metadata": metadata})
 
 
-def _require_same(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _require_same(name: str, wanted_config: dict[str, Any], actual_config: dict[str, Any]) -> None:
     """Raise LogError where a safety setting differs. Replicas, ages and sizes are the operator's to change."""
     for key in ("subjects", "storage", "retention", "discard", "allow_atomic", "deny_delete", "deny_purge"):
-        expected, actual = ours.get(key), theirs.get(key)
+        expected, actual = wanted_config.get(key), actual_config.get(key)
         if key == "subjects":
             expected, actual = sorted(expected or []), sorted(actual or [])
         if expected is not None and expected != actual:

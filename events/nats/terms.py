@@ -17,7 +17,7 @@ from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.streams import JetStreamError
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.codec import BadEvent, decode
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ class Terms:
         """Return the newest claim in the log; None where there is none that can be read. Raises NoReply,
         JetStreamError."""
         newest_entry = await self._newest()
-        is_claim = isinstance(newest_entry, Recorded) and isinstance(newest_entry.envelope.event, CoordinatorStarted)
+        is_claim = isinstance(newest_entry, RecordedEvent) and isinstance(
+            newest_entry.envelope.event, CoordinatorStarted
+        )
         return newest_entry.envelope.event if is_claim else None  # type: ignore[union-attr, return-value]  # as it was just looked at
 
     async def _newest(self) -> Entry | None:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """A likely problem. `about`: a node, or a part of one. `what`: the problem. `fix`: what to do."""
+    """A likely problem. `about`: a node, or a part of one. `problem`: the problem. `fix`: what to do."""
 
     about: str
-    what: str
+    problem: str
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.about}: {self.what}; {self.fix}"
+        return f"{self.about}: {self.problem}; {self.fix}"
 
 
 #: Two clocks may differ by this much.

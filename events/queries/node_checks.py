@@ -12,9 +12,25 @@ import msgspec
 from msgspec import Meta
 
 from unicrond.events.queries.finding import Finding
-from unicrond.events.queries.pair_sums import Library, Pair, Seconds, Token
 from unicrond.events.queries.worker_queries import BadLogsMessage
-from unicrond.events.vocabulary import Count, Name, Text
+from unicrond.events.vocabulary import Count, Name, StoreAddress, Text
+
+Seconds = Annotated[float, Meta(gt=0.0, le=600.0)]
+#: Part of a file's name, and of a key in a store.
+Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}\Z")]
+#: What sums: gloo, or NCCL on a GPU whose slot no worker has.
+Library = Literal["gloo", "nccl"]
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pair of nodes that sum something: `rank` 0 and 1, which meet at rank 0's store. A pair of a lower `turn` comes
+    first where there can be only one at a time."""
+
+    peer: Name
+    rank: Annotated[int, Meta(ge=0, le=1)]
+    store: StoreAddress
+    turn: Annotated[int, Meta(ge=0, le=2)]
+
 
 #: Of one node, at most.
 _PEERS_MAX = 256
@@ -59,7 +75,8 @@ AnyCheck: TypeAlias = FactsCheck | LinksCheck | StorageCheck
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`mtu` 0: not known. `torch`, `driver`: their versions, "" where there are none. `now_us`: by the node's clock."""
+    """The facts about a node. `mtu` 0: not known. `torch`, `driver`: their versions, "" where there are none. `now_us`:
+    by the node's clock."""
 
     findings: tuple[Finding, ...]
     mtu: Count
@@ -69,12 +86,13 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class UnreachablePort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A port of a peer that this node cannot connect to. `what`: the service that listens there. `why`: the error."""
+    """A port of a peer that this node cannot connect to. `service`: the service that listens there. `reason`: the
+    error."""
 
     peer: Name
-    what: Text
-    at: Text
-    why: Text
+    service: Text
+    address: Text
+    reason: Text
 
 
 class PairSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,13 +100,13 @@ class PairSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     peer: Name
     trouble: Text
-    took_us: Count = 0
+    duration_us: Count = 0
 
 
 class LinksReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer to LinksCheck. `no_sums`: why none was tried, "" where they were."""
 
-    unreached: tuple[UnreachablePort, ...]
+    unreachable_ports: tuple[UnreachablePort, ...]
     sums: tuple[PairSum, ...]
     no_sums: Text = ""
 
@@ -103,7 +121,7 @@ class StorageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     result: Literal["seen", "missing", "refused", "failed"]
     directory: Text
-    why: Text = ""
+    reason: Text = ""
     writable: bool = True
     runs_as_others: bool = False
 

@@ -17,8 +17,31 @@ import msgspec
 from msgspec import Meta
 
 from unicrond.events.log.subjects import PREFIX
-from unicrond.events.queries.collectives import Collective
 from unicrond.events.vocabulary import Count, Name, Phase, Text, WorkerId
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a flight recorder: what torch remembers of the collectives of a process.
+
+    `library`: gloo or nccl. `group`: its number in the process. `number`: the collective's number in its group; for
+    point-to-point transfers (`is_p2p`) the transfer's. `state`: scheduled, started or completed; gloo reports only the
+    first. `is_over`: it has ended. `sizes`: of the inputs, with their types. `since_us`: how long ago it was recorded.
+    """
+
+    library: Text
+    group: Count
+    number: Count
+    is_p2p: bool
+    name: Text
+    state: Text
+    is_over: bool
+    sizes: Text
+    since_us: Count
+
+
+#: Of one worker, in one reply.
+COLLECTIVES_MAX = 64
+
 
 #: What one reply carries at most.
 MAX_LOG_BYTES = 64 * 1024
@@ -27,7 +50,7 @@ T = TypeVar("T", "LogsRequest", "LogsReply")
 
 
 class BadLogsMessage(ValueError):
-    """Not a valid request or reply; the text names the field."""
+    """The message is not a valid request or reply; the text names the field."""
 
 
 class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,7 +72,8 @@ class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`data` stands at `next_offset - len(data)`. `error` is one plain sentence; then `data` is empty."""
+    """The answer to LogsRequest. `data` stands at `next_offset - len(data)`. `error` is one plain sentence; then `data`
+    is empty."""
 
     node: Name
     worker: WorkerId | None = None
@@ -59,10 +83,10 @@ class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a worker is, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
+    """The place of a worker, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
 
-    `entered`: the collectives across replicas that it has entered in `generation`; `waiting`: it has not left the last
-    of them. `still_us`: for how long the mark has not changed.
+    `collectives_entered`: the collectives across replicas that it has entered in `generation`; `is_waiting`: it has not
+    left the last of them. `still_us`: for how long the mark has not changed.
     """
 
     worker: WorkerId
@@ -70,8 +94,8 @@ class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     generation: Count
     iteration: Count
     micro_batch: Count
-    entered: Count
-    waiting: bool
+    collectives_entered: Count
+    is_waiting: bool
     still_us: Count
 
 

@@ -41,12 +41,12 @@ class Authority(NamedTuple):
 
     @property
     def certificate_pem(self) -> bytes:
-        """The certificate in PEM, which everybody may read."""
+        """Return the certificate in PEM, which everybody may read."""
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def key_pem(self) -> bytes:
-        """The private key in PEM, which only the CA's owner may read."""
+        """Return the private key in PEM, which only the CA's owner may read."""
         return _private_pem(self.key)
 
 

@@ -53,12 +53,12 @@ class Key(NamedTuple):
 
     @property
     def nats_ca(self) -> str:
-        """The CA of the NATS servers, in PEM; "" where the key carries none."""
+        """Return the CA of the NATS servers, in PEM; "" where the key carries none."""
         return "" if self.is_for_states else self.ca
 
     @property
     def ca(self) -> str:
-        """The cluster's CA, in PEM; "" where the key carries none."""
+        """Return the cluster's CA, in PEM; "" where the key carries none."""
         return f"{_CERTIFICATE}{self.pem.rpartition(_CERTIFICATE)[2]}" if _CERTIFICATE in self.pem else ""
 
     @property
@@ -68,7 +68,7 @@ class Key(NamedTuple):
 
     @property
     def user(self) -> User:
-        """The login with its public key, for the server's configuration."""
+        """Return the login with its public key, for the server's configuration."""
         return User(self.login, public_key(self.seed))
 
 

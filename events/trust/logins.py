@@ -58,7 +58,7 @@ KEY_PATTERN = r"^U[A-Z2-7]{55}\Z"
 
 
 class Role(StrEnum):
-    """What a login is for. `READER`: replay, and whoever looks. `SYSTEM`: the servers' own account."""
+    """The purpose of a login. `READER`: replay, and whoever looks. `SYSTEM`: the servers' own account."""
 
     AGENT = "agent"
     COORDINATOR = "coordinator"
@@ -69,11 +69,11 @@ class Role(StrEnum):
 
 
 class BadLogin(ValueError):
-    """Not a login; the text says what is wrong with it."""
+    """The text is no login; the text says what is wrong with it."""
 
 
 class Rights(NamedTuple):
-    """Subjects, with wildcards; what is not there is refused."""
+    """The subjects, with wildcards, that a login may use; what is not there is refused."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]

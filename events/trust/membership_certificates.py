@@ -26,7 +26,7 @@ _PURPOSE = "warrant"
 
 
 class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`root`: the digest of the membership's nodes. `made_s`: seconds since 1970."""
+    """The signed content of a warrant. `root`: the digest of the membership's nodes. `made_s`: seconds since 1970."""
 
     task: Name
     generation: Count

@@ -15,7 +15,8 @@ import msgspec
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`names`: of the node's group. `before`, `after`: the digests of the other groups, 32 bytes each."""
+    """A node's place in the digest. `names`: of the node's group. `before`, `after`: the digests of the other groups,
+    32 bytes each."""
 
     names: tuple[str, ...]
     before: bytes

@@ -83,7 +83,7 @@ def _explain_certificate(error: ssl.SSLCertVerificationError, server: str, trust
         host = match[1] if match else "HOST"
         return (
             f"the certificate of {server} does not name {host}; use a name that it has, or on the head: "
-            f"unicrond tls-init --renew --name {host}"
+            f"unicrond tls-init --renew --host {host}"
         )
     if error.verify_code in _UNKNOWN:
         return f"the certificate of {server} is not of {trusts or 'a CA that this machine knows'}; {remedy}"

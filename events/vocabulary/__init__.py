@@ -19,28 +19,92 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from unicrond.events.vocabulary.base import *
-from unicrond.events.vocabulary.commands import *
-from unicrond.events.vocabulary.decisions import *
-from unicrond.events.vocabulary.faults import *
-from unicrond.events.vocabulary.field_types import *
-from unicrond.events.vocabulary.links import *
-from unicrond.events.vocabulary.memberships import *
-from unicrond.events.vocabulary.node_decisions import *
-from unicrond.events.vocabulary.node_requests import *
-from unicrond.events.vocabulary.nodes import *
-from unicrond.events.vocabulary.plans import *
-from unicrond.events.vocabulary.runs import *
-from unicrond.events.vocabulary.services import *
-from unicrond.events.vocabulary.states import *
-from unicrond.events.vocabulary.task_events import *
-from unicrond.events.vocabulary.tasks import *
-from unicrond.events.vocabulary.training import *
-from unicrond.events.vocabulary.workers import *
+# isort: off
+# fmt: off
+from unicrond.events.vocabulary.base import (
+    BroadcastDecision, Command, Decision, Event, Observation, PlacedObservation, Request, Value, WorkerObservation,
+)
+from unicrond.events.vocabulary.commands import (
+    CheckNode, DropState, LeaveCluster, Start, StartWorker, StartWorkers, StopWorker,
+)
+from unicrond.events.vocabulary.decisions import (
+    CoordinatorStarted, DeadlineExpired, EntrySkipped, IncidentEscalated, TransitionCompleted,
+)
+from unicrond.events.vocabulary.faults import Fault, InjectFault, InjectionRequested
+from unicrond.events.vocabulary.field_types import (
+    Boot, CorruptionSign, Count, ErrorKind, ExitCause, Factor, FaultKind, FaultPhase, FirstIteration, Gpu,
+    LearningRate, LongText, MachineHold, Micros, NAME_PATTERN, Name, Phase, PlanMethod, Positive, PublicKey,
+    RepairNeed, SERIAL_MAX, SamplesDigest, Saver, Serial, SeverityLevel, SomeWorkers, StateSource, Text,
+    WORKERS_MAX, WorkerId, WorkerOrNone,
+)
+from unicrond.events.vocabulary.links import (
+    LinkCondition, LinkProbe, LinksProbed, ProbeLinks, ProbedPeer, WorkersWithdrawn,
+)
+from unicrond.events.vocabulary.memberships import (
+    Member, MembershipDecided, MembershipPart, PeersDecided, PeersRemembered, SeatRun, workers_in,
+)
+from unicrond.events.vocabulary.node_decisions import (
+    DrainStarted, Evidence, NodeForgotten, NodeIsolated, NodeLost, NodeReadmitted, NodeReturned, RepairEnded,
+)
+from unicrond.events.vocabulary.node_requests import (
+    ForgetRequested, MaintenanceCancelled, MaintenancePlanned, NodeCordoned, NodeEnrolled, NodeRevoked,
+    NodeUncordoned,
+)
+from unicrond.events.vocabulary.nodes import (
+    AcceleratorReported, CommandApplied, CommandFailed, Heartbeat, MachineReported, MemoryService, NodeChecked,
+    NodeJoined, NodeLeaving, NodeLeft, RunningWorker, StoreAddress,
+)
+from unicrond.events.vocabulary.plans import (
+    FailureRateEstimated, NodeRun, PlanAdopted, TaskAssignment, ThroughputCorrected,
+)
+from unicrond.events.vocabulary.states import CheckpointSaved, SaveFailed, SnapshotStored, StateLoaded
+from unicrond.events.vocabulary.task_events import (
+    ReshapeRequested, TaskCancelled, TaskCompleted, TaskFailed, TaskReshaped, TaskSubmitted,
+    TaskUpdated,
+)
+from unicrond.events.vocabulary.tasks import (
+    CheckpointSpec, DETERMINISM, DETERMINISTIC, GpuSpec, LANES, LayoutSpec, ModelSpec, OptimizerSpec, TaskSpec,
+)
+from unicrond.events.vocabulary.training import (
+    Checksums, CorruptionSuspected, DegradationObserved, HangSuspected, StepCommitted, StragglerObserved,
+    StragglerRecovered, StragglerSeen,
+)
+from unicrond.events.vocabulary.workers import (
+    ErrorReported, StopRequested, WorkerBusy, WorkerExited, WorkerJoinedGroup, WorkerPaused, WorkerReady,
+    WorkerStarted, WorkerWaiting,
+)
+# fmt: on
+# isort: on
+
+__all__ = [
+    "DETERMINISM", "DETERMINISTIC", "LANES", "NAME_PATTERN", "SERIAL_MAX", "WORKERS_MAX", "AcceleratorReported",
+    "AnyCommand", "AnyDecision", "AnyEvent", "AnyObservation", "AnyRequest", "Boot", "BroadcastDecision",
+    "CheckNode", "CheckpointSaved", "CheckpointSpec", "Checksums", "Command", "CommandApplied", "CommandFailed",
+    "CoordinatorStarted", "CorruptionSign", "CorruptionSuspected", "Count", "DeadlineExpired", "Decision",
+    "DegradationObserved", "DrainStarted", "DropState", "EntrySkipped", "ErrorKind", "ErrorReported", "Event",
+    "Evidence", "ExitCause", "Factor", "FailureRateEstimated", "Fault", "FaultKind", "FaultPhase", "FirstIteration",
+    "ForgetRequested", "Gpu", "GpuSpec", "HangSuspected", "Heartbeat", "IncidentEscalated", "InjectFault",
+    "InjectionRequested", "LayoutSpec", "LearningRate", "LeaveCluster", "LinkCondition", "LinkProbe",
+    "LinksProbed", "LongText", "MachineHold",
+    "MachineReported", "MaintenanceCancelled", "MaintenancePlanned", "Member", "MembershipDecided",
+    "MembershipPart", "MemoryService", "Micros", "ModelSpec", "Name", "NodeChecked", "NodeCordoned", "NodeEnrolled",
+    "NodeForgotten", "NodeIsolated", "NodeJoined", "NodeLeaving", "NodeLeft", "NodeLost", "NodeReadmitted",
+    "NodeReturned", "NodeRevoked", "NodeRun", "NodeUncordoned", "Observation", "OptimizerSpec", "PeersDecided",
+    "PeersRemembered", "Phase", "PlacedObservation", "PlanAdopted", "PlanMethod", "Positive",
+    "ProbeLinks", "ProbedPeer", "PublicKey",
+    "RepairEnded", "RepairNeed", "Request", "ReshapeRequested", "RunningWorker", "SamplesDigest", "SaveFailed",
+    "Saver", "SeatRun", "Serial", "SeverityLevel", "SnapshotStored", "SomeWorkers", "Start", "StartWorker",
+    "StartWorkers", "StateLoaded", "StateSource", "StepCommitted", "StopRequested", "StopWorker", "StoreAddress",
+    "StragglerObserved", "StragglerRecovered", "StragglerSeen", "TaskAssignment", "TaskCancelled", "TaskCompleted",
+    "TaskFailed", "TaskReshaped", "TaskSpec", "TaskSubmitted", "TaskUpdated",
+    "Text", "ThroughputCorrected", "TransitionCompleted",
+    "Value", "WorkerBusy", "WorkerExited", "WorkerId", "WorkerJoinedGroup", "WorkerObservation", "WorkerOrNone",
+    "WorkerPaused", "WorkerReady", "WorkerStarted", "WorkerWaiting", "WorkersWithdrawn", "workers_in",
+]  # fmt: skip
 
 AnyRequest: TypeAlias = (
-    TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested | NodeEnrolled
-    | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
+    TaskSubmitted | TaskUpdated | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested
+    | NodeEnrolled | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (
     NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerJoinedGroup

@@ -77,20 +77,20 @@ class PlacedObservation(WorkerObservation, frozen=True, kw_only=True):
 class Request(Observation, frozen=True, kw_only=True):
     """A request of a person. Its producer is the API, whatever node it names.
 
-    `by`: the name of the token that came with it; "" where the API wants none.
+    `requester`: the name of the token that came with it; "" where the API wants none.
     """
 
     is_request: ClassVar[bool] = True
 
-    by: NameOrNone = ""
+    requester: NameOrNone = ""
 
     @abstractmethod
     def wish(self) -> str:
         """Say what the person asks for."""
 
     def sentence(self) -> str:
-        """See Event."""
-        return f"{self.wish()}{f' (asked by {self.by})' if self.by else ''}"
+        """Say it in one sentence."""
+        return f"{self.wish()}{f' (asked by {self.requester})' if self.requester else ''}"
 
 
 class Decision(Event, frozen=True, kw_only=True):

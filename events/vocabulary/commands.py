@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from unicrond.events.vocabulary.base import Command, Value
 from unicrond.events.vocabulary.field_defaults import always
 from unicrond.events.vocabulary.field_types import Name, Serial, SomeDuration, Text, WorkerId, Workers
+from unicrond.events.vocabulary.nodes import StoreAddress
 from unicrond.events.vocabulary.phrases import count
-from unicrond.events.vocabulary.services import StoreAddress
 from unicrond.events.vocabulary.tasks import TaskSpec
 
 
@@ -34,14 +34,14 @@ class StartWorker(Command, frozen=True, kw_only=True):
     store: StoreAddress
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"start worker {self.worker} of task {self.spec.name} on {self.node}"
             f" as replica {self.replica}, shard {self.shard}"
         )
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         yield self.spec.name
 
 
@@ -54,11 +54,11 @@ class StartWorkers(Command, frozen=True, kw_only=True):
     starts: tuple[Start, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"start {count(len(self.starts), 'worker')} of task {self.spec.name} on {self.node}"
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         yield self.spec.name
 
 
@@ -71,7 +71,7 @@ class StopWorker(Command, frozen=True, kw_only=True):
     kill: bool = always(False)
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"stop worker {self.worker} of task {self.task} on {self.node}: {self.reason}"
 
 
@@ -81,7 +81,7 @@ class DropState(Command, frozen=True, kw_only=True):
     task: Name
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"drop the state of task {self.task} on {self.node}"
 
 
@@ -95,7 +95,7 @@ class CheckNode(Command, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         request = " ".join(self.argv) if self.argv else "its self-test"
         return f"check node {self.node} by {request}, isolated because: {self.reason}"
 
@@ -110,5 +110,5 @@ class LeaveCluster(Command, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} is to leave{' for good' if self.for_good else ''}: {self.reason}"

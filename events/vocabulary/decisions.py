@@ -43,7 +43,7 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     adopted_us: Micros = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         where = f" in {self.process}" if self.process else ""
         return f"coordinator started term {self.term}{where}, version {self.version}"
 
@@ -60,7 +60,7 @@ class IncidentEscalated(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"incident {self.incident} escalated to SEV{self.severity}, worker {self.worker} evicted: {self.reason}"
 
 
@@ -79,7 +79,7 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     response: Text
     detection_us: Micros
     transition_us: Micros
-    micro_batches_redone: Count
+    micro_batches_repeated: Count
     reason: Text
     detection_flop: Work = always(0.0)
     transition_flop: Work = always(0.0)
@@ -87,12 +87,12 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     micro_batches_lost: Count = 0
 
     def sentence(self) -> str:
-        """See Event."""
-        lost = f", {self.micro_batches_lost} finished ones thrown away" if self.micro_batches_lost else ""
+        """Say it in one sentence."""
+        discarded = f", {self.micro_batches_lost} finished ones thrown away" if self.micro_batches_lost else ""
         return (
             f"incident {self.incident} closed by {self.response}: detected in {seconds(self.detection_us)},"
             f" transition {seconds(self.transition_us)},"
-            f" {count(self.micro_batches_redone, 'micro-batch', 'micro-batches')} redone{lost}"
+            f" {count(self.micro_batches_repeated, 'micro-batch', 'micro-batches')} repeated{discarded}"
         )
 
 
@@ -102,7 +102,7 @@ class DeadlineExpired(Decision, frozen=True, kw_only=True):
     deadline_id: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"deadline {self.deadline_id} passed"
 
 
@@ -115,5 +115,5 @@ class EntrySkipped(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"entry {self.seq} is skipped: {self.reason}"

@@ -46,11 +46,11 @@ class InjectionRequested(Request, frozen=True, kw_only=True):
     fault: Fault
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"fault ordered: {self.fault.on(self.node)}"
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         if self.fault.worker:
             yield task_of(self.fault.worker)
 
@@ -62,10 +62,10 @@ class InjectFault(Command, frozen=True, kw_only=True):
     fault: Fault
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"inject {self.fault.on(self.node)}, ordered by {self.injection}"
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         if self.fault.worker:
             yield task_of(self.fault.worker)

@@ -28,12 +28,14 @@ def always(default: T, name: str | None = None) -> T:
 
 
 class Since(NamedTuple):
-    """Marks what is younger than its class: `rack: Annotated[Text, Since(2)] = ""`, a field of schema 2 with a default.
+    """A mark of what is younger than its class: `rack: Annotated[Text, Since(2)] = ""`, a field of schema 2 with a
+    default.
 
     `instead`: the field is old, but these values of its `Literal` are of `schema`: pairs of one and the older one that
-    stands for it. `kept`: the field is not left out for older readers: they must refuse the whole, not obey the rest.
+    stands for it. `is_required`: the field is not left out for older readers: they must refuse the whole, not obey the
+    rest.
     """
 
     schema: int
-    kept: bool = False
+    is_required: bool = False
     instead: tuple[tuple[str, str], ...] = ()

@@ -43,6 +43,10 @@ FirstSerial: TypeAlias = Annotated[int, Meta(ge=1, le=SERIAL_MAX)]
 Boot: TypeAlias = Annotated[int, Meta(ge=0, lt=2**52)]
 Iteration: TypeAlias = Annotated[int, Meta(ge=0, le=10**12)]
 FirstIteration: TypeAlias = Annotated[int, Meta(ge=1, le=10**12)]
+#: What a task's FLOP/s count for, beside those of other tasks.
+Weight: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e6)]
+#: Whose floor is met first, as in Slurm and Kubernetes: the higher.
+Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
 LearningRate: TypeAlias = Annotated[float, Meta(gt=0.0)]
 #: Micro-batches, collectives, codes: what fits into 31 bits anywhere.
 Small: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]

@@ -34,16 +34,12 @@ class ProbeLinks(Command, frozen=True, kw_only=True):
     generation: Serial = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         purpose = f" of generation {self.generation} of {self.task}" if self.task else ""
         return f"probe the links of {self.node} to {', '.join(peer.node for peer in self.peers)}{purpose}"
 
-    def nodes_named(self) -> Iterator[str]:
-        """See Event."""
-        yield self.node
-
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the task whose group is in question."""
         if self.task:
             yield self.task
 
@@ -64,7 +60,7 @@ class LinksProbed(Observation, frozen=True, kw_only=True):
     probes: tuple[LinkProbe, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         bad = [f"{p.peer} {p.condition} ({seconds(p.took_us)})" for p in self.probes if p.condition != "good"]
         good = [probe.peer for probe in self.probes if probe.condition == "good"]
         parts = [f"links of {self.node}: {', '.join(bad)}"] if bad else [f"links of {self.node} are good"]
@@ -84,5 +80,5 @@ class WorkersWithdrawn(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"{self.task} goes on without {self.node}: {self.reason}"

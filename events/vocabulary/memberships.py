@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from unicrond.events.vocabulary.base import BroadcastDecision, Observation, Value
 from unicrond.events.vocabulary.field_types import (
+    Count,
     FirstSerial,
     Micros,
     Name,
     Serial,
     Size,
+    Slots,
     Small,
     SomeWorkers,
     Text,
     WorkerId,
     Workers,
 )
+from unicrond.events.vocabulary.nodes import MemoryService, StoreAddress
 from unicrond.events.vocabulary.phrases import count
-from unicrond.events.vocabulary.runs import SeatRun, workers_in
-from unicrond.events.vocabulary.services import MemoryService, StoreAddress
+from unicrond.events.vocabulary.plans import NodeRun
+
+
+class SeatRun(Value, frozen=True, kw_only=True, array_like=True):
+    """A run of `count` members of a task on one node, with consecutive numbers at consecutive seats
+    (events/vocabulary/placements.py).
+
+    `number`, `seat`: of the first one. `joins`: they are joiners. On the wire a bare array: it gets no further field.
+    """
+
+    node: Name
+    number: Serial
+    seat: Count
+    count: Slots
+    joins: bool
+
+
+def workers_in(runs: Iterable[SeatRun | NodeRun]) -> int:
+    """Count the workers that the runs hold."""
+    return sum([seat_run.count for seat_run in runs])
 
 
 class Member(Value, frozen=True, kw_only=True):
@@ -67,8 +88,8 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
     leader_confirms: bool = False
 
     def sentence(self) -> str:
-        """See Event."""
-        members, joining = workers_in(self.seats), workers_in(run for run in self.seats if run.joins)
+        """Say it in one sentence."""
+        members, joining = workers_in(self.seats), workers_in(seat_run for seat_run in self.seats if seat_run.joins)
         joiners = f", {joining} joining" if joining else ""
         parts = f" and those of {count(self.parts, 'part')}" if self.parts else ""
         urgent = "at once" if self.urgent else "at the next iteration"
@@ -78,13 +99,13 @@ class MembershipDecided(BroadcastDecision, frozen=True, kw_only=True):
         )
 
     def nodes_named(self) -> Iterator[str]:
-        """See Event."""
-        for run in self.seats:
-            yield run.node
+        """Yield the nodes that it names."""
+        for seat_run in self.seats:
+            yield seat_run.node
 
 
 class MembershipPart(BroadcastDecision, frozen=True, kw_only=True):
-    """Part `part`, counted from 1, of a membership that is too large for one event.
+    """The part `part`, counted from 1, of a membership that is too large for one event.
 
     It means nothing before the MembershipDecided of the same term and generation that counts it in
     (events/vocabulary/placements.py).
@@ -95,14 +116,14 @@ class MembershipPart(BroadcastDecision, frozen=True, kw_only=True):
     seats: tuple[SeatRun, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         members = count(workers_in(self.seats), "member")
         return f"task {self.task} generation {self.generation}: {members} in part {self.part}"
 
     def nodes_named(self) -> Iterator[str]:
-        """See Event."""
-        for run in self.seats:
-            yield run.node
+        """Yield the nodes that it names."""
+        for seat_run in self.seats:
+            yield seat_run.node
 
 
 class PeersDecided(BroadcastDecision, frozen=True, kw_only=True):
@@ -111,7 +132,7 @@ class PeersDecided(BroadcastDecision, frozen=True, kw_only=True):
     peers: tuple[MemoryService, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         peers = ", ".join(peer.node for peer in self.peers) or "no node"
         return f"the state of task {self.task} is copied to {peers}"
 
@@ -127,5 +148,5 @@ class PeersRemembered(Observation, frozen=True, kw_only=True):
     peers: tuple[Name, ...]
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} knows {', '.join(self.peers) or 'no node'} as peers of task {self.task}"

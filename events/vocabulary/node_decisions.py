@@ -26,7 +26,7 @@ class NodeLost(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} lost: {self.reason}"
 
 
@@ -39,7 +39,7 @@ class NodeReturned(Decision, frozen=True, kw_only=True):
     evidence: Evidence
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} returned, beat {self.evidence.beat_seq}"
 
 
@@ -52,7 +52,7 @@ class NodeForgotten(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} forgotten: {self.reason}"
 
 
@@ -66,7 +66,7 @@ class NodeIsolated(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         until = "" if self.until_us is None else f" until {self.until_us} us"
         return f"node {self.node} isolated{until}: {self.reason}"
 
@@ -80,7 +80,7 @@ class DrainStarted(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"workers leave node {self.node} now: {self.reason}"
 
 
@@ -93,7 +93,7 @@ class NodeReadmitted(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} readmitted: {self.reason}"
 
 
@@ -104,11 +104,11 @@ class RepairEnded(Decision, frozen=True, kw_only=True):
 
     node: Name
     isolation: FirstSerial
-    passed: bool
+    has_passed: bool
     duration_us: Duration
     detail: Text
 
     def sentence(self) -> str:
-        """See Event."""
-        how = "succeeded" if self.passed else "failed"
+        """Say it in one sentence."""
+        how = "succeeded" if self.has_passed else "failed"
         return f"the repair of node {self.node} {how} after {seconds(self.duration_us)}: {self.detail}"

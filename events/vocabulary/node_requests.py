@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from unicrond.events.vocabulary.base import Request
 from unicrond.events.vocabulary.field_types import Boot, Micros, Name, PublicKey, Text
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 
 class NodeCordoned(Request, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class NodeCordoned(Request, frozen=True, kw_only=True):
     empty_by_us: Micros = 0
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         until = " until it returns" if self.until_return else ""
         by = f" by {to_the_second(self.empty_by_us)}" if self.drain and self.empty_by_us else ""
         return f"node {self.node} {'drained' if self.drain else 'cordoned'}{by}{until}: {self.reason}"
@@ -46,7 +46,7 @@ class NodeUncordoned(Request, frozen=True, kw_only=True):
     address: Text = ""
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"node {self.node} uncordoned: {self.reason}"
 
 
@@ -61,12 +61,12 @@ class MaintenancePlanned(Request, frozen=True, kw_only=True):
     reason: Text
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         window = f"{to_the_second(self.from_us)} to {to_the_second(self.until_us)}"
         return f"maintenance of {', '.join(self.nodes)} from {window}: {self.reason}"
 
     def nodes_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the nodes that it names."""
         yield from self.nodes
 
 
@@ -79,7 +79,7 @@ class MaintenanceCancelled(Request, frozen=True, kw_only=True):
     reason: Text
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"maintenance {self.window} cancelled: {self.reason}"
 
 
@@ -97,7 +97,7 @@ class ForgetRequested(Request, frozen=True, kw_only=True):
     address: Text = ""
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"node {self.node} is to {'leave for good and ' if self.leave else ''}be forgotten: {self.reason}"
 
 
@@ -112,7 +112,7 @@ class NodeEnrolled(Request, frozen=True, kw_only=True):
     expires_us: Micros
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"node {self.node} enrolled with key {self.key[:12]}..."
 
 
@@ -123,5 +123,5 @@ class NodeRevoked(Request, frozen=True, kw_only=True):
     reason: Text
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"login of node {self.node} revoked: {self.reason}"

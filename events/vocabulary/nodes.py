@@ -29,7 +29,22 @@ from unicrond.events.vocabulary.field_types import (
     Workers,
 )
 from unicrond.events.vocabulary.phrases import count, seconds, task_of
-from unicrond.events.vocabulary.services import MemoryService, StoreAddress
+
+
+class StoreAddress(Value, frozen=True, kw_only=True):
+    """A rendezvous store (TCPStore) that lives beside an agent, never in a rank."""
+
+    host: Text
+    port: Port
+
+
+class MemoryService(Value, frozen=True, kw_only=True):
+    """The address at which a node's agent takes and gives states of training. `token`: requesters must name it."""
+
+    node: Name
+    host: Text
+    port: Port
+    token: Text
 
 
 class RunningWorker(Value, frozen=True, kw_only=True):
@@ -65,12 +80,12 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     probe_port: Port = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         adopted = f", adopting {count(len(self.workers), 'worker')}" if self.workers else ""
         return f"node {self.node} joined with {count(self.slots, 'slot')} at {self.address}{adopted}"
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         for running in self.workers:
             yield running.task
 
@@ -84,7 +99,7 @@ class NodeLeft(Observation, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} left: {self.reason}"
 
 
@@ -100,7 +115,7 @@ class NodeLeaving(Observation, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} is drained and leaves within {self.grace_us / 1e6:g} s: {self.reason}"
 
 
@@ -116,7 +131,7 @@ class MachineReported(Observation, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"machine of node {self.node}: {self.hold or 'in use'}{': ' if self.reason else ''}{self.reason}"
 
 
@@ -133,8 +148,8 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     """An accelerator of the node has failed or has news, outside any process of ours. `accelerator`: its name.
 
     `worker`: the one on it, "" = none. `kind` None: nothing has failed; that is news for people, unless it `foretells`
-    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states. `needs`:
-    what has to be done before it can be used again.
+    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states.
+    `repair_need`: what has to be done before it can be used again.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -145,17 +160,17 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     kind: ErrorKind | None
     xid: Small
     message: Text
-    needs: RepairNeed = ""
+    repair_need: RepairNeed = ""
     predicts_failure: bool = False
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         report = f" reports {self.kind}" if self.kind else " foretells a failure" if self.predicts_failure else ""
         where = f" (worker {self.worker})" if self.worker else ""
-        return f"accelerator {self.accelerator} of {self.node}{where}{report}: {self.message}{_NEEDS[self.needs]}"
+        return f"accelerator {self.accelerator} of {self.node}{where}{report}: {self.message}{_NEEDS[self.repair_need]}"
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         if self.worker:
             yield task_of(self.worker)
 
@@ -167,13 +182,13 @@ class NodeChecked(Observation, frozen=True, kw_only=True):
 
     node: Name
     command_id: Text
-    passed: bool
+    has_passed: bool
     duration_us: Duration
     detail: Text
 
     def sentence(self) -> str:
-        """See Event."""
-        how = "passed" if self.passed else "failed"
+        """Say it in one sentence."""
+        how = "passed" if self.has_passed else "failed"
         return f"node {self.node} {how} its health check in {seconds(self.duration_us)}: {self.detail}"
 
 
@@ -184,13 +199,13 @@ class CommandApplied(Observation, frozen=True, kw_only=True):
     command_id: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} applied command {self.command_id}"
 
 
 class CommandFailed(Observation, frozen=True, kw_only=True):
-    """The command was not obeyed. `reads`: the newest schema that the agent reads, where it could not read the command
-    at all; else 0.
+    """The command was not obeyed. `readable_schema`: the newest schema that the agent reads, where it could not read
+    the command at all; else 0.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -198,10 +213,10 @@ class CommandFailed(Observation, frozen=True, kw_only=True):
     node: Name
     command_id: Text
     reason: Text
-    reads: Count = 0
+    readable_schema: Count = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} did not apply command {self.command_id}: {self.reason}"
 
 
@@ -223,5 +238,5 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     read_seq: Count = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"node {self.node} is alive, beat {self.beat}, {count(self.workers, 'worker')}"

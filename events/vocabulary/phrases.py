@@ -1,6 +1,12 @@
-"""Phrases that several sentences share."""
+"""Counts, durations, times and suggestions in words, as several sentences share them."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def count(number: int, singular: str, many: str | None = None) -> str:
@@ -16,3 +22,25 @@ def seconds(duration_us: int) -> str:
 def task_of(worker: str) -> str:
     """Return the task that a worker id names."""
     return worker.rpartition(".")[0]
+
+
+def format_time(time_us: int) -> str:
+    """Write microseconds since the epoch as RFC 3339 in UTC, or as the bare number where no calendar reaches."""
+    try:
+        time = EPOCH + timedelta(microseconds=time_us)
+    except OverflowError:
+        return f"{time_us} us"
+    return time.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def to_the_second(time_us: int) -> str:
+    """Write the same without the fraction: for times that people have given."""
+    text = format_time(time_us)
+    return f"{text.partition('.')[0]}Z" if text.endswith("Z") else text
+
+
+def guess(word: str, choices: Sequence[str], otherwise: str = "") -> str:
+    """Suggest the choice that `word` was meant to be: "did you mean X?", or `otherwise`, by default the list to choose
+    from."""
+    matches = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {matches[0]}?" if matches else otherwise or f"choose from {', '.join(choices)}"

@@ -74,8 +74,8 @@ def runs_of(members: Sequence[Member], joiners: Collection[str], size: int) -> t
 def members_of(task: str, runs: Iterable[SeatRun], size: int) -> tuple[Member, ...]:
     """Expand runs into members: the inverse of `runs_of`. `size`: tp * pp, >= 1."""
     members: list[Member] = []
-    for run in runs:
-        members += _seated(task, run.node, run.number, run.seat, run.count, size)
+    for seat_run in runs:
+        members += _seated(task, seat_run.node, seat_run.number, seat_run.seat, seat_run.count, size)
     return tuple(members)
 
 
@@ -91,7 +91,9 @@ def _seated(task: str, node: str, number: int, seat: int, count: int, size: int)
 
 def joiners_of(task: str, runs: Iterable[SeatRun]) -> tuple[str, ...]:
     """Return the joiners that `runs_of` was given, in the members' order."""
-    return tuple([f"{task}.{run.number + i}" for run in runs if run.joins for i in range(run.count)])
+    return tuple(
+        [f"{task}.{seat_run.number + i}" for seat_run in runs if seat_run.joins for i in range(seat_run.count)]
+    )
 
 
 def cut(runs: Sequence[SeatRun], part_bytes: int) -> list[tuple[SeatRun, ...]]:
@@ -99,12 +101,12 @@ def cut(runs: Sequence[SeatRun], part_bytes: int) -> list[tuple[SeatRun, ...]]:
     parts: list[tuple[SeatRun, ...]] = []
     part: list[SeatRun] = []
     size_bytes = 0
-    for run in runs:
-        run_bytes = len(msgspec.msgpack.encode(run))
+    for seat_run in runs:
+        run_bytes = len(msgspec.msgpack.encode(seat_run))
         if part and size_bytes + run_bytes > part_bytes:
             parts.append(tuple(part))
             part, size_bytes = [], 0
-        part.append(run)
+        part.append(seat_run)
         size_bytes += run_bytes
     return [*parts, tuple(part)]
 
@@ -146,7 +148,9 @@ def broadcast_seats(
             return None
         seats = telling.seats + seats
     fits = workers_in(seats) <= WORKERS_MAX and all(
-        run.number + run.count - 1 <= SERIAL_MAX and (run.seat + run.count - 1) // size <= SERIAL_MAX for run in seats
+        seat_run.number + seat_run.count - 1 <= SERIAL_MAX
+        and (seat_run.seat + seat_run.count - 1) // size <= SERIAL_MAX
+        for seat_run in seats
     )
     return seats if fits else None
 
@@ -176,8 +180,8 @@ def expand(assignment: TaskAssignment) -> TaskAssignment:
     if not size:
         return assignment
     names: list[Name] = []
-    for run in assignment.nodes:
-        names += [run.node] * run.count
+    for seat_run in assignment.nodes:
+        names += [seat_run.node] * seat_run.count
     replicas = tuple([tuple(names[first : first + size]) for first in range(0, len(names), size)])
     return msgspec.structs.replace(assignment, replicas=replicas, nodes=(), replica_workers=0)
 

@@ -19,6 +19,7 @@ from unicrond.events.vocabulary.field_types import (
     Name,
     PlanMethod,
     Size,
+    Slots,
     Small,
     SomeDuration,
     SomeWorkers,
@@ -27,8 +28,14 @@ from unicrond.events.vocabulary.field_types import (
     Workers,
 )
 from unicrond.events.vocabulary.phrases import count
-from unicrond.events.vocabulary.runs import NodeRun
 from unicrond.events.vocabulary.shape import Shape
+
+
+class NodeRun(Value, frozen=True, kw_only=True, array_like=True):
+    """The next `count` workers of a plan run on `node`. On the wire a bare array: it gets no further field."""
+
+    node: Name
+    count: Slots
 
 
 class TaskAssignment(Value, frozen=True, kw_only=True):
@@ -54,7 +61,7 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape | None:
-        """The layout that the plan has chosen; None: the task's own."""
+        """Return the layout that the plan has chosen; None: the task's own."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch) if self.tp else None
 
 
@@ -65,7 +72,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     `healthy`, `waf_if_healthy`: workers per task, and their WAF, were every node that has not left healthy.
     `healthy_gpus`: the type of GPU that each of these would be on, where there are several.
     `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
-    `way`, `took_us`, `rows_reused`: how the plan was computed; the plan does not depend on it.
+    `way`, `duration_us`, `rows_reused`: how the plan was computed; the plan does not depend on it.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -80,26 +87,26 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     waf_if_healthy: Flops = always(0)
     transition_flop: Work = always(0.0)
     method: PlanMethod = always("fresh")
-    took_us: Duration = always(0)
+    duration_us: Duration = always(0)
     rows_reused: Small = always(0)
     healthy_gpus: dict[Name, Gpu] = {}
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         shares = ", ".join(f"{a.task} {count(a.workers, 'worker')}" for a in self.assignments) or "no task runs"
-        took = f", {self.method} in {self.took_us} us" if self.took_us else ""
+        took = f", {self.method} in {self.duration_us} us" if self.duration_us else ""
         return f"plan {self.epoch} ({self.trigger}{took}): {shares}; {self.reason}"
 
     def nodes_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the nodes that it names."""
         for assignment in self.assignments:
             for replica in assignment.replicas:
                 yield from replica
-            for run in assignment.nodes:
-                yield run.node
+            for node_run in assignment.nodes:
+                yield node_run.node
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         for assignment in self.assignments:
             yield assignment.task
 
@@ -117,7 +124,7 @@ class ThroughputCorrected(Decision, frozen=True, kw_only=True):
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         achieved = f"{self.flops:.3g} FLOP/s on {count(self.workers, 'worker')}"
         return f"task {self.task} achieves {achieved}: {self.reason}"
 
@@ -134,6 +141,6 @@ class FailureRateEstimated(Decision, frozen=True, kw_only=True):
     exposed_us: Micros
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         hours = self.worker_mtbf_us / 3.6e9
         return f"a worker fails every {hours:.4g} h, after {count(self.failures, 'failure')}"

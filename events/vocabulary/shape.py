@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Tensor-parallel groups of `tp` workers, `pp` of them (pipeline stages), each stage with `vpp` chunks of the model
-    (virtual stages), experts over `ep` of a group's workers. `micro_batch`: samples; 0: as many as the task has in all
-    its layouts."""
+    """A layout: tensor-parallel groups of `tp` workers, `pp` of them (pipeline stages), each stage with `vpp` chunks of
+    the model (virtual stages), experts over `ep` of a group's workers. `micro_batch`: samples; 0: as many as the task
+    has in all its layouts."""
 
     tp: int = 1
     pp: int = 1
@@ -18,16 +18,16 @@ class Shape(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Workers in one replica."""
+        """Return workers in one replica."""
         return self.tp * self.pp
 
     @property
     def cut(self) -> Shape:
-        """As far as a state depends on it."""
+        """Return it as far as a state depends on it."""
         return self._replace(micro_batch=0)
 
     def fits(self, replica: tuple[str, ...]) -> bool:
-        """Whether the replica, which is the node of each of its shards, has this shape: one node per tensor-parallel
+        """Say whether the replica, the node of each of its shards, has this shape: one node per tensor-parallel
         group."""
         if len(replica) != self.workers:
             return False

@@ -22,7 +22,7 @@ from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
-    """State after `iteration` is durable at `path`."""
+    """The state after `iteration` is durable at `path`."""
 
     is_noteworthy: ClassVar[bool] = True
 
@@ -32,26 +32,26 @@ class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
     duration_us: Duration
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"task {self.task} saved iteration {self.iteration} to {self.path} ({self.size_bytes} bytes)"
 
 
 class SaveFailed(WorkerObservation, frozen=True, kw_only=True):
     """The state after `iteration` was not written; the one saved before stays, and training goes on.
 
-    `by` "unicron": its own checkpoint; "program": one that the program writes by itself (Megatron-LM's `--save`).
+    `saver` "unicron": its own checkpoint; "program": one that the program writes by itself (Megatron-LM's `--save`).
     `reason` "": a later one was written, which the program alone tells of so.
     """
 
     is_noteworthy: ClassVar[bool] = True
 
     iteration: Iteration
-    by: Saver
+    saver: Saver
     reason: Text
 
     def sentence(self) -> str:
-        """See Event."""
-        owner = "a checkpoint" if self.by == "unicron" else "its program's checkpoint"
+        """Say it in one sentence."""
+        owner = "a checkpoint" if self.saver == "unicron" else "its program's checkpoint"
         if not self.reason:
             return f"task {self.task} saved {owner} again, of iteration {self.iteration}"
         return f"task {self.task} could not save {owner} of iteration {self.iteration}: {self.reason}"
@@ -76,7 +76,7 @@ class SnapshotStored(Observation, frozen=True, kw_only=True):
     shards: Workers = always(0)
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         copied = f", a copy from {self.origin}" if self.origin != self.node else ""
         return (
             f"node {self.node} keeps the state of task {self.task} after iteration {self.iteration} in memory"
@@ -97,8 +97,8 @@ _SOURCES: dict[StateSource, str] = {
 class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
 
-    `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
-    source; `saved_us`: what training again from there would have taken, at the pace last measured.
+    `failed_sources`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the
+    farthest source; `saved_us`: what training again from there would have taken, at the pace last measured.
     `resharded_from`: the layout of what was taken, where it is another than the task's; else "".
     """
 
@@ -107,17 +107,17 @@ class StateLoaded(WorkerObservation, frozen=True, kw_only=True):
     iteration: Iteration
     size_bytes: Count
     duration_us: Duration
-    tried: tuple[Text, ...] = always(())
+    failed_sources: tuple[Text, ...] = always(())
     storage_iteration: Iteration = always(0)
     saved_us: Micros = always(0)
     resharded_from: Text = always("")
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         anew = f", reassembled from shards of {self.resharded_from}" if self.resharded_from else ""
-        tried = f", after {count(len(self.tried), 'source')} that failed" if self.tried else ""
+        attempts = f", after {count(len(self.failed_sources), 'source')} that failed" if self.failed_sources else ""
         saved = f"; storage has {self.storage_iteration}, {seconds(self.saved_us)} saved" if self.saved_us else ""
         return (
             f"worker {self.worker} on {self.node} took the state after iteration {self.iteration} from"
-            f" {_SOURCES[self.source]} ({self.size_bytes} bytes in {seconds(self.duration_us)}){anew}{tried}{saved}"
+            f" {_SOURCES[self.source]} ({self.size_bytes} bytes in {seconds(self.duration_us)}){anew}{attempts}{saved}"
         )

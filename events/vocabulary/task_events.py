@@ -12,10 +12,12 @@ from unicrond.events.vocabulary.field_types import (
     LearningRate,
     LongText,
     Name,
+    Priority,
     Serial,
     Small,
     SomeWorkers,
     Text,
+    Weight,
 )
 from unicrond.events.vocabulary.phrases import count
 from unicrond.events.vocabulary.shape import Shape
@@ -30,7 +32,7 @@ class TaskSubmitted(Request, frozen=True, kw_only=True):
     spec: TaskSpec
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         spec = self.spec
         return (
             f"task {spec.name} submitted: weight {spec.weight:g}, {spec.min_workers} to {spec.max_workers}"
@@ -38,7 +40,7 @@ class TaskSubmitted(Request, frozen=True, kw_only=True):
         )
 
     def tasks_named(self) -> Iterator[str]:
-        """See Event."""
+        """Yield the tasks that it names."""
         yield self.spec.name
 
 
@@ -51,8 +53,37 @@ class TaskCancelled(Request, frozen=True, kw_only=True):
     reason: Text
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return f"task {self.task} cancelled: {self.reason}"
+
+
+class TaskUpdated(Request, frozen=True, kw_only=True):
+    """A person changes what a running task is worth, or how many workers it may have. None: as it is."""
+
+    is_noteworthy: ClassVar[bool] = True
+
+    task: Name
+    reason: Text
+    weight: Weight | None = None
+    priority: Priority | None = None
+    preemptible: bool | None = None
+    min_workers: SomeWorkers | None = None
+    max_workers: SomeWorkers | None = None
+
+    @property
+    def settings(self) -> dict[str, float | int | bool]:
+        """The settings that change, by their names in the task file."""
+        names = ("weight", "priority", "preemptible", "min_workers", "max_workers")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def wish(self) -> str:
+        """See Request."""
+        changes = ", ".join(f"{name} {_word(value)}" for name, value in self.settings.items())
+        return f"task {self.task} is to have {changes}: {self.reason}"
+
+
+def _word(value: float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
 
 
 def _settings(iterations: int | None, lr: float | None) -> str:
@@ -84,11 +115,11 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
     def wish(self) -> str:
-        """See Request."""
+        """Say what the person asks for."""
         return (
             f"task {self.task} is to continue with {self.shape}{_settings(self.iterations, self.lr)} and"
             f" {self.min_workers} to {self.max_workers} workers: {self.reason}"
@@ -120,11 +151,11 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"task {self.task} has {self.shape}{_settings(self.iterations, self.lr)} and {self.min_workers} to"
             f" {self.max_workers} workers from now on: {self.reason}"
@@ -140,7 +171,7 @@ class TaskFailed(Decision, frozen=True, kw_only=True):
     reason: LongText
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"task {self.task} failed: {self.reason}"
 
 
@@ -154,5 +185,5 @@ class TaskCompleted(WorkerObservation, frozen=True, kw_only=True):
     params_digest: Text
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"task {self.task} completed after iteration {self.iteration}, loss {self.loss:.4g}"

@@ -17,11 +17,13 @@ from unicrond.events.vocabulary.field_types import (
     LearningRate,
     Name,
     Precision,
+    Priority,
     Size,
     Small,
     SomeWorkers,
     Text,
     User,
+    Weight,
     Workers,
 )
 from unicrond.events.vocabulary.shape import Shape
@@ -55,8 +57,9 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):
-    """Where and how often the task's state is written, in iterations; None: from the measured cost and the failure
-    rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
+    """The places and times of checkpoints: where and how often the task's state is written, in iterations; None: from
+    the measured cost and the failure rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`:
+    to the node's memory, 0 = never.
     """
 
     dir: Text = always("")
@@ -91,7 +94,7 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The layout."""
+        """Return the layout."""
         return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
 
@@ -108,20 +111,21 @@ class GpuSpec(Value, frozen=True, kw_only=True):
 class TaskSpec(Value, frozen=True, kw_only=True):
     """One training job as its file describes it (YAML, see docs/use/task-files.md).
 
-    `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
-    `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how
-    long a worker may take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment
-    variables whose values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the
-    nodes whose processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules
-    that a process of the task's own imports once on each node, and the workers start with.
-    `layouts`: those that the plan may give it, in the order that decides ties; empty: its own stays until a person
-    asks for another. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
-    `gpus`: T on types of GPU for which it is not `throughput`. `vpp`: chunks of the model in each pipeline stage. `ep`:
-    over how many of a tensor-parallel group's workers the experts are. Of both 0: as the program has it.
+    `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and `micro_batch` are
+    samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how long a worker may
+    take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment variables whose
+    values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the nodes whose
+    processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules that a process
+    of the task's own imports once on each node, and the workers start with. `layouts`: those that the plan may give it,
+    in the order that decides ties; empty: its own stays until a person asks for another. With some `min_workers` and
+    `max_workers` need not be multiples of tp * pp. `gpus`: T on types of GPU for which it is not `throughput`.
+    `priority`: whose `min_workers` are met first, where not all can be; the higher goes first. `preemptible`: it runs
+    on what the tasks that are not leave over. `vpp`: chunks of the model in each pipeline stage. `ep`: over how many of
+    a tensor-parallel group's workers the experts are. Of both 0: as the program has it.
     """
 
     name: Name
-    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = always(1.0)
+    weight: Weight = always(1.0)
     min_workers: SomeWorkers = always(1)
     max_workers: SomeWorkers = always(1)
     tp: SomeWorkers = always(1)
@@ -150,43 +154,45 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     gpus: tuple[GpuSpec, ...] = ()
     vpp: Workers = 0
     ep: Workers = 0
+    priority: Priority = 0
+    preemptible: bool = False
 
     @property
     def cut(self) -> Shape:
-        """The layout, as far as a state depends on it."""
+        """Return the layout, as far as a state depends on it."""
         return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1)
 
     @property
     def shape(self) -> Shape:
-        """The layout, by which a plan tells it from the task's others."""
+        """Return the layout, by which a plan tells it from the task's others."""
         varies = any(layout.micro_batch for layout in self.layouts)
         return self.cut._replace(micro_batch=self.micro_batch if varies else 0)
 
     @property
     def replica_workers(self) -> int:
-        """Workers in one data-parallel replica: tp * pp."""
+        """Return workers in one data-parallel replica: tp * pp."""
         return self.tp * self.pp
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one iteration over all replicas."""
+        """Return micro-batches of one iteration over all replicas."""
         return self.global_batch // self.micro_batch
 
     @property
     def fewest_micro_batches(self) -> int:
-        """The same in the layout of the task that has the largest."""
+        """Return the same in the layout of the task that has the largest."""
         return self.global_batch // max([self.micro_batch, *(layout.micro_batch for layout in self.layouts)])
 
     @property
     def lanes(self) -> int:
-        """In how many parts an iteration's gradients are summed, whoever computes them
+        """Return in how many parts an iteration's gradients are summed, whoever computes them
         (agents/trainer/lifecycle/lanes.py). 0: the sum follows the deal.
 
         A constant of the task, which its environment carries through all changes of its size: by default as many as
         there may be replicas when it is submitted."""
         if self.accumulation != "exact":
             return 0
-        wanted = self.env.get(LANES, "")
+        choice = self.env.get(LANES, "")
         sizes = [self.replica_workers, *(layout.tp * layout.pp for layout in self.layouts)]
         replicas = self.max_workers // min(sizes)
-        return max(1, min(int(wanted) if wanted.isdecimal() else replicas, self.fewest_micro_batches))
+        return max(1, min(int(choice) if choice.isdecimal() else replicas, self.fewest_micro_batches))

@@ -26,11 +26,11 @@ from unicrond.events.vocabulary.phrases import count, seconds
 
 
 class Checksums(Value, frozen=True, kw_only=True):
-    """Checksums of the first shard: of the parameters' bits after iteration `after`, and of the gradients' sums of the
-    iteration after it. 0: none was made.
+    """Checksums of the first shard: of the parameters' bits after `iteration`, and of the gradients' sums of
+    the iteration after it. 0: none was made.
     """
 
-    after: Iteration
+    iteration: Iteration
     parameters: SamplesDigest
     sums: SamplesDigest = 0
 
@@ -39,9 +39,9 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     """All replicas of `generation` committed the iterations `first` to `last`.
 
     `samples_digest`: sum mod 2**61 of sample_hash(iteration, sample) over every sample used. `micro_batches_by_rank`:
-    finished micro-batches per replica, in replica order. `redone`: micro-batches that were computed again because a
-    replica was lost. `loss`: of iteration `last`. `duration_us`: wall time of `first` to `last`. `checksums`: the
-    newest that were made in these; None: none was.
+    finished micro-batches per replica, in replica order. `micro_batches_repeated`: micro-batches that were computed
+    again because a replica was lost. `loss`: of iteration `last`. `duration_us`: wall time of `first` to `last`.
+    `checksums`: the newest that were made in these; None: none was.
     """
 
     generation: Serial
@@ -52,45 +52,48 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     loss: float
     duration_us: Duration
     micro_batches_by_rank: tuple[Small, ...]
-    redone: Small = always(0)
+    micro_batches_repeated: Small = always(0)
     checksums: Checksums | None = None
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         span = f"iteration {self.last}" if self.first == self.last else f"iterations {self.first}-{self.last}"
-        redone = f", {count(self.redone, 'micro-batch', 'micro-batches')} redone" if self.redone else ""
-        return f"task {self.task} committed {span}, loss {self.loss:.4g}{redone}"
+        repeated = (
+            f", {count(self.micro_batches_repeated, 'micro-batch', 'micro-batches')} repeated"
+            if self.micro_batches_repeated
+            else ""
+        )
+        return f"task {self.task} committed {span}, loss {self.loss:.4g}{repeated}"
 
 
 class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     """A worker's iteration lasts longer than `limit_us`, more than three times the usual; its own agent reports it.
 
-    From the worker's phase mark (agents/protocol/marks.py): `entered` counts the collectives across replicas that it
-    has entered in `generation`; `waiting`: it has not left the last of them. `still_us`: for how long the mark has not
-    changed. `stopped`: the kernel shows the process as stopped. `busy`: what it had declared to be busy with, for at
-    most so long (hook.section); "": nothing. `told`: how many reports of this iteration there are.
+    From the worker's phase mark (agents/protocol/marks.py): `collectives_entered` counts the collectives across
+    replicas that it has entered in `generation`; `is_waiting`: it has not left the last of them. `still_us`: for how
+    long the mark has not changed. `is_stopped`: the kernel shows the process as stopped. `section`: what it had
+    declared to be busy with, for at most so long (hook.section); "": nothing. `report_number`: which report of
+    this iteration it is, from 1; 0: not numbered.
     """
 
     phase: Phase
     micro_batch: Small
-    entered: Count
-    waiting: bool
-    stopped: bool
+    collectives_entered: Count
+    is_waiting: bool
+    is_stopped: bool
     still_us: Duration
     limit_us: Duration
-    #: What it had declared to be busy with, for at most so long (hook.section); "": nothing.
-    busy: Text = ""
-    #: How often that was told of this iteration.
-    told: Small = 0
+    section: Text = ""
+    report_number: Small = 0
 
     def sentence(self) -> str:
-        """See Event."""
-        place = f"{'waits in' if self.waiting else 'has left'} collective {self.entered}"
-        stopped = ", its process is stopped" if self.stopped else ""
-        busy = f", busy with {self.busy}" if self.busy else ""
+        """Say it in one sentence."""
+        place = f"{'waits in' if self.is_waiting else 'has left'} collective {self.collectives_entered}"
+        process = ", its process is stopped" if self.is_stopped else ""
+        busy = f", busy with {self.section}" if self.section else ""
         return (
             f"iteration {self.iteration} takes longer than {seconds(self.limit_us)}: worker {self.worker} on"
-            f" {self.node} last moved {seconds(self.still_us)} ago, in {self.phase}; it {place}{stopped}{busy}"
+            f" {self.node} last moved {seconds(self.still_us)} ago, in {self.phase}; it {place}{process}{busy}"
         )
 
 
@@ -108,7 +111,7 @@ class DegradationObserved(PlacedObservation, frozen=True, kw_only=True):
     others_us: Duration
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         against = f" against {seconds(self.others_us)}" if self.others_us else ""
         slowest = f"{self.slowest} is slowest, {seconds(self.compute_us)} per micro-batch{against}"
         return (
@@ -144,7 +147,7 @@ class StragglerObserved(StragglerSeen, frozen=True, kw_only=True):
     since_us: Micros
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"worker {self.straggler} (rank {self.rank}) on {self.straggler_node} is a straggler: it takes"
             f" {self.factor:.2f} times as long as the other replicas since iteration {self.since_iteration},"
@@ -156,7 +159,7 @@ class StragglerRecovered(StragglerSeen, frozen=True, kw_only=True):
     """A straggler is as quick as the other replicas again; `factor`: what is left."""
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"worker {self.straggler} (rank {self.rank}) on {self.straggler_node} no longer straggles, as of"
             f" iteration {self.iteration}: {self.factor:.2f} times the time of the other replicas"
@@ -176,7 +179,7 @@ class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
     usual: float
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         subject = self.suspect or "an unknown worker"
         if self.sign == "checksum":
             return f"parameters of {subject} differ from other replicas' before iteration {self.iteration}"

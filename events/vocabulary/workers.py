@@ -34,7 +34,7 @@ class WorkerStarted(WorkerObservation, frozen=True, kw_only=True):
     pid: Pid
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"worker {self.worker} started on {self.node} as process {self.pid}"
 
 
@@ -42,30 +42,32 @@ class WorkerReady(WorkerObservation, frozen=True, kw_only=True):
     """The worker has built its model and waits for a membership."""
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"worker {self.worker} on {self.node} is ready for a membership"
 
 
 class WorkerJoinedGroup(PlacedObservation, frozen=True, kw_only=True):
     """The worker is a member of `generation`'s group and goes on at `iteration`, the next to commit.
 
-    `dealt`: micro-batches of lost replicas that were assigned to this worker in that iteration. `peers_assigned`: those
-    that were assigned to the other members, reported by a leader that confirms for all
-    (MembershipDecided.leader_confirms). `duration_us`: from receiving the membership to being in the group. `source`:
-    where its state came from.
+    `micro_batches_assigned`: micro-batches of lost replicas that were assigned to this worker in that iteration.
+    `micro_batches_assigned_elsewhere`: those that were assigned to the other members, reported by a leader that
+    confirms for all (MembershipDecided.leader_confirms). `duration_us`: from receiving the membership to being in the
+    group. `source`: where its state came from.
     """
 
-    dealt: Small
+    micro_batches_assigned: Small
     duration_us: Duration
     source: StateSource
-    peers_assigned: Small = 0
+    micro_batches_assigned_elsewhere: Small = 0
 
     def sentence(self) -> str:
-        """See Event."""
-        shares = [(self.dealt, "it"), (self.peers_assigned, "the others")]
-        dealt = [f", {count(n, 'micro-batch', 'micro-batches')} assigned to {receiver}" for n, receiver in shares if n]
+        """Say it in one sentence."""
+        shares = [(self.micro_batches_assigned, "it"), (self.micro_batches_assigned_elsewhere, "the others")]
+        assignments = [
+            f", {count(n, 'micro-batch', 'micro-batches')} assigned to {receiver}" for n, receiver in shares if n
+        ]
         where = f"generation {self.generation} at iteration {self.iteration} after {seconds(self.duration_us)}"
-        return f"worker {self.worker} is in {where}, state from {self.source}{''.join(dealt)}"
+        return f"worker {self.worker} is in {where}, state from {self.source}{''.join(assignments)}"
 
 
 class WorkerPaused(PlacedObservation, frozen=True, kw_only=True):
@@ -75,7 +77,7 @@ class WorkerPaused(PlacedObservation, frozen=True, kw_only=True):
     """
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return (
             f"worker {self.worker} on {self.node} left its group for generation {self.generation}"
             f" after iteration {self.iteration}"
@@ -95,24 +97,24 @@ _CAUSES: dict[ExitCause, str] = {
 class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     """A worker's process ended. Exactly one of `exit_code` and `signal` is set.
 
-    `iteration`: the one that its mark named, 0 = none. `computed`: how many micro-batches of that it had finished, at
-    least; they are lost with it.
+    `iteration`: the one that its mark named, 0 = none. `micro_batches_finished`: how many micro-batches of that it had
+    finished, at least; they are lost with it.
     """
 
     is_noteworthy: ClassVar[bool] = True
 
     exit_code: ExitCode | None
     signal: Signal | None
-    expected: bool
+    is_expected: bool
     log_tail: LongText = always("")
     cause: ExitCause = always("unknown")
     iteration: Iteration = 0
-    computed: Small = 0
+    micro_batches_finished: Small = 0
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         how = f"exit code {self.exit_code}" if self.signal is None else f"signal {self.signal}"
-        expected = ", as expected" if self.expected else ""
+        expected = ", as expected" if self.is_expected else ""
         return f"worker {self.worker} on {self.node} ended by {how}{_CAUSES[self.cause]}{expected}"
 
 
@@ -120,8 +122,8 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     """A worker has an error, and still lives or is about to die.
 
     `generation`: the newest that the worker had joined; a report that is older than its worker is void. `peer`: the
-    other end of the connection that broke, where that is known. `lost`: all members of the group whose connections were
-    broken by then.
+    other end of the connection that broke, where that is known. `lost_peers`: all members of the group whose
+    connections were broken by then.
     """
 
     is_noteworthy: ClassVar[bool] = True
@@ -133,32 +135,32 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     message: Text
     detail: LongText = always("")
     peer: WorkerOrNone = always("")
-    lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
+    lost_peers: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
 
     def sentence(self) -> str:
-        """See Event."""
-        lost = f", its connection to {self.peer}" if self.peer else ""
+        """Say it in one sentence."""
+        connection = f", its connection to {self.peer}" if self.peer else ""
         return (
             f"worker {self.worker} on {self.node} reports {self.kind} in {self.phase}"
-            f" of iteration {self.iteration}{lost}: {self.message}"
+            f" of iteration {self.iteration}{connection}: {self.message}"
         )
 
 
 class WorkerBusy(WorkerObservation, frozen=True, kw_only=True):
-    """The worker's program is busy with what it has declared, for `at_most_us` (hook.section): no hang before that.
+    """The worker's program is busy with what it has declared, for `limit_us` (hook.section): no hang before that.
 
-    `what` "": it is over. Only what lasts for a while is reported.
+    `section` "": it is over. Only what lasts for a while is reported.
     """
 
-    what: Text
-    at_most_us: Duration
+    section: Text
+    limit_us: Duration
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         where = f"worker {self.worker} on {self.node}"
-        if not self.what:
+        if not self.section:
             return f"{where} is no longer busy"
-        return f"{where} is busy with {self.what}, for at most {seconds(self.at_most_us)}"
+        return f"{where} is busy with {self.section}, for at most {seconds(self.limit_us)}"
 
 
 class WorkerWaiting(WorkerObservation, frozen=True, kw_only=True):
@@ -167,21 +169,21 @@ class WorkerWaiting(WorkerObservation, frozen=True, kw_only=True):
     generation: Serial
 
     def sentence(self) -> str:
-        """See Event."""
+        """Say it in one sentence."""
         return f"worker {self.worker} on {self.node} waits for the others of generation {self.generation}"
 
 
 class StopRequested(WorkerObservation, frozen=True, kw_only=True):
     """The program wants its training to end before the last iteration (hook.stop), and says why.
 
-    `left`: it has left the training loop after `iteration`, which it has committed; its state is saved.
+    `has_left_loop`: it has left the training loop after `iteration`, which it has committed; its state is saved.
     """
 
     iteration: Iteration
     reason: Text
-    left: bool = False
+    has_left_loop: bool = False
 
     def sentence(self) -> str:
-        """See Event."""
-        left = f", and has left the loop after iteration {self.iteration}" if self.left else ""
-        return f"the program of worker {self.worker} on {self.node} asks to stop training{left}: {self.reason}"
+        """Say it in one sentence."""
+        departure = f", and has left the loop after iteration {self.iteration}" if self.has_left_loop else ""
+        return f"the program of worker {self.worker} on {self.node} asks to stop training{departure}: {self.reason}"

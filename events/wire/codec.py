@@ -41,7 +41,7 @@ from unicrond.events.vocabulary import (
     WorkerExited,
     workers_in,
 )
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of
 from unicrond.events.wire.tolerance import set_aside
 from unicrond.events.wire.upcast import NoStep, upcast
@@ -64,7 +64,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
 
 
 class BadEvent(ValueError):
-    """Not a valid event. `reason` is one line that names the field (`$.event.node`) where there is one."""
+    """The bytes are no valid event. `reason` is one line that names the field (`$.event.node`) where there is one."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -197,7 +197,7 @@ def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[S
     """Return the runs of workers that the event names."""
     match event:
         case PlanAdopted(assignments=assignments):
-            return [run for assignment in assignments for run in assignment.nodes]
+            return [node_run for assignment in assignments for node_run in assignment.nodes]
         case MembershipDecided(seats=seats) | MembershipPart(seats=seats):
             return seats
 
@@ -226,6 +226,6 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def body_of(entry: Recorded) -> bytes:
+def body_of(entry: RecordedEvent) -> bytes:
     """Return the entry's envelope as bytes, as it stands in the log."""
     return entry.body or encode(entry.envelope)

@@ -12,7 +12,7 @@ from unicrond.events.wire.schemas import FIRST, SCHEMA
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is written to the log.
+    """An event with its producer, term, cause and time, as it is written to the log.
 
     `schema` concerns the bytes alone: there it is the lowest number whose readers can read the event (`schemas.py`);
     the codec puts it in, and here it always is FIRST.
@@ -37,11 +37,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def event_id(self) -> str:
-        """The event's id, "producer-boot-number"; also the NATS message id."""
+        """Return the event's id, "producer-boot-number"; also the NATS message id."""
         return f"{self.producer}-{self.boot}-{self.number}"
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class RecordedEvent(msgspec.Struct, frozen=True):
     """An envelope as the log holds it. `recorded_at_us`: when the log received it.
 
     `body`: its bytes, where they hold more than this version knows (`tolerance.py`); else b"". `warrant`: the
@@ -55,7 +55,7 @@ class Recorded(msgspec.Struct, frozen=True):
     warrant: str = ""
 
 
-class Quarantined(msgspec.Struct, frozen=True):
+class QuarantinedMessage(msgspec.Struct, frozen=True):
     """A message in the log that is not a valid event: counted, never folded."""
 
     seq: int
@@ -65,4 +65,4 @@ class Quarantined(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-Entry = Recorded | Quarantined
+Entry = RecordedEvent | QuarantinedMessage

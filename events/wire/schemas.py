@@ -37,7 +37,7 @@ _VERSION_SCHEMA = re.compile(r"\bschema([1-9][0-9]{0,5})\b")
 
 
 def told_version(version: str, schema: int) -> str:
-    """`version` with the schema that its owner reads, as `NodeJoined` and `CoordinatorStarted` carry it.
+    """Return `version` with the schema that its owner reads, as `NodeJoined` and `CoordinatorStarted` carry it.
 
     The text is free: readers of every schema take it.
     """
@@ -45,18 +45,18 @@ def told_version(version: str, schema: int) -> str:
 
 
 def spoken_schema(version: str) -> int:
-    """The schema that the owner of a told version reads; FIRST where it names none."""
+    """Return the schema that the owner of a told version reads; FIRST where it names none."""
     fields = _VERSION_SCHEMA.search(version)
     return int(fields.group(1)) if fields else FIRST
 
 
 def schema_of(event: Event) -> int:
-    """The lowest schema whose readers can read all that `event` says."""
+    """Return the lowest schema whose readers can read all that `event` says."""
     return max(since(type(event)), _needs(event))
 
 
 def lowered(event: E, schema: int) -> E | None:
-    """`event` as readers of `schema` can read it; None where they cannot be told of it at all."""
+    """Return `event` as readers of `schema` can read it; None where they cannot be told of it at all."""
     if since(type(event)) > schema:
         return None
     if _needs(event) <= schema:
@@ -65,12 +65,12 @@ def lowered(event: E, schema: int) -> E | None:
 
 
 def lowered_value(value: V, schema: int) -> V:
-    """Any struct with the events' parts in it as readers of `schema` can read them."""
+    """Return any struct with the events' parts in it as readers of `schema` can read them."""
     return value if _needs(value) <= schema else typing.cast(V, _lower(value, schema))
 
 
 def beyond_schema(event: Event, schema: int) -> list[str]:
-    """What of `event` readers of `schema` do not know: its type, or fields and values, as "field.field"."""
+    """Return what of `event` readers of `schema` do not know: its type, or fields and values, as "field.field"."""
     if since(type(event)) > schema:
         return [type(event).__name__]
     return _beyond(event, lowered(event, schema), "")
@@ -88,21 +88,21 @@ def _beyond(value: Any, low: Any, path: str) -> list[str]:
 
 
 def readable(kind: type[Event], schema: int) -> bool:
-    """Whether readers of `schema` know the type."""
+    """Say whether readers of `schema` know the type."""
     return since(kind) <= schema
 
 
 def since(kind: type[msgspec.Struct]) -> int:
-    """The schema that brought the type."""
+    """Return the schema that brought the type."""
     return getattr(kind, "since", FIRST)
 
 
 class _Field(NamedTuple):
-    """What there is to know of a field that may hold something younger than its struct."""
+    """A field that may hold something younger than its struct."""
 
     name: str
     since: int
-    kept: bool
+    is_required: bool
     default: Any
     values: dict[str, tuple[int, str]]
     is_nested: bool
@@ -110,7 +110,7 @@ class _Field(NamedTuple):
 
 @functools.cache
 def _watched(kind: type[msgspec.Struct]) -> tuple[_Field, ...]:
-    """The fields of a struct that can make it need more than FIRST."""
+    """Return the fields of a struct that can make it need more than FIRST."""
     fields = []
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
@@ -121,19 +121,22 @@ def _watched(kind: type[msgspec.Struct]) -> tuple[_Field, ...]:
         nested = any(_watched(part) for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct))
         if marks or nested:
             default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-            younger, kept = max([mark.schema for mark in whole], default=FIRST), any(mark.kept for mark in whole)
-            fields.append(_Field(field.name, younger, kept, default, values, nested))
+            younger, is_required = (
+                max([mark.schema for mark in whole], default=FIRST),
+                any(mark.is_required for mark in whole),
+            )
+            fields.append(_Field(field.name, younger, is_required, default, values, nested))
     return tuple(fields)
 
 
 def _parts(hint: Any) -> list[Any]:
-    """The type, what it is made of, and the marks on them."""
+    """Return the type, what it is made of, and the marks on them."""
     marks = list(getattr(hint, "__metadata__", ()))
-    return [hint, *marks, *(part for each in typing.get_args(hint) for part in _parts(each))]
+    return [hint, *marks, *(part for argument in typing.get_args(hint) for part in _parts(argument))]
 
 
 def _needs(value: Any) -> int:
-    """The lowest schema that holds what a struct, or a collection of them, says."""
+    """Return the lowest schema that holds what a struct, or a collection of them, says."""
     if isinstance(value, msgspec.Struct):
         needs = FIRST
         for field in _watched(type(value)):
@@ -161,7 +164,7 @@ def _lower(value: Any, schema: int) -> Any:
         changes = {}
         for field in _watched(type(value)):
             content = getattr(value, field.name)
-            if field.since > schema and not field.kept:
+            if field.since > schema and not field.is_required:
                 content = field.default
             if field.is_nested:
                 content = _lower(content, schema)
@@ -177,7 +180,7 @@ def _lower(value: Any, schema: int) -> Any:
 
 
 def _older(value: Any, values: dict[str, tuple[int, str]], schema: int) -> Any:
-    """Younger values replaced; of a dict, the items under younger keys are left out."""
+    """Replace younger values; of a dict, leave out the items under younger keys."""
     if isinstance(value, tuple):
         return tuple(_older(item, values, schema) for item in value)
     if isinstance(value, dict):

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import get_args
 
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 
-QUARANTINED = "Quarantined"
+QUARANTINED = "QuarantinedMessage"
 TYPE_NAMES: tuple[str, ...] = (*sorted(kind.__name__ for kind in get_args(v.AnyEvent)), QUARANTINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Empty fields do not select. `types`: of TYPE_NAMES; any of them. Node and task: named anywhere in the event."""
+    """A selection of entries; empty fields do not select. `types`: of TYPE_NAMES; any of them. Node and task: named
+    anywhere in the event."""
 
     types: frozenset[str] = frozenset()
     node: str = ""
@@ -22,7 +23,7 @@ class Selection:
 
     def takes(self, entry: Entry) -> bool:
         """Say whether the entry is selected. Of a quarantined message nothing but its type is believed."""
-        if isinstance(entry, Quarantined):
+        if isinstance(entry, QuarantinedMessage):
             return not (self.node or self.task) and (not self.types or QUARANTINED in self.types)
         event = entry.envelope.event
         if self.types and type(event).__name__ not in self.types:

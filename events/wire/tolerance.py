@@ -3,7 +3,7 @@
 Rules
 -----
 * An observation is a fact, and a fact with more to it than one understands is still a fact: its unknown fields are
-  set aside and the rest is read as strictly as ever. The log keeps the bytes as they came (`Recorded.body`).
+  set aside and the rest is read as strictly as ever. The log keeps the bytes as they came (`RecordedEvent.body`).
 * Decisions and commands stay strict: to obey half of an order is worse than to refuse it. A sender of orders writes
   them so that they can be read (`schemas.lowered`). The envelope is strict, too.
 * An unknown type is not an event.
@@ -25,7 +25,7 @@ _KINDS: dict[str, type[msgspec.Struct]] = {kind.__name__: kind for kind in typin
 
 
 def set_aside(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
-    """An observation's bytes without the fields unknown here, and these, as "$.event.field = value".
+    """Return an observation's bytes without the fields unknown here, and these, as "$.event.field = value".
 
     None where that changes nothing, or where it is not an observation. Raises msgspec's errors on what is not msgpack.
     """
@@ -44,7 +44,7 @@ def set_aside(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
 
 
 def without_unknown(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """A tagged struct's plain map with the fields of `kind` alone, in the structs that it holds too."""
+    """Return a tagged struct's plain map with the fields of `kind` alone, in the structs that it holds too."""
     return {"type": value.get("type"), **_known_part(value, _info(kind), "$", [])}
 
 
@@ -58,7 +58,7 @@ def _is_text(value: object) -> bool:
 
 
 def _known_part(value: Any, info: inspect.Type, path: str, unknown: list[str]) -> Any:
-    """The plain value with the fields of `info` alone, in structs however deep; the others go to `unknown`."""
+    """Return the plain value with the fields of `info` alone, in structs however deep; the others go to `unknown`."""
     match info:
         case inspect.StructType() if isinstance(value, dict):
             fields = {field.encode_name: field.type for field in info.fields}

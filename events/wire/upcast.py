@@ -29,7 +29,7 @@ STEPS: dict[int, Step] = {}
 
 
 class _Numbered(msgspec.Struct):
-    """Any message, of which only the schema's number is looked at."""
+    """A message of which only the schema's number is looked at."""
 
     schema: int
 
@@ -42,7 +42,7 @@ class NoStep(ValueError):
 
 
 def upcast(body: bytes, steps: Mapping[int, Step] | None = None, to: int = SCHEMA) -> bytes | None:
-    """`body` raised to schema `to`; None where it is of no older schema. NoStep."""
+    """Return `body` raised to schema `to`; None where it is of no older schema. NoStep."""
     steps = STEPS if steps is None else steps
     try:
         schema = _numbered.decode(body).schema

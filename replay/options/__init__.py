@@ -1,4 +1,4 @@
 """The words of `unicron-replay`'s command line, and the examples of its help.
 
-Use `arguments` and `examples`; what the commands do lives in `views`, `simulation` and `evaluation`.
+Use `arguments`; what the commands do lives in `views`, `simulation` and `evaluation`.
 """

@@ -1,14 +1,12 @@
-"""What stands on `unicron-replay`'s command line: the parser, and what the words of it may be."""
+"""The command line of `unicron-replay`: what its commands have in common, their arguments, the examples of the help."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from unicrond.events.cli.command_line import Commands, Epilog, Flag, Parser, add, add_command, add_login, option, switch
-from unicrond.events.nats.url import parse_urls
-from unicrond.events.vocabulary import NAME_PATTERN
-from unicrond.replay.options.examples import EXAMPLES
+from unicrond.events.cli.command_line import Commands, Epilog, Flag, Parser, add, add_command
+from unicrond.events.cli.exit_codes import exit_codes
+from unicrond.events.cli.shared_flags import add_login, shared
 
 #: The last seed that may come first: what `--json` prints of the seeds after it still fits 64 bits.
 SEED_MAX = 2**63 - 1
@@ -17,40 +15,33 @@ TRACE_FILE_VARIABLE = "UNICRON_TRACE_FILE"
 DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare,oobleck,varuna,bamboo,recycle,ft-hsdp"
 
 
-def command(commands: Commands, name: str, run: str, summary: str, *flags: Flag, takes_file: bool = False) -> None:
-    """Add a command that reads a log. `takes_file`: the path of an exported log may stand without --file."""
-    parser = bare_command(commands, name, run, summary, None, *flags)
+def command(commands: Commands, name: str, run: str, summary: str, *flags: Flag, codes: str = exit_codes()) -> None:
+    """Add a command that reads a log. `codes`: its exit codes."""
+    parser = bare_command(commands, name, run, summary, None, *flags, codes=codes)
     source = parser.add_argument_group("the log (one of the four)")
-    bare = option("bare_file", "FILE", "the same as --file FILE", type=Path, nargs="?")
     add(
         source.add_mutually_exclusive_group(required=True),
-        *([bare] if takes_file else []),
-        option("--file", "PATH", "an exported log, or a directory of segments", type=Path),
-        option("--nats", "URL", "a NATS server; of a cluster several, with commas", type=parse_urls),
-        option("--state-dir", "DIR", "a coordinator's directory, whether it runs or not; or a backup", type=Path),
-        option("--url", "URL", "a coordinator's API; it keeps secrets back, and gives no heartbeats"),
+        shared("--log"),
+        shared("--nats"),
+        shared("--state-dir", "whether it runs or not; or a backup"),
+        shared("--url", "it keeps secrets back, and gives no heartbeats"),
     )
-    add(source, option("--token-file", "FILE", "with --url: file with the API's bearer token", type=Path))
-    summary = "the log's older part (default: that of --state-dir, if it has one)"
-    add(source, option("--archive", "DIR", summary, type=Path))
+    add(
+        source,
+        shared("--token-file", "with --url"),
+        shared("--archive", "(default: that of --state-dir, if it has one)"),
+    )
     add_login(parser)
 
 
-def bare_command(commands: Commands, name: str, run: str, summary: str, epilog: Epilog, *flags: Flag) -> Parser:
+def bare_command(
+    commands: Commands, name: str, run: str, summary: str, epilog: Epilog, *flags: Flag, codes: str = exit_codes()
+) -> Parser:
     """Add a command without a log. `run`: "MODULE:FUNCTION" in replay; it takes the parsed options and returns the exit
     code, or None for 0."""
-    json = switch("--json", "machine-readable output")
-    parser = add_command(commands, name, summary, epilog or EXAMPLES[name], json, *flags)
+    parser = add_command(commands, name, summary, epilog or EXAMPLES[name], shared("--json"), *flags, codes=codes)
     parser.set_defaults(run=run)
     return parser
-
-
-def setting_argument(text: str) -> tuple[str, str]:
-    """Split PATH=VALUE into (path, value). Raises ValueError where the text is not of that form."""
-    path, equals, value = text.partition("=")
-    if not equals or "." not in path or not value:
-        raise ValueError(f"{text!r} is not a setting; give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
-    return path, value
 
 
 def places_argument(text: str) -> list[int]:
@@ -60,8 +51,114 @@ def places_argument(text: str) -> list[int]:
     return [int(place) for place in text.split(",") if place]
 
 
-def name_argument(text: str) -> str:
-    """Check that the text is a valid name of a node or task, and return it. Raises ValueError."""
-    if not re.fullmatch(NAME_PATTERN, text):
-        raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
-    return text
+EXAMPLES = {
+    "": """\
+examples:
+  unicron-replay state --log incident.log --at 1234
+  unicron-replay digest --nats nats://127.0.0.1:4222
+  unicron-replay export incident.log --state-dir unicron-state
+  unicron-replay events --log incident.log --node n1 --since 10m
+
+--at, --since and --until take a sequence number (1234), a time with its zone (2026-11-20T09:30:00Z), or a span
+before the log's newest entry (10m; units ms, s, m, h, d).""",
+    "state": """\
+examples:
+  unicron-replay state --nats nats://127.0.0.1:4222
+  unicron-replay state --log incident.log --at 1234
+  unicron-replay state --log incident.log --at 10m --json | jq .state.plan""",
+    "digest": """\
+examples:
+  unicron-replay digest --nats nats://127.0.0.1:4222
+  unicron-replay digest --log incident.log --at 1234 --json
+
+Two logs that agree up to an entry have the same digest there; so have the daemon and its log.""",
+    "export": """\
+examples:
+  unicron-replay export incident.log --nats nats://127.0.0.1:4222
+  unicron-replay export first-hour.log --state-dir unicron-state --until 2026-11-20T10:00:00Z
+
+The file holds the tasks' arguments and environment: read it before you pass it on.""",
+    "events": """\
+examples:
+  unicron-replay events --log incident.log --type NodeLost --type PlanAdopted
+  unicron-replay events --nats nats://127.0.0.1:4222 --task big --since 10m
+  unicron-replay events --log incident.log --since 100 --until 200 --json
+
+--node and --task take every event that names the node or task, also inside a plan or a membership.""",
+    "view": """\
+examples:
+  unicron-replay view spans --log incident.log
+  unicron-replay view goodput --state-dir unicron-state --at 10m --json | jq .cluster
+
+A head gives the same of its own log: GET /v1/views/NAME.""",
+    "verify": """\
+examples:
+  unicron-replay verify --state-dir unicron-state
+  unicron-replay verify --log incident.log --json
+
+It ends at the first decision that this version, with the recorded inputs, would make differently. Node losses
+are derived again from the heartbeats while they are kept (10 minutes in NATS, always in an export).""",
+    "import": """\
+examples:
+  unicron-replay import incident.log --into copy              # segments in a new directory, for --log
+  unicron-replay import incident.log --nats nats://127.0.0.1:4333
+
+The server must be a fresh one, started for this (nats-server -js -sd /tmp/nats -p 4333): where a stream of ours
+exists, nothing is written. Imported logs are marked, and coordinators refuse them. NATS dates what it stores, so
+there the recorded times are those of the import; --into keeps them.""",
+    "diff": """\
+examples:
+  unicron-replay diff 100 200 --log incident.log
+  unicron-replay diff -10m -0s --state-dir unicron-state
+  unicron-replay diff 500 500 --log here.log --other-log there.log --json""",
+    "compare": """\
+examples:
+  unicron-replay compare big again --state-dir unicron-state
+  unicron-replay compare big big --log here.log --other-log there.log --json
+
+Both runs of a task with `numerics: fixed` have the same bits, whatever failed in either:
+compared are losses, and checksums of the gradients' sums and of the parameters, of the iterations that both logs
+name.""",
+    "story": """\
+examples:
+  unicron-replay story incident i52 --log incident.log
+  unicron-replay story node n1 --state-dir unicron-state
+  unicron-replay story task big --url http://head:7470 --token-file token --until 10m
+  unicron-replay story plan 7 --log incident.log
+
+NAME is that of a node or task, the id of an incident (i52), or the epoch of a plan.""",
+    "timeline": """\
+examples:
+  unicron-replay timeline --log incident.log
+  unicron-replay timeline --log incident.log --html incident.html
+  unicron-replay timeline --state-dir unicron-state --plot incident.png      # needs unicrond[plot]""",
+    "goodput": """\
+examples:
+  unicron-replay goodput --log incident.log
+  unicron-replay goodput --state-dir unicron-state --since 24h --peak-tflops 989
+  unicron-replay goodput --log incident.log --json | jq .cluster
+
+The same numbers as `unicronctl goodput` at the same entry; definitions: docs/operate/goodput.md.""",
+    "serve": """\
+examples:
+  unicron-replay serve --log incident.log
+  unicron-replay serve --state-dir unicron-state --port 0
+
+Open the address that it prints in a browser. It listens on loopback alone, and only reads.""",
+    "whatif": """\
+examples:
+  unicron-replay whatif --log incident.log --at 1234 --set tasks.big.weight=3
+  unicron-replay whatif --log incident.log --at 10m --set policy.worker_mtbf_s=86400 --lose n1
+  unicron-replay whatif --state-dir unicron-state --add-nodes 2 --gpu-type h100-80g
+
+The coordinator's own planner decides afresh from that point, once as it was and once with the changes.""",
+    "fuzz": """\
+examples:
+  unicron-replay fuzz --seeds 10000
+  unicron-replay fuzz --first-seed 368 --seeds 1              # play one seed again
+  unicron-replay fuzz --first-seed 368 --seeds 1 --faults 0,4 # with two of its faults alone
+
+The coordinator and the agents are the real ones; time, networks, disks and processes are simulated. If
+a rule is broken, the first failure is shrunk and printed with the command that repeats it
+(docs/design/simulation.md).""",
+}

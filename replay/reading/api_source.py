@@ -11,7 +11,7 @@ from itertools import islice
 
 from unicrond.ctl.client import ApiError, Client
 from unicrond.events.log.event_log import LogDamaged, LogUnavailable
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.reading.source import CHUNK_ENTRIES, LogChunk
 
 
@@ -41,9 +41,9 @@ class ApiSource:
         """Return when the newest entry was recorded; see Source."""
         return self._last_us
 
-    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    async def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield nothing: the API has no heartbeats; see Source."""
-        empty: list[list[Recorded]] = []
+        empty: list[list[RecordedEvent]] = []
         for batch in empty:
             yield batch
 

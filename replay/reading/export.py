@@ -15,7 +15,7 @@ from types import TracebackType
 
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.segments import batch_frame, beats_frame, end_frame, export_start
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 
 class Export:
@@ -45,7 +45,7 @@ class Export:
         if entries:
             self._file.write(batch_frame(entries))
 
-    def write_beats(self, beats: list[Recorded]) -> None:
+    def write_beats(self, beats: list[RecordedEvent]) -> None:
         """Write heartbeats, at any time."""
         if beats:
             self._beats += len(beats)

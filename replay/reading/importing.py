@@ -20,12 +20,12 @@ from contextlib import aclosing
 from pathlib import Path
 
 from unicrond.events.log.event_log import MAX_BATCH, LogError
-from unicrond.events.log.file_log import LOCK, SegmentWriter
+from unicrond.events.log.segment_writer import LOCK, SegmentWriter
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, headers, subject
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.streams import IMPORTED, JetStreamError, answer, api, beat_stream_config, event_stream_config
 from unicrond.events.wire.codec import MAX_EVENT_BYTES, body_of
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.reading.source import LogChunk
 
 _STREAM_NOT_FOUND = 10059
@@ -36,7 +36,7 @@ class NotEmpty(LogError):
 
 
 async def import_to_directory(
-    chunks: AsyncGenerator[LogChunk, None], directory: Path, beats: AsyncGenerator[list[Recorded], None]
+    chunks: AsyncGenerator[LogChunk, None], directory: Path, beats: AsyncGenerator[list[RecordedEvent], None]
 ) -> int:
     """Write segments into a new or empty directory, and return the last sequence number. Raises NotEmpty, LogError."""
     writer = _writer(directory)
@@ -104,14 +104,14 @@ async def _write(connection: Connection, batch: Sequence[Entry], event_ids: set[
     batch_id = uuid.uuid4().hex
     for number, entry in enumerate(batch, start=1):
         marks = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
-        if isinstance(entry, Recorded):
+        if isinstance(entry, RecordedEvent):
             on_subject, body = subject(entry.envelope), body_of(entry)
             marks |= headers(entry.envelope)
             if entry.envelope.event_id in event_ids:  # a repeated event stands in the log twice, and shall again
                 del marks["Nats-Msg-Id"]
             event_ids.add(entry.envelope.event_id)
         else:
-            on_subject = entry.subject or f"{PREFIX}.obs.unknown.Quarantined"
+            on_subject = entry.subject or f"{PREFIX}.obs.unknown.QuarantinedMessage"
             body = bytes(min(entry.size_bytes, MAX_EVENT_BYTES))
         if number < len(batch):
             await session.publish(on_subject, body, marks)

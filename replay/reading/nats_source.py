@@ -2,7 +2,7 @@
 
 Nothing is created or changed there: only ephemeral consumers in the server's memory, which the server drops
 when we leave; no stream, no durable consumer, no message. A server that falls silent is an error here,
-not something to wait for: a person is waiting. A long log is read by a process of its own (`reading_process.py`),
+for a person is waiting. A long log is read by a process of its own (`reading_process.py`),
 at the same time as it is decoded and folded here.
 """
 
@@ -25,8 +25,8 @@ from unicrond.events.nats.reader import StoredMessage, read_stream
 from unicrond.events.nats.server import tls_of
 from unicrond.events.nats.streams import IMPORTED, JetStreamError, api
 from unicrond.events.trust.logins import Role
-from unicrond.events.vocabulary.times import EPOCH
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.vocabulary.phrases import EPOCH
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.reading.reading_process import read_in_process
 from unicrond.replay.reading.source import CHUNK_ENTRIES, LogChunk
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
@@ -119,7 +119,7 @@ class NatsSource:
         match = await Snapshots(NatsSnapshotStore(self._connection)).restore(self._log)
         return match[0] if match is not None and match[0].seq <= self._last_seq else None
 
-    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    async def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield first the heartbeats that the archive keeps, then the stream's, some of them once more; see Source."""
         if self._archive is not None:
             for batch in archived_beats(self._archive):
@@ -134,14 +134,14 @@ class NatsSource:
             return
         if not newest["messages"]:
             return
-        chunk: list[Recorded] = []
+        chunk: list[RecordedEvent] = []
         stream = read_stream(self._connection, BEAT_STREAM, start={"deliver_policy": "all"})
         async with aclosing(stream) as messages:
             while True:
                 async with self._bounded("no heartbeats"):
                     stored = await anext(messages)
                 beat = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
-                if isinstance(beat, Recorded):
+                if isinstance(beat, RecordedEvent):
                     chunk.append(beat)
                 if len(chunk) == CHUNK_ENTRIES or stored.seq >= newest["last_seq"]:
                     yield chunk

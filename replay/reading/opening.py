@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+import tempfile
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +18,31 @@ from unicrond.core.replayer import EMPTY, replay
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client_options import client_of
 from unicrond.events.cli.command_line import UsageError, login_of
+from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd, Point
 from unicrond.replay.reading.api_source import open_api
-from unicrond.replay.reading.bundle import unpack_log
 from unicrond.replay.reading.progress import with_bar
-from unicrond.replay.reading.shown import REDACTOR
-from unicrond.replay.reading.source import FileSource, Source, read
+from unicrond.replay.reading.source import REDACTOR, FileSource, Source, read
 
 if TYPE_CHECKING:
     from unicrond.events.nats.connection import Login
 
+#: The member of what `unicronctl debug` writes that is the log, as `unicron-replay export` writes it.
+BUNDLED_LOG = "events.log"
 PROGRAM = "unicron-replay"
 
 
 @asynccontextmanager
 async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
     """Open the log that the options name. Raises UsageError, LogError."""
-    if options.archive is not None and (options.file is not None or options.url is not None):
-        flag = "--file" if options.file is not None else "--url"
+    if options.archive is not None and (options.log is not None or options.url is not None):
+        flag = "--log" if options.log is not None else "--url"
         raise UsageError(f"--archive: is the older part of a log on NATS; with {flag} leave it out")
     if options.url is not None:
         yield await open_api(client_of(options))
         return
-    if options.file is not None:
-        with unpack_log(options.file) as path:
+    if options.log is not None:
+        with unpack_log(options.log) as path:
             yield file_source(path)
         return
     archive, login = _archive(options), login_of(options)
@@ -74,7 +77,7 @@ def file_source(path: Path) -> FileSource:
     try:
         return FileSource(path)
     except OSError as error:
-        raise UsageError(f"--file: {path} cannot be read: {error.strerror}; name an exported log") from None
+        raise UsageError(f"--log: {path} cannot be read: {error.strerror}; name an exported log") from None
 
 
 async def state_at(options: argparse.Namespace, at: Point | BeforeEnd | None) -> ClusterState:
@@ -152,3 +155,20 @@ def as_json(value: Any) -> str:
 def say(text: str) -> None:
     """Write a line to stdout, with secrets masked."""
     sys.stdout.write(REDACTOR.text(text) + "\n")
+
+
+@contextmanager
+def unpack_log(path: Path) -> Iterator[Path]:
+    """Unpack the log of a bundle into a file that exists as long as the context; yield any other path as it is.
+
+    Raises LogDamaged where the archive holds no log."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="unicron-replay-") as place:
+        try:
+            with zipfile.ZipFile(path) as bundle:
+                bundle.extract(BUNDLED_LOG, place)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise LogDamaged(f"{path}: holds no {BUNDLED_LOG} ({error}); name a file of `unicronctl debug`") from None
+        yield Path(place) / BUNDLED_LOG

@@ -1,4 +1,4 @@
-"""Reads a log for a view, with a progress bar on stderr where that takes a while and stderr is a terminal."""
+"""Feed a view from a log, with a progress bar on stderr where that takes a while and stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.point import Point
 from unicrond.replay.reading.source import LogChunk, Source, read
-from unicrond.views.view import View, steps
+from unicrond.views.view import View, feed_all
 
 SHOW_AFTER_S = 0.4
 
@@ -24,9 +24,7 @@ async def show(source: Source, view: View, label: str, *, until: Point | None = 
     state = ClusterState()
     async with aclosing(with_bar(read(source, until=until), label)) as chunks:
         async for chunk in chunks:
-            for step in steps(chunk.entries, state):
-                view.feed(step)
-                state = step.after
+            state = feed_all(view, chunk.entries, state)
     return state
 
 

@@ -49,7 +49,7 @@ class ReadRequest(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """The child cannot go on. `kind`: which LogError it is, by name."""
+    """The child's last message: why it cannot go on. `kind`: which LogError it is, by name."""
 
     kind: str
     reason: str

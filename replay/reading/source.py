@@ -16,15 +16,20 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import Point
 from unicrond.events.log.segments import TornTail, has_end_mark, read_segment, segment_paths
 from unicrond.events.log.skips import apply_skips, skips_in_files
-from unicrond.events.wire.envelope import Entry, Recorded
-from unicrond.replay.reading.shown import REDACTOR
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
+from unicrond.service.api.redaction import Discretion, redact
 
 logger = logging.getLogger(__name__)
 
+#: The masking of whatever this command prints: the values that entries hold are learnt as they are read, in one place,
+#: so that a value is printed only after the entry that holds it was read.
+REDACTOR = Discretion()
 #: About so many entries are read before the event loop runs other tasks.
 CHUNK_ENTRIES = 500
 
@@ -59,7 +64,7 @@ class Source(Protocol):
         """Return when the newest entry was recorded, 0 for an empty log."""
         ...
 
-    def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield the retained heartbeats, in pieces; one may come twice (`events/log/heartbeat_evidence.py`)."""
         ...
 
@@ -104,7 +109,7 @@ async def _folded_chunks(source: Source, after_seq: int) -> AsyncGenerator[LogCh
 
 
 class FileSource:
-    """An exported log: one segment file, or a directory of them. FileNotFoundError, LogDamaged."""
+    """An exported log: one segment file, or a directory of them. Raises FileNotFoundError, LogDamaged."""
 
     has_own_times = True
 
@@ -141,7 +146,7 @@ class FileSource:
                 break
         return newest
 
-    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+    async def beats(self) -> AsyncGenerator[list[RecordedEvent], None]:
         """Yield the heartbeats up to an incomplete end of a segment; see Source."""
         for segment in self._segments:
             try:
@@ -175,3 +180,16 @@ class FileSource:
                     raise
                 logger.warning("%s; that write was never acknowledged and is left out", error)
             before_bytes += segment.stat().st_size
+
+
+def mask_entries(entries: Sequence[Entry]) -> list[Entry]:
+    """Mask secrets in entries that are to be passed on; texts keep their length, everything else is unchanged."""
+    return [_masked(entry) if isinstance(entry, RecordedEvent) else entry for entry in entries]
+
+
+def _masked(entry: RecordedEvent) -> RecordedEvent:
+    mask = REDACTOR.mask()
+    plain = msgspec.to_builtins(entry.envelope)
+    masked_plain = redact(plain, lambda text: mask.overwrite(text.encode()).decode())
+    envelope = entry.envelope if masked_plain == plain else msgspec.convert(masked_plain, Envelope, strict=True)
+    return RecordedEvent(entry.seq, entry.recorded_at_us, envelope)

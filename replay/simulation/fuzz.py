@@ -1,4 +1,4 @@
-"""`unicron-replay fuzz`: many seeds; the first failure is shrunk and told with the one command that repeats it."""
+"""`unicron-replay fuzz`: many seeds; the first failure is shrunk and printed with the command that repeats it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from unicrond import VERSION
 from unicrond.events.cli.command_line import UsageError
 from unicrond.replay.reading.opening import PROGRAM, as_json, say
-from unicrond.replay.simulation.run import RunOutcome, history, simulate
-from unicrond.replay.simulation.seeds import cores, outcomes
-from unicrond.replay.simulation.shrink import remaining_places, shrink
+from unicrond.replay.simulation.run import RunOutcome, cores, history, outcomes, simulate
 
 #: Failures after which it goes on no longer: they have most likely one cause.
 _ENOUGH = 20
 
 
 class FuzzReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints. `failure`: the first one, shrunk; `repeat`: the command that plays it again."""
+    """The outcome of all seeds, which `--json` prints. `failure`: the first one, shrunk; `repeat`: the command that
+    plays it again."""
 
     first_seed: int
     seeds: int
@@ -168,3 +167,21 @@ def _bar(count: int) -> Progress:
     )
     progress.add_task("fuzzing", total=count, failed=0)
     return progress
+
+
+def shrink(failure: RunOutcome) -> RunOutcome:
+    """Return the last failing outcome of the same rule; none of its faults can be left out alone."""
+    smallest, shrunk = failure, True
+    while shrunk:  # once a fault is left out, others may be needed no longer
+        shrunk = False
+        # Later faults go first: what comes early decides more of what follows.
+        for at in reversed(range(len(smallest.faults))):
+            fewer = simulate(failure.seed, smallest.faults[:at] + smallest.faults[at + 1 :])
+            if fewer.rule == failure.rule:
+                smallest, shrunk = fewer, True
+    return smallest
+
+
+def remaining_places(smallest: RunOutcome, failure: RunOutcome) -> list[int]:
+    """Return the places, in the whole history, of the faults that are left."""
+    return [place for place, fault in enumerate(failure.faults) if fault in smallest.faults]

@@ -1,12 +1,18 @@
-"""One seed, from the first event to rest: a faulty phase, then no more faults, and a bounded time to come to rest."""
+"""Simulated runs of seeds: one, from the first event to rest, or many on all cores.
+
+A run has a faulty phase; then there are no more faults, and a bounded time to come to rest.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -31,8 +37,8 @@ _GETTING_ON = ("tasks_train", "states_have_copies")
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outcome of a seed. `rule` "": every rule held. `faults`: those that were played.
 
-    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests. `redone`:
-    micro-batches computed again, `iterations_lost`: both of closed incidents."""
+    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests.
+    `micro_batches_repeated`: micro-batches computed again, `iterations_lost`: both of closed incidents."""
 
     seed: int
     faults: tuple[SimulatedFault, ...]
@@ -45,7 +51,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incidents: int = 0
     generations: int = 0
     digest: str = ""
-    redone: int = 0
+    micro_batches_repeated: int = 0
     iterations_lost: int = 0
 
 
@@ -74,8 +80,8 @@ def simulate(seed: int, faults: Sequence[SimulatedFault] | None = None) -> RunOu
             incidents=state.incidents_total,
             generations=sum(task.generation for task in state.tasks.values()),
             digest=digest(state),
-            redone=sum(incident.redone for incident in state.closed),
-            iterations_lost=sum(incident.iterations_lost for incident in state.closed),
+            micro_batches_repeated=sum(incident.micro_batches_repeated for incident in state.closed_incidents),
+            iterations_lost=sum(incident.iterations_lost for incident in state.closed_incidents),
         )
 
 
@@ -215,3 +221,30 @@ def _at_rest(world: World) -> None:
     for head in world.coordinators.living:
         state = head.coordinator.state
         checker.record_breach("replay_equals_live", rules.replay_equals_live(state, checker.states[state.seq]))
+
+
+_CHUNK = 8
+
+
+def outcomes(
+    seeds: Sequence[int], processes: int, apply_mutant: Callable[[], object] | None = None
+) -> Iterator[RunOutcome]:
+    """Yield the outcomes in no certain order. `apply_mutant`: puts a deliberate bug (table.py) into every process."""
+    # Spawned, not forked: the caller may have threads, and nothing of it shall be in the simulation.
+    context = multiprocessing.get_context("spawn")
+    at_once = 1 if apply_mutant else _CHUNK  # a search for a bug stops at the first seed that shows it
+    with context.Pool(processes, _prepare, (apply_mutant,)) as pool:
+        yield from pool.imap_unordered(simulate, seeds, chunksize=at_once)
+
+
+def cores() -> int:
+    """Count the cores that this process may use."""
+    with suppress(AttributeError):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _prepare(apply_mutant: Callable[[], object] | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends us
+    if apply_mutant:
+        apply_mutant()

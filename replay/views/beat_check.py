@@ -24,7 +24,7 @@ from typing import NamedTuple
 from unicrond.core.nodes.liveness import MOST_SILENT_FACTOR, Liveness
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 
 SLACK_US = 1_500_000
 #: The coordinator judges so many times per heartbeat.
@@ -36,13 +36,14 @@ GAP_US = 20_000_000
 
 
 class Unverifiable(Exception):
-    """The beats do not suffice for a verdict; the message says why."""
+    """The retained heartbeats do not suffice for a verdict; the message says why."""
 
 
 class BeatCheck:
-    """`take_over`, `joined` and `advance` follow the log; `contradiction` compares a verdict of it."""
+    """Compares what the log says of nodes with the heartbeats. `take_over`, `joined` and `advance` follow the log;
+    `contradiction` checks one lost or returned node."""
 
-    def __init__(self, beats: Sequence[Recorded]) -> None:
+    def __init__(self, beats: Sequence[RecordedEvent]) -> None:
         self._beats = beats
         self._by_place = {(beat.seq, beat.recorded_at_us): beat for beat in beats}
         self._seqs = {beat.seq for beat in beats}
@@ -148,14 +149,14 @@ class BeatCheck:
 
 
 class _Stretch(NamedTuple):
-    """Beats without a gap."""
+    """A run of heartbeats without a gap."""
 
     begin_us: int
     end_us: int
     first_seq: int
 
 
-def _stretches(beats: Sequence[Recorded]) -> list[_Stretch]:
+def _stretches(beats: Sequence[RecordedEvent]) -> list[_Stretch]:
     stretches: list[_Stretch] = []
     last_seq = 0
     for beat in beats:

@@ -17,7 +17,7 @@ async def compare_command(options: argparse.Namespace) -> int:
     """Print whether the two runs have the same bits. Exit code 1 if not."""
     async with open_source(options) as source:
         first = await _history(source, options.a)
-        second = await _history(file_source(options.other) if options.other else source, options.b)
+        second = await _history(file_source(options.other_log) if options.other_log else source, options.b)
     comparison = compare_runs(first, second)
     if not comparison.compared:
         raise UsageError(

@@ -19,9 +19,8 @@ from unicrond import VERSION
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiError, Client
 from unicrond.ctl.client_options import client_of
-from unicrond.replay.reading.bundle import LOG
 from unicrond.replay.reading.export import Export
-from unicrond.replay.reading.opening import as_json, open_source, require_place, say
+from unicrond.replay.reading.opening import BUNDLED_LOG, as_json, open_source, require_place, say
 from unicrond.replay.reading.progress import with_bar
 from unicrond.replay.reading.source import read
 from unicrond.service.coordinator.code_identity import code_version
@@ -32,7 +31,7 @@ WORKERS_MAX = 64
 _README = """\
 A report of a cluster that unicrond coordinates, written by `unicronctl debug` of version {version}.
 
-{log:<16} the event log; unicron-replay opens this whole file: unicron-replay state --file THIS_FILE
+{log:<16} the event log; unicron-replay opens this whole file: unicron-replay state --log THIS_FILE
 state.json       the coordinator's state, and what follows from it
 health.json      /healthz
 plan_table.json  the plan for each event that may come next
@@ -52,21 +51,21 @@ async def debug_command(options: argparse.Namespace) -> int:
     client = client_of(options)
     missing: list[str] = []
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as place:
-        log, whole = Path(place) / LOG, Path(place) / "whole"
+        log, whole = Path(place) / BUNDLED_LOG, Path(place) / "whole"
         last_seq = await _export(options, log)
         state = (await asyncio.to_thread(client.snapshot)).state
         with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as bundle:
-            bundle.write(log, LOG)
+            bundle.write(log, BUNDLED_LOG)
             for name, text in (await asyncio.to_thread(_texts, client, state, options, missing)).items():
                 bundle.writestr(name, text)
             lacks = "".join(f"Missing: {line}\n" for line in missing)
-            bundle.writestr("README.txt", _README.format(version=VERSION, log=LOG, missing=lacks))
+            bundle.writestr("README.txt", _README.format(version=VERSION, log=BUNDLED_LOG, missing=lacks))
         whole.chmod(0o600)
         whole.replace(path)
     if options.json:
         say(as_json({"path": str(path), "last_seq": last_seq, "missing": missing}))
     else:
-        say(f"{path}: entries 1 to {last_seq}; look at it with: unicron-replay state --file {path}")
+        say(f"{path}: entries 1 to {last_seq}; look at it with: unicron-replay state --log {path}")
     for line in missing:
         print(f"unicronctl: missing: {line}", file=sys.stderr)
     return 0
@@ -110,7 +109,9 @@ def _texts(client: Client, state: ClusterState, options: argparse.Namespace, mis
 
 def _workers(state: ClusterState, task: str) -> list[str]:
     """List the task's workers and those of its incidents; the newest WORKERS_MAX."""
-    names = dict.fromkeys(incident.worker for incident in state.closed if incident.worker.rpartition(".")[0] == task)
+    names = dict.fromkeys(
+        incident.worker for incident in state.closed_incidents if incident.worker.rpartition(".")[0] == task
+    )
     names |= dict.fromkeys(
         incident.worker for incident in state.incidents.values() if incident.worker.rpartition(".")[0] == task
     )
@@ -128,5 +129,5 @@ def _versions(state: ClusterState) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.platform(),
         "schema": state.schema,
-        "agents": {node.name: node.version for node in state.nodes.values()},
+        "agents": {node.name: node.agent.version for node in state.nodes.values()},
     }

@@ -18,9 +18,9 @@ from unicrond.replay.views.report import when
 async def diff_command(options: argparse.Namespace) -> int:
     """Print what changed in the state from A to B. Exit code 0 either way."""
     async with open_source(options) as source:
-        second: Source = file_source(options.other) if options.other else source
+        second: Source = file_source(options.other_log) if options.other_log else source
         before, after = await fold_to(source, options.a), await fold_to(second, options.b)
-        first_difference = await _first_difference(source, second) if options.other else None
+        first_difference = await _first_difference(source, second) if options.other_log else None
     changes = differences(before, after)
     if options.json:
         say(
@@ -36,7 +36,7 @@ async def diff_command(options: argparse.Namespace) -> int:
         return 0
     say(f"A: {when(before)}, digest {digest(before)}")
     say(f"B: {when(after)}, digest {digest(after)}")
-    if options.other:
+    if options.other_log:
         say(
             f"the logs differ from entry {first_difference} on"
             if first_difference

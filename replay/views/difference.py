@@ -36,7 +36,7 @@ def _compare(path: str, before: Any, after: Any) -> list[Difference]:
             inner = f"{path}.{key}" if path else str(key)
             changes += _compare(inner, before.get(key, _ABSENT), after.get(key, _ABSENT))
         return changes
-    if _is_list(before) and _is_list(after) and path == "closed":
+    if _is_list(before) and _is_list(after) and path == "closed_incidents":
         # A list of incidents that only grows and is cut at its beginning: by id, not by place.
         return _compare(path, {i["id"]: i for i in before}, {i["id"]: i for i in after})
     if before is _ABSENT:

@@ -9,12 +9,12 @@ from bisect import bisect_right
 from contextlib import suppress
 from typing import NamedTuple
 
-from unicrond.core.replayer import policy_after
+from unicrond.core.replayer import LogStep, policy_after, steps
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Entry
 from unicrond.views.goodput import GoodputTotals, account_step
-from unicrond.views.view import LogStep, View, steps
+from unicrond.views.view import View
 
 #: Entries between two stored states.
 EVERY = 250
@@ -52,7 +52,7 @@ class Moments(View):
 
     @property
     def span_us(self) -> tuple[int, int]:
-        """The times of the first and the last entry; zeros for an empty log."""
+        """Return the times of the first and the last entry; zeros for an empty log."""
         return (self._times_us[0], self._times_us[-1]) if self._times_us else (0, 0)
 
     def at_us(self, time_us: int | None) -> Moment:

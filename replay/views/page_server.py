@@ -1,8 +1,11 @@
-"""The web page over a log that is only read: the same answers as a coordinator's, at any moment (`at_us`)."""
+"""`unicron-replay serve`: the web page over a log that is only read, at any moment (`at_us`), on loopback."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
+import sys
 from typing import Any
 
 import msgspec
@@ -10,21 +13,24 @@ from aiohttp import web
 
 from unicrond.core.planning.problem import ProblemError
 from unicrond.display.event_lines import entry_json
+from unicrond.events.cli.command_line import UsageError
 from unicrond.intake.config import is_loopback
 from unicrond.page.files import page_routes
 from unicrond.page.view import ranks_of, view
+from unicrond.replay.reading.opening import as_json, open_source, say
+from unicrond.replay.reading.progress import show
 from unicrond.replay.views.moments import Moment, Moments
 from unicrond.service.api.http_parts import is_from_elsewhere
 from unicrond.service.api.redaction import Discretion
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
-from unicrond.views.plan_preview import WhatIfError, changes_of, what_if
+from unicrond.views.what_if import WhatIfError, answer, changes_of, what_if
 
 #: Entries that go out together.
 _BATCH = 200
 
 
 class PageServer:
-    """`name`: what the log is called on the page."""
+    """Answers the page from a log that was read. `name`: what the log is called on the page."""
 
     def __init__(self, moments: Moments, name: str) -> None:
         self._moments = moments
@@ -76,7 +82,7 @@ class PageServer:
             documents = [self._redactor.plain(entry_json(entry)) for entry in entries[first : first + _BATCH]]
             lines = []
             for document in documents:
-                kind = document["envelope"]["event"]["type"] if "envelope" in document else "Quarantined"
+                kind = document["envelope"]["event"]["type"] if "envelope" in document else "QuarantinedMessage"
                 lines.append(
                     f"id: {document['seq']}\nevent: {kind}\ndata: {msgspec.json.encode(document).decode()}\n\n"
                 )
@@ -108,10 +114,10 @@ class PageServer:
         moment = self._at(request)
         try:
             changes = changes_of(msgspec.json.decode(await request.read() or b"{}"))
-            plan = await asyncio.to_thread(what_if, moment.state, moment.policy, changes)
+            outcome = await asyncio.to_thread(what_if, moment.state, moment.policy, changes)
         except (msgspec.MsgspecError, WhatIfError, ProblemError) as error:
             return _json({"error": str(error)}, 400)
-        return _json({"now": moment.state.plan, "then": plan})
+        return _json(answer(moment.state, outcome))
 
     def _at(self, request: web.Request) -> Moment:
         return self._moments.at_us(_number(request, "at_us") or None)
@@ -138,3 +144,30 @@ def _number(request: web.Request, field: str) -> int:
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+async def serve_command(options: argparse.Namespace) -> int:
+    """Serve the page until interrupted. Loopback only: a log holds tasks' arguments and environments."""
+    moments = Moments()
+    async with open_source(options) as source:
+        await show(source, moments, "reading")
+    if not moments.entries:
+        raise UsageError("the log is empty: there is nothing to show")
+    gc.freeze()  # what was read stays; what requests leave behind is collected again
+    gc.enable()
+    name = str(options.log or options.state_dir or options.url or ", ".join(options.nats))
+    runner = web.AppRunner(PageServer(moments, name).application(), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", options.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UsageError(f"--port: {options.port}: {error.strerror}; give another") from None
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        say(as_json({"url": url}) if options.json else f"{len(moments.entries)} entries at {url} (Ctrl-C ends it)")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+    return 0

@@ -8,15 +8,15 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.display.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table
 from unicrond.display.tables import clean, plain
-from unicrond.events.vocabulary.times import format_time
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.vocabulary.phrases import format_time
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 
 CLOSED_SHOWN = 10
 
 
 def entry_line(entry: Entry) -> str:
     """Format time, sequence number and the event's sentence."""
-    if isinstance(entry, Quarantined):
+    if isinstance(entry, QuarantinedMessage):
         sentence = f"quarantined, {entry.size_bytes} bytes on {entry.subject or 'an unknown subject'}: {entry.reason}"
     else:
         sentence = entry.envelope.event.sentence()
@@ -42,7 +42,11 @@ def when(state: ClusterState) -> str:
 def state_page(state: ClusterState) -> str:
     """Format the state for people: when, nodes, tasks, plan, incidents; the tables are those of `unicronctl`."""
     lines = [when(state), f"digest {digest(state)}"]
-    oddities = {"quarantined": state.quarantined, "duplicates": state.duplicates, "of an old term": state.inert}
+    oddities = {
+        "quarantined": state.quarantined_messages,
+        "duplicates": state.duplicates,
+        "of an old term": state.inert,
+    }
     if any(oddities.values()):
         lines.append("not folded: " + ", ".join(f"{count} {label}" for label, count in oddities.items() if count))
     plan = state.plan

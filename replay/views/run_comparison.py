@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicrond.events.vocabulary import StepCommitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 
 @dataclass(slots=True)
 class RunHistory:
-    """One run. `losses`, `sums`, `parameters`: by iteration. `entries`: the log's entries about the task, each with the
-    last iteration that was committed by then."""
+    """What a log holds of one run of a task. `losses`, `sums`, `parameters`: by iteration. `entries`: the log's entries
+    about the task, each with the last iteration that was committed by then."""
 
     losses: dict[int, float] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
@@ -35,8 +35,9 @@ class RunHistory:
 
 
 class RunComparison(NamedTuple):
-    """`compared`: how many values both runs have. `same`: the last iteration up to which all of them agree.
-    `differs`: the first one with another value, 0 for none, and what of it, with the two values."""
+    """How far two runs of a task agree. `compared`: how many values both runs have. `same`: the last iteration up to
+    which all of them agree. `differs`: the first one with another value, 0 for none, and what of it, with the two
+    values."""
 
     compared: int
     same: int
@@ -55,7 +56,7 @@ def history_of(entries: Iterable[Entry], task: str) -> RunHistory:
 
 def follow(run: RunHistory, entry: Entry, task: str) -> None:
     """Add one more entry of the log to the run."""
-    if not isinstance(entry, Recorded):
+    if not isinstance(entry, RecordedEvent):
         return
     event = entry.envelope.event
     if isinstance(event, StepCommitted):
@@ -63,9 +64,9 @@ def follow(run: RunHistory, entry: Entry, task: str) -> None:
             run.losses[event.last] = event.loss
             checksums = event.checksums
             if checksums is not None and checksums.parameters:
-                run.parameters[checksums.after] = checksums.parameters
+                run.parameters[checksums.iteration] = checksums.parameters
             if checksums is not None and checksums.sums:
-                run.sums[checksums.after + 1] = checksums.sums
+                run.sums[checksums.iteration + 1] = checksums.sums
             run.last = event.last
     elif getattr(event, "task", "") == task or task in getattr(event, "tasks", ()):
         run.entries.append((run.last, entry))

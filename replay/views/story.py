@@ -17,26 +17,27 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.display.tables import clean
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary.phrases import EPOCH, format_time
 from unicrond.events.vocabulary.placements import expand
-from unicrond.events.vocabulary.times import EPOCH, format_time
-from unicrond.events.wire.envelope import Recorded
-from unicrond.views.view import LogStep, View
+from unicrond.events.wire.envelope import RecordedEvent
+from unicrond.views.view import View
 
 KINDS = ("node", "task", "incident", "plan")
 
 
 class Subject(NamedTuple):
-    """`kind` is one of KINDS; `name`: a node, a task, an incident's id, or a plan's epoch."""
+    """What a story is about. `kind` is one of KINDS; `name`: a node, a task, an incident's id, or a plan's epoch."""
 
     kind: str
     name: str
 
 
 class NoSuchSubject(LookupError):
-    """Nothing of that name is in the log; or more than one thing. One line, with the fix."""
+    """Nothing of that kind and name is in the log. One line, with the fix."""
 
 
 @dataclass
@@ -77,8 +78,11 @@ class Index(View):
         explained: list[IncidentLife] = []
         for name in ended:
             life = self.incidents[name]
-            if self.state.closed is not before.closed and self.state.closed[-1].id == name:
-                life.incident, life.last_seq = self.state.closed[-1], entry.seq
+            if (
+                self.state.closed_incidents is not before.closed_incidents
+                and self.state.closed_incidents[-1].id == name
+            ):
+                life.incident, life.last_seq = self.state.closed_incidents[-1], entry.seq
             else:
                 explained.append(self.incidents.pop(name))  # explained by the incident that is opened here
         for name, incident in now.items():
@@ -91,28 +95,19 @@ class Index(View):
             else:
                 self.incidents[name].incident = incident
 
-    def subject(self, text: str) -> Subject:
-        """Return the subject that a person named: `node:n1`, `task:big`, `incident:i52`, `plan:6`, or the name alone.
-        Raises NoSuchSubject."""
-        kind, colon, name = text.partition(":")
+    def subject(self, kind: str, name: str) -> Subject:
+        """Return the subject that a person named. Raises NoSuchSubject, with the kind that has the name."""
         names_by_kind: dict[str, Collection[str]] = {
             "node": self.state.nodes,
             "task": self.state.tasks,
             "incident": self.incidents,
             "plan": [str(epoch) for epoch in self.plans],
         }
-        if colon and kind in KINDS:
-            if name in names_by_kind[kind]:
-                return Subject(kind, name)
-            raise NoSuchSubject(f"{text}: no such {kind}; the log has {_abridged(names_by_kind[kind])}")
-        kinds = [kind for kind in KINDS if text in names_by_kind[kind]]
-        if len(kinds) > 1:
-            choice = " or ".join(f"{kind}:{text}" for kind in kinds)
-            raise NoSuchSubject(f"{text}: is the name of several things; give {choice}")
-        if not kinds:
-            overview = "; ".join(f"{kind}s: {_abridged(names)}" for kind, names in names_by_kind.items())
-            raise NoSuchSubject(f"{text}: the log has nothing of this name ({overview})")
-        return Subject(kinds[0], text)
+        if name in names_by_kind[kind]:
+            return Subject(kind, name)
+        others = [f"{other} {name}" for other in KINDS if name in names_by_kind[other]]
+        hint = f"did you mean {' or '.join(others)}?" if others else f"the log has {_abridged(names_by_kind[kind])}"
+        raise NoSuchSubject(f"no {kind} {name}; {hint}")
 
 
 @dataclass
@@ -140,7 +135,7 @@ class Story(View):
     def feed(self, step: LogStep) -> None:
         """Add the next step."""
         before, entry, after = step
-        if not isinstance(entry, Recorded):
+        if not isinstance(entry, RecordedEvent):
             return
         event = entry.envelope.event
         if not self._belongs(entry, before, after):
@@ -160,7 +155,7 @@ class Story(View):
 
     # --- which entries -----------------------------------------------------------------------
 
-    def _belongs(self, entry: Recorded, before: ClusterState, after: ClusterState) -> bool:
+    def _belongs(self, entry: RecordedEvent, before: ClusterState, after: ClusterState) -> bool:
         event = entry.envelope.event
         kind, name = self._subject
         if kind == "node":
@@ -188,7 +183,7 @@ class Story(View):
         old = _tasks_on(name, before.plan.assignments.values())
         return old != _tasks_on(name, event.assignments)
 
-    def _belongs_to_plan(self, entry: Recorded, epoch: int, epoch_in_force: int) -> bool:
+    def _belongs_to_plan(self, entry: RecordedEvent, epoch: int, epoch_in_force: int) -> bool:
         event = entry.envelope.event
         if isinstance(event, v.PlanAdopted):
             return event.epoch in (epoch, epoch + 1) and entry.seq == self._index.plans.get(event.epoch)
@@ -202,7 +197,7 @@ class Story(View):
             | v.WorkerExited | v.CommandFailed,
         )  # fmt: skip
 
-    def _belongs_to_incident(self, entry: Recorded) -> bool:
+    def _belongs_to_incident(self, entry: RecordedEvent) -> bool:
         life = self._life
         if life is None or entry.seq < life.first_seq or (life.last_seq and entry.seq > life.last_seq):
             return False
@@ -220,7 +215,7 @@ class Story(View):
 
     # --- how they are shown ------------------------------------------------------------------
 
-    def _remark(self, entry: Recorded, before: ClusterState, after: ClusterState) -> str:
+    def _remark(self, entry: RecordedEvent, before: ClusterState, after: ClusterState) -> str:
         """Say what the entry meant, where its sentence does not."""
         event = entry.envelope.event
         opened = after.incidents.get(f"i{entry.seq}")
@@ -243,7 +238,7 @@ class Story(View):
             return f" (sent to {', '.join(nodes)}{because})" if nodes else because
         return ""
 
-    def _append_line(self, entry: Recorded, remark: str) -> None:
+    def _append_line(self, entry: RecordedEvent, remark: str) -> None:
         event, envelope = entry.envelope.event, entry.envelope
         basis = (envelope.term, envelope.based_on)
         if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._basis:
@@ -316,7 +311,7 @@ class Story(View):
             ]
         node = final.nodes[name]
         lives = [life for life in self._index.incidents.values() if life.incident.node == name]
-        status = "isolated" if node.isolated else node.status.value
+        status = "isolated" if node.isolation.active else node.status.value
         return [f"At the end it is {status}, {_after(lives)}."]
 
     def _end_of_incident(self, life: IncidentLife) -> list[str]:
@@ -328,8 +323,8 @@ class Story(View):
             f"From the first sign (entry {life.first_seq}, {format_time(life.first_us)}) to its end (entry"
             f" {life.last_seq}) it took {whole_s:.3f} s.",
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
-            f" {incident.transition_us / 1e6:.3f} s later; {incident.redone} micro-batches were computed again,"
-            f"{_lost_work(incident)} {incident.symptoms} symptoms explained.",
+            f" {incident.transition_us / 1e6:.3f} s later; {incident.micro_batches_repeated} micro-batches were"
+            f" computed again,{_lost_work(incident)} {incident.symptoms} symptoms explained.",
         ]
 
 

@@ -1,7 +1,7 @@
 """The course of a log as spans of time: what each node did, what each task had, the incidents, the WAF. Pure.
 
-A span says the same thing from `start_us` to `end_us`, by the log's time. What is drawn of it: `timeline_text.py`,
-`timeline_html.py`, `timeline_png.py`.
+A span says the same thing from `start_us` to `end_us`, by the log's time. It is drawn by `timeline_text.py` and
+`timeline_drawing.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.worth.waf import linear_flops, waf
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 #: The condition of a node that runs no task; that of a node which does is the names of its tasks.
 NODE_IDLE, NODE_LOST, NODE_LEFT, NODE_ISOLATED = "idle", "lost", "left", "isolated"
@@ -22,7 +23,8 @@ _ROUTINE = (v.StepCommitted, v.CommandApplied, v.CheckpointSaved)
 
 
 class TimelineSpan(NamedTuple):
-    """`what`: for a node its condition, for a task TRAINING, REGROUPING, WAITING or its end. `workers`: of a task.
+    """A stretch of time in one condition. `what`: for a node its condition, for a task TRAINING, REGROUPING, WAITING or
+    its end. `workers`: of a task.
 
     `tasks`: those whose workers a node carries.
     """
@@ -35,7 +37,8 @@ class TimelineSpan(NamedTuple):
 
 
 class WafPoint(NamedTuple):
-    """From `at_us` on: the weighted FLOP/s that the plan promises, and that the groups reach which train."""
+    """The WAF from `at_us` on, weighted FLOP/s. `planned`: what the plan promises; `running`: what the groups that
+    train reach."""
 
     at_us: int
     planned: int
@@ -44,7 +47,7 @@ class WafPoint(NamedTuple):
 
 @dataclass
 class Timeline(View):
-    """Feed it every step in order, then `finish`."""
+    """The course of a log. Feed it every step in order, then call `finish`."""
 
     start_us: int = 0
     end_us: int = 0
@@ -61,8 +64,8 @@ class Timeline(View):
         self.end_us = self.state.now_us
         if isinstance(step.event, _ROUTINE):
             return
-        if self.state.closed is not before.closed and self.state.closed:
-            self.incidents.append(self.state.closed[-1])
+        if self.state.closed_incidents is not before.closed_incidents and self.state.closed_incidents:
+            self.incidents.append(self.state.closed_incidents[-1])
         now_us = self.state.now_us
         if self.state.nodes is not before.nodes or self.state.tasks is not before.tasks:
             for node in self.state.nodes.values():
@@ -100,7 +103,7 @@ def _node_span(state: ClusterState, node: Node, now_us: int) -> TimelineSpan:
         return TimelineSpan(now_us, now_us, NODE_LOST)
     if node.status is NodeStatus.LEFT:
         return TimelineSpan(now_us, now_us, NODE_LEFT)
-    if node.isolated:
+    if node.isolation.active:
         return TimelineSpan(now_us, now_us, NODE_ISOLATED, tasks=tasks)
     return TimelineSpan(now_us, now_us, ", ".join(tasks) or NODE_IDLE, tasks=tasks)
 

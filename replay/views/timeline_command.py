@@ -9,30 +9,30 @@ from pathlib import Path
 from unicrond.events.cli.command_line import UsageError
 from unicrond.replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
 from unicrond.replay.reading.progress import show
-from unicrond.replay.reading.shown import REDACTOR
+from unicrond.replay.reading.source import REDACTOR
 from unicrond.replay.views.timeline import Timeline
-from unicrond.replay.views.timeline_html import html_page
+from unicrond.replay.views.timeline_drawing import html_page
 from unicrond.replay.views.timeline_text import text_page
 
 
 async def timeline_command(options: argparse.Namespace) -> int:
-    """Print text on stdout, unless --html or --png name a file."""
-    for kind, path in (("html", options.html), ("png", options.png)):
+    """Print text on stdout, unless --html or --plot name a file."""
+    for kind, path in (("html", options.html), ("plot", options.plot)):
         if path is not None:
-            _require_drawing(kind, path, options.file)
+            _require_drawing(kind, path, options.log)
     timeline = Timeline()
     async with open_source(options) as source:
-        await show(source, timeline, "drawing", until=await resolve(source, options.at))
-    require_reached(options.at, timeline.state.seq)
+        await show(source, timeline, "drawing", until=await resolve(source, options.until))
+    require_reached(options.until, timeline.state.seq)
     timeline.finish()
-    title = f"{options.file or options.state_dir or options.url or ', '.join(options.nats)}"
+    title = f"{options.log or options.state_dir or options.url or ', '.join(options.nats)}"
     paths: list[Path] = []
     if options.html is not None:
         options.html.write_text(REDACTOR.text(html_page(timeline, title)), encoding="utf-8")
         paths.append(options.html)
-    if options.png is not None:
-        _draw(timeline, options.png, title)
-        paths.append(options.png)
+    if options.plot is not None:
+        _draw(timeline, options.plot, title)
+        paths.append(options.plot)
     if options.json:
         say(as_json(_json(timeline)))
     elif paths:
@@ -53,11 +53,11 @@ def _require_drawing(kind: str, path: Path, log: Path | None) -> None:
 
 def _draw(timeline: Timeline, path: Path, title: str) -> None:
     try:
-        from unicrond.replay.views.timeline_png import write_png
+        from unicrond.replay.views.timeline_drawing import write_png
 
         write_png(timeline, path, title)
     except ImportError:
-        raise UsageError("--png: matplotlib is not installed; pip install 'unicrond[plot]', or use --html") from None
+        raise UsageError("--plot: matplotlib is not installed; pip install 'unicrond[plot]', or use --html") from None
 
 
 def _json(timeline: Timeline) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from unicrond.events.vocabulary.times import format_time
+from unicrond.events.vocabulary.phrases import format_time
 from unicrond.replay.views.timeline import (
     NODE_IDLE,
     NODE_ISOLATED,

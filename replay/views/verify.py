@@ -31,24 +31,25 @@ from unicrond.core.own_decisions import batches
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
+from unicrond.core.replayer import LogStep
 from unicrond.core.rules.admission import from_the_future, is_repetition
 from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy, Settings, settings_of
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema, told_version
 from unicrond.replay.views.beat_check import BeatCheck, Unverifiable
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
 OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {
     field: value
-    for field, value in {"method": "fresh", "took_us": 0, "rows_reused": 0}.items()
+    for field, value in {"method": "fresh", "duration_us": 0, "rows_reused": 0}.items()
     if field in v.PlanAdopted.__struct_fields__
 }
 
@@ -77,7 +78,8 @@ class Divergence(Exception):
 
 @dataclass
 class Findings:
-    """What was compared. `notes`: versions, configurations and their changes, in the log's order."""
+    """The outcome of a verification: how much was compared. `notes`: versions, configurations and their changes, in the
+    log's order."""
 
     entries: int = 0
     batches: int = 0
@@ -105,18 +107,19 @@ def bases(entries: Iterable[Entry]) -> set[int]:
     return {
         entry.envelope.based_on
         for entry in entries
-        if isinstance(entry, Recorded)
+        if isinstance(entry, RecordedEvent)
         and isinstance(entry.envelope.event, v.Decision | v.Command)
         and not isinstance(entry.envelope.event, v.CoordinatorStarted)
     }
 
 
 class Verifier(View):
-    """Verifies a log; it takes every step in order, then `finish`. Raises Divergence at the first difference.
+    """Verifies a log. Feed it every step in order, then call `finish`. Raises Divergence at the first difference.
 
-    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order."""
+    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order.
+    """
 
-    def __init__(self, needed: set[int], beats: Sequence[Recorded] = ()) -> None:
+    def __init__(self, needed: set[int], beats: Sequence[RecordedEvent] = ()) -> None:
         self.findings = Findings()
         self._state = ClusterState()
         self._needed = needed
@@ -134,11 +137,11 @@ class Verifier(View):
         before, entry, after = step
         self.findings.entries += 1
         self._state = before
-        if isinstance(entry, Recorded):
+        if isinstance(entry, RecordedEvent):
             self._beats.advance(entry.recorded_at_us, self._state)
             self._judge(entry)
         self._state = after
-        if isinstance(entry, Recorded):
+        if isinstance(entry, RecordedEvent):
             event = entry.envelope.event
             if isinstance(event, v.CoordinatorStarted) and self._state.term > before.term:
                 self._take_over(event, entry)
@@ -155,7 +158,7 @@ class Verifier(View):
 
     # --- terms -------------------------------------------------------------------------------
 
-    def _take_over(self, event: v.CoordinatorStarted, entry: Recorded) -> None:
+    def _take_over(self, event: v.CoordinatorStarted, entry: RecordedEvent) -> None:
         self._close_batch(at_end=True)
         note = f"term {event.term} from entry {entry.seq}: version {event.version}"
         if event.version not in (code_version(), told_version(code_version(), spoken_schema(event.version))):
@@ -178,7 +181,7 @@ class Verifier(View):
 
     # --- decisions ---------------------------------------------------------------------------
 
-    def _judge(self, entry: Recorded) -> None:
+    def _judge(self, entry: RecordedEvent) -> None:
         event, envelope = entry.envelope.event, entry.envelope
         if not isinstance(event, v.Decision | v.Command) or isinstance(event, v.CoordinatorStarted):
             return
@@ -244,7 +247,7 @@ class Verifier(View):
 
     def _verify_observed(
         self,
-        entry: Recorded,
+        entry: RecordedEvent,
         event: v.DeadlineExpired | v.NodeLost | v.NodeReturned | v.RepairEnded,
         open_deadlines: set[str],
     ) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.log.heartbeat_evidence import merge_beats
 from unicrond.events.log.point import Point
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.replay.reading.opening import as_json, open_source, resolve, say
 from unicrond.replay.reading.progress import show, with_bar
 from unicrond.replay.reading.source import Source, read
@@ -23,7 +23,7 @@ async def verify_command(options: argparse.Namespace) -> int:
     async with open_source(options) as source:
         if not source.has_own_times:
             raise UsageError("--nats: this log was imported, so its times are those of the import; verify the file")
-        until = await resolve(source, options.at)
+        until = await resolve(source, options.until)
         verifier = await _verifier(source, until)
         try:
             await show(source, verifier, "deciding again", until=until)
@@ -42,7 +42,7 @@ async def _verifier(source: Source, until: Point | None) -> Verifier:
     async with aclosing(with_bar(read(source, until=until), "looking for decisions")) as chunks:
         async for chunk in chunks:
             needed |= bases(chunk.entries)
-    beats: list[Recorded] = []
+    beats: list[RecordedEvent] = []
     async with aclosing(source.beats()) as batches:
         async for batch in batches:
             beats += batch

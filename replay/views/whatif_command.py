@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from contextlib import aclosing
 from typing import Any
 
-from unicrond.core.replayer import EMPTY, policy_after, replay
+from unicrond.core.planning.problem import ProblemError
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
+from unicrond.ctl.parsing import changes_json
 from unicrond.display.tables import Table, clean, plain
 from unicrond.events.cli.command_line import UsageError
-from unicrond.events.vocabulary import AnyEvent, PlanAdopted
-from unicrond.events.wire.envelope import Entry
 from unicrond.replay.reading.opening import as_json, open_source, require_reached, resolve, say
-from unicrond.replay.reading.progress import with_bar
-from unicrond.replay.reading.source import read
+from unicrond.replay.reading.progress import show
 from unicrond.replay.views.report import when
-from unicrond.replay.views.whatif import InvalidChange, ReplayChanges, WhatIfOutcome, waf_of, what_if
+from unicrond.views.view import PolicyView
+from unicrond.views.what_if import ClusterChanges, WhatIfError, WhatIfOutcome, changes_of, waf_of, what_if
 
 
 async def whatif_command(options: argparse.Namespace) -> int:
     """Print what the coordinator would decide with the changes; nothing is written anywhere."""
-    changes = ReplayChanges(settings=options.set, lose=options.lose, add_nodes=options.add_nodes, slots=options.slots)
     state, policy = await _state_and_policy(options)
     try:
-        without, with_changes = what_if(state, policy, changes)
-    except InvalidChange as error:
-        raise UsageError(str(error)) from None
+        changes = changes_of(changes_json(options))
+        without, with_changes = what_if(state, policy, ClusterChanges()), what_if(state, policy, changes)
+    except (WhatIfError, ProblemError) as error:
+        raise UsageError(f"--{error}") from None
     fields = _json(state, without, with_changes)
     under = ", both under the changed settings" if options.set else ""
     say(as_json(fields) if options.json else _page(state, without, with_changes, fields, under))
@@ -37,23 +34,14 @@ async def whatif_command(options: argparse.Namespace) -> int:
 
 async def _state_and_policy(options: argparse.Namespace) -> tuple[ClusterState, Policy]:
     """Return the state at --at, and the policy that the coordinator of that moment had."""
-    state, policy = EMPTY, Policy()
+    policies = PolicyView()
     async with open_source(options) as source:
-        until = await resolve(source, options.at)
-        async with aclosing(with_bar(read(source, until=until), "replaying")) as chunks:
-            async for chunk in chunks:
-                for entry in chunk.entries:
-                    policy = _policy_after(policy, entry)
-                state = replay(chunk.entries, start=state)
+        try:
+            state = await show(source, policies, "replaying", until=await resolve(source, options.at))
+        except ValueError as error:
+            raise UsageError(f"--at: {error}") from None
     require_reached(options.at, state.seq)
-    return state, policy
-
-
-def _policy_after(policy: Policy, entry: Entry) -> Policy:
-    try:
-        return policy_after(policy, entry)
-    except ValueError as error:
-        raise UsageError(f"--at: {error}") from None
+    return state, policies.policy
 
 
 def _json(state: ClusterState, without: WhatIfOutcome, with_changes: WhatIfOutcome) -> dict[str, Any]:
@@ -63,11 +51,9 @@ def _json(state: ClusterState, without: WhatIfOutcome, with_changes: WhatIfOutco
         "seq": state.seq,
         "tasks": {
             name: {
-                "workers_now": _workers(state, name),
-                "workers_without": without.plan.assignments[name].workers if name in without.plan.assignments else 0,
-                "workers_with": with_changes.plan.assignments[name].workers
-                if name in with_changes.plan.assignments
-                else 0,
+                "workers_now": state.plan.workers.get(name, 0),
+                "workers_without": without.plan.workers.get(name, 0),
+                "workers_with": with_changes.plan.workers.get(name, 0),
                 "waf_without": before.get(name, 0),
                 "waf_with": after.get(name, 0),
             }
@@ -75,8 +61,8 @@ def _json(state: ClusterState, without: WhatIfOutcome, with_changes: WhatIfOutco
         },
         "waf_without": sum(before.values()),
         "waf_with": sum(after.values()),
-        "reason_without": _reason(without),
-        "reason_with": _reason(with_changes),
+        "reason_without": without.plan.reason,
+        "reason_with": with_changes.plan.reason,
         "decisions_with": [event.sentence() for event in with_changes.decisions],
     }
 
@@ -99,7 +85,7 @@ def _page(
     table = Table(headers, rows, frozenset(headers[1:]), "no tasks")
     before, after = fields["waf_without"], fields["waf_with"]
     share = f" ({(after - before) / before:+.1%})" if before else ""
-    counts = Counter(type(event).__name__ for event in with_changes.decisions if not isinstance(event, PlanAdopted))
+    at_once = ", ".join(f"{count} {name}" for name, count in with_changes.counts.items())
     return "\n".join(
         [
             f"decided again at {when(state)}",
@@ -109,19 +95,6 @@ def _page(
             f"WAF {before:.4g} -> {after:.4g} FLOP/s{share}{under}",
             f"unchanged: {clean(fields['reason_without'])}",
             f"what if:   {clean(fields['reason_with'])}",
-            "at once:   " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing else"),
+            f"at once:   {at_once or 'nothing else'}",
         ]
     )
-
-
-def _reason(outcome: WhatIfOutcome) -> str:
-    return next((_plan_reason(event) for event in outcome.decisions if isinstance(event, PlanAdopted)), "no plan")
-
-
-def _plan_reason(event: AnyEvent) -> str:
-    return event.reason if isinstance(event, PlanAdopted) else ""
-
-
-def _workers(state: ClusterState, name: str) -> int:
-    assignment = state.plan.assignments.get(name)
-    return assignment.workers if assignment else 0

@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from unicrond.agents.host.prctl import capabilities
-from unicrond.agents.protocol.flight import Flight, TellFlight
 from unicrond.agents.protocol.framing import Unframer, frame
 from unicrond.agents.protocol.messages import (
-    Committed,
+    Flight,
     GroupMembership,
     Hello,
+    IterationCommitted,
     Launch,
     Quit,
-    Ready,
-    Regrouped,
+    Sum,
+    TellFlight,
     ToWorker,
 )
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.agents.protocol.worker_line import Line
+from unicrond.events.vocabulary import WorkerJoinedGroup, WorkerReady
 
 
 def serve(listener: socket.socket) -> NoReturn:
@@ -147,7 +147,7 @@ def talk(launch: Launch) -> None:
         )
         incoming: Unframer[ToWorker] = Unframer(ToWorker)
         try:
-            agent.sendall(frame(hello) + (frame(Ready()) if is_new else b""))
+            agent.sendall(frame(hello) + (frame(WorkerReady(**launch.reporter)) if is_new else b""))
             while True:
                 if select.select([agent], [], [], 0.01)[0]:
                     data = agent.recv(65536)
@@ -161,13 +161,18 @@ def talk(launch: Launch) -> None:
                             continue
                         assert isinstance(message, GroupMembership)
                         generation = message.generation
-                        regrouped = Regrouped(
-                            generation=generation, iteration=iteration + 1, dealt=0, duration_us=1, source="own"
+                        regrouped = WorkerJoinedGroup(
+                            **launch.reporter,
+                            generation=generation,
+                            iteration=iteration + 1,
+                            micro_batches_assigned=0,
+                            duration_us=1,
+                            source="own",
                         )
                         agent.sendall(frame(regrouped))
                 elif generation:
                     iteration += 1
-                    committed = Committed(
+                    committed = IterationCommitted(
                         generation=generation,
                         iteration=iteration,
                         samples=8,
@@ -175,7 +180,7 @@ def talk(launch: Launch) -> None:
                         loss=1.0,
                         duration_us=10_000,
                         micro_batches_by_rank=(8,),
-                        redone=0,
+                        micro_batches_repeated=0,
                     )
                     agent.sendall(frame(committed))
         except OSError:

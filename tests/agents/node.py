@@ -37,18 +37,18 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Committed,
-    Exited,
-    ExitedAck,
-    Forked,
     FromWorker,
     GroupMembership,
     Hello,
     Inventory,
     InventoryWorker,
+    IterationCommitted,
     Kill,
+    ProcessExitAck,
+    ProcessExited,
+    ProcessForked,
     Quit,
-    Ready,
+    Reporter,
     Spawn,
 )
 from unicrond.events.vocabulary import (
@@ -66,6 +66,8 @@ from unicrond.events.vocabulary import (
     StopWorker,
     StoreAddress,
     TaskSpec,
+    WorkerObservation,
+    WorkerReady,
 )
 from unicrond.events.vocabulary.placements import runs_of
 
@@ -139,8 +141,8 @@ def decision(
     )
 
 
-def committed(generation: int, iteration: int, *, loss: float = 1.0, samples: int = 8) -> Committed:
-    return Committed(
+def committed(generation: int, iteration: int, *, loss: float = 1.0, samples: int = 8) -> IterationCommitted:
+    return IterationCommitted(
         generation=generation,
         iteration=iteration,
         samples=samples,
@@ -148,8 +150,13 @@ def committed(generation: int, iteration: int, *, loss: float = 1.0, samples: in
         loss=loss,
         duration_us=10,
         micro_batches_by_rank=(4, 4),
-        redone=0,
+        micro_batches_repeated=0,
     )
+
+
+def reporter(worker: str) -> Reporter:
+    """The fields by which an event of this worker names it."""
+    return Reporter(node=NODE, task=worker.rpartition(".")[0], worker=worker)
 
 
 @dataclass
@@ -176,7 +183,7 @@ class Node:
     log: str = "first"
     processes: dict[str, Process] = field(default_factory=dict)
     unforked: list[Spawn] = field(default_factory=list)
-    exits: dict[str, Exited] = field(default_factory=dict)
+    exits: dict[str, ProcessExited] = field(default_factory=dict)
     timers: dict[tuple[str, str], float] = field(default_factory=dict)
     appended: list[Observation] = field(default_factory=list)
     unconfirmed: list[Observation] = field(default_factory=list)
@@ -239,11 +246,14 @@ class Node:
         return self.feed(WorkerConnected(hello=hello))
 
     def say(self, worker: str, message: FromWorker) -> list[Action]:
+        """An event is about the worker that sends it, whichever it was made for."""
+        if isinstance(message, WorkerObservation):
+            message = replace(message, **reporter(worker))
         return self.feed(WorkerSaid(worker=worker, message=message))
 
     def ready(self, worker: str) -> None:
         self.hello(worker)
-        self.say(worker, Ready())
+        self.say(worker, WorkerReady(**reporter(worker)))
 
     def fork(self) -> None:
         """Answer the oldest Spawn."""
@@ -251,11 +261,11 @@ class Node:
         worker = spawn.launch.worker
         self.next_pid += 1
         self.processes[worker] = Process(pid=self.next_pid, slot=spawn.slot)
-        self.feed(ForkServerSaid(message=Forked(worker=worker, pid=self.next_pid)))
+        self.feed(ForkServerSaid(message=ProcessForked(worker=worker, pid=self.next_pid)))
 
     def die(self, worker: str, status: int, log_tail: str = "boom", mark: Mark | None = None) -> list[Action]:
         process = self.processes.pop(worker)
-        exited = Exited(worker=worker, pid=process.pid, status=status)
+        exited = ProcessExited(worker=worker, pid=process.pid, status=status)
         self.exits[worker] = exited
         return self.feed(ForkServerSaid(message=exited, log_tail=log_tail, mark=mark))
 
@@ -310,7 +320,7 @@ class Node:
             case TellForkServer(message=Kill(worker=worker, signal=number)):
                 if number in (signal.SIGTERM, signal.SIGKILL) and worker in self.processes:
                     self.processes[worker].quit = True
-            case TellForkServer(message=ExitedAck(worker=worker)):
+            case TellForkServer(message=ProcessExitAck(worker=worker)):
                 self.exits.pop(worker, None)
             case TellWorker(worker=worker, message=GroupMembership(generation=generation)):
                 process = self.processes[worker]
@@ -334,7 +344,7 @@ class Node:
     def check(self) -> None:
         slots = [worker.slot for worker in self.state.memory.workers.values()]
         assert len(slots) == len(set(slots)) <= self.config.slots
-        waiting = {w.command.worker for w in self.state.memory.waiting}
+        waiting = {w.command.worker for w in self.state.memory.waiting_starts}
         assert not waiting & self.state.memory.workers.keys()
         assert not self.state.memory.ended_workers.keys() & self.state.memory.workers.keys()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
+from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 
 V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
 HYBRID = "31 24 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n" + V2.replace(
@@ -25,20 +25,20 @@ INSIDE = "30 24 0:26 /docker/c1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
         ("0::/../other\n", INSIDE, "/sys/fs/cgroup"),
     ],
 )
-def test_the_own_cgroup_is_found(tmp_path: Path, cgroup: str, mounts: str, found: str) -> None:
+def test_cgroup_lookup_finds_own_cgroup(tmp_path: Path, cgroup: str, mounts: str, found: str) -> None:
     (tmp_path / "cgroup").write_text(cgroup)
     (tmp_path / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda rw\n" + mounts)
     assert own_cgroup(tmp_path) == Path(found)
 
 
-def test_without_version_two_there_is_none(tmp_path: Path) -> None:
+def test_cgroup_lookup_needs_version_2(tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text("4:memory:/a\n")
     (tmp_path / "mountinfo").write_text(HYBRID)
     with pytest.raises(NoCgroup, match="no cgroup v2 is mounted"):
         own_cgroup(tmp_path)
 
 
-def test_a_directory_that_is_no_cgroup_is_left_as_it_was(tmp_path: Path) -> None:
+def test_cgroup_preparation_leaves_other_directories_unchanged(tmp_path: Path) -> None:
     with pytest.raises(NoCgroup, match="is not a cgroup"):
         prepare(tmp_path, "n1", ())
     assert not [*tmp_path.iterdir()]
@@ -46,7 +46,7 @@ def test_a_directory_that_is_no_cgroup_is_left_as_it_was(tmp_path: Path) -> None
         prepare(tmp_path / "nowhere", "n1", ())
 
 
-def test_a_limit_needs_its_controller(tmp_path: Path) -> None:
+def test_cgroup_limit_needs_its_controller(tmp_path: Path) -> None:
     place = tmp_path / "unicron-n1"
     place.mkdir()
     (place / "cgroup.procs").touch()

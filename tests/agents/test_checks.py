@@ -22,7 +22,7 @@ from unicrond.agents.health import doctor_checks as checks
 from unicrond.agents.health import pair_sum
 from unicrond.agents.health.doctor_checks import Checks, look_at_storage, unreached
 from unicrond.agents.health.pair_sum import Summation, sum_all
-from unicrond.agents.protocol.sum_order import Sum
+from unicrond.agents.protocol.messages import Sum
 from unicrond.agents.shell.fork_server_link import ForkLink
 from unicrond.agents.shell.run_dir import RunDir
 from unicrond.events.queries.finding import Finding
@@ -32,6 +32,7 @@ from unicrond.events.queries.node_checks import (
     LinksCheck,
     LinksReport,
     NodeFacts,
+    Pair,
     PairSum,
     Peer,
     StorageCheck,
@@ -39,7 +40,6 @@ from unicrond.events.queries.node_checks import (
     decode_report,
     encode,
 )
-from unicrond.events.queries.pair_sums import Pair
 from unicrond.events.queries.worker_queries import LogsReply, decode_reply
 from unicrond.events.vocabulary import StoreAddress
 
@@ -81,13 +81,13 @@ def both(store: Any, by: Summation, token: str, limit_s: float = 30.0) -> tuple[
 # --- sums ----------------------------------------------------------------------------------------
 
 
-def test_two_nodes_sum_by_gloo_and_leave_nothing_in_the_store(store: Any) -> None:
+def test_gloo_sum_of_two_nodes_leaves_store_clean(store: Any) -> None:
     one, other = both(store, pair_sum.by_gloo, "a" * 16)
-    assert (one.peer, one.trouble, other.peer, other.trouble) == ("n1", "", "n0", "") and one.took_us > 0
+    assert (one.peer, one.trouble, other.peer, other.trouble) == ("n1", "", "n0", "") and one.duration_us > 0
     assert not [key for key in store.list_keys() if "a" * 16 in key]
 
 
-def test_a_wrong_sum_is_told_by_the_node_that_has_it(store: Any) -> None:
+def test_wrong_sum_is_reported_by_its_node(store: Any) -> None:
     def by(torch: Any, store: Any, rank: int, address: str, vector: Any) -> None:
         pair_sum.by_gloo(torch, store, rank, address, vector)
         vector[7] += rank
@@ -96,14 +96,14 @@ def test_a_wrong_sum_is_told_by_the_node_that_has_it(store: Any) -> None:
     assert one.trouble == "" and other.trouble == "the sum is wrong"
 
 
-def test_what_the_library_says_is_told(store: Any) -> None:
+def test_sum_reports_error_of_library(store: Any) -> None:
     def by(*_: Any) -> None:
         raise RuntimeError("Connect timeout\nand a stack")
 
     assert both(store, by, "c" * 16)[0].trouble == "the sum failed: Connect timeout"
 
 
-def test_a_peer_that_does_not_come_is_told_in_time(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_reports_absent_peer_in_time(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_sum, "SUM_S", 0.0)
     monkeypatch.setattr(pair_sum, "_TELL_S", 10.0)
     order = an_order(pair(store, 0, "n1"), token="d" * 16, limit_s=11.0)
@@ -111,7 +111,7 @@ def test_a_peer_that_does_not_come_is_told_in_time(store: Any, monkeypatch: pyte
     assert told.trouble.startswith(f"the two have not met in the store at {HERE}:{store.port}")
 
 
-def test_nobody_waits_for_a_peer_that_has_loaded_too_late(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_skips_wait_for_peer_after_deadline(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_sum, "_MEET_S", -15.0)  # half of the limit is over after 15 s
     order = an_order(pair(store, 0, "n1"), token="8" * 16, limit_s=30.0)
     began_s = time.monotonic()
@@ -119,7 +119,7 @@ def test_nobody_waits_for_a_peer_that_has_loaded_too_late(store: Any, monkeypatc
     assert told.trouble.startswith("the two have not met") and time.monotonic() - began_s < 10
 
 
-def test_a_library_that_hangs_holds_nothing_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_survives_hanging_library(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_sum, "SUM_S", 0.5)
     hangs = threading.Event()
     one, other = both(store, lambda *_: hangs.wait(40) and None, "e" * 16, limit_s=5.0)
@@ -127,7 +127,7 @@ def test_a_library_that_hangs_holds_nothing_up(store: Any, monkeypatch: pytest.M
     assert one.trouble == other.trouble == "the sum did not end in time"
 
 
-def test_nccl_goes_in_turn_and_through_its_own_group(store: Any) -> None:
+def test_nccl_sums_run_in_turn_with_own_group(store: Any) -> None:
     """Against a double of NCCL, which no test here runs: one communicator at a time, in the order of the turns."""
     made: list[str] = []
 
@@ -177,24 +177,29 @@ def connect(port: int, source: str = HERE) -> Any:
     return asyncio.run(unreached("n2", "store", HERE, port, source=source, semaphore=turn))
 
 
-def test_connections_that_stand_and_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_check_tells_success_and_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
         assert connect(port) is None
         lost = connect(port, source="192.0.2.1")
-        assert lost.why == "cannot assign requested address", "it begins at the node's own address"
+        assert lost.reason == "cannot assign requested address", "it begins at the node's own address"
     lost = connect(port)
-    assert (lost.peer, lost.what, lost.at, lost.why) == ("n2", "store", f"{HERE}:{port}", "connection refused")
+    assert (lost.peer, lost.service, lost.address, lost.reason) == (
+        "n2",
+        "store",
+        f"{HERE}:{port}",
+        "connection refused",
+    )
     monkeypatch.setattr(checks, "CONNECT_S", 0.2)
 
     async def never(*_: Any, **__: Any) -> Any:
         await asyncio.sleep(60)
 
     monkeypatch.setattr(asyncio, "open_connection", never)
-    assert connect(port).why == "no answer within 0.2 s"
+    assert connect(port).reason == "no answer within 0.2 s"
 
 
-def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
 
     async def late(*_: Any, **__: Any) -> Any:
@@ -204,7 +209,7 @@ def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: py
 
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
     monkeypatch.setattr(asyncio, "open_connection", late)
-    assert connect(1).why == "no answer within 0.1 s" and closed == [True]
+    assert connect(1).reason == "no answer within 0.1 s" and closed == [True]
 
 
 # --- storage -------------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ def look(directory: Path, part: Any) -> StorageReport:
     return look_at_storage(StorageCheck(directory=str(directory), token=TOKEN, part=part))
 
 
-def test_one_writes_and_another_sees_it_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_check_writes_sees_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LOOK_S", 0.1)
     one, other = tmp_path / "shared", tmp_path / "local"
     one.mkdir()
@@ -227,11 +232,11 @@ def test_one_writes_and_another_sees_it_and_nothing_stays(tmp_path: Path, monkey
     assert list(one.iterdir()) == [] and look(one, "look").result == "missing"
 
 
-def test_why_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_check_tells_reason_of_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
     seen = look(file, "write")
-    assert (seen.result, seen.why) == ("failed", "Not a directory")
+    assert (seen.result, seen.reason) == ("failed", "Not a directory")
 
     def refused(*_: Any, **__: Any) -> int:
         raise PermissionError(13, "Permission denied")
@@ -259,14 +264,14 @@ def an_agent(fork: Callable[[Sum], str] | None = None, at: Path = Path(), **more
     return Checks("n1", HERE, lambda: findings, fork or (lambda _: "the fork server does not run yet"), at, **more)
 
 
-async def test_a_request_for_a_log_is_no_check() -> None:
+async def test_checks_ignore_log_request() -> None:
     async def respond(_: bytes) -> None: ...
 
     for body in (b"", b"\xc1", b"\x80", b"\x81\xa4task\xa1a"):
         assert not an_agent().begin(body, respond)
 
 
-async def test_facts_and_storage_and_bad_requests(tmp_path: Path) -> None:
+async def test_checks_answer_facts_storage_and_bad_requests(tmp_path: Path) -> None:
     told = decode_report((await ask(an_agent(), encode(FactsCheck()))).data, NodeFacts)
     assert told.findings[0].about == "--slots" and told.torch.startswith("2.")
     assert told.mtu == 0, "the loopback's is nobody else's"
@@ -278,7 +283,7 @@ async def test_facts_and_storage_and_bad_requests(tmp_path: Path) -> None:
     assert bad.error.startswith("bad request: ") and not bad.data
 
 
-async def test_a_check_that_fails_is_told_and_costs_nothing_else() -> None:
+async def test_failing_check_is_reported_alone() -> None:
     def findings() -> list[Finding]:
         raise OSError(5, "Input/output error")
 
@@ -295,7 +300,7 @@ def links(store: Any, rank: int, peer: str, **more: Any) -> AnyCheck:
     )  # fmt: skip
 
 
-async def test_two_agents_sum_with_a_process_each(
+async def test_two_agents_sum_in_own_processes(
     store: Any, fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     server, side = fork_server("--preload=torch"), agent()
@@ -308,12 +313,16 @@ async def test_two_agents_sum_with_a_process_each(
         await asyncio.sleep(0)
     assert "already" in (await ask(one, encode(links(store, 0, "n2")))).error
     seen = [decode_report((await task).data, LinksReport) for task in (first, second)]
-    assert [(one.unreached, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [((), "", [""])] * 2
+    assert [(one.unreachable_ports, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [
+        ((), "", [""])
+    ] * 2
     assert not any(name.endswith(("a.sock", "b.sock")) for name in os.listdir(run_dir))  # noqa: PTH208
     assert eventually(lambda: children(server.pid) == before)
 
 
-async def test_a_sum_ends_with_its_agent(store: Any, fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+async def test_sum_process_ends_with_its_agent(
+    store: Any, fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
     server, side = fork_server("--preload=torch"), agent()
     side.inventory()  # the store is there
     before = set(children(server.pid))
@@ -328,18 +337,18 @@ async def test_a_sum_ends_with_its_agent(store: Any, fork_server: ForkServers, a
     assert has_ended(its) and not (run_dir / "sum.sock").exists()
 
 
-async def test_without_a_free_gpu_nothing_is_summed_by_nccl(store: Any) -> None:
+async def test_nccl_sum_needs_free_gpu(store: Any) -> None:
     seen = decode_report((await ask(an_agent(), encode(links(store, 0, "n2", library="nccl")))).data, LinksReport)
     assert (seen.sums, seen.no_sums) == ((), "no slot with a GPU is free")
 
 
-def test_a_node_too_busy_to_begin_in_time_says_so() -> None:
+def test_busy_node_refuses_late_sum() -> None:
     assert pair_sum.too_late(30.0, 60.0) == ""
-    said = "the node is busy: its sums could begin after 31 s; give a --limit-s above 62"
+    said = "the node is busy: its sums could begin after 31 s; give a --timeout-s above 62"
     assert pair_sum.too_late(31.0, 60.0) == said
 
 
-async def test_why_a_process_has_not_summed_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sum_reports_reason_of_its_process(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def says(*_: Any) -> bytes:
         return b'"the node is busy"'
 
@@ -348,23 +357,21 @@ async def test_why_a_process_has_not_summed_is_told(store: Any, monkeypatch: pyt
     assert (seen.sums, seen.no_sums) == ((), "the node is busy")
 
 
-async def test_why_there_is_no_process_is_told(store: Any, run_dir: Path) -> None:
+async def test_sum_reports_missing_fork_server(store: Any, run_dir: Path) -> None:
     seen = decode_report(
         (await ask(an_agent(at=run_dir / "sum.sock"), encode(links(store, 0, "n2")))).data, LinksReport
     )
     assert (seen.sums, seen.no_sums) == ((), "the fork server does not run yet")
 
 
-async def test_a_process_that_says_nothing_is_given_up(
-    store: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sum_gives_up_silent_process(store: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
     one = an_agent(lambda _: "", run_dir / "sum.sock")
     seen = decode_report((await ask(one, encode(links(store, 0, "n2", limit_s=0.1)))).data, LinksReport)
     assert seen.no_sums == "its process gave no result: it did not end within 0.1 s"
 
 
-def test_only_a_fork_server_that_runs_is_asked_for_a_sum(run_dir: Path) -> None:
+def test_sum_request_needs_running_fork_server(run_dir: Path) -> None:
     link = ForkLink(RunDir(run_dir), arguments=(), on_message=lambda _: None, on_death=lambda: None)
     order, sent = an_order(token=TOKEN, limit_s=1.0), list[object]()
     assert link.sum(order) == "the fork server does not run yet"

@@ -11,9 +11,8 @@ import pytest
 
 from unicrond.agents.core.exit_causes import Exit, classify
 from unicrond.agents.host.host_resources import load_milli, memory_free_bytes
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT
 from unicrond.agents.protocol.gpus import visible_gpus
-from unicrond.agents.protocol.messages import OomKill
+from unicrond.agents.protocol.messages import EXIT_NO_AGENT, OomKill
 from unicrond.agents.trainer.process.faults import SYMPTOMS
 from unicrond.events.vocabulary import ExitCause
 
@@ -27,17 +26,17 @@ from unicrond.events.vocabulary import ExitCause
         (11 | 0x80, Exit(None, 11, "core_dumped")),
     ],
 )
-def test_status_of_wait(status: int, expected: Exit) -> None:
+def test_exit_decodes_wait_status(status: int, expected: Exit) -> None:
     assert Exit.of(status) == expected
 
 
-def test_the_exit_code_of_a_shell_whose_child_was_killed() -> None:
+def test_exit_code_137_of_shell_depends_on_oom_evidence() -> None:
     assert Exit.of(137 << 8, "yes") == Exit(137, None, "oom_killed")
     assert Exit.of(137 << 8, "maybe") == Exit(137, None, "exited")
 
 
 @pytest.mark.parametrize(("oom", "cause"), [("yes", "oom_killed"), ("no", "signalled"), ("maybe", "maybe_oom_killed")])
-def test_what_the_witnesses_say_is_the_cause(oom: OomKill, cause: str) -> None:
+def test_exit_cause_follows_oom_evidence(oom: OomKill, cause: str) -> None:
     assert Exit.of(9, oom).cause == cause
 
 
@@ -70,13 +69,13 @@ def test_what_the_witnesses_say_is_the_cause(oom: OomKill, cause: str) -> None:
         (Exit(1, None), False, "start_failed", "not ready yet"),
     ],
 )
-def test_every_end_has_a_kind_and_a_plain_sentence(end: Exit, ready: bool, kind: str, words: str) -> None:
+def test_exit_has_kind_and_plain_sentence(end: Exit, ready: bool, kind: str, words: str) -> None:
     found, text = classify(end, ready=ready)
     assert found == kind
     assert words in text
 
 
-def test_gpus_are_counted_without_cuda(tmp_path: Path) -> None:
+def test_visible_gpus_are_counted_without_cuda(tmp_path: Path) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
     assert visible_gpus({}, tmp_path) == ("0", "1")
@@ -85,13 +84,13 @@ def test_gpus_are_counted_without_cuda(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
 
 
-def test_a_heartbeat_can_be_told(tmp_path: Path) -> None:
+def test_host_reports_load_and_free_memory(tmp_path: Path) -> None:
     assert load_milli() >= 0
     assert memory_free_bytes() > 0
     assert memory_free_bytes(tmp_path / "none") == 0
 
 
-def test_every_cause_and_every_row_of_the_table_of_exceptions_is_documented() -> None:
+def test_document_lists_every_exit_cause_and_symptom() -> None:
     text = (Path(__file__).parents[2] / "docs" / "operate" / "faults.md").read_text()
     for cause in get_args(ExitCause):
         assert cause == "unknown" or f"| {cause} |" in text

@@ -11,19 +11,19 @@ import pytest
 from tests.agents.processes import environment
 from unicrond.agents.host import task_users as users
 from unicrond.agents.host.prctl import CAP_KILL, CAP_SETGID, CAP_SETUID
-from unicrond.agents.protocol.identity import Identity
+from unicrond.agents.protocol.messages import Identity
 from unicrond.agents.shell.cli import parse
 
 GOOD = ("--nats", "nats://127.0.0.1:4222", "--node", "n1", "--slots", "2")
 
 
-def test_good_flags(run_dir: Path) -> None:
+def test_flags_parse_to_options(run_dir: Path) -> None:
     options = parse([*GOOD, "--run-dir", str(run_dir), "--heartbeat-s", "0.5", "--address", "10.0.0.7"])
     assert (options.node, options.slots, options.heartbeat_s, options.address) == ("n1", 2, 0.5, "10.0.0.7")
     assert options.nats == ("nats://127.0.0.1:4222",)
 
 
-def test_what_is_kept_of_workers_logs(run_dir: Path) -> None:
+def test_flags_set_log_retention(run_dir: Path) -> None:
     options = parse([*GOOD, "--run-dir", str(run_dir)])
     assert (options.logs_dir, options.logs_max_age_s, options.logs_max_bytes) == (None, None, None)
     options = parse([*GOOD, "--run-dir", str(run_dir), "--logs-dir", "/var/l", "--logs-days", "2", "--logs-gib", "1"])
@@ -50,7 +50,9 @@ def test_what_is_kept_of_workers_logs(run_dir: Path) -> None:
         (("--colour", "red"), ("--colour",)),
     ],
 )
-def test_bad_flags(flags: tuple[str, str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_print_one_line(
+    flags: tuple[str, str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         parse([*GOOD, *flags])
     assert end.value.code == 2
@@ -59,7 +61,7 @@ def test_bad_flags(flags: tuple[str, str], words: tuple[str, ...], capsys: pytes
     assert all(word in line for word in words), line
 
 
-def test_help_has_an_example_and_the_agent_loads_no_torch() -> None:
+def test_help_has_example_and_loads_no_torch() -> None:
     code = (
         "import sys, unicrond.agents.shell.cli\n"
         "try: unicrond.agents.shell.cli.parse(['--help'])\n"
@@ -70,7 +72,7 @@ def test_help_has_an_example_and_the_agent_loads_no_torch() -> None:
     assert "example:" in done.stdout
 
 
-def test_a_run_directory_that_is_taken_is_said(run_dir: Path) -> None:
+def test_unusable_run_directory_prints_one_line(run_dir: Path) -> None:
     (run_dir / "file").write_text("")
     command = [sys.executable, "-m", "unicrond.agents.shell.cli", *GOOD, "--run-dir", str(run_dir / "file")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
@@ -85,16 +87,18 @@ def test_a_run_directory_that_is_taken_is_said(run_dir: Path) -> None:
         (("--run-as", "no-such-user"), "--run-as: this node has no user no-such-user"),
         (("--run-as", "root"), "--run-as: user root is root (uid 0)"),
         (("--run-as", "nobody,"), "'nobody,' has an empty name"),
-        (("--limit", "nofile=5"), "--limit: is for tasks that run as users of their own; give --run-as"),
+        (("--worker-limit", "nofile=5"), "--worker-limit: is for tasks that run as users of their own; give --run-as"),
         (("--cgroup", "/sys/fs/cgroup"), "--cgroup: is for tasks that run as users of their own"),
         (("--pass-env", "A"), "--pass-env: is for tasks that run as users of their own"),
-        (("--limit", "nofile"), "'nofile' is not NAME=VALUE"),
-        (("--limit", "files=5"), "'files' is not a limit; use as, core,"),
-        (("--limit", "nofile=many"), "nofile: 'many' is not a whole number"),
-        (("--limit", "../memory.max=1"), "'../memory.max' is not a limit"),
+        (("--worker-limit", "nofile"), "'nofile' is not NAME=VALUE"),
+        (("--worker-limit", "files=5"), "'files' is not a limit; use as, core,"),
+        (("--worker-limit", "nofile=many"), "nofile: 'many' is not a whole number"),
+        (("--worker-limit", "../memory.max=1"), "'../memory.max' is not a limit"),
     ],
 )
-def test_what_cannot_be_separated(flags: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_refuse_impossible_separation(
+    flags: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         parse([*GOOD, *flags])
     line = capsys.readouterr().err
@@ -102,7 +106,7 @@ def test_what_cannot_be_separated(flags: tuple[str, str], words: str, capsys: py
     assert words in line
 
 
-def test_without_the_privilege_an_agent_with_a_list_does_not_start(
+def test_agent_with_user_list_needs_privilege(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(users, "capabilities", lambda: frozenset({CAP_KILL}))
@@ -111,7 +115,7 @@ def test_without_the_privilege_an_agent_with_a_list_does_not_start(
     assert "--run-as: needs CAP_SETGID, CAP_SETUID; start the agent as root, or with Ambient" in capsys.readouterr().err
 
 
-def test_a_python_that_the_user_cannot_run_is_no_use(
+def test_agent_refuses_python_that_user_cannot_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(users, "capabilities", lambda: frozenset({CAP_KILL, CAP_SETGID, CAP_SETUID}))
@@ -121,12 +125,12 @@ def test_a_python_that_the_user_cannot_run_is_no_use(
     assert "user nobody cannot run" in capsys.readouterr().err
 
 
-def test_tasks_see_of_the_agents_environment_what_was_named() -> None:
+def test_tasks_see_only_named_agent_environment() -> None:
     environ = {"PATH": "/bin", "LC_ALL": "C", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATHS": "x", "WANDB_MODE": "off"}
     assert users.visible_environment(environ, ("WANDB_MODE",)).keys() == {"PATH", "LC_ALL", "NCCL_DEBUG", "WANDB_MODE"}
 
 
-def test_an_agent_says_what_it_does_not_separate() -> None:
+def test_agent_lists_missing_separation() -> None:
     (alone,) = users.not_separated((), "")
     assert alone.startswith("tasks run as this agent's user (") and "they can read its key" in alone
     someone = Identity(name="a", uid=1001, gid=1001, groups=(), home="/")
@@ -135,7 +139,7 @@ def test_an_agent_says_what_it_does_not_separate() -> None:
     assert not [*users.not_separated((someone,), "")]
 
 
-def test_dots_in_a_machines_name_become_dashes() -> None:
+def test_node_name_replaces_dots_by_dashes() -> None:
     options = parse([*GOOD, "--node", "ip-10-0-0-1.eu-west-1.compute.internal"])
     assert options.node == "ip-10-0-0-1-eu-west-1-compute-internal"
     assert options.grace_s == 25.0 and not options.hand_over and not options.supervise

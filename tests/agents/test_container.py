@@ -9,11 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unicrond.agents.host import container
 from unicrond.agents.host import host_resources as host
 from unicrond.agents.host import oom_kill_counts as kill_counts
-from unicrond.agents.host.container import Mount, cgroup_mounts, oom_counter, places
-from unicrond.agents.host.oom_kill_counts import KillCounts, cause
+from unicrond.agents.host.host_resources import Mount, cgroup_mounts, places
+from unicrond.agents.host.oom_kill_counts import KillCounts, cause, oom_counter
 from unicrond.agents.shell import cli, flag_values
 
 ROOT_MOUNT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
@@ -56,7 +55,7 @@ def write(directory: Path, **files: object) -> None:
 
 
 @pytest.mark.parametrize("sample", [V1_POD, V2_PRIVATE, V2_SHARED, HYBRID, ESCAPED])
-def test_the_memory_cgroup_is_found_where_it_is_mounted(tmp_path: Path, sample: tuple[str, str, str]) -> None:
+def test_memory_cgroup_is_found_at_its_mount(tmp_path: Path, sample: tuple[str, str, str]) -> None:
     cgroup, mountinfo, wanted = sample
     proc = machine(tmp_path, cgroup, mountinfo, "4711")
     found = places("memory", proc / "4711", proc / "self")
@@ -64,40 +63,40 @@ def test_the_memory_cgroup_is_found_where_it_is_mounted(tmp_path: Path, sample: 
     assert found[0].version == (1 if "memory" in wanted else 2)
 
 
-def test_limits_of_version_1(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_are_read(tmp_path: Path) -> None:
     proc = machine(tmp_path, *V1_POD[:2])
     memory, cpu = tmp_path / "cgroup" / "memory", tmp_path / "cgroup" / "cpu,cpuacct"
     found, of_cpu = places("memory", proc / "self", proc / "self"), places("cpu", proc / "self", proc / "self")
-    assert container.memory_limit_bytes(found) is None and container.cpu_limit(of_cpu) is None  # nothing can be read
+    assert host.cgroup_memory_limit_bytes(found) is None and host.cgroup_cpu_limit(of_cpu) is None  # cannot be read
     write(memory, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=5)
     write(cpu, cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
-    assert container.memory_limit_bytes(found) is None and container.memory_free_bytes(found) is None
-    assert container.cpu_limit(of_cpu) is None
+    assert host.cgroup_memory_limit_bytes(found) is None and host.cgroup_memory_free_bytes(found) is None
+    assert host.cgroup_cpu_limit(of_cpu) is None
     write(memory, memory__limit_in_bytes=512 << 20, memory__usage_in_bytes=300 << 20)
     write(
         memory, memory__stat=f"cache 1\ntotal_inactive_file {100 << 20}", memory__oom_control="under_oom 0\noom_kill 3"
     )
     write(cpu, cpu__cfs_quota_us=250000)
-    assert container.memory_limit_bytes(found) == 512 << 20
-    assert container.memory_free_bytes(found) == 312 << 20
-    assert container.cpu_limit(of_cpu) == 2.5
+    assert host.cgroup_memory_limit_bytes(found) == 512 << 20
+    assert host.cgroup_memory_free_bytes(found) == 312 << 20
+    assert host.cgroup_cpu_limit(of_cpu) == 2.5
     assert oom_counter(found) == memory / "memory.oom_control"
 
 
-def test_limits_of_version_2_stand_at_any_height(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_apply_from_any_level(tmp_path: Path) -> None:
     proc = machine(tmp_path, "0::/pod/worker\n", V2_PRIVATE[1])
     top = tmp_path / "cgroup"
     found = places("memory", proc / "self", proc / "self")
     write(top / "pod" / "worker", memory__max="max", memory__current=10, cpu__max="max 100000")
-    assert container.memory_limit_bytes(found) is None and container.cpu_limit(found) is None
+    assert host.cgroup_memory_limit_bytes(found) is None and host.cgroup_cpu_limit(found) is None
     write(top / "pod", memory__max=1 << 30, memory__current=1 << 29, cpu__max="150000 100000")
     write(top, memory__max=4 << 30, memory__current=7 << 29, memory__events="low 0\noom_kill 1")
-    assert container.memory_limit_bytes(found) == 1 << 30
-    assert container.memory_free_bytes(found) == 1 << 29, "of the two with a limit the fuller one"
-    assert container.cpu_limit(found) == 1.5
+    assert host.cgroup_memory_limit_bytes(found) == 1 << 30
+    assert host.cgroup_memory_free_bytes(found) == 1 << 29, "of the two with a limit the fuller one"
+    assert host.cgroup_cpu_limit(found) == 1.5
     assert oom_counter(found) == top / "memory.events"
     write(top / "pod", memory__current=2 << 30)
-    assert container.memory_free_bytes(found) == 0, "a limit that was lowered under its use"
+    assert host.cgroup_memory_free_bytes(found) == 0, "a limit that was lowered under its use"
 
 
 #: What a container of a pod reads on Linux 6.12, where kubelet gives it 512 MiB, 0.5 CPU and a group that dies as one.
@@ -118,7 +117,7 @@ V2_FILES = {
 }
 
 
-def test_a_pod_on_version_2_by_the_kernels_own_files(tmp_path: Path) -> None:
+def test_cgroup_v2_pod_reads_kernel_files(tmp_path: Path) -> None:
     proc = machine(tmp_path, *V2_PRIVATE[:2])
     top = tmp_path / "cgroup"
     top.mkdir()
@@ -129,9 +128,9 @@ def test_a_pod_on_version_2_by_the_kernels_own_files(tmp_path: Path) -> None:
     boot.write_text("8f0a1c3e-1111-4222-8333-444455556666\n")
     (proc / "vmstat").write_text("nr_free_pages 81230\noom_kill 4\nthp_fault_alloc 0\n")
     found = places("memory", proc / "self", proc / "self")
-    assert container.memory_limit_bytes(found) == 512 << 20
-    assert container.memory_free_bytes(found) == (512 << 20) - 536571904 + 83886080, "shm stays"
-    assert container.cpu_limit(places("cpu", proc / "self", proc / "self")) == 0.5
+    assert host.cgroup_memory_limit_bytes(found) == 512 << 20
+    assert host.cgroup_memory_free_bytes(found) == (512 << 20) - 536571904 + 83886080, "shm stays"
+    assert host.cgroup_cpu_limit(places("cpu", proc / "self", proc / "self")) == 0.5
 
     # The whole group is killed: three processes. Agent and workers share it, so only one that lives on there can ask.
     before = kill_counts.look(proc)
@@ -149,7 +148,7 @@ def test_a_pod_on_version_2_by_the_kernels_own_files(tmp_path: Path) -> None:
     assert cause(before, kill_counts.look(proc)) == "maybe_oom_killed"
 
 
-def test_a_space_in_a_path_is_written_as_its_number() -> None:
+def test_mount_parser_decodes_octal_escapes() -> None:
     (mount,) = cgroup_mounts("30 24 0:26 /a\\040b /sys/fs/c\\134d rw - cgroup2 cgroup2 rw\n")
     assert mount == Mount(2, "/a b", Path("/sys/fs/c\\d"), frozenset())
 
@@ -160,7 +159,7 @@ PATHS = st.lists(NAMES, max_size=4).map(lambda parts: "/" + "/".join(parts))
 
 @example(root="/", below="/..0", place="/", optional=[])
 @given(root=PATHS, below=PATHS, place=PATHS, optional=st.lists(st.sampled_from(["shared:1", "master:2"]), max_size=2))
-def test_any_cgroup_below_the_mount_is_found_below_it(
+def test_cgroup_path_resolves_below_its_mount(
     tmp_path_factory: pytest.TempPathFactory, root: str, below: str, place: str, optional: list[str]
 ) -> None:
     proc = tmp_path_factory.mktemp("proc")
@@ -174,19 +173,19 @@ def test_any_cgroup_below_the_mount_is_found_below_it(
 
 
 @given(cgroup=st.text(max_size=60), mountinfo=st.text(max_size=80))
-def test_nonsense_is_unknown_and_no_crash(
+def test_nonsense_in_proc_reads_as_unknown(
     tmp_path_factory: pytest.TempPathFactory, cgroup: str, mountinfo: str
 ) -> None:
     proc = tmp_path_factory.mktemp("proc")
     (proc / "cgroup").write_bytes(cgroup.encode("utf-8", "replace"))
     (proc / "mountinfo").write_bytes(("31 23 0:29 / /x rw - cgroup2 c rw\n" + mountinfo).encode("utf-8", "replace"))
     found = places("memory", proc, proc)
-    assert container.memory_limit_bytes(found) is None and oom_counter(found) is None
+    assert host.cgroup_memory_limit_bytes(found) is None and oom_counter(found) is None
 
 
-def test_without_a_proc_all_is_unknown(tmp_path: Path) -> None:
+def test_missing_proc_reads_as_unknown(tmp_path: Path) -> None:
     assert places("memory", tmp_path, tmp_path) == []
-    assert container.memory_limit_bytes([]) is container.cpu_limit([]) is oom_counter([]) is None
+    assert host.cgroup_memory_limit_bytes([]) is host.cgroup_cpu_limit([]) is oom_counter([]) is None
 
 
 # --- this machine --------------------------------------------------------------------------------
@@ -213,23 +212,23 @@ def limited() -> Path:
     own.rmdir()
 
 
-def test_a_real_limit_counts_for_states_and_heartbeats(limited: Path) -> None:
-    assert container.memory_limit_bytes() == host.memory_total_bytes() == 768 << 20
+def test_real_cgroup_limit_bounds_memory_figures(limited: Path) -> None:
+    assert host.cgroup_memory_limit_bytes() == host.memory_total_bytes() == 768 << 20
     assert 0 <= host.memory_free_bytes() <= 768 << 20
     assert (counter := oom_counter(places("memory"))) is not None and counter.parent == limited
 
 
-def test_slots_by_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_slots_follow_gpus_and_cpu_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--nats", "nats://h:1", "--node", "n1", "--run-dir", str(tmp_path), "--slots", "auto"]
     monkeypatch.setattr(flag_values, "visible_gpus", lambda: ["0", "1", "2"])
     assert cli.parse(words).slots == 3
     monkeypatch.setattr(flag_values, "visible_gpus", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(container, "cpu_limit", lambda: 2.5)
+    monkeypatch.setattr(host, "cgroup_cpu_limit", lambda: 2.5)
     assert cli.parse(words).slots == 2
-    monkeypatch.setattr(container, "cpu_limit", lambda: 0.1)
+    monkeypatch.setattr(host, "cgroup_cpu_limit", lambda: 0.1)
     assert cli.parse(words).slots == 1
-    monkeypatch.setattr(container, "cpu_limit", lambda: None)
+    monkeypatch.setattr(host, "cgroup_cpu_limit", lambda: None)
     assert cli.parse(words).slots == 8
 
 
@@ -251,12 +250,12 @@ HERE = KillCounts("b1", (1, 7), 2, 40)
         (KillCounts(), "unknown"),
     ],
 )
-def test_what_ended_workers_that_are_gone(now: KillCounts, told: str) -> None:
+def test_kill_counts_explain_vanished_workers(now: KillCounts, told: str) -> None:
     assert cause(HERE, now) == told
     assert cause(KillCounts(), now) == "unknown"
 
 
-def test_the_counts_of_this_machine() -> None:
+def test_kill_counts_read_this_machine() -> None:
     found = kill_counts.look()
     assert found.boot and found.machine is not None
     assert cause(found, kill_counts.look()) in ("signalled", "oom_killed", "maybe_oom_killed")

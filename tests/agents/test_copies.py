@@ -38,7 +38,7 @@ class Regions:
         (("n2", "n3"), ["n2", "n3"], ["no copy of a/0 after iteration 4: n2: it is away; n3: it is away"]),
     ],
 )
-async def test_who_takes_no_copy_is_a_warning_only_where_nobody_does(
+async def test_copy_warns_only_if_no_peer_accepts(
     away: tuple[str, ...],
     asked: list[str],
     warnings: list[str],

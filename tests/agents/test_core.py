@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import CONFIG, NODE, Node, committed, membership, start, stop
-from unicrond.agents.core import reports
+from tests.agents.node import CONFIG, NODE, Node, committed, membership, reporter, start, stop
 from unicrond.agents.core.state import (
     Append,
     Appended,
@@ -25,23 +25,19 @@ from unicrond.agents.core.state import (
     Unreadable,
     WorkerConnected,
     WorkerDisconnected,
+    WorkerSaid,
 )
-from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Busy,
-    Completed,
-    ErrorReport,
-    ExitedAck,
+    FromWorker,
     GroupMembership,
     Hello,
+    Identity,
     Inventory,
     Kill,
-    Parked,
+    ProcessExitAck,
     Quit,
-    Regrouped,
-    SaveFinished,
-    StopRequest,
+    WorkerReport,
 )
 from unicrond.events.vocabulary import (
     CheckpointSaved,
@@ -49,20 +45,26 @@ from unicrond.events.vocabulary import (
     CommandApplied,
     CommandFailed,
     ErrorReported,
+    Event,
+    HangSuspected,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     Phase,
+    SnapshotStored,
     StartWorker,
     StepCommitted,
+    StopRequested,
     TaskCompleted,
     TaskSpec,
     WorkerBusy,
     WorkerExited,
     WorkerJoinedGroup,
+    WorkerObservation,
     WorkerPaused,
     WorkerReady,
     WorkerStarted,
+    WorkerWaiting,
 )
 from unicrond.events.vocabulary.placements import members_of
 from unicrond.events.wire.schemas import SCHEMA
@@ -93,23 +95,32 @@ def member(node: Node, worker: str, number: int, generation: int = 1) -> None:
     node.say(worker, regrouped(generation))
 
 
-def regrouped(generation: int, iteration: int = 1) -> Regrouped:
-    return Regrouped(generation=generation, iteration=iteration, dealt=0, duration_us=5, source="own")
+def regrouped(generation: int, iteration: int = 1) -> WorkerJoinedGroup:
+    return WorkerJoinedGroup(
+        **reporter("a.1"),
+        generation=generation,
+        iteration=iteration,
+        micro_batches_assigned=0,
+        duration_us=5,
+        source="own",
+    )
 
 
-def trouble(kind: str) -> ErrorReport:
-    return ErrorReport(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
+def trouble(kind: str) -> ErrorReported:
+    return ErrorReported(
+        **reporter("a.1"), kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d"
+    )  # type: ignore[arg-type]
 
 
 # --- joining -------------------------------------------------------------------------------------
 
 
-def test_a_fresh_node_joins_with_its_store(node: Node) -> None:
+def test_new_node_joins_with_its_store(node: Node) -> None:
     (joined,) = node.of(NodeJoined)
     assert (joined.store.port, joined.slots, joined.workers) == (4000, 2, ())
 
 
-def test_another_store_address_is_told_by_joining_again(node: Node) -> None:
+def test_changed_store_address_repeats_join(node: Node) -> None:
     node.boot(port=4000)
     assert len(node.of(NodeJoined)) == 1
     node.kill_fork_server()
@@ -117,7 +128,7 @@ def test_another_store_address_is_told_by_joining_again(node: Node) -> None:
     assert [joined.store.port for joined in node.of(NodeJoined)] == [4000, 4001]
 
 
-def test_an_agent_adopts_what_lives_and_waits_for_its_hello(node: Node) -> None:
+def test_agent_adopts_workers_and_waits_for_their_hello(node: Node) -> None:
     member(node, "a.1", 1, generation=7)
     node.restart_agent()
     node.appended.clear()
@@ -131,7 +142,7 @@ def test_an_agent_adopts_what_lives_and_waits_for_its_hello(node: Node) -> None:
     assert node.of(WorkerReady) == []
 
 
-def test_a_silent_worker_does_not_hold_up_the_adoption(node: Node) -> None:
+def test_silent_worker_never_delays_adoption(node: Node) -> None:
     running(node, "a.1", 1)
     node.restart_agent()
     node.appended.clear()
@@ -140,7 +151,7 @@ def test_a_silent_worker_does_not_hold_up_the_adoption(node: Node) -> None:
     assert [worker.worker for worker in node.of(NodeJoined)[0].workers] == ["a.1"]
 
 
-def test_a_worker_that_connected_before_the_inventory_came_is_not_waited_for(node: Node) -> None:
+def test_early_hello_ends_wait_of_adoption(node: Node) -> None:
     running(node, "a.1", 1)
     node.restart_agent()
     node.hello("a.1")
@@ -149,7 +160,7 @@ def test_a_worker_that_connected_before_the_inventory_came_is_not_waited_for(nod
     assert len(node.of(NodeJoined)) == 1
 
 
-def test_exits_without_an_agent_are_told_before_the_node_joins(node: Node) -> None:
+def test_exits_during_absence_precede_join(node: Node) -> None:
     member(node, "a.1", 1)
     node.restart_agent()
     node.appended.clear()
@@ -160,18 +171,18 @@ def test_exits_without_an_agent_are_told_before_the_node_joins(node: Node) -> No
     assert len(node.of(WorkerExited)) == 1
 
 
-def test_what_the_inventory_lacks_went_with_its_fork_server(node: Node) -> None:
+def test_workers_missing_from_inventory_count_as_killed(node: Node) -> None:
     running(node, "a.1", 1)
     node.restart_agent()
     node.processes.clear()
     node.appended.clear()
     node.boot(port=4001)
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+    assert (exited.signal, exited.is_expected) == (SIGKILLED, False)
     assert node.of(NodeJoined)[0].workers == ()
 
 
-def test_a_node_joins_once_it_knows_which_log_it_joins() -> None:
+def test_node_joins_after_log_identity() -> None:
     node = Node()
     node.feed(ForkServerSaid(message=Inventory(store_port=1, workers=())))
     assert node.of(NodeJoined) == []
@@ -179,7 +190,7 @@ def test_a_node_joins_once_it_knows_which_log_it_joins() -> None:
     assert len(node.of(NodeJoined)) == 1
 
 
-def test_another_log_is_another_cluster(node: Node) -> None:
+def test_other_log_resets_agent(node: Node) -> None:
     member(node, "a.1", 1, generation=9)
     running(node, "a.2", 5)
     node.die("a.2", SIGKILLED)
@@ -207,7 +218,7 @@ def test_another_log_is_another_cluster(node: Node) -> None:
 # --- commands ------------------------------------------------------------------------------------
 
 
-def test_a_start_is_applied_when_the_process_exists(node: Node) -> None:
+def test_start_is_applied_once_process_exists(node: Node) -> None:
     node.command(start("a.1", 1))
     assert node.answers("1.1.n1.1") == []
     node.fork()
@@ -215,14 +226,14 @@ def test_a_start_is_applied_when_the_process_exists(node: Node) -> None:
     assert node.of(WorkerStarted)[0].pid == node.processes["a.1"].pid
 
 
-def test_a_command_that_comes_again_acts_once_and_is_answered_again(node: Node) -> None:
+def test_repeated_command_acts_once_and_is_answered_again(node: Node) -> None:
     running(node, "a.1", 1)
     node.command(start("a.1", 1))
     assert node.spawned == ["a.1"]
     assert node.answers("1.1.n1.1") == ["", ""]
 
 
-def test_a_pending_command_that_comes_again_is_answered_once(node: Node) -> None:
+def test_repeated_pending_command_is_answered_once(node: Node) -> None:
     node.command(start("a.1", 1))
     node.command(start("a.1", 1))
     node.fork()
@@ -231,7 +242,7 @@ def test_a_pending_command_that_comes_again_is_answered_once(node: Node) -> None
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_worker_id_is_never_started_twice(node: Node, restart: bool) -> None:
+def test_worker_id_starts_only_once(node: Node, restart: bool) -> None:
     running(node, "a.1", 1)
     node.die("a.1", SIGKILLED)
     node.confirm()
@@ -245,7 +256,7 @@ def test_a_worker_id_is_never_started_twice(node: Node, restart: bool) -> None:
 
 @pytest.mark.parametrize(("term", "epoch"), [(1, 9), (2, 4)])
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_stale_command_never_acts(node: Node, term: int, epoch: int, restart: bool) -> None:
+def test_stale_command_never_acts(node: Node, term: int, epoch: int, restart: bool) -> None:
     node.command(start("a.1", 1, term=2, epoch=5), term=2)
     node.fork()
     if restart:
@@ -263,7 +274,7 @@ def _fields(order: object) -> dict[str, object]:
     return {name: getattr(order, name) for name in order.__struct_fields__}  # type: ignore[attr-defined]
 
 
-def test_an_old_start_is_refused_but_an_old_stop_acts(node: Node) -> None:
+def test_old_start_is_refused_and_old_stop_acts(node: Node) -> None:
     running(node, "a.1", 1)
     node.command(start("a.2", 2), age_s=CONFIG.start_max_age_s + 1)
     assert node.answers("1.1.n1.2")[0].startswith("stale")
@@ -271,7 +282,7 @@ def test_an_old_start_is_refused_but_an_old_stop_acts(node: Node) -> None:
     assert node.processes["a.1"].quit
 
 
-def test_another_nodes_command_is_not_ours(node: Node) -> None:
+def test_agent_ignores_command_for_other_node(node: Node) -> None:
     order = start("a.1", 1)
     assert node.command(type(order)(**{**_fields(order), "node": "n2"})) == []
 
@@ -279,14 +290,14 @@ def test_another_nodes_command_is_not_ours(node: Node) -> None:
 # --- slots ---------------------------------------------------------------------------------------
 
 
-def test_without_a_free_slot_a_start_fails_at_once(node: Node) -> None:
+def test_start_fails_without_free_slot(node: Node) -> None:
     running(node, "a.1", 1)
     running(node, "a.2", 3)
     node.command(start("a.3", 5))
     assert "no free slot" in node.answers("1.1.n1.5")[0]
 
 
-def test_a_start_waits_for_the_slot_of_a_worker_that_is_being_stopped(node: Node) -> None:
+def test_start_waits_for_slot_of_stopping_worker(node: Node) -> None:
     running(node, "a.1", 1)
     running(node, "a.2", 3)
     node.command(stop("a.1", 5))
@@ -298,7 +309,7 @@ def test_a_start_waits_for_the_slot_of_a_worker_that_is_being_stopped(node: Node
     assert node.processes["a.3"].slot == 0
 
 
-def test_a_start_waits_bounded(node: Node) -> None:
+def test_start_wait_is_bounded(node: Node) -> None:
     running(node, "a.1", 1)
     running(node, "a.2", 3)
     node.command(stop("a.1", 5))
@@ -309,7 +320,7 @@ def test_a_start_waits_bounded(node: Node) -> None:
     assert node.unforked == []
 
 
-def test_a_start_waits_for_a_fork_server_that_is_being_started(node: Node) -> None:
+def test_start_waits_for_fork_server(node: Node) -> None:
     node.kill_fork_server()
     node.command(start("a.1", 1))
     assert node.answers("1.1.n1.1") == []
@@ -318,7 +329,7 @@ def test_a_start_waits_for_a_fork_server_that_is_being_started(node: Node) -> No
     assert node.answers("1.1.n1.1") == [""]
 
 
-def test_a_spawn_that_was_lost_with_a_connection_is_sent_again(node: Node) -> None:
+def test_spawn_is_repeated_after_reconnect(node: Node) -> None:
     node.command(start("a.1", 1))
     node.unforked.clear()
     node.boot()
@@ -330,7 +341,7 @@ def test_a_spawn_that_was_lost_with_a_connection_is_sent_again(node: Node) -> No
 # --- stopping ------------------------------------------------------------------------------------
 
 
-def test_a_stop_is_quit_then_term_then_kill(node: Node) -> None:
+def test_stop_escalates_from_quit_to_term_to_kill(node: Node) -> None:
     running(node, "a.1", 1)
     assert any(isinstance(a, TellWorker) and isinstance(a.message, Quit) for a in node.command(stop("a.1", 3)))
     assert node.timers["stop", "a.1"] == CONFIG.grace_s
@@ -342,18 +353,18 @@ def test_a_stop_is_quit_then_term_then_kill(node: Node) -> None:
     node.die("a.1", SIGKILLED)
     assert node.answers("1.1.n1.3") == [""]
     (exited,) = node.of(WorkerExited)
-    assert exited.expected and exited.log_tail == ""
+    assert exited.is_expected and exited.log_tail == ""
     assert node.of(ErrorReported) == []
 
 
-def test_a_worker_that_has_not_connected_yet_is_not_waited_for(node: Node) -> None:
+def test_stop_terminates_unconnected_worker_at_once(node: Node) -> None:
     node.command(start("a.1", 1))
     node.fork()
     actions = node.command(stop("a.1", 2))
     assert Kill(worker="a.1", signal=15) in [a.message for a in actions if isinstance(a, TellForkServer)]
 
 
-def test_a_member_that_connects_while_it_is_being_stopped_hears_quit(node: Node) -> None:
+def test_stopping_member_gets_quit_on_connect(node: Node) -> None:
     member(node, "a.1", 1)
     node.processes["a.1"].connected = False
     node.feed(WorkerDisconnected(worker="a.1"))
@@ -363,7 +374,7 @@ def test_a_member_that_connects_while_it_is_being_stopped_hears_quit(node: Node)
     assert node.processes["a.1"].quit
 
 
-def test_a_stop_goes_on_under_the_next_agent(node: Node) -> None:
+def test_stop_continues_under_next_agent(node: Node) -> None:
     running(node, "a.1", 1)
     node.command(stop("a.1", 3))
     node.restart_agent()
@@ -371,10 +382,10 @@ def test_a_stop_goes_on_under_the_next_agent(node: Node) -> None:
     assert ("stop", "a.1") in node.timers
     node.die("a.1", EXIT_0)
     assert node.answers("1.1.n1.3") == [""]
-    assert node.of(WorkerExited)[0].expected
+    assert node.of(WorkerExited)[0].is_expected
 
 
-def test_a_stop_of_what_waits_ends_its_start(node: Node) -> None:
+def test_stop_cancels_waiting_start(node: Node) -> None:
     node.kill_fork_server()
     node.command(start("a.1", 1))
     node.command(stop("a.1", 2))
@@ -384,7 +395,7 @@ def test_a_stop_of_what_waits_ends_its_start(node: Node) -> None:
     assert node.spawned == []
 
 
-def test_a_stop_of_what_is_gone_is_applied(node: Node) -> None:
+def test_stop_of_absent_worker_is_applied(node: Node) -> None:
     node.command(stop("a.1", 1))
     assert node.answers("1.1.n1.1") == [""]
 
@@ -392,7 +403,7 @@ def test_a_stop_of_what_is_gone_is_applied(node: Node) -> None:
 # --- membership ----------------------------------------------------------------------------------
 
 
-def test_members_and_leavers_hear_of_a_membership_newcomers_do_not(node: Node) -> None:
+def test_membership_reaches_members_and_leavers_only(node: Node) -> None:
     running(node, "a.1", 1)
     running(node, "a.2", 2)
     node.tell(membership("a", 1, ["a.1"]))
@@ -401,7 +412,7 @@ def test_members_and_leavers_hear_of_a_membership_newcomers_do_not(node: Node) -
     assert (node.processes["a.1"].generation, node.processes["a.2"].generation) == (2, 2)
 
 
-def test_a_membership_waits_for_the_workers_hello(node: Node) -> None:
+def test_membership_waits_for_hello_of_worker(node: Node) -> None:
     node.command(start("a.1", 1))
     node.fork()
     node.tell(membership("a", 4, ["a.1"]))
@@ -409,7 +420,7 @@ def test_a_membership_waits_for_the_workers_hello(node: Node) -> None:
     assert node.processes["a.1"].generation == 4
 
 
-def test_a_membership_that_was_not_delivered_is_by_the_next_agent(node: Node) -> None:
+def test_next_agent_delivers_pending_membership(node: Node) -> None:
     member(node, "a.1", 1, generation=1)
     node.feed(WorkerDisconnected(worker="a.1"))
     node.processes["a.1"].connected = False
@@ -423,20 +434,20 @@ def test_a_membership_that_was_not_delivered_is_by_the_next_agent(node: Node) ->
 # --- what workers say ----------------------------------------------------------------------------
 
 
-def test_facts_of_workers_become_events(node: Node) -> None:
+def test_worker_messages_become_events(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4))
+    node.say("a.1", CheckpointSaved(**reporter("a.1"), iteration=2, path="/c", size_bytes=3, duration_us=4))
     node.say("a.1", trouble("connection_broken"))
-    node.say("a.1", Parked(generation=2, iteration=5))
-    node.say("a.1", Completed(iteration=9, loss=0.5, params_digest="x"))
+    node.say("a.1", WorkerPaused(**reporter("a.1"), generation=2, iteration=5))
+    node.say("a.1", TaskCompleted(**reporter("a.1"), iteration=9, loss=0.5, params_digest="x"))
     for kind in (WorkerReady, WorkerJoinedGroup, CheckpointSaved, ErrorReported, WorkerPaused, TaskCompleted):
         assert len(node.of(kind)) == 1, kind
 
 
-def test_what_is_told_again_to_a_new_agent_is_no_news(node: Node) -> None:
+def test_agent_ignores_messages_repeated_to_successor(node: Node) -> None:
     member(node, "a.1", 1)
-    saved = SaveFinished(iteration=2, path="/c", size_bytes=3, duration_us=4)
-    completed = Completed(iteration=9, loss=0.5, params_digest="x")
+    saved = CheckpointSaved(**reporter("a.1"), iteration=2, path="/c", size_bytes=3, duration_us=4)
+    completed = TaskCompleted(**reporter("a.1"), iteration=9, loss=0.5, params_digest="x")
     messages = [regrouped(1), committed(1, 1), saved, completed]
     for message in messages:
         node.say("a.1", message)
@@ -450,7 +461,7 @@ def test_what_is_told_again_to_a_new_agent_is_no_news(node: Node) -> None:
     assert node.appended == []
 
 
-def test_an_unknown_worker_is_shown_the_door(node: Node) -> None:
+def test_agent_disconnects_unknown_worker(node: Node) -> None:
     hello = Hello(worker="a.9", task="a", pid=5, generation=0, ready=False)
     assert [type(a) for a in node.feed(WorkerConnected(hello=hello))] == [Disconnect]
 
@@ -458,7 +469,7 @@ def test_an_unknown_worker_is_shown_the_door(node: Node) -> None:
 # --- commits -------------------------------------------------------------------------------------
 
 
-def test_the_first_commit_is_told_at_once_the_next_ones_in_sums(node: Node) -> None:
+def test_commits_are_reported_first_singly_then_summed(node: Node) -> None:
     member(node, "a.1", 1)
     for iteration in range(1, 6):
         node.say("a.1", committed(1, iteration))
@@ -471,15 +482,15 @@ def test_the_first_commit_is_told_at_once_the_next_ones_in_sums(node: Node) -> N
     assert ("commits", "a") not in node.timers
 
 
-def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
+def test_commit_sum_carries_newest_checksum(node: Node) -> None:
     member(node, "a.1", 1)
     node.say("a.1", committed(1, 1))
     for iteration, checksum in ((2, 5), (3, 6), (4, 0)):
-        checked = iteration - 1 if checksum else 0
-        commit = msgspec.structs.replace(committed(1, iteration), checked=checked, checksum=checksum, sums=7 * checksum)
+        checksums = Checksums(iteration=iteration - 1, parameters=checksum, sums=7 * checksum) if checksum else None
+        commit = msgspec.structs.replace(committed(1, iteration), checksums=checksums)
         node.say("a.1", commit)
     node.fire("commits", "a")
-    assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(after=2, parameters=6, sums=42)]
+    assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(iteration=2, parameters=6, sums=42)]
 
 
 @pytest.mark.parametrize(
@@ -487,12 +498,12 @@ def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
     [
         regrouped(2),
         trouble("exception"),
-        Parked(generation=2, iteration=3),
-        Completed(iteration=3, loss=1.0, params_digest="x"),
+        WorkerPaused(**reporter("a.1"), generation=2, iteration=3),
+        TaskCompleted(**reporter("a.1"), iteration=3, loss=1.0, params_digest="x"),
     ],
 )
-def test_a_sum_is_closed_by_news_of_its_worker(
-    node: Node, closing: Regrouped | ErrorReport | Parked | Completed
+def test_worker_message_flushes_commit_sum(
+    node: Node, closing: WorkerJoinedGroup | ErrorReported | WorkerPaused | TaskCompleted
 ) -> None:
     member(node, "a.1", 1)
     for iteration in (1, 2, 3):
@@ -503,7 +514,7 @@ def test_a_sum_is_closed_by_news_of_its_worker(
     assert node.committed == {("a", 1, i): 1 for i in (1, 2, 3)}
 
 
-def test_a_sum_is_closed_by_a_gap_and_by_another_generation(node: Node) -> None:
+def test_gap_or_new_generation_flushes_commit_sum(node: Node) -> None:
     member(node, "a.1", 1)
     for commit in (committed(1, 1), committed(1, 2), committed(1, 5), committed(2, 4)):
         node.say("a.1", commit)
@@ -517,14 +528,14 @@ def test_a_sum_is_closed_by_a_gap_and_by_another_generation(node: Node) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_told_at_once(node: Node, loss: float) -> None:
+def test_nonfinite_loss_flushes_commit_sum(node: Node, loss: float) -> None:
     member(node, "a.1", 1)
     node.say("a.1", committed(1, 1))
     node.say("a.1", committed(1, 2, loss=loss))
     assert [s.last for s in node.of(StepCommitted)] == [1, 2]
 
 
-def test_a_sum_is_closed_before_the_exit_and_before_a_handover(node: Node) -> None:
+def test_exit_and_handover_flush_commit_sum(node: Node) -> None:
     member(node, "a.1", 1)
     node.say("a.1", committed(1, 1))
     node.say("a.1", committed(1, 2))
@@ -540,17 +551,17 @@ def test_a_sum_is_closed_before_the_exit_and_before_a_handover(node: Node) -> No
 # --- exits ---------------------------------------------------------------------------------------
 
 
-def test_an_unexpected_exit_is_told_with_its_cause_and_log(node: Node) -> None:
+def test_unexpected_exit_carries_cause_and_log(node: Node) -> None:
     member(node, "a.1", 1)
     node.die("a.1", SIGKILLED, "last words")
     (error,) = node.of(ErrorReported)
     assert (error.kind, error.detail, error.generation) == ("process_exit", "last words", 1)
     assert "OOM" in error.message
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.exit_code, exited.expected, exited.log_tail) == (9, None, False, "last words")
+    assert (exited.signal, exited.exit_code, exited.is_expected, exited.log_tail) == (9, None, False, "last words")
 
 
-def test_an_exit_before_ready_is_a_failed_start(node: Node) -> None:
+def test_exit_before_ready_is_failed_start(node: Node) -> None:
     node.command(start("a.1", 1))
     node.fork()
     node.die("a.1", EXIT_1)
@@ -561,45 +572,45 @@ def mark_in(phase: Phase) -> Mark:
     return Mark(phase, 1, 5, 0, 0, 0, 0, 0, 0)
 
 
-def test_exit_0_in_mid_training_is_an_error_of_the_program(node: Node) -> None:
+def test_exit_0_in_mid_training_is_program_error(node: Node) -> None:
     member(node, "a.1", 1)
     node.die("a.1", EXIT_0, mark=mark_in("step"))
     (error,) = node.of(ErrorReported)
     assert (error.kind, error.iteration, error.phase) == ("left_early", 5, "step")
     assert "hook.stop(reason)" in error.message
-    assert not node.of(WorkerExited)[0].expected
+    assert not node.of(WorkerExited)[0].is_expected
 
 
 @pytest.mark.parametrize("says", ["done", "stop"])
-def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says: str) -> None:
+def test_exit_0_after_completion_or_stop_is_expected(node: Node, says: str) -> None:
     member(node, "a.1", 1)
     if says == "stop":
-        node.say("a.1", StopRequest(iteration=5, reason="enough"))
+        node.say("a.1", StopRequested(**reporter("a.1"), iteration=5, reason="enough"))
     node.die("a.1", EXIT_0, mark=mark_in("done" if says == "done" else "step"))
     assert not node.of(ErrorReported)
-    assert node.of(WorkerExited)[0].expected
+    assert node.of(WorkerExited)[0].is_expected
 
 
-def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
+def test_busy_section_is_reported_once_it_lasts(node: Node) -> None:
     member(node, "a.1", 1)
-    node.say("a.1", Busy(what="evaluation", at_most_us=5_000_000))
-    node.say("a.1", Busy(what="", at_most_us=0))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="evaluation", limit_us=5_000_000))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="", limit_us=0))
     node.fire("busy", "a.1")
     assert not node.of(WorkerBusy), "it was over at once"
-    node.say("a.1", Busy(what="export", at_most_us=5_000_000))
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="export", limit_us=5_000_000))
     node.fire("busy", "a.1")
-    node.say("a.1", Busy(what="", at_most_us=0))
-    assert [event.what for event in node.of(WorkerBusy)] == ["export", ""]
+    node.say("a.1", WorkerBusy(**reporter("a.1"), section="", limit_us=0))
+    assert [event.section for event in node.of(WorkerBusy)] == ["export", ""]
 
 
-def test_a_cause_that_the_worker_told_is_not_told_again(node: Node) -> None:
+def test_exit_repeats_no_cause_that_worker_reported(node: Node) -> None:
     member(node, "a.1", 1)
     node.say("a.1", trouble("nan_loss"))
     node.die("a.1", EXIT_1)
     assert [error.kind for error in node.of(ErrorReported)] == ["nan_loss"]
 
 
-def test_a_symptom_is_no_cause(node: Node) -> None:
+def test_symptom_leaves_exit_cause_open(node: Node) -> None:
     member(node, "a.1", 1)
     node.say("a.1", trouble("connection_broken"))
     node.die("a.1", SIGKILLED)
@@ -607,16 +618,16 @@ def test_a_symptom_is_no_cause(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("was_member", "expected"), [(True, True), (False, False)])
-def test_a_member_that_ends_with_0_has_completed(node: Node, was_member: bool, expected: bool) -> None:
+def test_exit_0_of_member_is_expected(node: Node, was_member: bool, expected: bool) -> None:
     if was_member:
         member(node, "a.1", 1)
     else:
         running(node, "a.1", 1)
     node.die("a.1", EXIT_0)
-    assert node.of(WorkerExited)[0].expected is expected
+    assert node.of(WorkerExited)[0].is_expected is expected
 
 
-def test_an_exit_is_acknowledged_once_the_log_holds_it(node: Node) -> None:
+def test_exit_is_acknowledged_after_append(node: Node) -> None:
     member(node, "a.1", 1)
     node.die("a.1", SIGKILLED)
     assert "a.1" in node.exits
@@ -624,10 +635,10 @@ def test_an_exit_is_acknowledged_once_the_log_holds_it(node: Node) -> None:
     assert len(node.of(WorkerExited)) == 1
     (exited,) = node.of(WorkerExited)
     actions = node.feed(Appended(event=exited))
-    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [ExitedAck(worker="a.1")]
+    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [ProcessExitAck(worker="a.1")]
 
 
-def test_an_exit_whose_acknowledgement_was_lost_is_acknowledged_and_not_told_again(node: Node) -> None:
+def test_exit_with_lost_acknowledgement_is_not_repeated(node: Node) -> None:
     member(node, "a.1", 1)
     node.die("a.1", SIGKILLED)
     exited = node.exits["a.1"]
@@ -639,7 +650,7 @@ def test_an_exit_whose_acknowledgement_was_lost_is_acknowledged_and_not_told_aga
     assert node.exits == {}
 
 
-def test_an_exit_that_died_in_the_outbox_is_told_by_the_next_agent(node: Node) -> None:
+def test_next_agent_reports_exit_lost_in_outbox(node: Node) -> None:
     member(node, "a.1", 1)
     node.command(stop("a.1", 3))
     node.die("a.1", SIGKILLED)
@@ -647,20 +658,20 @@ def test_an_exit_that_died_in_the_outbox_is_told_by_the_next_agent(node: Node) -
     node.appended.clear()
     node.boot()
     (exited,) = node.of(WorkerExited)
-    assert exited.expected, "it was told to stop, which the agent before knew"
+    assert exited.is_expected, "it was told to stop, which the agent before knew"
 
 
-def test_a_dead_fork_server_took_its_workers_along(node: Node) -> None:
+def test_dead_fork_server_takes_its_workers(node: Node) -> None:
     member(node, "a.1", 1)
     node.kill_fork_server()
     (exited,) = node.of(WorkerExited)
-    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+    assert (exited.signal, exited.is_expected) == (SIGKILLED, False)
 
 
 # --- leaving -------------------------------------------------------------------------------------
 
 
-def test_a_node_leaves_once_its_workers_have_ended(node: Node) -> None:
+def test_node_leaves_after_its_workers_exit(node: Node) -> None:
     member(node, "a.1", 1)
     node.feed(LeaveNow(reason="maintenance"))
     assert not node.finished and node.processes["a.1"].quit
@@ -671,7 +682,7 @@ def test_a_node_leaves_once_its_workers_have_ended(node: Node) -> None:
     assert isinstance(node.appended[-1], NodeLeft)
 
 
-def test_an_empty_node_leaves_at_once(node: Node) -> None:
+def test_empty_node_leaves_at_once(node: Node) -> None:
     assert isinstance(node.feed(LeaveNow(reason="x"))[-1], Finish)
 
 
@@ -679,7 +690,7 @@ def drained(node: Node) -> None:
     node.feed(Drain(reason="asked", limit_s=20.0))
 
 
-def test_a_drained_node_waits_until_its_workers_are_moved_away(node: Node) -> None:
+def test_drained_node_waits_until_workers_move(node: Node) -> None:
     member(node, "a.1", 1)
     drained(node)
     (told,) = node.of(NodeLeaving)
@@ -693,7 +704,7 @@ def test_a_drained_node_waits_until_its_workers_are_moved_away(node: Node) -> No
     assert len(node.of(NodeLeft)) == len(node.of(NodeLeaving)) == 1
 
 
-def test_a_drain_is_announced_before_the_starts_that_it_gives_up(node: Node) -> None:
+def test_drain_announcement_precedes_cancelled_starts(node: Node) -> None:
     node.kill_fork_server()
     node.command(start("a.1", 1))
     actions = node.feed(Drain(reason="asked", limit_s=20.0))
@@ -701,7 +712,7 @@ def test_a_drain_is_announced_before_the_starts_that_it_gives_up(node: Node) -> 
     assert told == [NodeLeaving, CommandFailed, NodeLeft] and isinstance(actions[-1], Finish)
 
 
-def test_a_drain_has_an_end(node: Node) -> None:
+def test_drain_deadline_terminates_and_kills_workers(node: Node) -> None:
     """What still runs then gets SIGTERM, and SIGKILL."""
     member(node, "a.1", 1)
     drained(node)
@@ -710,17 +721,17 @@ def test_a_drain_has_an_end(node: Node) -> None:
     assert TellForkServer(message=Kill(worker="a.1", signal=9)) in node.fire("stop", "a.1")
     assert isinstance(node.die("a.1", SIGKILLED)[-1], Finish)
     (exited,) = node.of(WorkerExited)
-    assert exited.expected and node.of(NodeLeft)
+    assert exited.is_expected and node.of(NodeLeft)
 
 
-def test_an_interrupt_ends_a_drain(node: Node) -> None:
+def test_interrupt_ends_drain(node: Node) -> None:
     member(node, "a.1", 1)
     drained(node)
     node.feed(LeaveNow(reason="now"))
     assert node.processes["a.1"].quit and isinstance(node.die("a.1", EXIT_0)[-1], Finish)
 
 
-def test_an_agent_that_has_not_joined_joins_and_drains(node: Node) -> None:
+def test_unjoined_agent_joins_before_drain(node: Node) -> None:
     member(node, "a.1", 1)
     node.restart_agent()
     node.boot()
@@ -732,7 +743,7 @@ def test_an_agent_that_has_not_joined_joins_and_drains(node: Node) -> None:
 
 
 @pytest.mark.parametrize("agent_boot", [0, 1, 2, 3])
-def test_a_command_is_for_one_agent(agent_boot: int) -> None:
+def test_command_applies_to_its_agent_only(agent_boot: int) -> None:
     """This one is of boot 2, in a run directory of its own."""
     node = Node(config=replace(CONFIG, agent_boot=2))
     node.boot()
@@ -746,28 +757,28 @@ def test_a_command_is_for_one_agent(agent_boot: int) -> None:
         assert node.spawned == ["a.1"]
 
 
-def test_a_command_for_the_agent_before_is_obeyed_in_its_run_directory(node: Node) -> None:
+def test_successor_obeys_command_for_predecessor_in_directory(node: Node) -> None:
     node.restart_agent()
     node.boot()
     node.command(replace(start("a.1", 1), agent_boot=1))
     assert node.spawned == ["a.1"]
 
 
-def test_a_newcomer_that_has_not_seen_the_log_leaves_without_a_word() -> None:
+def test_newcomer_leaves_silently_before_reading_log() -> None:
     """An older agent of its name may be at work: the log would listen to nobody any more."""
     node = Node()
     assert isinstance(node.feed(LeaveNow(reason="x"))[-1], Finish)
     assert not node.of(NodeLeft)
 
 
-def test_kill_is_by_worker(node: Node) -> None:
+def test_kill_names_worker(node: Node) -> None:
     running(node, "a.1", 1)
     node.command(stop("a.1", 3))
     actions = node.fire("stop", "a.1")
     assert [a.message for a in actions if isinstance(a, TellForkServer)] == [Kill(worker="a.1", signal=15)]
 
 
-def test_the_messages_of_a_membership_carry_what_was_decided(node: Node) -> None:
+def test_membership_message_carries_decision(node: Node) -> None:
     running(node, "a.1", 1)
     order = membership("a", 3, ["a.1"], urgent=True)
     (told,) = [a.message for a in node.tell(order) if isinstance(a, TellWorker)]
@@ -776,22 +787,52 @@ def test_the_messages_of_a_membership_carry_what_was_decided(node: Node) -> None
     assert (told.generation, told.members, told.urgent, told.store) == (3, members, True, order.store)
 
 
-@pytest.mark.parametrize(("message", "event"), reports.REPORTED.items(), ids=lambda kind: kind.__name__)
-def test_what_a_worker_reports_has_the_fields_of_its_observation(message: type, event: type) -> None:
-    wanted = {field.name for field in msgspec.structs.fields(event)}
-    told = {field.name for field in msgspec.structs.fields(message)}
-    assert told.isdisjoint({"node", "task", "worker"})
-    assert told | {"node", "task", "worker"} == wanted
+OWN = WorkerWaiting(**reporter("a.1"), generation=1)
+OWN_STATE = SnapshotStored(
+    node=NODE, task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, duration_us=0
+)
 
 
-def test_a_command_that_cannot_be_read_is_answered_once(node: Node) -> None:
+@pytest.mark.parametrize("event", [OWN, OWN_STATE])
+def test_agent_appends_the_event_of_a_worker_as_it_is(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
+    member(node, "a.1", 1)
+    node.feed(WorkerSaid(worker="a.1", message=event))
+    assert node.of(type(event)) == [event]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        msgspec.structs.replace(OWN, worker="a.2"),
+        msgspec.structs.replace(OWN, task="b"),
+        msgspec.structs.replace(OWN, node="n9"),
+        msgspec.structs.replace(OWN_STATE, task="b"),
+        msgspec.structs.replace(OWN_STATE, origin="n9"),
+    ],
+)
+def test_agent_disconnects_a_worker_that_speaks_of_another(node: Node, event: WorkerWaiting | SnapshotStored) -> None:
+    member(node, "a.1", 1)
+    (action,) = node.feed(WorkerSaid(worker="a.1", message=event))
+    assert isinstance(action, Disconnect) and action.worker == "a.1" and not node.of(type(event))
+
+
+def test_worker_may_send_no_event_but_those_of_its_own() -> None:
+    events = {kind for kind in get_args(FromWorker) if issubclass(kind, Event)}
+    assert events == set(get_args(WorkerReport))
+    assert all(issubclass(kind, WorkerObservation | SnapshotStored) for kind in events)
+    assert events.isdisjoint({WorkerStarted, WorkerExited, HangSuspected, StepCommitted}), (
+        "these the agent knows itself"
+    )
+
+
+def test_unreadable_command_is_answered_once(node: Node) -> None:
     order = Unreadable(command_id="1.1.n1.7", cause="coordinator-1-9", reason="$.event: unknown")
     for _ in range(2):
         node.feed(order)
     failed = [event for event in node.appended if isinstance(event, CommandFailed)]
     assert len(failed) == 2, "the same answer to the same command"
     assert failed[0] == failed[1]
-    assert (failed[0].command_id, failed[0].reads) == ("1.1.n1.7", SCHEMA)
+    assert (failed[0].command_id, failed[0].readable_schema) == ("1.1.n1.7", SCHEMA)
     assert failed[0].reason.endswith("$.event: unknown")
 
 
@@ -814,7 +855,7 @@ def asking(run_as: str, **env: str) -> StartWorker:
 
 
 @pytest.mark.parametrize(("run_as", "user"), [("", ALICE), ("alice", ALICE), ("bob", BOB)])
-def test_a_task_runs_as_the_user_that_it_names_or_as_the_first(run_as: str, user: Identity) -> None:
+def test_task_runs_as_named_or_first_user(run_as: str, user: Identity) -> None:
     node = separating(ALICE, BOB)
     joined = [event for event in node.appended if isinstance(event, NodeJoined)]
     assert joined[-1].users == ("alice", "bob")
@@ -822,7 +863,7 @@ def test_a_task_runs_as_the_user_that_it_names_or_as_the_first(run_as: str, user
     assert node.unforked[0].user == user
 
 
-def test_without_a_list_a_task_runs_as_the_agent(node: Node) -> None:
+def test_task_runs_as_agent_without_user_list(node: Node) -> None:
     node.fork_at_once = False
     node.command(asking(""))
     assert node.unforked[0].user is None
@@ -838,9 +879,7 @@ def test_without_a_list_a_task_runs_as_the_agent(node: Node) -> None:
         ((), False, asking("", UNICRON_RUN="/x"), "env.UNICRON_RUN: is not a setting of workers"),
     ],
 )
-def test_what_a_node_does_not_run_it_refuses(
-    users: tuple[Identity, ...], separates: bool, order: StartWorker, why: str
-) -> None:
+def test_node_refuses_unlisted_user(users: tuple[Identity, ...], separates: bool, order: StartWorker, why: str) -> None:
     node = separating(*users, separates=separates)
     node.command(order)
     assert not node.unforked

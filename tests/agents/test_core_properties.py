@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.agents.node import NODE, STORE, Node, committed, decision, membership, part, start, stop
+from tests.agents.node import NODE, STORE, Node, committed, decision, membership, part, reporter, start, stop
 from unicrond.agents.core.state import LeaveNow, WorkerDisconnected
-from unicrond.agents.protocol.messages import Ready
 from unicrond.events.vocabulary import (
     CommandApplied,
     CommandFailed,
@@ -20,6 +19,7 @@ from unicrond.events.vocabulary import (
     StartWorkers,
     TaskSpec,
     WorkerExited,
+    WorkerReady,
     WorkerStarted,
 )
 from unicrond.events.vocabulary.placements import starts
@@ -132,7 +132,7 @@ class AgentMachine(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(sorted(self.node.processes)))
         self.node.hello(worker)
         if ready:
-            self.node.say(worker, Ready())
+            self.node.say(worker, WorkerReady(**reporter("a.1")))
 
     @precondition(lambda self: any(p.connected for p in self.node.processes.values()))
     @rule(data=st.data())

@@ -24,7 +24,7 @@ from tests.agents.node import decision, part
 from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
 from tests.other_users import USER, needs_root, opened
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.shell.departure import EXIT_FORGOTTEN
+from unicrond.events.cli.exit_codes import FORGOTTEN
 from unicrond.events.log.subjects import EVENT_STREAM, agent_consumer
 from unicrond.events.nats.commands import ensure_command_consumer
 from unicrond.events.nats.connection import Connection
@@ -61,7 +61,7 @@ from unicrond.events.vocabulary import (
     WorkerStarted,
 )
 from unicrond.events.vocabulary.placements import runs_of
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 
 E = TypeVar("E", bound=Observation)
@@ -125,7 +125,7 @@ class Coordinator:
         self.log = NatsEventLog(connection)
         self.number = 0
         self.entries = self.log.read(0)
-        self.seen: list[Recorded] = []
+        self.seen: list[RecordedEvent] = []
 
     async def command(self, make: Callable[[str], Command]) -> str:
         command = make(f"1.1.n1.{self.number + 1}")
@@ -186,7 +186,7 @@ class Coordinator:
         """The next event of a kind (with these fields) that was not read before."""
         async with asyncio.timeout(TIMEOUT_S):
             async for entry in self.entries:
-                assert isinstance(entry, Recorded), entry
+                assert isinstance(entry, RecordedEvent), entry
                 self.seen.append(entry)
                 event = entry.envelope.event
                 if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items()):
@@ -217,7 +217,9 @@ async def coordinator(nats_connection: Connection) -> AsyncIterator[Coordinator]
         yield coordinator
 
 
-async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection) -> None:
+async def test_daemon_runs_life_of_worker(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
     joined = await coordinator.until(NodeJoined)
     assert (joined.slots, joined.workers) == (2, ())
     socket.create_connection((joined.store.host, joined.store.port), timeout=5).close()
@@ -236,7 +238,7 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
     os.kill(pid, signal.SIGKILL)
     exited = await coordinator.until(WorkerExited)
     print(f"SIGKILL to the coordinator's reading of the exit: {(time.monotonic() - begun) * 1e3:.1f} ms")
-    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    assert (exited.signal, exited.is_expected) == (signal.SIGKILL, False)
     kinds = [type(entry.envelope.event) for entry in coordinator.seen[-3:]]
     assert kinds == [StepCommitted, ErrorReported, WorkerExited]
 
@@ -249,11 +251,11 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
 
     await coordinator.trained("c.1")
     order = await coordinator.stop("c.1")
-    assert (await coordinator.until(WorkerExited, worker="c.1")).expected
+    assert (await coordinator.until(WorkerExited, worker="c.1")).is_expected
     await coordinator.until(CommandApplied, command_id=order)
 
 
-async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
+async def test_daemon_answers_log_and_stack_requests(
     agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
 ) -> None:
     joined = await coordinator.until(NodeJoined)
@@ -266,8 +268,8 @@ async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
     there = {"store": (joined.store.host, joined.store.port), "nothing": ("127.0.0.1", 9)}
     peers = (Peer(node="n2", ports=there),)
     links = LinksCheck(token="0" * 16, peers=peers, pairs=(), library="gloo", limit_s=10.0)
-    (lost,) = decode_report((await ask(node_checks.encode(links))).data, LinksReport).unreached
-    assert (lost.peer, lost.what, lost.why) == ("n2", "nothing", "connection refused")
+    (lost,) = decode_report((await ask(node_checks.encode(links))).data, LinksReport).unreachable_ports
+    assert (lost.peer, lost.service, lost.reason) == ("n2", "nothing", "connection refused")
 
     await coordinator.start("a.1")
     await coordinator.until(WorkerReady)
@@ -277,7 +279,7 @@ async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
     assert "does not run here" in (await ask(encode(other))).error
 
 
-async def test_a_tasks_secrets_reach_its_worker(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_daemon_passes_secrets_to_worker(agent: AgentProcess, coordinator: Coordinator) -> None:
     """Through everything that leaves out what an older reader would not know."""
     await coordinator.until(NodeJoined)
     (agent.run_dir / "secret").write_text("s3cret\n")
@@ -292,7 +294,7 @@ async def test_a_tasks_secrets_reach_its_worker(agent: AgentProcess, coordinator
 
 
 @needs_root
-async def test_users_are_switched_on_where_workers_run(
+async def test_user_separation_starts_after_old_workers_exit(
     nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
 ) -> None:
     """The fork server of the agent before cannot change users: no worker starts until its last one has ended."""
@@ -321,7 +323,7 @@ async def test_users_are_switched_on_where_workers_run(
         agent.end()
 
 
-async def test_memberships_are_read_in_the_log(
+async def test_daemon_follows_memberships_of_own_tasks_only(
     agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
 ) -> None:
     """Of a task that has workers here, by one agent after the other, in parts too; of another task nothing."""
@@ -358,7 +360,7 @@ async def test_memberships_are_read_in_the_log(
     assert not [entry for entry in coordinator.seen if isinstance(entry.envelope.event, CommandFailed)]
 
 
-async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_successor_adopts_workers_of_killed_agent(agent: AgentProcess, coordinator: Coordinator) -> None:
     first = await coordinator.until(NodeJoined)
     await coordinator.trained("a.1", generation=3)
     await coordinator.start("b.1", "sleep")
@@ -384,7 +386,7 @@ async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess
     assert (late.worker, late.iteration) == ("b.1", 7), "who stands still says no hello, and is watched all the same"
 
 
-async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_successor_reports_exits_during_absence(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     agent.process.terminate()
     assert agent.process.wait(10) == 143
@@ -393,11 +395,11 @@ async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, 
     assert has_ended(pid)
     agent.start()
     exited = await coordinator.until(WorkerExited)
-    assert (exited.worker, exited.signal, exited.expected) == ("a.1", signal.SIGKILL, False)
+    assert (exited.worker, exited.signal, exited.is_expected) == ("a.1", signal.SIGKILL, False)
     assert (await coordinator.until(NodeJoined)).workers == ()
 
 
-async def test_a_killed_node_comes_back_empty(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_killed_node_returns_empty(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     fork_server = agent.fork_server()
     theirs = children(fork_server)
@@ -411,12 +413,12 @@ async def test_a_killed_node_comes_back_empty(agent: AgentProcess, coordinator: 
     await coordinator.trained("a.2", generation=2)
 
 
-async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_killed_fork_server_is_reported_and_replaced(agent: AgentProcess, coordinator: Coordinator) -> None:
     first = await coordinator.until(NodeJoined)
     await coordinator.trained("a.1")
     kill(agent.fork_server())
     exited = await coordinator.until(WorkerExited)
-    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    assert (exited.signal, exited.is_expected) == (signal.SIGKILL, False)
     second = await coordinator.until(NodeJoined)
     assert second.agent_boot == first.agent_boot
     told, replaced = agent.log().index("ended by signal 9"), agent.log().rindex("started a fork server")
@@ -424,7 +426,7 @@ async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentPro
     await coordinator.trained("a.2", generation=2)
 
 
-async def test_a_node_that_cannot_be_commanded_does_not_join(
+async def test_node_without_command_consumer_never_joins(
     nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Path
 ) -> None:
     """The stream takes no more consumers: the agent says so and is not planned for, until there is room."""
@@ -450,7 +452,7 @@ async def test_a_node_that_cannot_be_commanded_does_not_join(
         agent.end()
 
 
-async def test_a_killed_server_costs_no_observation(
+async def test_killed_server_loses_no_observation(
     agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer
 ) -> None:
     await coordinator.trained("a.1")
@@ -465,7 +467,9 @@ async def test_a_killed_server_costs_no_observation(
     await coordinator.trained("a.2", generation=2)
 
 
-async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection) -> None:
+async def test_heartbeats_are_sequential_and_complete(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
     joined = await coordinator.until(NodeJoined)
     await coordinator.take_over()
     order = await coordinator.start("a.1", "sleep")
@@ -474,7 +478,7 @@ async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_co
     beats: list[Heartbeat] = []
     async with asyncio.timeout(TIMEOUT_S), aclosing(NatsBeatLog(nats_connection).subscribe()) as entries:
         async for entry in entries:
-            assert isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat)
+            assert isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, Heartbeat)
             beats.append(entry.envelope.event)
             if len(beats) >= 5 and beats[-1].read_seq == read_seq:
                 break
@@ -483,7 +487,7 @@ async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_co
     assert all(b.memory_free_bytes > 0 for b in beats)
 
 
-async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_sigint_stops_workers_and_node_leaves(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     await coordinator.start("b.1", "sleep")
     await coordinator.until(WorkerStarted, worker="b.1")
@@ -494,10 +498,10 @@ async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, 
     assert all(has_ended(pid, 5) for pid in (fork_server, *theirs))
     await coordinator.until(NodeLeft)
     exits = [e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, WorkerExited)]
-    assert [(e.worker, e.expected) for e in exits] == [("a.1", True), ("b.1", True)]
+    assert [(e.worker, e.is_expected) for e in exits] == [("a.1", True), ("b.1", True)]
 
 
-async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
+async def test_supervisor_restarts_agent_that_adopts(
     nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
 ) -> None:
     """And SIGTERM reaches it: the node leaves."""
@@ -513,7 +517,7 @@ async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
         assert [w.worker for w in joined.workers] == ["a.1"]
         agent.process.terminate()
         exited = await coordinator.until(WorkerExited)
-        assert exited.expected
+        assert exited.is_expected
         await coordinator.until(NodeLeft)
         assert await asyncio.to_thread(agent.process.wait, 20) == 143, agent.log()
     finally:
@@ -521,7 +525,7 @@ async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
 
 
 @pytest.mark.parametrize("for_good", [True, False])
-async def test_an_agent_that_is_told_to_leave(agent: AgentProcess, coordinator: Coordinator, *, for_good: bool) -> None:
+async def test_agent_leaves_on_command(agent: AgentProcess, coordinator: Coordinator, *, for_good: bool) -> None:
     """For good: drained, and it ends with 0. Forgotten while it was away: its worker ends, and the exit code says that
     the next agent is wanted."""
     joined = await coordinator.until(NodeJoined)
@@ -551,11 +555,11 @@ async def test_an_agent_that_is_told_to_leave(agent: AgentProcess, coordinator: 
         assert not has_ended(pid, 0), "the coordinator moves it away"
         await coordinator.stop("a.1")
     await coordinator.until(NodeLeft)
-    assert await asyncio.to_thread(agent.process.wait, 20) == (0 if for_good else EXIT_FORGOTTEN), agent.log()
+    assert await asyncio.to_thread(agent.process.wait, 20) == (0 if for_good else FORGOTTEN), agent.log()
     assert has_ended(pid)
 
 
-def test_an_agent_starts_on_a_full_volume(run_dir: Path, tmp_path: Path) -> None:
+def test_agent_starts_on_full_volume(run_dir: Path, tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces here")
     output = tmp_path / "agent.log"
@@ -564,7 +568,7 @@ def test_an_agent_starts_on_a_full_volume(run_dir: Path, tmp_path: Path) -> None
     assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}{output.read_text()}"
 
 
-async def test_a_second_agent_is_refused(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_second_agent_in_directory_is_refused(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.until(NodeJoined)
     first = agent.process
     second = agent.start()

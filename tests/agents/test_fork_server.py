@@ -15,12 +15,12 @@ from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, ForkServerProcess, children, eventually, has_ended
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.messages import (
-    Exited,
-    ExitedAck,
-    Forked,
     Kill,
     Launch,
     MemoryReserved,
+    ProcessExitAck,
+    ProcessExited,
+    ProcessForked,
     ReleaseMemory,
     ReserveMemory,
     Retire,
@@ -52,24 +52,24 @@ def log_of(run_dir: Path, worker: str) -> Path:
 
 def born(agent: AgentSide, order: Spawn) -> int:
     agent.send(order)
-    forked = agent.next(Forked)
+    forked = agent.next(ProcessForked)
     assert forked.worker == order.launch.worker
     return int(forked.pid)
 
 
-def test_an_agent_is_greeted_with_the_inventory_and_a_living_store(fork_server: ForkServers, agent: Agents) -> None:
+def test_fork_server_greets_agent_with_inventory_and_store(fork_server: ForkServers, agent: Agents) -> None:
     fork_server()
     inventory = agent().inventory()
     assert inventory.workers == ()
     socket.create_connection(("127.0.0.1", inventory.store_port), timeout=5).close()
 
 
-def test_a_worker_is_born_clean(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_worker_starts_with_clean_process_state(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     side = agent()
     order = spawn(run_dir, "a.1", "describe", env={"COLOUR": "red"}, cwd="/usr")
     pid = born(side, order)
-    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 0
     tale = json.loads(log_of(run_dir, "a.1").read_text())
     assert (tale["pid"], tale["sid"], tale["pgid"]) == (pid, pid, pid)
     line, mark, memory = tale["given"]
@@ -79,12 +79,12 @@ def test_a_worker_is_born_clean(fork_server: ForkServers, agent: Agents, run_dir
     assert tale["sigterm"] and tale["sigchld"]
 
 
-def test_secrets_are_read_where_the_worker_runs(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_worker_reads_secrets_on_its_node(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     side = agent()
     (run_dir / "secret").write_text("s3cret\n")
     born(side, spawn(run_dir, "a.1", "describe", secrets={"COLOUR": f"file:{run_dir / 'secret'}"}))
-    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 0
     said = json.loads(log_of(run_dir, "a.1").read_text())["env"]["COLOUR"]
     assert said == "(hidden)", "it has the value and prints it, and its log does not show it"
     for worker, source, why in (
@@ -92,29 +92,27 @@ def test_secrets_are_read_where_the_worker_runs(fork_server: ForkServers, agent:
         ("a.3", "env:NO_SUCH", "the agent has no variable NO_SUCH; set it in the agent's environment"),
     ):
         born(side, spawn(run_dir, worker, "describe", secrets={"COLOUR": source}))
-        assert os.WEXITSTATUS(side.next(Exited).status) == 1
+        assert os.WEXITSTATUS(side.next(ProcessExited).status) == 1
         assert log_of(run_dir, worker).read_text() == f"secret COLOUR: {why}\n"
 
 
-def test_an_exit_is_repeated_to_new_agents_until_it_is_acknowledged(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_exit_is_repeated_until_acknowledgement(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     first = agent()
     pid = born(first, spawn(run_dir, "a.1", "exit", "7"))
-    exited = first.next(Exited)
+    exited = first.next(ProcessExited)
     assert (exited.pid, os.WEXITSTATUS(exited.status)) == (pid, 7)
     second = agent()
     inventory = second.inventory()
     assert second.received == [exited, inventory], "exits come before the inventory"
-    second.send(ExitedAck(worker="a.1"))
+    second.send(ProcessExitAck(worker="a.1"))
     born(second, spawn(run_dir, "a.2", "sleep"))  # the acknowledgement has been read before this
     third = agent()
     assert third.inventory().workers[0].worker == "a.2"
     assert len(third.received) == 1
 
 
-def test_workers_survive_their_agent_and_the_newest_agent_is_obeyed(
+def test_workers_survive_agent_and_newest_agent_commands(
     fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     fork_server()
@@ -126,28 +124,28 @@ def test_workers_survive_their_agent_and_the_newest_agent_is_obeyed(
     assert first.ends()
     begun = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    exited = second.next(Exited)
+    exited = second.next(ProcessExited)
     print(f"exit status seen after {(time.monotonic() - begun) * 1e3:.2f} ms")
     assert os.WTERMSIG(exited.status) == signal.SIGKILL
 
 
-def test_kill_reaches_the_worker_by_name(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_kill_signals_worker_by_name(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     side = agent()
     born(side, spawn(run_dir, "a.1", "sleep"))
     side.send(Kill(worker="a.9", signal=signal.SIGKILL))
     side.send(Kill(worker="a.1", signal=signal.SIGTERM))
-    assert os.WTERMSIG(side.next(Exited).status) == signal.SIGTERM
+    assert os.WTERMSIG(side.next(ProcessExited).status) == signal.SIGTERM
 
 
-def test_a_spawn_that_comes_twice_is_done_once(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_repeated_spawn_starts_one_worker(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     side = agent()
     order = spawn(run_dir, "a.1", "sleep")
     assert born(side, order) == born(side, order)
 
 
-def test_what_cannot_be_started_is_said(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_failed_spawn_tells_reason(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     side = agent()
     side.send(spawn(run_dir, "a.1", "sleep", cwd="/no/such/place"))
@@ -155,27 +153,27 @@ def test_what_cannot_be_started_is_said(fork_server: ForkServers, agent: Agents,
     born(side, spawn(run_dir, "a.2", "sleep"))
 
 
-def test_all_output_is_in_the_log_when_the_exit_is_told(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_log_is_complete_when_exit_is_reported(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     side = agent()
     lines = 100_000
     side.send(spawn(run_dir, "a.1", "print", str(lines)))
-    assert os.WEXITSTATUS(side.next(Exited).status) == 1
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 1
     text = log_of(run_dir, "a.1").read_text()
     assert f"line {lines - 1:06d}\n" in text
     assert text.endswith("RuntimeError: and then it broke\n")
 
 
-def test_what_a_worker_leaves_behind_ends_with_it(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_orphans_end_with_their_worker(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server()
     side = agent()
     born(side, spawn(run_dir, "a.1", "orphan"))
-    side.next(Exited)
+    side.next(ProcessExited)
     assert has_ended(int(log_of(run_dir, "a.1").read_text()))
     assert eventually(lambda: len(children(server.pid)) == 1), "only the store is left: orphans are reaped"
 
 
-def test_without_an_agent_it_fences_itself(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_fork_server_fences_itself_without_agent(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--lease-s", "0.3")
     side = agent()
     pids = [born(side, spawn(run_dir, f"a.{number}", "sleep")) for number in (1, 2)]
@@ -187,7 +185,7 @@ def test_without_an_agent_it_fences_itself(fork_server: ForkServers, agent: Agen
 
 
 @pytest.mark.parametrize("with_agent", [True, False])
-def test_a_socket_that_is_unlinked_is_bound_again(
+def test_fork_server_binds_unlinked_socket_again(
     fork_server: ForkServers, agent: Agents, run_dir: Path, with_agent: bool
 ) -> None:
     server = fork_server("--lease-s", "30")
@@ -202,17 +200,17 @@ def test_a_socket_that_is_unlinked_is_bound_again(
         (run_dir / "fork.sock").unlink()
     assert eventually((run_dir / "fork.sock").exists, within_s=5)
     assert [entry.pid for entry in agent().inventory().workers] == [pid], "its workers live, and are adopted"
-    assert "fork.sock was gone: bound again" in server.log()
+    assert "fork.sock was gone: bound it again" in server.log()
 
 
-def test_with_an_agent_the_lease_does_not_run(fork_server: ForkServers, agent: Agents) -> None:
+def test_connected_agent_suspends_lease(fork_server: ForkServers, agent: Agents) -> None:
     server = fork_server("--lease-s", "0.2")
     agent()
     assert not has_ended(server.pid, 0.6)
 
 
 @pytest.mark.parametrize("how", ["retire", "sigterm"])
-def test_it_ends_with_all_its_children(fork_server: ForkServers, agent: Agents, run_dir: Path, how: str) -> None:
+def test_fork_server_ends_with_all_children(fork_server: ForkServers, agent: Agents, run_dir: Path, how: str) -> None:
     server = fork_server()
     side = agent()
     pids = [born(side, spawn(run_dir, f"a.{number}", "sleep")) for number in (1, 2, 3)]
@@ -226,9 +224,7 @@ def test_it_ends_with_all_its_children(fork_server: ForkServers, agent: Agents, 
     assert not (run_dir / "fork.sock").exists()
 
 
-def test_the_kernel_ends_the_workers_of_a_killed_fork_server(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_kernel_ends_workers_of_killed_fork_server(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server()
     side = agent()
     born(side, spawn(run_dir, "a.1", "sleep"))
@@ -238,7 +234,7 @@ def test_the_kernel_ends_the_workers_of_a_killed_fork_server(
     assert all(has_ended(pid, 5) for pid in theirs)
 
 
-def test_a_store_that_dies_is_replaced_on_its_port(fork_server: ForkServers, agent: Agents) -> None:
+def test_store_is_replaced_on_same_port(fork_server: ForkServers, agent: Agents) -> None:
     server = fork_server()
     port = agent().inventory().store_port
     (store,) = children(server.pid)
@@ -250,7 +246,7 @@ def test_a_store_that_dies_is_replaced_on_its_port(fork_server: ForkServers, age
         assert second.recv(1) == b"!"
 
 
-def test_a_bad_frame_costs_the_connection_alone(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_bad_frame_closes_only_its_connection(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     side = agent()
     pid = born(side, spawn(run_dir, "a.1", "sleep"))
@@ -259,7 +255,7 @@ def test_a_bad_frame_costs_the_connection_alone(fork_server: ForkServers, agent:
     assert agent().inventory().workers[0].pid == pid
 
 
-def test_two_fork_servers_do_not_share_a_directory(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_second_fork_server_in_directory_is_refused(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server()
     second = ForkServerProcess(run_dir)
     assert not second.is_ready
@@ -267,7 +263,9 @@ def test_two_fork_servers_do_not_share_a_directory(fork_server: ForkServers, age
     assert agent().inventory().workers == ()
 
 
-def test_the_real_thing_has_one_thread_and_forks_fast(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_fork_server_with_torch_has_one_thread_and_forks_fast(
+    fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
     from datetime import timedelta
 
     from torch.distributed import TCPStore
@@ -280,7 +278,7 @@ def test_the_real_thing_has_one_thread_and_forks_fast(fork_server: ForkServers, 
     begun = time.monotonic()
     born(side, spawn(run_dir, "a.1", "exit", "0"))
     forked = time.monotonic()
-    side.next(Exited)
+    side.next(ProcessExited)
     print(f"forked in {(forked - begun) * 1e3:.1f} ms, ended after {(time.monotonic() - begun) * 1e3:.1f} ms")
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     store.set("key", "value")
@@ -294,9 +292,7 @@ def opened(pid: int, kept: MemoryReserved) -> Memory:
     return Memory(f"/proc/{pid}/fd/{kept.fd}", kept.max_bytes)
 
 
-def test_memory_outlives_worker_and_agent_and_goes_on_demand(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_memory_outlives_worker_and_agent_until_release(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--memory-max-bytes=65536")
     first = agent()
     first.inventory()
@@ -311,7 +307,7 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     memory.close()
 
     second = agent()
-    assert second.inventory().kept == (kept,)
+    assert second.inventory().reserved_memory == (kept,)
     again = opened(server.pid, kept)
     assert again.newest() == head
     again.close()
@@ -320,13 +316,11 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     assert second.next(MemoryReserved) == kept, "there already"
     second.send(ReleaseMemory(task="a"))
     third = agent()
-    assert third.inventory().kept == ()
+    assert third.inventory().reserved_memory == ()
     assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if "unicron" in os.readlink(fd)]  # noqa: PTH115
 
 
-def test_a_worker_is_born_with_its_shards_memory_and_no_other(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_worker_inherits_memory_of_its_shard_only(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--memory-max-bytes=65536")
     side = agent()
     side.inventory()
@@ -335,7 +329,7 @@ def test_a_worker_is_born_with_its_shards_memory_and_no_other(
     side.send(spawn(run_dir, "a.1", "describe"))
     kept = side.next(MemoryReserved)
     assert (kept.task, kept.shard) == ("a", 0)
-    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    assert os.WEXITSTATUS(side.next(ProcessExited).status) == 0
     tale = json.loads(log_of(run_dir, "a.1").read_text())
     assert sorted(tale["fds"]) == sorted(["0", "1", "2", *tale["given"]]), tale["fds"]
     assert "unicron a/0" in tale["fds"][tale["given"][2]], "of its shard, and of no other"

@@ -38,13 +38,13 @@ def ended(number: int, *, passed: bool = True) -> Checked:
 # --- the core -------------------------------------------------------------------------------------
 
 
-def test_a_check_is_run_and_told_and_then_the_command_is_applied(node: Node) -> None:
+def test_health_check_runs_reports_and_acknowledges(node: Node) -> None:
     (asked,) = node.command(check(1))
     assert asked == RunCheck(command_id=f"1.1.{NODE}.1", argv=("true",), limit_s=9.0, reason="XID 48")
     assert node.command(check(1)) == [], "the same command again, while it runs"
     told = [action.event for action in node.feed(ended(1)) if isinstance(action, Append)]
     assert told == [
-        NodeChecked(node=NODE, command_id=f"1.1.{NODE}.1", passed=True, duration_us=7, detail="well"),
+        NodeChecked(node=NODE, command_id=f"1.1.{NODE}.1", has_passed=True, duration_us=7, detail="well"),
         CommandApplied(node=NODE, command_id=f"1.1.{NODE}.1"),
     ]
     (again,) = node.command(check(1))
@@ -52,7 +52,7 @@ def test_a_check_is_run_and_told_and_then_the_command_is_applied(node: Node) -> 
     assert node.feed(ended(1)) == []
 
 
-def test_one_check_at_a_time_and_none_by_an_old_command(node: Node) -> None:
+def test_health_check_refuses_concurrent_or_old_command(node: Node) -> None:
     node.command(check(1))
     for refused in (node.command(check(2)), node.command(check(3), age_s=3600.0)):
         (answer,) = refused
@@ -64,13 +64,13 @@ def test_one_check_at_a_time_and_none_by_an_old_command(node: Node) -> None:
 # --- the process ----------------------------------------------------------------------------------
 
 
-async def test_an_operators_command_is_niced_and_told_why() -> None:
+async def test_check_command_runs_niced_with_reason() -> None:
     script = "import os; print(os.nice(0), os.environ['UNICRON_REASON'])"
     told = await run((sys.executable, "-c", script), 60.0, {**os.environ, "UNICRON_REASON": "XID 48"})
     assert told == (True, f"{os.nice(0) + 10} XID 48")
 
 
-async def test_a_command_that_fails_hangs_or_is_not_there_has_not_passed() -> None:
+async def test_check_fails_on_error_timeout_or_missing_command() -> None:
     assert await run(("/bin/sh", "-c", "echo ill; exit 1"), 60.0, dict(os.environ)) == (False, "ill")
     assert await run(("/bin/sh", "-c", "exit 9"), 60.0, dict(os.environ)) == (False, "exit code 9: no output")
     passed, why = await run(("/bin/sh", "-c", "echo on it; exec sleep 600"), 3.0, dict(os.environ))
@@ -79,7 +79,7 @@ async def test_a_command_that_fails_hangs_or_is_not_there_has_not_passed() -> No
     assert not passed and "/no/such/check cannot be run" in why
 
 
-async def test_a_check_that_is_cut_off_leaves_no_process(tmp_path: Path) -> None:
+async def test_cancelled_check_leaves_no_process(tmp_path: Path) -> None:
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
     running = asyncio.create_task(run(("/bin/sh", "-c", f"echo $$ > {fifo}; exec sleep 600"), 600.0, dict(os.environ)))
@@ -108,7 +108,7 @@ def self_test(*arguments: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout
 
 
-def test_a_sound_node_passes() -> None:
+def test_self_test_passes_on_sound_node() -> None:
     code, told = self_test()
     assert code == 0 and "found nothing wrong" in told and "a sum over 2 slots by gloo" in told
     assert len(told.splitlines()) == 1
@@ -123,6 +123,6 @@ def test_a_sound_node_passes() -> None:
         ("silence:1", "did not answer within 5 s"),
     ],
 )
-def test_a_broken_one_does_not(breakage: str, says: str) -> None:
+def test_self_test_fails_on_broken_node(breakage: str, says: str) -> None:
     code, told = self_test("--break", breakage, *(("--limit-s", "5.5") if "silence" in breakage else ()))
     assert code == 1 and says in told

@@ -15,7 +15,7 @@ from tests.agents.test_core import member
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
 from unicrond.agents.core.known_event_log import difference, is_taken
 from unicrond.agents.core.state import LogSeen, Remembered
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.host.paths import PROBE_SOCKET
 from unicrond.agents.shell.probe import Condition, ask
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection
@@ -45,19 +45,19 @@ KNOWN = Remembered(log="first", log_seq=40, log_adopted_us=7, fence=(3, 1))
         (None, 40, "the event log is gone: NATS has none, and this agent knows the one made at first"),
     ],
 )
-def test_what_makes_it_another(seen: LogSeen | None, read_seq: int, words: str) -> None:
+def test_log_difference_names_cause(seen: LogSeen | None, read_seq: int, words: str) -> None:
     found = difference(KNOWN, seen, read_seq)
     assert words in found and bool(words) == bool(found)
     assert not difference(Remembered(), seen, read_seq), "who knows of none takes what there is"
 
 
-def test_only_an_order_that_is_younger_counts() -> None:
+def test_adoption_order_must_be_newer() -> None:
     assert not is_taken(KNOWN, LogSeen(identity="second", adopted_us=7)), "one that was obeyed already"
     assert is_taken(KNOWN, LogSeen(identity="second", adopted_us=8))
 
 
 @pytest.mark.parametrize("seen", [LogSeen(identity="second", adopted_us=5), LogSeen(identity="first", adopted_us=5)])
-def test_the_node_joins_a_log_anew_that_a_person_has_taken(seen: LogSeen) -> None:
+def test_node_rejoins_adopted_log(seen: LogSeen) -> None:
     node = Node()
     node.boot()
     node.feed(LogSeen(identity="first", last_seq=10))
@@ -105,7 +105,7 @@ async def _answers_probes(agent: AgentProcess, words: str, *, is_ready: bool) ->
         raise AssertionError(f"not {words!r}, but {found}") from None
 
 
-async def test_it_waits_for_a_person_and_its_workers_train_on(
+async def test_agent_waits_for_adoption_while_workers_train(
     agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
 ) -> None:
     await coordinator.take_over()
@@ -144,7 +144,7 @@ def kill_and_start(agent: AgentProcess) -> None:
     agent.start()
 
 
-async def test_a_shorter_log_is_waited_out_and_the_right_one_gone_on_with(
+async def test_agent_waits_out_shorter_log_and_resumes(
     agent: AgentProcess,
     coordinator: Coordinator,
     nats_server: EmbeddedServer,
@@ -194,7 +194,7 @@ async def _swapped(server: EmbeddedServer, away: Path, here: Path | None = None)
     await server.restart()
 
 
-async def test_a_log_that_is_gone_is_waited_out(
+async def test_agent_waits_out_missing_log(
     agent: AgentProcess,
     coordinator: Coordinator,
     nats_server: EmbeddedServer,

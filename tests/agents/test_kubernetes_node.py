@@ -18,8 +18,7 @@ from tests.agents.test_daemon import AgentProcess, Coordinator, coordinator
 from tests.unicrond.cluster import MiniCluster
 from unicrond.agents.core.state import ForkServerSaid, LogSeen, MachineSaw
 from unicrond.agents.kubernetes.api import KubernetesError, NodeApi
-from unicrond.agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, taint_patch
-from unicrond.agents.kubernetes.place import in_cluster_url
+from unicrond.agents.kubernetes.node_object import CONDITION, TAINT, Hold, hold_of, in_cluster_url, taint_patch
 from unicrond.agents.protocol.messages import Inventory
 from unicrond.agents.shell.cli import parse
 from unicrond.events import vocabulary as v
@@ -54,17 +53,17 @@ OUT_OF_SERVICE = [{"key": "node.kubernetes.io/out-of-service", "effect": "NoExec
         (node([{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}], ready="Unknown"), "cordon", "ready"),
     ],
 )
-def test_what_a_node_object_says(found: dict[str, Any], hold: str, words: str) -> None:
+def test_node_object_maps_to_hold(found: dict[str, Any], hold: str, words: str) -> None:
     said = hold_of(found, "cordon")
     assert said.hold == hold and words in said.reason
 
 
-def test_a_cordon_may_mean_a_drain() -> None:
+def test_cordon_may_mean_drain() -> None:
     assert hold_of(node(unschedulable=True), "drain").hold == "drain"
     assert hold_of(node(ready="False"), "drain").hold == "cordon"
 
 
-def test_the_patch_leaves_others_taints() -> None:
+def test_taint_patch_keeps_foreign_taints() -> None:
     found = node(OUT_OF_SERVICE) | {"metadata": {"resourceVersion": "7"}}
     patch = taint_patch(found, isolated=True)
     assert [taint["key"] for taint in patch["spec"]["taints"]] == [OUT_OF_SERVICE[0]["key"], TAINT]
@@ -73,14 +72,14 @@ def test_the_patch_leaves_others_taints() -> None:
     assert taint_patch(ours, isolated=False)["spec"] == {"taints": None}
 
 
-def test_where_the_api_server_is() -> None:
+def test_api_server_url_comes_from_environment() -> None:
     assert in_cluster_url({}) == ""
     assert in_cluster_url({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == "https://10.0.0.1:443"
     ours = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
     assert in_cluster_url(ours) == "https://[fd00::1]:6443"
 
 
-def test_outside_of_a_cluster_the_flag_wants_a_url(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_kubernetes_flag_needs_url_outside_cluster(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     flags = ["--nats", "nats://h:1", "--node", "n1", "--slots", "1", "--kubernetes-node", "gpu07"]
     with pytest.raises(SystemExit):
@@ -93,7 +92,7 @@ def test_outside_of_a_cluster_the_flag_wants_a_url(monkeypatch: pytest.MonkeyPat
 # --- the API ---------------------------------------------------------------------------------------
 
 
-async def test_what_is_refused_is_one_line(tmp_path: Path) -> None:
+async def test_kubernetes_refusal_is_one_line(tmp_path: Path) -> None:
     async with stand_in("gpu07") as server:
         for name, token, words in (
             ("gpu07", "wrong", "401 Unauthorized"),
@@ -131,7 +130,7 @@ WATCHED = [b'{"type": "MODIFIED", "object": %b}' % one for one in NONSENSE]
 
 
 @pytest.mark.parametrize("says", [*NONSENSE, *WATCHED, b'{"type": "ERROR", "object": []}', b'{"type": 7}'])
-async def test_an_answer_without_sense_is_one_line(tmp_path: Path, says: bytes) -> None:
+async def test_kubernetes_nonsense_is_one_line(tmp_path: Path, says: bytes) -> None:
     async with stand_in("gpu07") as server:
         server.says = says
         api = NodeApi(server.url, "gpu07", account(tmp_path))
@@ -145,7 +144,7 @@ async def test_an_answer_without_sense_is_one_line(tmp_path: Path, says: bytes) 
 # --- the agent's core, and the fold ----------------------------------------------------------------
 
 
-def test_the_log_is_told_once_for_each_change_and_at_each_join() -> None:
+def test_machine_report_follows_change_and_join() -> None:
     agent = Node()
     cordon = MachineSaw(hold="cordon", reason="the machine is cordoned")
     agent.feed(MachineSaw(hold="", reason=""))
@@ -164,7 +163,7 @@ def reported(cluster: MiniCluster, hold: Any) -> None:
     cluster.run()
 
 
-def test_the_machines_word_and_a_persons() -> None:
+def test_machine_hold_and_manual_cordon_combine() -> None:
     cluster = MiniCluster(0)
     for name in ("n0", "n1"):
         cluster.add_host(name)
@@ -172,17 +171,21 @@ def test_the_machines_word_and_a_persons() -> None:
     cluster.run()
     reported(cluster, "drain")
     found = cluster.state.nodes["n0"]
-    assert (found.cordoned, found.draining, found.cordon_reason) == (True, True, "machine: the machine is cordoned")
+    assert (found.cordon.active, found.cordon.draining, found.cordon.reason) == (
+        True,
+        True,
+        "machine: the machine is cordoned",
+    )
     assert not cluster.hosts["n0"].processes and cluster.state.incidents_total == 0
     reported(cluster, "cordon")
-    assert not cluster.state.nodes["n0"].draining
+    assert not cluster.state.nodes["n0"].cordon.draining
     reported(cluster, "")
-    assert not cluster.state.nodes["n0"].cordoned and len(cluster.hosts["n0"].processes) == 1
+    assert not cluster.state.nodes["n0"].cordon.active and len(cluster.hosts["n0"].processes) == 1
     cluster.cordon("n0", drain=True)
     reported(cluster, "")
-    assert cluster.state.nodes["n0"].draining, "what a person has said stays"
+    assert cluster.state.nodes["n0"].cordon.draining, "what a person has said stays"
     reported(cluster, "cordon")
-    assert not cluster.state.nodes["n0"].cordon_reason.startswith("machine: ")
+    assert not cluster.state.nodes["n0"].cordon.reason.startswith("machine: ")
 
 
 # --- the agent, live -------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ async def decide(coordinator: Coordinator, event: v.AnyDecision) -> None:
     )
 
 
-async def test_an_agent_keeps_both_in_step(
+async def test_agent_syncs_node_object_and_cluster(
     nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path, tmp_path: Path
 ) -> None:
     async with stand_in("gpu07") as server:
@@ -261,5 +264,5 @@ async def test_an_agent_keeps_both_in_step(
             agent.end()
 
 
-def test_nothing_held_is_nothing() -> None:
+def test_free_node_object_maps_to_no_hold() -> None:
     assert hold_of(StandIn("gpu07").node, "drain") == Hold("", "")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.agents.node import CONFIG, Node, committed, decision, start
-from unicrond.agents.protocol.messages import Regrouped
+from tests.agents.node import CONFIG, Node, committed, decision, reporter, start
 from unicrond.events.vocabulary import StateSource, StepCommitted, WorkerJoinedGroup
 
 SLOTS = 4
@@ -26,23 +25,26 @@ def node() -> Node:
 def regroup(node: Node, worker: str, generation: int = 1, *, source: StateSource = "own", others: int = 0) -> None:
     node.say(
         worker,
-        Regrouped(
-            generation=generation, iteration=7, dealt=1, duration_us=9, source=source, peers_assigned=others
+        WorkerJoinedGroup(
+            **reporter(worker), generation=generation, iteration=7, micro_batches_assigned=1, duration_us=9,
+            source=source, micro_batches_assigned_elsewhere=others
         ),
     )  # fmt: skip
 
 
 def told(node: Node) -> list[tuple[str, int, int]]:
-    return [(event.worker, event.generation, event.peers_assigned) for event in node.of(WorkerJoinedGroup)]
+    return [
+        (event.worker, event.generation, event.micro_batches_assigned_elsewhere) for event in node.of(WorkerJoinedGroup)
+    ]
 
 
-def test_the_lead_is_reported_with_all_that_it_says(node: Node) -> None:
+def test_leader_report_carries_all_fields(node: Node) -> None:
     node.tell(decision("a", 1, ["a.1", "a.2", "a.9"], leader_confirms=True))
     regroup(node, "a.1", others=5)
     assert told(node) == [("a.1", 1, 5)]
 
 
-def test_another_member_that_keeps_its_state_is_not(node: Node) -> None:
+def test_report_of_continuing_member_is_suppressed(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1", "a.2"], leader_confirms=True))
     regroup(node, "a.1", others=5)
     regroup(node, "a.2")
@@ -50,7 +52,7 @@ def test_another_member_that_keeps_its_state_is_not(node: Node) -> None:
     assert node.state.memory.workers["a.1"].generation == 1, "the next agent is to know where it is"
 
 
-def test_who_joins_or_took_a_state_is(node: Node) -> None:
+def test_reports_of_joiners_and_loaders_are_sent(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1", "a.2", "a.3"], joiners=["a.1"], leader_confirms=True))
     regroup(node, "a.1", source="replica", others=5)
     regroup(node, "a.2", source="checkpoint")
@@ -58,7 +60,7 @@ def test_who_joins_or_took_a_state_is(node: Node) -> None:
     assert told(node) == [("a.1", 1, 0), ("a.2", 1, 0)]
 
 
-def test_each_is_where_the_lead_does_not_tell(node: Node) -> None:
+def test_members_report_if_leader_does_not_confirm(node: Node) -> None:
     """Whatever the worker knows of the others: the log would count it twice."""
     node.tell(decision("a", 1, ["a.9", "a.1", "a.2"]))
     regroup(node, "a.1", others=5)
@@ -66,7 +68,7 @@ def test_each_is_where_the_lead_does_not_tell(node: Node) -> None:
     assert told(node) == [("a.1", 1, 0), ("a.2", 1, 0)]
 
 
-def test_the_word_holds_for_one_generation(node: Node) -> None:
+def test_leader_confirmation_covers_one_generation(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1"], leader_confirms=True))
     node.tell(decision("a", 2, ["a.9", "a.1", "a.2"]))
     regroup(node, "a.1", 2)
@@ -76,7 +78,7 @@ def test_the_word_holds_for_one_generation(node: Node) -> None:
     assert told(node) == [("a.1", 2, 0), ("a.2", 2, 0)]
 
 
-def test_an_agent_that_does_not_know_reports_more_not_less(node: Node) -> None:
+def test_restarted_agent_reports_member_despite_confirmation(node: Node) -> None:
     node.tell(decision("a", 1, ["a.9", "a.1"], leader_confirms=True))
     node.restart_agent()
     node.boot()
@@ -85,7 +87,7 @@ def test_an_agent_that_does_not_know_reports_more_not_less(node: Node) -> None:
     assert told(node) == [("a.1", 1, 0)]
 
 
-def test_what_is_not_reported_closes_a_sum_as_well(node: Node) -> None:
+def test_suppressed_report_flushes_commit_sum(node: Node) -> None:
     """It was committed in the group before."""
     node.tell(decision("a", 1, ["a.1", "a.2"]))
     regroup(node, "a.1")

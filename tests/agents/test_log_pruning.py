@@ -30,7 +30,7 @@ def limits(max_age_days: float = 14, max_bytes: int = BIG, reserve_bytes: int = 
     return Limits(max_age_s=max_age_days * DAY_S, max_bytes=max_bytes, reserve_bytes=reserve_bytes)
 
 
-def test_the_old_ones_of_ended_workers_go_with_all_their_parts(tmp_path: Path) -> None:
+def test_pruning_removes_old_logs_with_all_parts(tmp_path: Path) -> None:
     written(tmp_path, "a.1", 20, parts=3)
     written(tmp_path, "a.2", 20)
     written(tmp_path, "b.1", 20)
@@ -41,14 +41,14 @@ def test_the_old_ones_of_ended_workers_go_with_all_their_parts(tmp_path: Path) -
     assert prune(tmp_path, {"a.2"}, limits(), NOW_S) == (0, 0)
 
 
-def test_the_oldest_go_until_the_others_fit(tmp_path: Path) -> None:
+def test_pruning_removes_oldest_until_rest_fits(tmp_path: Path) -> None:
     for number, age_days in ((1, 3), (2, 1), (3, 2), (4, 9)):
         written(tmp_path, f"a.{number}", age_days)
     prune(tmp_path, {"a.4"}, limits(max_bytes=2 * 64 * KIB), NOW_S)
     assert left(tmp_path) == {"a.2.log", "a.4.log"}, "the living one counts, and stays"
 
 
-def test_a_full_disk_is_given_room(tmp_path: Path) -> None:
+def test_pruning_frees_full_disk(tmp_path: Path) -> None:
     for number in range(1, 6):
         written(tmp_path, f"a.{number}", number)
 
@@ -59,7 +59,7 @@ def test_a_full_disk_is_given_room(tmp_path: Path) -> None:
     assert left(tmp_path) == {"a.1.log", "a.2.log", "a.3.log"}
 
 
-def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
+def test_pruning_leaves_other_files(tmp_path: Path) -> None:
     written(tmp_path, "a.1", 99)
     (tmp_path / "a" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.output.query_service import answer
 from unicrond.agents.output.stacks import NoStacks, stacks
 from unicrond.agents.protocol import marks
@@ -42,12 +42,12 @@ def ask(logs: Path, **fields: object) -> LogsReply:
     return decode_reply(asyncio.run(answer("n1", logs, lambda _: 0, encode(LogsRequest(**fields)))))  # type: ignore[arg-type]
 
 
-def test_the_tail_of_the_newest_worker(logs: Path) -> None:
+def test_log_service_serves_tail_of_newest_worker(logs: Path) -> None:
     reply = ask(logs, task="a", tail_bytes=4)
     assert (reply.worker, reply.data, reply.next_offset, reply.error) == ("a.10", b"6789", 100, "")
 
 
-def test_a_follower_gets_what_is_new_and_after_a_rotation_the_beginning(logs: Path) -> None:
+def test_log_follower_gets_new_text_and_restarts_after_rotation(logs: Path) -> None:
     path = worker_log(logs, "a", "a.2")
     reply = ask(logs, task="a", worker="a.2", tail_bytes=3)
     with path.open("ab") as file:
@@ -59,7 +59,7 @@ def test_a_follower_gets_what_is_new_and_after_a_rotation_the_beginning(logs: Pa
     assert (reply.data, reply.next_offset) == (b"fresh", 5)
 
 
-def test_what_is_not_there_is_said(logs: Path) -> None:
+def test_log_service_names_missing_log(logs: Path) -> None:
     assert "no worker of task b" in ask(logs, task="b").error
     assert "no log of a.3" in ask(logs, task="a", worker="a.3").error
 
@@ -76,14 +76,14 @@ def test_what_is_not_there_is_said(logs: Path) -> None:
         {},
     ],
 )
-def test_bad_requests_are_answered_with_the_reason(logs: Path, body: dict[str, object]) -> None:
+def test_log_service_answers_bad_request_with_reason(logs: Path, body: dict[str, object]) -> None:
     reply = decode_reply(asyncio.run(answer("n1", logs, lambda _: 0, msgspec.msgpack.encode(body))))
     assert reply.error.startswith("bad request: ")
     assert reply.data == b""
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_answered(body: bytes) -> None:
+def test_log_service_answers_any_bytes(body: bytes) -> None:
     decode_reply(asyncio.run(answer("n1", Path("/nowhere"), lambda _: 0, body)))
     for decode in (decode_request, decode_reply):
         try:
@@ -95,7 +95,7 @@ def test_any_bytes_are_answered(body: bytes) -> None:
 # --- marks ---------------------------------------------------------------------------------------
 
 
-def test_marks_say_where_the_workers_of_a_task_are(logs: Path, tmp_path: Path) -> None:
+def test_marks_reply_tells_positions_of_workers(logs: Path, tmp_path: Path) -> None:
     marker = Marker(tmp_path / "a.2")
     marker.enter_group(3)
     marker.begin_iteration(41, 9_000_000)
@@ -106,8 +106,12 @@ def test_marks_say_where_the_workers_of_a_task_are(logs: Path, tmp_path: Path) -
     reply = decode_reply(asyncio.run(answer("n1", logs, lambda _: 0, request, tasks.__getitem__)))
     first, second = decode_marks(reply.data)
     assert (first.worker, first.phase, first.generation, first.iteration) == ("a.2", "forward", 3, 41)
-    assert (first.micro_batch, first.entered, first.waiting) == (5, 0, False) and 0 <= first.still_us < 60_000_000
-    assert (second.entered, second.waiting) == (7, True)
+    assert (first.micro_batch, first.collectives_entered, first.is_waiting) == (
+        5,
+        0,
+        False,
+    ) and 0 <= first.still_us < 60_000_000
+    assert (second.collectives_entered, second.is_waiting) == (7, True)
     assert second.generation == 2**53 - 1, "what a worker writes is bounded"
 
 
@@ -127,12 +131,12 @@ def a_py_spy(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.executable", str(directory / "python"))
 
 
-def test_stacks_are_py_spys(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_come_from_py_spy(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_py_spy(tmp_path, 'echo "Thread of $3 by $1"', monkeypatch)
     assert ask_stacks(logs, 4711) == LogsReply(node="n1", worker="a.2", data=b"Thread of 4711 by dump\n")
 
 
-def test_why_there_are_no_stacks_is_said(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_stacks_tell_reason(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask_stacks(logs, 0).error == "worker a.2 does not run on node n1"
     a_py_spy(tmp_path, 'echo "Permission PublishDenied: try sudo" >&2; exit 1', monkeypatch)
     assert "Permission PublishDenied" in (error := ask_stacks(logs, 1).error) and "ptrace_scope" in error
@@ -141,12 +145,12 @@ def test_why_there_are_no_stacks_is_said(logs: Path, tmp_path: Path, monkeypatch
     assert "pip install 'unicrond[stacks]'" in ask_stacks(logs, 1).error
 
 
-def test_an_agent_that_does_not_know_stacks_understands_a_request_for_logs() -> None:
+def test_log_request_omits_stacks_for_older_agent() -> None:
     plain = msgspec.msgpack.decode(encode(LogsRequest(task="a", offset=7)))
     assert "stacks" not in plain and plain == {"task": "a", "offset": 7}
 
 
-def test_py_spy_itself() -> None:
+def test_py_spy_shows_real_stack() -> None:
     """Where it is installed, and Linux lets us."""
     script = "import sys, time\ndef waits_here():\n    print(flush=True)\n    time.sleep(60)\nwaits_here()"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:

@@ -8,13 +8,12 @@ import random
 from pathlib import Path
 
 from unicrond.agents.fork_server.masked_output import MaskedLog, masked_log, values_of
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.rotated_output import RotatedLog
 from unicrond.agents.output.query_service import answer
-from unicrond.agents.protocol.messages import ErrorReport
 from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.events.queries.worker_queries import MAX_LOG_BYTES, LogsRequest, decode_reply, encode
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary import ErrorReported, TaskSpec
 
 VALUES = ["hunter2-hunter2", "hunter2-x", "hunter2-x-and-more", "aaaaab", "key-line-one\nkey-line-two\n"]
 
@@ -27,7 +26,7 @@ def written(path: Path, pieces: list[bytes], values: list[str]) -> bytes:
     return path.read_bytes()
 
 
-def test_a_value_in_pieces_never_comes_to_the_disk(tmp_path: Path) -> None:
+def test_split_secret_never_reaches_disk(tmp_path: Path) -> None:
     text = b"a hunter2-hunter2 b hunter2-x hunter2-x-and-more aaaaaaaaab c\nkey-line-one\nkey-line-two\nhunter2- end "
     text += b"hunter2-hunter"
     shown = b"a (hidden) b (hidden) (hidden) aaaa(hidden) c\n(hidden)\nhunter2- end hunter2-hunter"
@@ -38,7 +37,7 @@ def test_a_value_in_pieces_never_comes_to_the_disk(tmp_path: Path) -> None:
         assert written(tmp_path / f"{number}.log", pieces, VALUES) == shown, pieces
 
 
-def test_what_cannot_be_the_beginning_of_a_value_is_written_at_once(tmp_path: Path) -> None:
+def test_masked_log_writes_at_once_unless_secret_may_follow(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     log = MaskedLog(RotatedLog(path), ["hunter2"])
     log.write(b"a line\n")
@@ -53,7 +52,7 @@ def test_what_cannot_be_the_beginning_of_a_value_is_written_at_once(tmp_path: Pa
     assert path.read_bytes() == b"a line\na hunter\n"
 
 
-def test_the_values_are_those_of_the_node_and_of_env(tmp_path: Path) -> None:
+def test_masked_log_hides_secrets_of_node_and_env(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("from-the-file\n")
     os.mkfifo(tmp_path / "pipe")
     files = {name: f"file:{tmp_path}/{file}" for name, file in (("A", "key"), ("D", "missing"), ("E", "pipe"))}
@@ -81,7 +80,7 @@ def served(tmp_path: Path, content: bytes, **request: int) -> list[bytes]:
         offset = reply.next_offset
 
 
-def test_what_looks_like_a_secret_is_blotted_where_a_log_is_served(tmp_path: Path) -> None:
+def test_served_log_blots_out_secrets(tmp_path: Path) -> None:
     token = b"hf_abcdefghijklmnopqrstuvwxyz0123"
     for shift in (-40, -20, -1, 0, 5):
         before = b"x" * (MAX_LOG_BYTES + shift - 1) + b" "
@@ -91,9 +90,12 @@ def test_what_looks_like_a_secret_is_blotted_where_a_log_is_served(tmp_path: Pat
         assert b"".join(pieces) == before + b"*" * len(token) + b"\nrest\n"
 
 
-def test_a_trouble_is_told_without_secrets() -> None:
+def test_error_report_hides_secrets() -> None:
     spec = TaskSpec(name="a", secrets={"A": "env:X"}, env={"DB_PASSWORD": "in-the-env"})
-    trouble = ErrorReport(
+    trouble = ErrorReported(
+        node="n1",
+        task="a",
+        worker="a.1",
         kind="exception",
         generation=1,
         iteration=1,

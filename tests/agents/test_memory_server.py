@@ -20,7 +20,7 @@ def _strangers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("strangers", [memory_server.CONNECTIONS_MAX, memory_server.STRANGERS_MAX + 8])
-def test_silent_strangers_hold_nobody_up(strangers: int) -> None:
+def test_silent_connections_never_delay_requests(strangers: int) -> None:
     with OtherNode("n2", {}) as service, ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection((service.host, service.port), 10)) for _ in range(strangers)
@@ -31,7 +31,7 @@ def test_silent_strangers_hold_nobody_up(strangers: int) -> None:
             assert early.recv(1) == b"", "the oldest had to leave"
 
 
-def test_a_request_in_drips_has_no_place_among_the_served() -> None:
+def test_slow_request_takes_no_connection_slot() -> None:
     with OtherNode("n2", {}) as service, ExitStack() as stack:
         for _ in range(memory_server.CONNECTIONS_MAX):
             dripping = stack.enter_context(socket.create_connection((service.host, service.port), 10))
@@ -40,7 +40,7 @@ def test_a_request_in_drips_has_no_place_among_the_served() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 3 << 20, (4 << 20) + 1, 13 << 20])
-def test_a_digest_is_made_while_the_bytes_come(size_bytes: int) -> None:
+def test_digest_is_computed_while_receiving(size_bytes: int) -> None:
     data = random.Random(7).randbytes(size_bytes)
     view = memoryview(bytearray(data))
     with Digesting(view) as digesting:

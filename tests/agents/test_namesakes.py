@@ -14,7 +14,8 @@ import pytest
 
 from tests.agents.processes import has_ended
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
-from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED, DuplicateAgents
+from unicrond.agents.shell.duplicate_agent import DuplicateAgents
+from unicrond.events.cli.exit_codes import SUPERSEDED
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.vocabulary import NodeJoined, NodeLeft, StoreAddress, WorkerStarted
@@ -23,7 +24,7 @@ from unicrond.events.wire.envelope import Envelope
 __all__ = ["agent", "coordinator"]  # fixtures
 
 
-def test_who_has_started_later_is_newer() -> None:
+def test_later_boot_is_newer_agent() -> None:
     one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
     for boot in (10, 7, 3):
         one.note_beat(boot, 100.0)
@@ -33,7 +34,7 @@ def test_who_has_started_later_is_newer() -> None:
     assert one.newer == 12 and one.outrun == 0
 
 
-def test_an_older_one_is_waited_for_while_it_is_heard() -> None:
+def test_older_agent_counts_while_its_beats_arrive() -> None:
     one = DuplicateAgents(boot=10, previous_boot=7, heartbeat_s=1.0)
     one.note_beat(7, 100.0)
     assert not one.is_older_there(100.0), "its own predecessor in the run directory is dead"
@@ -43,7 +44,7 @@ def test_an_older_one_is_waited_for_while_it_is_heard() -> None:
     assert one.is_older_there(104.0)
 
 
-def test_a_later_boot_that_only_stands_in_the_log_is_not_an_agent_that_is_heard() -> None:
+def test_logged_boot_alone_is_no_live_agent() -> None:
     one = DuplicateAgents(boot=10, previous_boot=0, heartbeat_s=1.0)
     one.note_logged(12, 100.0)
     assert (one.newer, one.outrun) == (0, 12)
@@ -57,7 +58,7 @@ def elsewhere() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obeyed(
+async def test_older_agent_ends_with_workers_and_newer_serves(
     agent: AgentProcess, coordinator: Coordinator, elsewhere: Path, nats_server: EmbeddedServer
 ) -> None:
     older_boot = (await coordinator.until(NodeJoined)).agent_boot
@@ -68,7 +69,7 @@ async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obe
     try:
         joined = await coordinator.until(NodeJoined)
         assert joined.agent_boot > older_boot and not joined.workers
-        assert await asyncio.to_thread(agent.process.wait, 20) == EXIT_SUPERSEDED
+        assert await asyncio.to_thread(agent.process.wait, 20) == SUPERSEDED
         assert has_ended(pid) and has_ended(fork_server), "its workers end with it"
         (said,) = [line for line in agent.log().splitlines() if "CRITICAL" in line]
         assert f"a newer agent of the name n1 is at work (boot {joined.agent_boot}" in said
@@ -84,7 +85,7 @@ async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obe
     assert (await coordinator.until(NodeJoined)).agent_boot > joined.agent_boot
 
 
-async def test_in_one_run_directory_the_workers_are_the_newer_ones(
+async def test_newer_agent_keeps_workers_of_shared_directory(
     agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer
 ) -> None:
     await coordinator.until(NodeJoined)
@@ -95,12 +96,12 @@ async def test_in_one_run_directory_the_workers_are_the_newer_ones(
     agent.start()
     joined = await coordinator.until(NodeJoined)
     assert [worker.pid for worker in joined.workers] == [pid]
-    assert await asyncio.to_thread(older.wait, 20) == EXIT_SUPERSEDED
+    assert await asyncio.to_thread(older.wait, 20) == SUPERSEDED
     assert not has_ended(pid, 0)
     assert "keeps the workers" in agent.log()
 
 
-async def test_a_later_boot_that_is_nobodys_is_passed(
+async def test_agent_passes_unused_later_boot(
     nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Path, coordinator: Coordinator
 ) -> None:
     """The run directory was lost, and the clock is behind."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.contracts.logs import beat, command, decision, envelope_of, fact, started
 from unicrond.agents.core.state import Remembered
-from unicrond.agents.kubernetes.standing import standing
+from unicrond.agents.kubernetes.keeper import standing
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, DuplicateWatch
 from unicrond.agents.shell.event_log_guard import LogGuard
 from unicrond.events.log.event_log import LogUnavailable
@@ -28,7 +28,7 @@ from unicrond.events.queries.worker_queries import ANSWERS, answer_subject, logs
 from unicrond.events.trust.keys import load_or_create_key
 from unicrond.events.trust.logins import Role
 from unicrond.events.vocabulary import CoordinatorStarted, NodeIsolated, NodeJoined, NodeReadmitted, StoreAddress
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 
 _NODE = "gpu07"
 _LOGINS = (Role.OPERATOR, Role.COORDINATOR, Role.API, f"agent-{_NODE}")
@@ -58,7 +58,7 @@ async def links(tmp_path: Path) -> AsyncIterator[Links]:
         yield Links(*opened)
 
 
-async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
+async def test_agent_key_grants_all_needed_rights(links: Links) -> None:
     head, agent = links.head, links.agent
     log = NatsEventLog(head, extra_headers=lambda _: {WARRANT_HEADER: "a warrant"})
     async with asyncio.timeout(20):
@@ -112,7 +112,7 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
         await feed.follow(["big"])
         await log.append([command(1, _NODE)], fence=fence)
         async for recorded in feed.read():
-            assert isinstance(recorded, Recorded) and recorded.warrant == "a warrant"
+            assert isinstance(recorded, RecordedEvent) and recorded.warrant == "a warrant"
             break
         following = asyncio.create_task(feed.follow(["small"]))
         await asyncio.sleep(0.2)
@@ -144,7 +144,7 @@ def _joined(boot: int) -> NodeJoined:
     return NodeJoined(node=_NODE, address="127.0.0.1", slots=1, store=store, agent_boot=boot, version="1", workers=())
 
 
-async def test_what_it_may_not_is_refused_at_once(links: Links) -> None:
+async def test_agent_key_refuses_other_rights_at_once(links: Links) -> None:
     """All that it may not: tests/events/test_forgery.py."""
     for denied in (f"STREAM.MSG.GET.{EVENT_STREAM}", f"STREAM.DELETE.{EVENT_STREAM}"):
         with pytest.raises(PublishDenied):

@@ -14,7 +14,7 @@ from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, has_ended, kill
 from tests.agents.test_fork_server import born, spawn
 from unicrond.agents.fork_server.oom_witnesses import OomWitness
-from unicrond.agents.protocol.messages import Exited
+from unicrond.agents.protocol.messages import ProcessExited
 
 LIMIT_BYTES = 96 * 1024 * 1024
 
@@ -66,13 +66,13 @@ def cgroup() -> Iterator[MemoryCgroup]:
     made.remove()
 
 
-def died(side: AgentSide) -> Exited:
-    exited = side.next(Exited)
-    assert isinstance(exited, Exited) and os.WTERMSIG(exited.status) == signal.SIGKILL
+def died(side: AgentSide) -> ProcessExited:
+    exited = side.next(ProcessExited)
+    assert isinstance(exited, ProcessExited) and os.WTERMSIG(exited.status) == signal.SIGKILL
     return exited
 
 
-def test_a_real_oom_kill_is_told_apart_from_a_real_sigkill(
+def test_oom_kill_differs_from_sigkill(
     cgroup: MemoryCgroup, fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     server = fork_server()
@@ -87,13 +87,13 @@ def test_a_real_oom_kill_is_told_apart_from_a_real_sigkill(
     assert (other.worker, other.oom) == ("a.1", "no"), "the OOM kill before is not counted twice"
 
 
-def test_a_core_dump_is_told(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_exit_reports_core_dump(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     if Path("/proc/sys/kernel/core_pattern").read_text().startswith("|"):
         pytest.skip("core dumps go to a program here")
     fork_server()
     side = agent()
     born(side, spawn(run_dir, "a.1", "crash", cwd=str(run_dir)))
-    status = side.next(Exited).status
+    status = side.next(ProcessExited).status
     assert os.WTERMSIG(status) == signal.SIGABRT and os.WCOREDUMP(status)
 
 
@@ -139,7 +139,7 @@ class FakeMachine:
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_cgroups_counter_explains_as_many_deaths_as_it_grew(tmp_path: Path, version: int, inside: bool) -> None:
+def test_cgroup_counter_explains_as_many_deaths_as_it_grew(tmp_path: Path, version: int, inside: bool) -> None:
     machine = FakeMachine(tmp_path, version, inside=inside)
     machine.cgroup(5)
     witness = machine.witness()
@@ -149,7 +149,7 @@ def test_the_cgroups_counter_explains_as_many_deaths_as_it_grew(tmp_path: Path, 
     assert witness.ended(2) == "no"
 
 
-def test_the_kernel_log_names_the_process(tmp_path: Path) -> None:
+def test_kernel_log_names_killed_process(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
     machine.logged(2)  # before our time
     witness = machine.witness()
@@ -160,7 +160,7 @@ def test_the_kernel_log_names_the_process(tmp_path: Path) -> None:
     witness.close()
 
 
-def test_with_the_machines_counter_alone_the_answer_is_no_or_maybe(tmp_path: Path) -> None:
+def test_machine_counter_alone_answers_no_or_maybe(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
     machine.log.unlink()
     witness = machine.witness()
@@ -169,7 +169,7 @@ def test_with_the_machines_counter_alone_the_answer_is_no_or_maybe(tmp_path: Pat
     assert witness.ended(2) == "maybe"
 
 
-def test_a_counter_that_stands_still_clears_the_kernel_whatever_the_machine_counts(tmp_path: Path) -> None:
+def test_constant_cgroup_counter_excludes_oom(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
     machine.cgroup(5)
     witness = OomWitness(machine.log, machine.proc)
@@ -181,7 +181,7 @@ def test_a_counter_that_stands_still_clears_the_kernel_whatever_the_machine_coun
     assert witness.ended(2) == "maybe"
 
 
-def test_without_any_witness_the_answer_is_maybe(tmp_path: Path) -> None:
+def test_oom_evidence_is_maybe_without_sources(tmp_path: Path) -> None:
     witness = OomWitness(tmp_path / "none", tmp_path / "none")
     witness.track(1)
     witness.forget(3)

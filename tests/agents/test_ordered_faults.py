@@ -58,7 +58,7 @@ def inject(number: int, *, term: int = 1, epoch: int = 1, **fault: object) -> In
     )
 
 
-def test_an_agent_whose_memory_is_lost_obeys_no_order_to_the_one_before(node: Node) -> None:
+def test_agent_without_memory_ignores_fault_order_to_predecessor(node: Node) -> None:
     """The node was killed, by order, and its run directory is gone: the order comes again, and nobody knows of it."""
     asked = msgspec.structs.replace(inject(9, kind="kill"), agent_boot=node.config.agent_boot)
     assert any(isinstance(action, InjectIntoNode) for action in node.command(asked))
@@ -72,7 +72,7 @@ def test_an_agent_whose_memory_is_lost_obeys_no_order_to_the_one_before(node: No
 
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
-def test_a_signal_at_once_is_the_agents(node: Node, kind: str, number: int) -> None:
+def test_immediate_signal_fault_is_done_by_agent(node: Node, kind: str, number: int) -> None:
     command = inject(9, kind=kind, worker="a.1")
     actions = node.command(command)  # type: ignore[arg-type]
     assert TellForkServer(message=Kill(worker="a.1", signal=number)) in actions
@@ -94,14 +94,14 @@ def test_a_signal_at_once_is_the_agents(node: Node, kind: str, number: int) -> N
         {"kind": "oom"},
     ],
 )
-def test_a_fault_within_training_is_the_workers(node: Node, fault: dict[str, object]) -> None:
+def test_training_fault_is_passed_to_worker(node: Node, fault: dict[str, object]) -> None:
     command = inject(9, worker="a.1", **fault)
     actions = node.command(command)  # type: ignore[arg-type]
     assert TellWorker(worker="a.1", message=InjectIntoWorker(fault=command.fault)) in actions
     assert node.answers(command.command_id) == [""]
 
 
-def test_a_fault_for_nobody_strikes_nobody(node: Node) -> None:
+def test_fault_without_target_is_refused(node: Node) -> None:
     node.command(stop("a.1", 3))
     refusals = {
         inject(10, kind="kill", worker="a.7"): "no worker a.7 runs here",
@@ -115,7 +115,7 @@ def test_a_fault_for_nobody_strikes_nobody(node: Node) -> None:
         assert reason in answer
 
 
-def test_a_worker_that_cannot_hear_is_not_struck_later(node: Node) -> None:
+def test_fault_for_disconnected_worker_is_not_delayed(node: Node) -> None:
     node.restart_agent()
     node.boot()
     command = inject(9, kind="nan", worker="a.1")
@@ -125,14 +125,14 @@ def test_a_worker_that_cannot_hear_is_not_struck_later(node: Node) -> None:
     assert not [action for action in node.hello("a.1") if isinstance(action, TellWorker)]
 
 
-def test_an_old_order_never_acts(node: Node) -> None:
+def test_old_fault_order_never_acts(node: Node) -> None:
     command = inject(9, kind="kill", worker="a.1")
     actions = node.feed(Commanded(command=command, term=1, cause="c", age_s=61.0))
     assert not [action for action in actions if isinstance(action, TellForkServer)]
     assert "stale" in node.answers(command.command_id)[0]
 
 
-def test_the_death_of_the_node_is_answered_before_it_happens(node: Node) -> None:
+def test_node_kill_is_answered_before_it_happens(node: Node) -> None:
     """Or the next agent would hear of the order again, and die of it again."""
     command = inject(9, kind="kill")
     actions = node.command(command)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_the_death_of_the_node_is_answered_before_it_happens(node: Node) -> None
     assert not [a for a in node.command(command) if isinstance(a, InjectIntoNode)]  # type: ignore[arg-type]
 
 
-def test_what_the_shell_cannot_do_is_told(node: Node) -> None:
+def test_failed_node_fault_is_reported(node: Node) -> None:
     command = inject(9, kind="xid", xid=79)
     (strike,) = node.command(command)  # type: ignore[arg-type]
     assert isinstance(strike, InjectIntoNode)
@@ -154,9 +154,7 @@ def test_what_the_shell_cannot_do_is_told(node: Node) -> None:
 # --- real nodes ----------------------------------------------------------------------------------
 
 
-async def test_a_node_is_killed_whole_and_the_next_agent_survives_the_order(
-    agent: AgentProcess, coordinator: Coordinator
-) -> None:
+async def test_killed_node_returns_and_ignores_order(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     fork_server = agent.fork_server()
     theirs = [fork_server, *children(fork_server)]
@@ -172,7 +170,7 @@ async def test_a_node_is_killed_whole_and_the_next_agent_survives_the_order(
     assert agent.process.poll() is None
 
 
-async def test_the_network_of_the_machine_is_never_dropped(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_network_drop_needs_own_namespace(agent: AgentProcess, coordinator: Coordinator) -> None:
     if is_in_own_namespace():
         pytest.skip("these tests run in a network namespace of their own")
     await coordinator.until(NodeJoined)
@@ -183,7 +181,7 @@ async def test_the_network_of_the_machine_is_never_dropped(agent: AgentProcess, 
     assert "namespace of its own" in failed.reason
 
 
-async def test_a_real_worker_is_stopped_and_killed_by_order(agent: AgentProcess, coordinator: Coordinator) -> None:
+async def test_fault_order_stops_and_kills_real_worker(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     for kind in ("stop", "kill"):
         await coordinator.command(
@@ -192,7 +190,7 @@ async def test_a_real_worker_is_stopped_and_killed_by_order(agent: AgentProcess,
             )
         )
     exited = await coordinator.until(WorkerExited)
-    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    assert (exited.signal, exited.is_expected) == (signal.SIGKILL, False)
 
 
 IN_A_NAMESPACE = """
@@ -223,7 +221,7 @@ IN_A_NAMESPACE = """
 """
 
 
-def test_links_go_down_and_come_back_in_a_namespace() -> None:
+def test_network_fault_drops_and_restores_links_in_namespace() -> None:
     unshare = shutil.which("unshare")
     if unshare is None or shutil.which("ip") is None or subprocess.run([unshare, "-rn", "true"]).returncode:
         pytest.skip("no network namespaces here")
@@ -238,9 +236,7 @@ def test_links_go_down_and_come_back_in_a_namespace() -> None:
     assert done.returncode == 0, done.stderr
 
 
-async def test_an_ordered_xid_is_told_as_if_the_driver_had_reported_it(
-    agent: AgentProcess, coordinator: Coordinator
-) -> None:
+async def test_ordered_xid_is_reported_like_real(agent: AgentProcess, coordinator: Coordinator) -> None:
     """The fake driver stands for the GPU; what it reports takes the way of a real one's."""
     await coordinator.trained("a.1")
     for number, worker, kind in ((94, "a.1", "gpu_fault"), (45, "a.1", None), (79, "", "gpu_broken")):

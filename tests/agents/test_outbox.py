@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
+from tests.contracts.memory_log import MemoryLog
 from tests.younger import NEXT, younger
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.events.log.event_log import LogError
-from unicrond.events.log.memory_log import MemoryLog
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
@@ -27,7 +27,7 @@ from unicrond.events.vocabulary import (
     StepCommitted,
 )
 from unicrond.events.vocabulary.field_defaults import Since
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import FIRST
 
 
@@ -58,10 +58,10 @@ def outbox(**options: int) -> Outbox:
 
 async def reasons(log: NatsEventLog | MemoryLog) -> list[str]:
     async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
-        return [e.envelope.event.reason async for e in entries if isinstance(e, Recorded)]  # type: ignore[union-attr]
+        return [e.envelope.event.reason async for e in entries if isinstance(e, RecordedEvent)]  # type: ignore[union-attr]
 
 
-async def test_nothing_is_lost_or_doubled_by_a_server_that_is_killed(
+async def test_outbox_loses_and_repeats_nothing_when_server_dies(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
     log = NatsEventLog(nats_connection)
@@ -84,7 +84,7 @@ async def test_nothing_is_lost_or_doubled_by_a_server_that_is_killed(
     assert confirmed == list(range(300))
 
 
-async def test_one_observation_is_under_way_at_a_time() -> None:
+async def test_outbox_sends_one_observation_at_a_time() -> None:
     """Several at once cost the server no less, and one that it refused would come after later ones."""
     log = MemoryLog()
     box = outbox()
@@ -111,7 +111,7 @@ async def test_one_observation_is_under_way_at_a_time() -> None:
     assert await reasons(log) == [str(number) for number in range(10)]
 
 
-async def test_none_overtakes_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outbox_keeps_order_after_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fold takes a number below one that it has seen for a repetition, and drops it."""
     monkeypatch.setattr("unicrond.agents.shell.outbox._PAUSE_S", 0.001)
     log, box = MemoryLog(), outbox()
@@ -136,9 +136,7 @@ async def test_none_overtakes_one_that_was_refused(monkeypatch: pytest.MonkeyPat
     assert await reasons(log) == [str(number) for number in range(1, 13)]
 
 
-async def test_answers_that_get_lost_make_nobody_read_the_stream(
-    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_answers_cause_no_stream_read(nats_connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unicrond.events.nats.event_log.REQUEST_TIMEOUT_S", 0.05)
 
     async def find(*_: object) -> dict[str, int]:
@@ -164,13 +162,13 @@ async def test_answers_that_get_lost_make_nobody_read_the_stream(
         task.cancel()
     session.client._subs[1]._cb = on_answer
     async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
-        told = [(e.envelope.producer, e.envelope.number) async for e in entries if isinstance(e, Recorded)]
+        told = [(e.envelope.producer, e.envelope.number) async for e in entries if isinstance(e, RecordedEvent)]
     assert len(told) == 40, "each once"
     for n in range(4):
         assert [number for producer, number in told if producer == f"n{n}"] == list(range(1, 11))
 
 
-async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.LogCaptureFixture) -> None:
+async def test_full_outbox_drops_progress_reports_first(caplog: pytest.LogCaptureFixture) -> None:
     box = outbox(capacity=4)
     for event in (fact(1), step(1), fact(2), step(2), fact(3), fact(4), fact(5)):
         box.put(event)
@@ -183,14 +181,14 @@ async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.L
     assert "OBSERVATION LOST" in caplog.text
 
 
-async def test_what_is_no_valid_event_is_lost_where_it_is_put_in(caplog: pytest.LogCaptureFixture) -> None:
+async def test_outbox_drops_invalid_event_on_put(caplog: pytest.LogCaptureFixture) -> None:
     box = outbox()
     box.put(CommandApplied(node="n2", command_id="1.1.n2.1"))  # another node's name
     assert (len(box), box.lost_count) == (0, 1)
     assert "differs from the producer" in caplog.text
 
 
-async def test_the_largest_error_fits_into_an_event() -> None:
+async def test_largest_error_fits_into_event() -> None:
     box = outbox()
     box.put(
         ErrorReported(
@@ -208,26 +206,26 @@ async def test_the_largest_error_fits_into_an_event() -> None:
     assert (len(box), box.lost_count) == (1, 0)
 
 
-async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all() -> None:
+async def test_outbox_translates_or_drops_events_for_older_schema() -> None:
     log = MemoryLog()
     box = outbox()
-    failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", reads=2)
+    failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", readable_schema=2)
     remembered = PeersRemembered(node="n1", task="a", peers=())
     confirmed: list[int] = []
     # What is written for the next schema says so, and no log of today takes it: none is.
-    with younger(PeersRemembered, fields={CommandFailed: {"reads": Since(NEXT)}}):
+    with younger(PeersRemembered, fields={CommandFailed: {"readable_schema": Since(NEXT)}}):
         sending = asyncio.create_task(box.run(log))
         for event in (failed, remembered):
             box.put(event, on_durable=lambda: confirmed.append(box.schema))
         assert await box.drained(5)
         sending.cancel()
     async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
-        told = [entry.envelope.event async for entry in entries if isinstance(entry, Recorded)]
-    assert told == [replace(failed, reads=0)]
+        told = [entry.envelope.event async for entry in entries if isinstance(entry, RecordedEvent)]
+    assert told == [replace(failed, readable_schema=0)]
     assert confirmed == [FIRST, FIRST], "what is not told is done with, too"
 
 
-async def test_what_the_log_does_not_take_is_counted_after_a_second() -> None:
+async def test_backlog_counts_unsent_after_a_second() -> None:
     log, box = MemoryLog(), outbox()
     now_s = time.monotonic()
     assert box.backlog(now_s + 100) == (0, 0)

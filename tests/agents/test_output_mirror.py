@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.agents.processes import TIMEOUT_S
 from tests.agents.test_daemon import AgentProcess, Coordinator, coordinator
-from unicrond.agents.host.output_layout import worker_log
+from unicrond.agents.host.paths import worker_log
 from unicrond.agents.host.rotated_output import RotatedLog
 from unicrond.agents.output.output_mirror import OutputMirror
 from unicrond.events.nats.server import EmbeddedServer
@@ -41,7 +41,7 @@ class Shown:
             time.sleep(0.01)
 
 
-def test_whole_lines_behind_the_workers_name(tmp_path: Path) -> None:
+def test_mirror_prefixes_whole_lines_with_worker(tmp_path: Path) -> None:
     shown = Shown(tmp_path)
     mirror = shown.mirror()
     log = shown.log("big.1")
@@ -57,7 +57,7 @@ def test_whole_lines_behind_the_workers_name(tmp_path: Path) -> None:
     assert shown.text == b"big.1| one\nbig.1| two\nbig.1| last words\n"
 
 
-def test_what_stood_there_before_the_agent_is_not_shown_again(tmp_path: Path) -> None:
+def test_mirror_skips_output_before_agent_start(tmp_path: Path) -> None:
     shown = Shown(tmp_path)
     log = shown.log("big.1")
     log.write(b"before\n")
@@ -69,7 +69,7 @@ def test_what_stood_there_before_the_agent_is_not_shown_again(tmp_path: Path) ->
     assert b"before" not in shown.text
 
 
-def test_one_that_lives_too_shortly_to_be_seen_is_shown_once(tmp_path: Path) -> None:
+def test_mirror_shows_short_lived_worker_once(tmp_path: Path) -> None:
     shown = Shown(tmp_path)
     mirror = shown.mirror()
     shown.log("big.1").write(b"boom\n")
@@ -81,7 +81,7 @@ def test_one_that_lives_too_shortly_to_be_seen_is_shown_once(tmp_path: Path) -> 
     assert shown.text == b"big.1| boom\n"
 
 
-def test_a_rotation_loses_nothing_and_a_line_without_end_is_cut(tmp_path: Path) -> None:
+def test_mirror_follows_rotation_and_cuts_endless_line(tmp_path: Path) -> None:
     shown = Shown(tmp_path)
     log = shown.log("big.1", max_bytes=64)
     shown.living.add("big.1")
@@ -95,7 +95,7 @@ def test_a_rotation_loses_nothing_and_a_line_without_end_is_cut(tmp_path: Path) 
     mirror.close()
 
 
-def test_an_output_that_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
+def test_blocked_output_never_blocks_mirror(tmp_path: Path) -> None:
     shown, blocked = Shown(tmp_path), threading.Event()
     shown.log("big.1").write(b"one\n")
     mirror = OutputMirror(tmp_path, lambda: tuple(shown.living), lambda _: blocked.wait(30))
@@ -106,7 +106,7 @@ def test_an_output_that_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
     blocked.set()
 
 
-async def test_the_agent_shows_it_and_the_file_stays(
+async def test_agent_mirrors_output_and_keeps_file(
     nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
 ) -> None:
     agent = AgentProcess(nats_server.url, run_dir, "--hand-over", "--worker-output", "stdout")

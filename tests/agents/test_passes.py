@@ -77,7 +77,7 @@ def shown(of: Credentials, warrant: str = "", peer: str = "n2", task: str = "a")
 # --- passes --------------------------------------------------------------------------------------
 
 
-def test_a_pass_is_for_one_peer_and_one_task(certified: Certified, warrant: Warrant) -> None:
+def test_pass_is_valid_for_one_peer_and_task(certified: Certified, warrant: Warrant) -> None:
     n1, n2, n3 = (credentials(certified, node) for node in ("n1", "n2", "n3"))
     passes = shown(n1, warrant(generation=4))
     text = passes.of("n2")
@@ -93,7 +93,7 @@ def test_a_pass_is_for_one_peer_and_one_task(certified: Certified, warrant: Warr
         n2.admit(text, "a", now() + timedelta(days=6))
 
 
-def test_what_is_no_pass_is_refused(certified: Certified, tmp_path: Path) -> None:
+def test_malformed_pass_is_refused(certified: Certified, tmp_path: Path) -> None:
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     other = Certified(tmp_path / "other")
     authority = certified.authority.certificate
@@ -109,7 +109,7 @@ def test_what_is_no_pass_is_refused(certified: Certified, tmp_path: Path) -> Non
             read_pass(text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :], authority, now())
 
 
-def test_a_node_speaks_for_itself_alone(certified: Certified) -> None:
+def test_pass_must_match_certificate_of_node(certified: Certified) -> None:
     """One with a pass that names another node, signed with its own certificate."""
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     n1.node = "n3"
@@ -117,7 +117,7 @@ def test_a_node_speaks_for_itself_alone(certified: Certified) -> None:
         n2.admit(shown(n1).of("n2"), "a")
 
 
-def test_the_heads_certificate_is_no_nodes(certified: Certified) -> None:
+def test_head_certificate_is_no_node_certificate(certified: Certified) -> None:
     key = make_key("agent-n1")._replace(pem=certified.server.read_text() + certified.ca.read_text())
     path = certified.directory / "head.key"
     write_key(path, key)
@@ -136,7 +136,7 @@ def refusal(of: Credentials, text: str, task: str = "a") -> str:
     return str(refused.value)
 
 
-def test_what_is_no_warrant_for_the_asker_is_refused(certified: Certified, warrant: Warrant, tmp_path: Path) -> None:
+def test_foreign_warrant_is_refused(certified: Certified, warrant: Warrant, tmp_path: Path) -> None:
     n1, n2, n5 = (credentials(certified, node) for node in ("n1", "n2", "n5"))
     other = Certified(tmp_path / "other")
     own = n1._path.read_bytes()
@@ -163,7 +163,7 @@ def test_what_is_no_warrant_for_the_asker_is_refused(certified: Certified, warra
         assert refusal(n2, shown(n1, f"{changed}.{place}").of("n2"))
 
 
-def test_a_warrant_outlives_the_certificate_that_signed_it(certified: Certified, warrant: Warrant) -> None:
+def test_warrant_outlives_its_certificate(certified: Certified, warrant: Warrant) -> None:
     """A membership may stand for months, and the head's certificate is renewed meanwhile."""
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     certified.serve(begin=now() - timedelta(days=3), days=1)
@@ -173,7 +173,7 @@ def test_a_warrant_outlives_the_certificate_that_signed_it(certified: Certified,
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 1000])
-def test_each_node_has_its_place_in_a_roster(count: int) -> None:
+def test_roster_gives_each_node_a_place(count: int) -> None:
     nodes = [f"n{number}" for number in range(count)]
     whole = roster.root(nodes)
     assert whole == roster.root(set(nodes)) and whole != roster.root([*nodes, "m"])
@@ -185,12 +185,12 @@ def test_each_node_has_its_place_in_a_roster(count: int) -> None:
             roster.root_by(bad, nodes[0])
 
 
-def test_a_roster_of_many_nodes_fits_into_a_request() -> None:
+def test_roster_place_of_many_nodes_fits_into_request() -> None:
     nodes = [f"a-long-name-of-a-node-as-clouds-give-them-{number:06}" for number in range(20_000)]
     assert len(roster.place_of(nodes[-1], nodes)) < 24_000
 
 
-def test_a_worker_gets_passes_with_its_membership(certified: Certified, warrant: Warrant) -> None:
+def test_worker_gets_passes_with_membership(certified: Certified, warrant: Warrant) -> None:
     """And one of an older version reads what it knows of it."""
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     service = MemoryService(node="n2", host="127.0.0.1", port=1, token=memory_exchange.TLS)
@@ -204,7 +204,7 @@ def test_a_worker_gets_passes_with_its_membership(certified: Certified, warrant:
     assert replace(heard, passes=None, warrant=told.warrant) == told
 
 
-def test_which_agents_have_credentials(certified: Certified, tmp_path: Path) -> None:
+def test_credentials_need_key_with_certificate(certified: Certified, tmp_path: Path) -> None:
     path, _ = certified.key()
     bare, _ = certified.key("agent-n2", certificate=False)
     options = Options(nats=(), node="n1", slots=1, run_dir=tmp_path, login=Login(key=path))
@@ -234,7 +234,7 @@ def memory() -> Iterator[Memory]:
     made.close()
 
 
-def test_states_travel_in_tls(certified: Certified, memory: Memory, warrant: Warrant) -> None:
+def test_state_exchange_uses_tls(certified: Certified, memory: Memory, warrant: Warrant) -> None:
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     with OtherNode("n2", {0: memory}, n2) as service:
         passes = shown(n1, warrant())
@@ -249,7 +249,9 @@ def test_states_travel_in_tls(certified: Certified, memory: Memory, warrant: War
         assert [head.iteration for head in ask(service, "a", passes)[0]] == [8, 7]
 
 
-def test_who_is_refused(certified: Certified, memory: Memory, warrant: Warrant, tmp_path: Path) -> None:
+def test_state_exchange_refuses_bad_peers(
+    certified: Certified, memory: Memory, warrant: Warrant, tmp_path: Path
+) -> None:
     n1, n2 = credentials(certified, "n1"), credentials(certified, "n2")
     other = Certified(tmp_path / "other")
     head = StateHead(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
@@ -277,9 +279,7 @@ def test_who_is_refused(certified: Certified, memory: Memory, warrant: Warrant, 
         refused("in clear alone, and this node does not: enroll that node", lambda: ask(service, "a", shown(n1, good)))
 
 
-def test_a_node_that_has_left_the_task_gets_nothing_of_later_generations(
-    certified: Certified, memory: Memory, warrant: Warrant
-) -> None:
+def test_departed_node_gets_no_later_generation(certified: Certified, memory: Memory, warrant: Warrant) -> None:
     """So it is with one that was revoked: the next membership is without it. Its certificate is as good as before."""
     n1, n2, n3 = (credentials(certified, node) for node in ("n1", "n2", "n3"))
     old, new = shown(n1, warrant()), shown(n3, warrant("n3", ("n3", "n4"), generation=2))
@@ -300,7 +300,7 @@ def test_a_node_that_has_left_the_task_gets_nothing_of_later_generations(
         assert [found.iteration for found in ask(service, "a", new)[0]] == [8, 7]
 
 
-def test_what_is_not_prevented(certified: Certified, memory: Memory, warrant: Warrant) -> None:
+def test_exchange_allows_documented_limits(certified: Certified, memory: Memory, warrant: Warrant) -> None:
     """docs/operate/security.md says so: a member may bring what it likes, and one of before where nothing is kept."""
     n1, n2, n5 = (credentials(certified, node) for node in ("n1", "n2", "n5"))
     false = b"not what was trained"
@@ -315,7 +315,7 @@ def test_what_is_not_prevented(certified: Certified, memory: Memory, warrant: Wa
     empty.close()
 
 
-def test_what_another_node_has_shown_is_of_no_use(certified: Certified, memory: Memory, warrant: Warrant) -> None:
+def test_foreign_pass_cannot_be_replayed(certified: Certified, memory: Memory, warrant: Warrant) -> None:
     """Replay: n2 has seen n1's pass and warrant, and so has n1's task."""
     n1, n2, n3 = (credentials(certified, node) for node in ("n1", "n2", "n3"))
     seen, _, place = shown(n1, warrant()).of("n2").partition(".")
@@ -327,9 +327,7 @@ def test_what_another_node_has_shown_is_of_no_use(certified: Certified, memory: 
             ask(service, "a", shown(n2, warrant(), "n3"))
 
 
-def test_nothing_of_a_state_or_a_pass_is_seen_on_the_network(
-    certified: Certified, memory: Memory, warrant: Warrant
-) -> None:
+def test_network_traffic_shows_no_state_or_pass(certified: Certified, memory: Memory, warrant: Warrant) -> None:
     name = "a-node-with-a-name"
     n1, n2 = credentials(certified, name), credentials(certified, "n2")
     seen = bytearray()
@@ -364,7 +362,7 @@ def test_nothing_of_a_state_or_a_pass_is_seen_on_the_network(
 # --- deadlines and caps --------------------------------------------------------------------------
 
 
-def test_a_handshake_and_a_request_in_drips_end(
+def test_slow_handshake_and_request_time_out(
     certified: Certified, warrant: Warrant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_server, "REQUEST_TIMEOUT_S", 0.2)
@@ -383,7 +381,7 @@ def test_a_handshake_and_a_request_in_drips_end(
         assert ask(service, "a", shown(n1, warrant())) == {}
 
 
-def test_a_transfer_that_is_too_slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_transfer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_exchange, "SILENCE_TIMEOUT_S", 0.1)
     near, far = socket.socketpair()
     with near, far, pytest.raises(TimeoutError, match="the other side is too slow"):
@@ -403,7 +401,7 @@ def test_a_transfer_that_is_too_slow_ends(monkeypatch: pytest.MonkeyPatch) -> No
             dripping.join()
 
 
-def test_one_peer_does_not_take_all_places() -> None:
+def test_single_peer_never_takes_all_request_slots() -> None:
     places = RequestSlots(3, 2)
     assert places.take("n1", 0) and places.take("n1", 0)
     assert not places.take("n1", 0.01)

@@ -28,7 +28,7 @@ SEEN = MachineFacts(
 )
 
 
-def test_a_sound_node_has_no_findings() -> None:
+def test_preflight_finds_nothing_on_sound_node() -> None:
     assert findings(ASKED, SEEN) == []
     assert findings(ASKED, SEEN._replace(container_bytes=1 << 40)) == []
     cpu_node = SEEN._replace(gpus=0, has_rdma=False, torch="2.13.0+cpu", limits={"nofile": 1 << 20, "memlock": 65536})
@@ -61,12 +61,12 @@ def test_a_sound_node_has_no_findings() -> None:
         ({}, {"free_bytes": {"--logs-dir": 3 << 20}}, "--logs-dir", "its volume has 3 MiB free"),
     ],
 )
-def test_what_is_wrong_is_found_with_a_fix(asked: dict[str, Any], seen: dict[str, Any], about: str, what: str) -> None:
+def test_preflight_finding_has_fix(asked: dict[str, Any], seen: dict[str, Any], about: str, what: str) -> None:
     (found,) = findings(ASKED._replace(**asked), SEEN._replace(**seen))
-    assert (found.about, found.what) == (about, what) and found.fix
+    assert (found.about, found.problem) == (about, what) and found.fix
 
 
-def test_a_run_directory_without_logs_may_be_small() -> None:
+def test_preflight_allows_small_run_directory_without_logs() -> None:
     small = SEEN._replace(free_bytes={"--run-dir": 64 << 20, "--logs-dir": 1 << 36})
     assert findings(ASKED, small) == []
     (found,) = findings(ASKED, small._replace(free_bytes={"--run-dir": 16 << 20, "--logs-dir": 1 << 36}))
@@ -75,13 +75,13 @@ def test_a_run_directory_without_logs_may_be_small() -> None:
     assert findings(ASKED._replace(logs_dir=ASKED.run_dir), SEEN._replace(free_bytes=one))
 
 
-def test_a_disk_and_locked_memory() -> None:
+def test_preflight_checks_disk_and_locked_memory() -> None:
     (disk,) = findings(ASKED, SEEN._replace(run_dir_in_memory=False))
     (locked,) = findings(ASKED, SEEN._replace(limits={"nofile": 1 << 20, "memlock": 8 << 20}))
-    assert disk.about == "--run-dir" and locked.what.startswith("8 MiB may be locked")
+    assert disk.about == "--run-dir" and locked.problem.startswith("8 MiB may be locked")
 
 
-def test_a_look_at_this_machine(tmp_path: Path) -> None:
+def test_preflight_reads_this_machine(tmp_path: Path) -> None:
     asked = ASKED._replace(run_dir=tmp_path / "not there yet", logs_dir=tmp_path)
     seen = look(asked._replace(address="127.0.0.1"), None)
     assert look(asked._replace(address="192.0.2.1"), None).mtu is None and seen.mtu
@@ -89,12 +89,12 @@ def test_a_look_at_this_machine(tmp_path: Path) -> None:
     assert seen.free_bytes["--run-dir"] == seen.free_bytes["--logs-dir"] > 0
 
 
-def test_where_nats_is() -> None:
+def test_preflight_detects_remote_nats() -> None:
     assert not is_remote(("nats://127.0.0.1:4222", "nats://localhost:4222", "tls://[::1]:4222"))
     assert is_remote(("nats://127.0.0.1:4222", "tls://head:4222")) and is_remote(("nats://10.0.0.1:4222",))
 
 
-def test_check_joins_nothing_and_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_flag_prints_findings_without_joining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--nats", "nats://127.0.0.1:9", "--node", "n1", "--slots", "1", "--run-dir", str(tmp_path / "run")]
     assert cli.main([*flags, "--check"]) == 1
     *lines, last = capsys.readouterr().out.splitlines()

@@ -21,10 +21,17 @@ from tests.agents.processes import AgentSide, children, eventually, has_ended
 from tests.agents.test_fork_server import log_of, spawn
 from tests.other_users import needs_root, opened
 from unicrond.agents.fork_server.cgroups import Cgroups
-from unicrond.agents.fork_server.child_setup import ChildSetup
 from unicrond.agents.fork_server.preloaders import PendingFork, Preloaders
-from unicrond.agents.protocol.identity import Identity
-from unicrond.agents.protocol.messages import Exited, Forked, Kill, ReleaseMemory, Spawn, SpawnFailed
+from unicrond.agents.fork_server.worker_process import ChildSetup
+from unicrond.agents.protocol.messages import (
+    Identity,
+    Kill,
+    ProcessExited,
+    ProcessForked,
+    ReleaseMemory,
+    Spawn,
+    SpawnFailed,
+)
 
 FLAGS = (
     "--preload=tests.agents.preloading",
@@ -52,7 +59,7 @@ def order(run_dir: Path, worker: str, checkout: Path, entry: str = "wait", **spe
 def born(side: AgentSide, run_dir: Path, order: Spawn) -> dict[str, Any]:
     """What the worker says of itself."""
     side.send(order)
-    forked = side.next(Forked)
+    forked = side.next(ProcessForked)
     log = log_of(run_dir, forked.worker)
     assert eventually(lambda: log.read_text().endswith("\n"))
     facts: dict[str, Any] = json.loads(log.read_text())
@@ -64,7 +71,7 @@ def preload_log(run_dir: Path) -> str:
     return (run_dir / "logs" / "a" / "a.preload.log").read_text()
 
 
-def test_workers_start_with_what_was_imported_once(
+def test_preloader_imports_modules_once_for_all_workers(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     server = fork_server("--memory-max-bytes=65536", flags=FLAGS)
@@ -82,15 +89,15 @@ def test_workers_start_with_what_was_imported_once(
         assert (facts["cwd"], facts["colour"]) == (str(checkout), "red")
     assert str(checkout) not in Path(f"/proc/{server.pid}/maps").read_text()
     os.kill(first["pid"], signal.SIGKILL)
-    assert os.WTERMSIG(side.next(Exited).status) == signal.SIGKILL
+    assert os.WTERMSIG(side.next(ProcessExited).status) == signal.SIGKILL
     side.send(Kill(worker="a.2", signal=signal.SIGTERM))
-    assert os.WTERMSIG(side.next(Exited).status) == signal.SIGTERM, "heard as every worker's end"
+    assert os.WTERMSIG(side.next(ProcessExited).status) == signal.SIGTERM, "heard as every worker's end"
     side.send(ReleaseMemory(task="a"))
     assert has_ended(first["preloaded by"])
     assert eventually(lambda: len(children(server.pid)) == 1), "the store is left"
 
 
-def test_what_cannot_be_imported_is_said_and_tried_again(
+def test_failed_import_is_reported_and_retried(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     fork_server(flags=FLAGS)
@@ -106,7 +113,7 @@ def test_what_cannot_be_imported_is_said_and_tried_again(
     born(side, run_dir, order(run_dir, "a.4", checkout, preload=("theirs", "nowhere")))
 
 
-def test_what_a_preloader_said_counts_though_its_end_is_heard_first(run_dir: Path, checkout: Path) -> None:
+def test_preloader_reason_counts_even_after_its_exit(run_dir: Path, checkout: Path) -> None:
     pids: list[int] = []
     reasons: list[str] = []
 
@@ -132,7 +139,7 @@ def test_what_a_preloader_said_counts_though_its_end_is_heard_first(run_dir: Pat
     assert reason.startswith("preload: it cannot be imported: secret A: /nowhere: No such file")
 
 
-def test_another_environment_is_imported_anew(
+def test_changed_environment_makes_new_preloader(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     fork_server(flags=FLAGS)
@@ -144,7 +151,7 @@ def test_another_environment_is_imported_anew(
     assert not has_ended(first["pid"], 0), "its workers live on"
 
 
-def test_a_preloader_that_is_killed_takes_no_worker_along(
+def test_killed_preloader_takes_no_worker(
     fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
 ) -> None:
     server = fork_server(flags=FLAGS)
@@ -157,9 +164,7 @@ def test_a_preloader_that_is_killed_takes_no_worker_along(
     assert all(has_ended(pid, 5) for pid in (first["pid"], second["pid"], second["preloaded by"]))
 
 
-def test_a_preloader_that_says_nonsense_is_ended(
-    fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
-) -> None:
+def test_lying_preloader_is_ended(fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path) -> None:
     """It says that its parent's pid, then its own, is the worker's: the kernel knows better."""
     (checkout / "theirs.py").write_text(
         "import os, socket, sys\n"
@@ -174,9 +179,7 @@ def test_a_preloader_that_says_nonsense_is_ended(
 
 
 @needs_root
-def test_modules_are_imported_as_the_tasks_user(
-    fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path
-) -> None:
+def test_preloader_imports_as_task_user(fork_server: ForkServers, agent: Agents, run_dir: Path, checkout: Path) -> None:
     fork_server("--separate", flags=FLAGS, prefix=opened())
     side = agent()
     with (checkout / "theirs.py").open("a") as module:

@@ -13,7 +13,7 @@ import pytest
 from tests.agents.processes import eventually
 from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
 from tests.integration.head import UNICROND
-from unicrond.agents.host.run_dir_paths import PROBE_SOCKET
+from unicrond.agents.host.paths import PROBE_SOCKET
 from unicrond.agents.shell import probe
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server import EmbeddedServer
@@ -35,7 +35,7 @@ def becomes(run_dir: Path, wanted: bool) -> str:
     return probe.ask(run_dir / PROBE_SOCKET).status
 
 
-async def test_nats_and_the_fork_server_take_readiness_and_never_life(
+async def test_nats_or_fork_server_outage_affects_only_readiness(
     agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer, run_dir: Path
 ) -> None:
     assert eventually((run_dir / PROBE_SOCKET).exists)
@@ -64,7 +64,7 @@ async def test_nats_and_the_fork_server_take_readiness_and_never_life(
     assert code == 1 and "no agent answers in" in said
 
 
-async def test_a_fork_server_that_does_not_start_is_not_ready_and_says_why(agent: AgentProcess, run_dir: Path) -> None:
+async def test_unstarted_fork_server_is_not_ready_with_reason(agent: AgentProcess, run_dir: Path) -> None:
     assert eventually((run_dir / PROBE_SOCKET).exists)
     becomes(run_dir, wanted=True)
     os.kill(agent.process.pid, signal.SIGINT)
@@ -75,7 +75,7 @@ async def test_a_fork_server_that_does_not_start_is_not_ready_and_says_why(agent
     assert probed("live", run_dir)[0] == 0 and probed("ready", run_dir)[0] == 1
 
 
-async def test_a_login_that_nats_refuses_is_not_ready(tmp_path: Path, run_dir: Path) -> None:
+async def test_refused_nats_login_is_not_ready(tmp_path: Path, run_dir: Path) -> None:
     server = EmbeddedServer(tmp_path / "locked", login=Login(user="u", password="right"), dies_with_us=True)
     await server.start()
     agent = AgentProcess(server.url, run_dir)
@@ -95,7 +95,7 @@ def _status(run_dir: Path) -> str:
         return ""
 
 
-def test_it_needs_to_know_the_directory_and_loads_nothing_of_the_agent(run_dir: Path) -> None:
+def test_probe_needs_directory_and_loads_no_agent(run_dir: Path) -> None:
     done = subprocess.run([AGENT, "--probe", "live"], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     code = f"import sys; from unicrond.agents.shell import probe; probe.main(['--probe=live', '--run-dir={run_dir}']); "

@@ -7,7 +7,7 @@ from pathlib import Path
 from unicrond.agents.host.rotated_output import RotatedLog, tail
 
 
-def test_size_is_bounded_and_nothing_recent_is_lost(tmp_path: Path) -> None:
+def test_rotated_log_is_bounded_and_keeps_recent_lines(tmp_path: Path) -> None:
     path = tmp_path / "a" / "a.1.log"
     log = RotatedLog(path, max_bytes=1000, keep=2)
     lines = [b"line %06d\n" % number for number in range(1000)]
@@ -22,7 +22,7 @@ def test_size_is_bounded_and_nothing_recent_is_lost(tmp_path: Path) -> None:
     assert b"".join(lines).endswith(content)
 
 
-def test_a_tail_reaches_over_a_rotation(tmp_path: Path) -> None:
+def test_tail_spans_rotation(tmp_path: Path) -> None:
     path = tmp_path / "a.1.log"
     log = RotatedLog(path, max_bytes=10)
     log.write(b"0123456789")
@@ -33,7 +33,7 @@ def test_a_tail_reaches_over_a_rotation(tmp_path: Path) -> None:
     assert tail(tmp_path / "none.log", 5) == b""
 
 
-def test_a_log_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_rotated_log_appends_to_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "a.1.log"
     for text in (b"one", b"two"):
         log = RotatedLog(path)
@@ -42,7 +42,7 @@ def test_a_log_goes_on_where_it_was(tmp_path: Path) -> None:
     assert path.read_bytes() == b"onetwo"
 
 
-def test_a_full_disk_costs_output_only() -> None:
+def test_full_disk_loses_only_output() -> None:
     log = RotatedLog(Path("/dev/full"))
     log.write(b"12345")
     assert log.lost_bytes == 5

@@ -11,12 +11,12 @@ import pytest
 
 from tests.agents.node import Node, start
 from unicrond.agents.core.state import Remembered
-from unicrond.agents.host.run_dir_paths import default_run_dir
+from unicrond.agents.host.paths import default_run_dir
 from unicrond.agents.shell.run_dir import BOOT_LIMIT, BadRunDir, RunDir
 from unicrond.events.vocabulary import Boot
 
 
-def test_boot_numbers_only_grow_whatever_the_clock_does(run_dir: Path) -> None:
+def test_boot_numbers_increase_under_any_clock(run_dir: Path) -> None:
     directory = RunDir(run_dir)
     directory.claim()
     assert [directory.next_boot(clock) for clock in (1000, 5, 5000, 0)] == [1000, 1001, 5000, 5001]
@@ -24,7 +24,7 @@ def test_boot_numbers_only_grow_whatever_the_clock_does(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"9" * 30, b"9" * 5000, str(2**52).encode(), b"", b"\xff\x00", b"-5", b"1_0"])
-def test_a_damaged_boot_number_is_said_and_replaced(
+def test_damaged_boot_number_is_reported_and_replaced(
     run_dir: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run_dir / "agent.boot").write_bytes(content)
@@ -35,21 +35,21 @@ def test_a_damaged_boot_number_is_said_and_replaced(
     assert (run_dir / "agent.boot").read_text() == "5001"
 
 
-def test_a_boot_number_is_what_the_vocabulary_takes() -> None:
+def test_boot_number_limit_matches_vocabulary() -> None:
     boots = msgspec.msgpack.Decoder(Boot)
     assert boots.decode(msgspec.msgpack.encode(BOOT_LIMIT - 1)) == BOOT_LIMIT - 1
     with pytest.raises(msgspec.ValidationError):
         boots.decode(msgspec.msgpack.encode(BOOT_LIMIT))
 
 
-def test_a_damaged_exchange_is_made_anew(run_dir: Path) -> None:
+def test_damaged_exchange_is_recreated(run_dir: Path) -> None:
     (run_dir / "agent.exchange").write_text(f"{10**30} token")
     assert RunDir(run_dir).exchange() == (0, "token")
     (run_dir / "agent.exchange").write_bytes(b"\xff" * 1000)
     assert RunDir(run_dir).exchange()[0] == 0
 
 
-def test_a_link_of_somebody_else_is_not_followed(run_dir: Path) -> None:
+def test_foreign_link_is_not_followed(run_dir: Path) -> None:
     ours = run_dir / "ours"
     ours.mkdir()
     link = run_dir / "unicron-1"
@@ -64,7 +64,7 @@ def test_a_link_of_somebody_else_is_not_followed(run_dir: Path) -> None:
     assert not (ours / "n2").exists(), "nothing is made where it leads"
 
 
-def test_memory_comes_back_as_it_was_written(run_dir: Path) -> None:
+def test_agent_memory_survives_round_trip(run_dir: Path) -> None:
     node = Node()
     node.boot()
     node.command(start("a.1", 1))
@@ -75,13 +75,13 @@ def test_memory_comes_back_as_it_was_written(run_dir: Path) -> None:
     assert directory.recall() == node.state.memory
 
 
-def test_damaged_memory_is_said(run_dir: Path) -> None:
+def test_damaged_agent_memory_is_reported(run_dir: Path) -> None:
     (run_dir / "agent.memory").write_bytes(b"\x81\xa1x\x01")
     with pytest.raises(BadRunDir, match="damaged"):
         RunDir(run_dir).recall()
 
 
-def test_two_agents_do_not_share_a_directory(run_dir: Path) -> None:
+def test_run_directory_serves_one_agent(run_dir: Path) -> None:
     first, second = RunDir(run_dir), RunDir(run_dir)
     first.claim()
     with pytest.raises(BadRunDir, match="another agent"):
@@ -91,21 +91,21 @@ def test_two_agents_do_not_share_a_directory(run_dir: Path) -> None:
     second.release()
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+def test_run_directory_path_must_fit_socket(tmp_path: Path) -> None:
     with pytest.raises(BadRunDir, match=r"run-dir: .* is \d+ bytes too long"):
         RunDir(tmp_path / ("x" * 100))
     base = Path("/" + "y" * (107 - len("/") - len("/agent.sock")))
     assert len(os.fsencode(RunDir(base).agent_socket)) == 107
 
 
-def test_the_directory_is_private(run_dir: Path) -> None:
+def test_run_directory_is_private(run_dir: Path) -> None:
     directory = RunDir(run_dir / "n1")
     directory.claim()
     assert stat.S_IMODE((run_dir / "n1").stat().st_mode) == 0o700
     directory.release()
 
 
-def test_a_directory_that_others_may_replace_is_refused(run_dir: Path) -> None:
+def test_replaceable_run_directory_is_refused(run_dir: Path) -> None:
     open_to_all = run_dir / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
@@ -113,7 +113,7 @@ def test_a_directory_that_others_may_replace_is_refused(run_dir: Path) -> None:
         RunDir(open_to_all / "n1").claim()
 
 
-def test_the_default_is_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_run_directory_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert default_run_dir("n1") == Path("/run/user/7/unicron/n1")
     monkeypatch.delenv("XDG_RUNTIME_DIR")

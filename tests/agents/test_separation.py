@@ -25,23 +25,23 @@ from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, ForkServerProcess, eventually, has_ended
 from tests.agents.test_fork_server import born, log_of, spawn
 from tests.other_users import USER, needs_root, opened
+from unicrond.agents.fork_server.cgroups import NoCgroup, own_cgroup, prepare
 from unicrond.agents.fork_server.masked_output import values_of
-from unicrond.agents.host.cgroup_root import NoCgroup, own_cgroup, prepare
 from unicrond.agents.host.prctl import capabilities
 from unicrond.agents.protocol import marks
 from unicrond.agents.protocol.framing import Unframer
-from unicrond.agents.protocol.identity import Identity
 from unicrond.agents.protocol.messages import (
-    Connected,
-    Exited,
-    ExitedAck,
+    ConnectionOwner,
     FromWorker,
+    Identity,
     Kill,
     MemoryReserved,
+    ProcessExitAck,
+    ProcessExited,
     Spawn,
     SpawnFailed,
+    Sum,
 )
-from unicrond.agents.protocol.sum_order import Sum
 from unicrond.events.vocabulary import TaskSpec
 
 pytestmark = needs_root
@@ -102,7 +102,9 @@ class Listening:
             except OSError:
                 return
             with connection:
-                self.heard += Unframer[FromWorker | Connected](FromWorker | Connected).feed(connection.recv(4096))
+                self.heard += Unframer[FromWorker | ConnectionOwner](FromWorker | ConnectionOwner).feed(
+                    connection.recv(4096)
+                )
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -113,7 +115,7 @@ def order(run_dir: Path, worker: str, entry: str, who: Identity | None, facts: d
     return replace(spawn(run_dir, worker, entry, json.dumps(facts), **spec), user=who)
 
 
-def test_a_task_gets_at_nothing_of_the_agents_or_of_other_tasks(
+def test_task_reaches_nothing_of_agent_or_other_tasks(
     cgroup: Path, fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
 ) -> None:
     key, others_file = run_dir / "n1.key", place / "bob"
@@ -144,7 +146,7 @@ def test_a_task_gets_at_nothing_of_the_agents_or_of_other_tasks(
         "cgroup": str(cgroup),
     }
     pid = born(side, order(run_dir, "a.1", "attack", user(ALICE, place), facts))
-    exited = side.next(Exited)
+    exited = side.next(ProcessExited)
     listening.close()
     said = log_of(run_dir, "a.1").read_text()
     assert (exited.worker, os.waitstatus_to_exitcode(exited.status)) == ("a.1", 0), said
@@ -172,17 +174,19 @@ def test_a_task_gets_at_nothing_of_the_agents_or_of_other_tasks(
     assert got.pop("its home") == [str(place), f"u{ALICE}", str(place)]
     assert got.pop("its cgroup").splitlines()[-1].endswith(f"/{cgroup.name}/a.1")
     assert got.pop("speak to its agent") == "connected"
-    assert listening.heard == [Connected(worker="a.1", task="a", pid=pid)], "the agent knows whose connection it is"
+    assert listening.heard == [ConnectionOwner(worker="a.1", task="a", pid=pid)], (
+        "the agent knows whose connection it is"
+    )
     assert got.pop("what was imported") == []
     assert got == {"write a mark": None, "open its memory": None}
     mark = marks.read(marks.path_of(str(run_dir / "agent.sock"), "a.1"))
     assert mark is not None and mark.iteration == 7, "kept until the agent has read it"
-    side.send(ExitedAck(worker="a.1"))
+    side.send(ProcessExitAck(worker="a.1"))
     assert eventually(lambda: not (run_dir / "marks" / "a.1").is_symlink())
     assert capabilities() and server.process.poll() is None
 
 
-def test_the_document_lists_every_attempt() -> None:
+def test_document_lists_every_attack() -> None:
     text = (Path(__file__).parents[2] / "docs" / "operate" / "separation.md").read_text()
     listed = re.findall(r"^\| ([^|]+) \|", text.partition("## What was tried")[2].partition("\n## ")[0], re.MULTILINE)
     allowed = {"write a mark", "open its memory", "speak to its agent", "what was imported"}
@@ -190,19 +194,19 @@ def test_the_document_lists_every_attempt() -> None:
     assert [name for name in listed if name not in ("attempt", "---")] == tried
 
 
-def test_what_leaves_its_worker_ends_with_it_all_the_same(
+def test_lingering_process_ends_with_its_worker(
     cgroup: Path, fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     fork_server("--separate", f"--cgroup={cgroup}", flags=FLAGS)
     side = agent()
     born(side, order(run_dir, "a.1", "linger", user(ALICE), {}))
-    side.next(Exited)
+    side.next(ProcessExited)
     lingering = int(log_of(run_dir, "a.1").read_text())
     assert has_ended(lingering, 5), "a session of its own is no way out of a cgroup"
     assert eventually(lambda: not (cgroup / "a.1").exists())
 
 
-def test_a_new_fork_server_ends_what_a_killed_one_has_left(
+def test_new_fork_server_ends_leftover_processes(
     cgroup: Path, fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     left = subprocess.Popen(["sleep", "600"])
@@ -213,9 +217,7 @@ def test_a_new_fork_server_ends_what_a_killed_one_has_left(
     assert left.wait(5) == -signal.SIGKILL
 
 
-def test_a_worker_of_another_user_dies_with_its_fork_server(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_worker_of_other_user_dies_with_fork_server(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--separate", flags=FLAGS)
     pid = born(agent(), order(run_dir, "a.1", "wait", user(ALICE), {}))
     os.kill(server.pid, signal.SIGKILL)
@@ -237,7 +239,7 @@ def without_root(fork_server: ForkServers, agent: Agents, run_dir: Path) -> tupl
         os.seteuid(0)
 
 
-def test_the_fork_server_needs_no_root(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_fork_server_needs_no_root(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     """A worker has none of its capabilities."""
     server, side = without_root(fork_server, agent, run_dir)
     pid = born(side, order(run_dir, "a.1", "wait", user(ALICE), {}))
@@ -250,19 +252,17 @@ def test_the_fork_server_needs_no_root(fork_server: ForkServers, agent: Agents, 
     assert facts(server.pid) == [str(pwd.getpwnam(USER).pw_uid), *["e0"] * 4]
     assert eventually(lambda: facts(pid) == [str(ALICE), *[""] * 4]), facts(pid)
     side.send(Kill(worker="a.1", signal=signal.SIGKILL))
-    assert side.next(Exited).worker == "a.1", "it may signal its own workers"
+    assert side.next(ProcessExited).worker == "a.1", "it may signal its own workers"
 
 
-def test_without_a_user_nothing_starts_and_without_privilege_no_user(
-    fork_server: ForkServers, agent: Agents, run_dir: Path
-) -> None:
+def test_separating_fork_server_needs_user(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server("--separate", flags=FLAGS)
     side = agent()
     side.send(order(run_dir, "a.1", "wait", None, {}))
     assert "runs each task as a user, and the agent named none" in side.next(SpawnFailed).reason
 
 
-def test_a_fork_server_without_the_flag_refuses_users(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_fork_server_without_flag_refuses_users(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server(flags=FLAGS)
     side = agent()
     assert not side.inventory().separates
@@ -270,9 +270,7 @@ def test_a_fork_server_without_the_flag_refuses_users(fork_server: ForkServers, 
     assert "cannot run tasks as another user" in side.next(SpawnFailed).reason
 
 
-def test_secrets_and_directories_are_those_that_the_user_may_read(
-    fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
-) -> None:
+def test_task_reads_only_files_of_its_user(fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path) -> None:
     fork_server("--separate", flags=FLAGS)
     side = agent()
     secret, closed = place / "secret", place / "closed"
@@ -284,11 +282,11 @@ def test_secrets_and_directories_are_those_that_the_user_may_read(
         (2, {"cwd": str(closed)}, f"cwd: cannot enter {closed} as user u{ALICE}: Permission denied"),
     ):
         born(side, order(run_dir, f"a.{number}", "attack", user(ALICE), {}, **spec))
-        assert os.waitstatus_to_exitcode(side.next(Exited).status) == 1
+        assert os.waitstatus_to_exitcode(side.next(ProcessExited).status) == 1
         assert log_of(run_dir, f"a.{number}").read_text().startswith(said)
 
 
-def test_what_a_log_hides_the_user_may_read(place: Path) -> None:
+def test_log_mask_reads_secrets_as_user(place: Path) -> None:
     """Else a task could name a file that is closed to it, print guesses, and see which are hidden."""
     for name, who in (("alice", ALICE), ("bob", BOB)):
         (place / name).write_text(f"secret-of-{name}")
@@ -302,7 +300,7 @@ def test_what_a_log_hides_the_user_may_read(place: Path) -> None:
     assert after == before
 
 
-def test_a_users_secret_is_hidden_by_a_fork_server_that_is_not_root(
+def test_unprivileged_fork_server_masks_secret_of_user(
     fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
 ) -> None:
     secret = place / "secret"
@@ -311,12 +309,12 @@ def test_a_users_secret_is_hidden_by_a_fork_server_that_is_not_root(
     os.chown(secret, ALICE, ALICE)
     server, side = without_root(fork_server, agent, run_dir)
     born(side, order(run_dir, "a.1", "tell", user(ALICE), {}, secrets={"TOKEN": f"file:{secret}"}))
-    side.next(Exited)
+    side.next(ProcessExited)
     assert log_of(run_dir, "a.1").read_text() == "the token is (hidden)\n"
     assert Path(f"/proc/{server.pid}/environ").stat().st_uid != 0, "its agent may still read its descriptors"
 
 
-def test_the_store_has_no_privilege(fork_server: ForkServers, agent: Agents) -> None:
+def test_store_process_has_no_privileges(fork_server: ForkServers, agent: Agents) -> None:
     server = fork_server("--separate", flags=FLAGS)
     agent().inventory()
     (store,) = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
@@ -328,7 +326,7 @@ def test_the_store_has_no_privilege(fork_server: ForkServers, agent: Agents) -> 
     assert eventually(lambda: facts()["NoNewPrivs"] == "1" and int(facts()["CapPrm"], 16) == 0)
 
 
-def test_the_fork_server_imports_nothing_of_a_task(
+def test_fork_server_imports_nothing_of_task(
     fork_server: ForkServers, agent: Agents, run_dir: Path, place: Path
 ) -> None:
     """A checkout with modules that shadow ours: they run as the user, in the worker, and nowhere else."""
@@ -341,12 +339,12 @@ def test_the_fork_server_imports_nothing_of_a_task(
     side = agent()
     for number in (1, 2):
         born(side, order(run_dir, f"a.{number}", "x", user(ALICE), {}, cwd=str(place), env={"PYTHONPATH": str(place)}))
-        side.next(Exited)
+        side.next(ProcessExited)
         assert log_of(run_dir, f"a.{number}").read_text() == f"imported by {ALICE}\n"
     assert str(place) not in Path(f"/proc/{server.pid}/maps").read_text()
     assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if str(place) in os.readlink(fd)]  # noqa: PTH115
     born(side, order(run_dir, "a.3", "x", user(BOB), {}, cwd=str(place)))
-    side.next(Exited)
+    side.next(ProcessExited)
     assert log_of(run_dir, "a.3").read_text() == f"imported by {BOB}\n", "not from what an earlier worker imported"
 
 
@@ -356,7 +354,7 @@ def importer(launch: Any) -> None:
     import theirs  # type: ignore[import-not-found]  # noqa: F401
 
 
-def test_a_sum_with_other_nodes_has_no_privilege(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_sum_process_has_no_privileges(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     fork_server("--separate", "--sum=tests.agents.entries:tell_rights", flags=FLAGS)
     told = Sum(
         address="127.0.0.1", token="0" * 16, pairs=(), library="gloo", limit_s=1.0, answer=str(run_dir / "sum.sock"),
@@ -372,7 +370,7 @@ def test_a_sum_with_other_nodes_has_no_privilege(fork_server: ForkServers, agent
             assert json.loads(said.read()) == [] and capabilities()
 
 
-def test_memory_is_shared_with_the_agent_by_descriptor(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+def test_agent_shares_memory_by_descriptor(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
     server = fork_server("--separate", "--memory-max-bytes=65536", flags=FLAGS)
     side = agent()
     side.send(order(run_dir, "a.1", "wait", user(ALICE), {}))

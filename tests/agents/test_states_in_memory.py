@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tests.agents.node import NODE, Node, membership, start
-from unicrond.agents.core.state import ArmTimer, CopyState, HeldState, StateHeld, TellForkServer
+from tests.agents.node import NODE, Node, membership, reporter, start
+from unicrond.agents.core.state import ArmTimer, CopyState, StateHeld, TellForkServer
 from unicrond.agents.core.stored_states import TELL_APART_S
-from unicrond.agents.protocol.messages import Captured, ReleaseMemory, StateLoadReport
+from unicrond.agents.protocol.messages import ReleaseMemory
 from unicrond.events.vocabulary import (
     DropState,
     Member,
@@ -38,11 +38,21 @@ def trained(*peers: MemoryService) -> Node:
     return node
 
 
-def capture(iteration: int) -> Captured:
-    return Captured(shard=0, iteration=iteration, generation=1, size_bytes=10, shards=1, duration_us=5)
+def capture(iteration: int) -> SnapshotStored:
+    return SnapshotStored(
+        node=NODE,
+        task="a",
+        origin=NODE,
+        shard=0,
+        iteration=iteration,
+        generation=1,
+        size_bytes=10,
+        shards=1,
+        duration_us=5,
+    )
 
 
-def test_every_capture_is_copied_and_told_now_and_then() -> None:
+def test_capture_is_copied_always_and_reported_sometimes() -> None:
     node = trained(service(NODE), service("n2"))
     for iteration in (1, 2, 3):
         actions = node.say("a.1", capture(iteration))
@@ -57,7 +67,7 @@ def test_every_capture_is_copied_and_told_now_and_then() -> None:
     assert [event.iteration for event in node.of(SnapshotStored)] == [1, 3, 4]
 
 
-def test_nowhere_to_copy_to() -> None:
+def test_capture_waits_for_copy_peers() -> None:
     node = trained()
     assert not any(isinstance(action, CopyState) for action in node.say("a.1", capture(1)))
     later = PeersDecided(task="a", peers=(service("n2"),))
@@ -65,19 +75,31 @@ def test_nowhere_to_copy_to() -> None:
     assert CopyState(task="a", shard=0, peers=(service("n2"),)) in actions, "what is here is copied at once"
 
 
-def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
+def test_foreign_copy_is_reported_and_not_forwarded() -> None:
     node = trained(service("n2"))
-    held = HeldState(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1)
-    actions = node.feed(StateHeld(held_state=held))
+    held = SnapshotStored(
+        node=NODE, duration_us=0, task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1
+    )
+    actions = node.feed(StateHeld(snapshot=held))
     assert not any(isinstance(action, CopyState) for action in actions)
     assert (node.of(SnapshotStored)[0].task, node.of(SnapshotStored)[0].origin) == ("b", "n3")
 
 
-def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
+def test_found_states_are_reported_after_join() -> None:
     node = Node()
     node.feed(
         StateHeld(
-            held_state=HeldState(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)
+            snapshot=SnapshotStored(
+                node=NODE,
+                duration_us=0,
+                task="b",
+                shard=0,
+                iteration=7,
+                generation=2,
+                origin=NODE,
+                size_bytes=10,
+                shards=1,
+            )
         )
     )
     assert not node.appended
@@ -85,7 +107,7 @@ def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "SnapshotStored"]
 
 
-def test_a_new_agent_says_where_copies_go_as_its_predecessor_wrote_it_down() -> None:
+def test_successor_reports_remembered_peers() -> None:
     node = trained(service("n2"), service("n3"))
     node.restart_agent()
     node.boot()
@@ -94,7 +116,7 @@ def test_a_new_agent_says_where_copies_go_as_its_predecessor_wrote_it_down() -> 
     assert isinstance(node.appended[-2], NodeJoined), "the node joins first"
 
 
-def test_who_is_no_member_yet_has_no_peers_to_remember() -> None:
+def test_newcomer_has_no_peers_to_remember() -> None:
     node = Node()
     node.boot()
     node.command(start("a.1", 1))
@@ -105,7 +127,7 @@ def test_who_is_no_member_yet_has_no_peers_to_remember() -> None:
     assert not node.of(PeersRemembered)
 
 
-def test_the_nodes_of_a_task_tell_one_after_the_other() -> None:
+def test_nodes_of_task_report_copies_in_turn() -> None:
     node = trained(service("n2"))
     others = tuple(Member(worker=f"a.{2 + i}", node=f"n{20 + i // 2}", replica=1 + i, shard=0) for i in range(6))
     own = Member(worker="a.1", node=NODE, replica=7, shard=0)
@@ -118,7 +140,7 @@ def test_the_nodes_of_a_task_tell_one_after_the_other() -> None:
     assert [event.iteration for event in node.of(SnapshotStored)] == [2], "the newest, when it is the node's turn"
 
 
-def test_dropped_on_command() -> None:
+def test_drop_command_releases_state() -> None:
     node = trained(service("n2"))
     node.say("a.1", capture(1))
     drop = DropState(command_id="1.1.n1.10", node=NODE, epoch=1, task="a")
@@ -128,17 +150,18 @@ def test_dropped_on_command() -> None:
     assert len(node.of(SnapshotStored)) == 1
 
 
-def test_where_a_worker_took_its_state_from() -> None:
+def test_state_load_reports_its_source() -> None:
     node = trained()
     node.say(
         "a.1",
-        StateLoadReport(
+        StateLoaded(
+            **reporter("a.1"),
             generation=1,
             source="peer",
             iteration=9,
             size_bytes=10,
             duration_us=5,
-            tried=("memory of iteration 10: no",),
+            failed_sources=("memory of iteration 10: no",),
             storage_iteration=4,
             saved_us=50,
             resharded_from="tp 2, pp 1",
@@ -146,4 +169,4 @@ def test_where_a_worker_took_its_state_from() -> None:
     )
     (told,) = node.of(StateLoaded)
     assert (told.worker, told.source, told.iteration, told.saved_us) == ("a.1", "peer", 9, 50)
-    assert (told.tried, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")
+    assert (told.failed_sources, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.agents.node import CONFIG, NODE, STORE, Node, decision, part, start, stop
-from unicrond.agents.core.state import CopyState, HeldState, LogSeen, Remembered, StateHeld, TellWorker
+from unicrond.agents.core.state import CopyState, LogSeen, Remembered, StateHeld, TellWorker
 from unicrond.agents.protocol.framing import frame
 from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, GroupMembership
 from unicrond.agents.shell.outbox import Outbox
@@ -21,12 +21,13 @@ from unicrond.events.vocabulary import (
     Member,
     MemoryService,
     PeersDecided,
+    SnapshotStored,
     Start,
     StartWorkers,
     TaskSpec,
     WorkerStarted,
 )
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def generations(node: Node) -> dict[str, int]:
 # --- memberships -----------------------------------------------------------------------------------
 
 
-def test_a_membership_is_read_in_the_log_and_not_answered(node: Node) -> None:
+def test_membership_is_read_from_log_without_answer(node: Node) -> None:
     running(node, "a.1", "a.2")
     said = len(node.appended)
     actions = node.tell(decision("a", 1, ["a.1", "a.7"], joiners=["a.7"]))
@@ -64,7 +65,7 @@ def test_a_membership_is_read_in_the_log_and_not_answered(node: Node) -> None:
     assert len(node.appended) == said
 
 
-def test_a_node_keeps_the_warrant_of_the_newest_membership_that_has_it(node: Node) -> None:
+def test_node_keeps_newest_warrant(node: Node) -> None:
     """The last worker here captures what it hands over after the node has left."""
     running(node, "a.1")
 
@@ -83,14 +84,14 @@ def test_a_node_keeps_the_warrant_of_the_newest_membership_that_has_it(node: Nod
     assert kept().startswith("three."), "of a coordinator that gives none"
 
 
-def test_generations_never_go_back(node: Node) -> None:
+def test_generation_never_decreases(node: Node) -> None:
     running(node, "a.1")
     node.tell(decision("a", 5, ["a.1"]))
     assert not node.tell(decision("a", 4, ["a.1"]))
     assert not node.tell(decision("a", 5, ["a.1"]))
 
 
-def test_an_older_term_is_stale_and_a_newer_one_fences_commands(node: Node) -> None:
+def test_older_term_is_stale_and_newer_term_fences_commands(node: Node) -> None:
     running(node, "a.1")
     node.tell(decision("a", 1, ["a.1"]), term=3)
     assert not node.tell(decision("a", 2, ["a.1"]), term=2)
@@ -100,17 +101,17 @@ def test_an_older_term_is_stale_and_a_newer_one_fences_commands(node: Node) -> N
     assert generations(node) == {"a.1": 3}
 
 
-def test_a_membership_in_parts(node: Node) -> None:
+def test_membership_is_assembled_from_parts(node: Node) -> None:
     running(node, "a.1")
     assert not node.tell(part("a", 1, 1, ["a.1", "a.2"]))
     assert not node.tell(part("a", 1, 2, ["a.3"]))
     (told,) = node.tell(decision("a", 1, ["a.4"], parts=2))
     assert isinstance(told, TellWorker) and isinstance(told.message, GroupMembership)
     assert [member.worker for member in told.message.members] == ["a.1", "a.2", "a.3", "a.4"]
-    assert not node.state.memory.tellings
+    assert not node.state.memory.membership_parts
 
 
-def test_parts_outlive_the_agent(node: Node) -> None:
+def test_membership_parts_outlive_agent(node: Node) -> None:
     running(node, "a.1")
     node.tell(part("a", 1, 1, ["a.1"]))
     node.restart_agent()
@@ -120,7 +121,7 @@ def test_parts_outlive_the_agent(node: Node) -> None:
     assert generations(node) == {"a.1": 1}
 
 
-def test_a_torn_one_is_inert_and_the_next_term_tells_it_anew(node: Node) -> None:
+def test_torn_membership_is_inert_until_next_term(node: Node) -> None:
     running(node, "a.1")
     node.tell(part("a", 1, 1, ["a.1"]))
     assert not node.tell(decision("a", 1, ["a.2"], parts=2)), "a part is missing"
@@ -131,7 +132,7 @@ def test_a_torn_one_is_inert_and_the_next_term_tells_it_anew(node: Node) -> None
     assert [member.worker for member in told.message.members] == ["a.1", "a.2"]
 
 
-def test_a_membership_after_a_torn_one_takes_nothing_of_it(node: Node) -> None:
+def test_membership_ignores_parts_of_torn_predecessor(node: Node) -> None:
     running(node, "a.1")
     node.tell(part("a", 1, 1, ["a.7"]))
     (told,) = node.tell(decision("a", 1, ["a.1"]), term=2)
@@ -139,12 +140,22 @@ def test_a_membership_after_a_torn_one_takes_nothing_of_it(node: Node) -> None:
     assert [member.worker for member in told.message.members] == ["a.1"]
 
 
-def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
+def test_state_is_copied_to_changed_peers_at_once(node: Node) -> None:
     running(node, "a.1")
     node.tell(decision("a", 1, ["a.1"]))
     node.feed(
         StateHeld(
-            held_state=HeldState(task="a", shard=0, iteration=1, generation=1, origin=NODE, size_bytes=1, shards=1)
+            snapshot=SnapshotStored(
+                node=NODE,
+                duration_us=0,
+                task="a",
+                shard=0,
+                iteration=1,
+                generation=1,
+                origin=NODE,
+                size_bytes=1,
+                shards=1,
+            )
         )
     )
     peers = (MemoryService(node="n9", host="h", port=1, token="t"),)
@@ -153,7 +164,7 @@ def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
     assert not node.tell(PeersDecided(task="b", peers=peers))
 
 
-def test_workers_can_be_told_of_the_largest_membership() -> None:
+def test_largest_membership_fits_into_frame() -> None:
     name, node = "t" * 63, "n" * 63
     members = tuple(
         Member(worker=f"{name}.{10**9 - 1 - n}", node=node, replica=10**9 - 1, shard=WORKERS_MAX)
@@ -172,7 +183,7 @@ def together(*numbers: int, number: int = 1) -> StartWorkers:
     return StartWorkers(command_id=f"1.1.{NODE}.{number}", node=NODE, epoch=1, spec=TaskSpec(name="a"), starts=starts)
 
 
-def test_several_workers_start_by_one_command_and_are_answered_one_by_one(node: Node) -> None:
+def test_batch_start_answers_for_each_worker(node: Node) -> None:
     node.command(together(1, 2, 3))
     while node.unforked:
         node.fork()
@@ -181,7 +192,7 @@ def test_several_workers_start_by_one_command_and_are_answered_one_by_one(node: 
     assert "no free slot" in node.answers("1.1.n1.1/2")[0]
 
 
-def test_a_start_of_several_that_comes_again_acts_once(node: Node) -> None:
+def test_repeated_batch_start_acts_once(node: Node) -> None:
     node.command(together(1, 2))
     node.command(together(1, 2))
     assert node.spawned == ["a.1", "a.2"]
@@ -210,10 +221,10 @@ class Feed:
     async def follow(self, tasks: Collection[str]) -> None:
         self.diary.append(f"follow {','.join(sorted(tasks))}")
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         for seq, event in enumerate(self.events, 1):
             envelope = Envelope(producer="coordinator", boot=1, number=seq, term=1, observed_at_us=1, event=event)
-            yield Recorded(seq, 1, envelope)
+            yield RecordedEvent(seq, 1, envelope)
             self.diary.append(f"acknowledge {seq}")
             self.on_acknowledged()
 
@@ -221,7 +232,7 @@ class Feed:
 def shell() -> Shell:
     """One whose lines to the outside lead nowhere."""
     missing = {name: lambda self, *_: None for name in Shell.__abstractmethods__}
-    missing |= {"now_us": lambda self: 1, "held_states": lambda self: ()}
+    missing |= {"now_us": lambda self: 1, "snapshots": lambda self: ()}
     return type("Silent", (Shell,), missing)(CONFIG, Remembered(), Outbox(NODE, 1, lambda: 1), _NoSigns())  # type: ignore[no-any-return]
 
 
@@ -230,7 +241,7 @@ class _NoSigns:
         return lambda *_: None
 
 
-async def test_a_task_is_followed_before_its_start_is_acknowledged() -> None:
+async def test_feed_follows_task_before_acknowledging_start() -> None:
     made = shell()
     feed = Feed(stop("b.1", 1), start("a.1", 2), together(2, number=3), decision("a", 1, ["a.1"]))
     await made.take_entries(feed)
@@ -240,7 +251,7 @@ async def test_a_task_is_followed_before_its_start_is_acknowledged() -> None:
     assert made.state.memory.memberships["a"].generation == 1
 
 
-async def test_what_another_log_started_is_not_followed_in_this_one() -> None:
+async def test_feed_ignores_tasks_of_other_log() -> None:
     made = shell()
     await made.take_entries(Feed(start("a.1", 1)))
     made.state = replace(made.state, memory=replace(made.state.memory, log="one"))
@@ -248,7 +259,7 @@ async def test_what_another_log_started_is_not_followed_in_this_one() -> None:
     assert (made.tasks_here(), one, another) == ({"a"}, {"a"}, frozenset())
 
 
-async def test_a_task_is_given_up_with_the_entry_after_its_last_workers_end() -> None:
+async def test_feed_drops_task_after_its_last_worker() -> None:
     made = shell()
     await made.take_entries(Feed(start("a.1", 1)))
     feed = Feed(decision("a", 1, ["a.1"]), stop("b.1", 2))
@@ -257,12 +268,12 @@ async def test_a_task_is_given_up_with_the_entry_after_its_last_workers_end() ->
     assert feed.diary == ["acknowledge 1", "follow ", "acknowledge 2"]
 
 
-async def test_an_agent_that_has_ended_acknowledges_nothing() -> None:
+async def test_finished_agent_acknowledges_nothing() -> None:
     made = shell()
     feed = Feed(stop("b.1", 1), stop("b.1", 2))
     taking = made.take
 
-    def take(recorded: Recorded) -> None:
+    def take(recorded: RecordedEvent) -> None:
         taking(recorded)
         made.closed = True
 

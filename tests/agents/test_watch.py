@@ -86,7 +86,7 @@ def marker(directory: Path) -> Marker:
     return made
 
 
-async def test_a_late_iteration_is_told_when_it_is_late_and_again_when_twice_as_late(tmp_path: Path) -> None:
+async def test_late_iteration_is_reported_at_limit_and_twice_limit(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
     mark.begin_iteration(7, LIMIT_US)
@@ -101,7 +101,7 @@ async def test_a_late_iteration_is_told_when_it_is_late_and_again_when_twice_as_
     told.watch.close()
 
 
-async def test_a_limit_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
+async def test_watch_notices_shorter_limit(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     mark.begin_iteration(1, 600_000_000)
     told.watch.follow(WORKER, os.getpid())
@@ -111,7 +111,7 @@ async def test_a_limit_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
     told.watch.close()
 
 
-async def test_steps_in_time_are_never_told(tmp_path: Path) -> None:
+async def test_timely_steps_are_never_reported(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
     for iteration in range(1, 11):
@@ -123,7 +123,7 @@ async def test_steps_in_time_are_never_told(tmp_path: Path) -> None:
     told.watch.close()
 
 
-async def test_a_stopped_process_is_seen_to_be_stopped(tmp_path: Path) -> None:
+async def test_watch_detects_stopped_process(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     with stopped_process() as pid:
         mark.begin_iteration(1, LIMIT_US)
@@ -132,7 +132,7 @@ async def test_a_stopped_process_is_seen_to_be_stopped(tmp_path: Path) -> None:
     told.watch.close()
 
 
-async def test_a_stopped_process_does_not_use_its_patience(tmp_path: Path) -> None:
+async def test_stopped_process_is_reported_before_its_limit(tmp_path: Path) -> None:
     """Its limit is long, as while state is saved for the first time: it does not move all the same."""
     told, mark = Told(tmp_path), marker(tmp_path)
     with stopped_process() as pid:
@@ -142,7 +142,7 @@ async def test_a_stopped_process_does_not_use_its_patience(tmp_path: Path) -> No
     told.watch.close()
 
 
-async def test_who_gets_no_cpu_does_not_hang(tmp_path: Path) -> None:
+async def test_cpu_starvation_is_no_hang(tmp_path: Path) -> None:
     """A third of a second in which it waited for a CPU is none of its iteration's 60 ms, nor of its standing still."""
     told, mark = Told(tmp_path), marker(tmp_path)
     began_us, starved_us = marks.now_us(), 333_000
@@ -156,7 +156,7 @@ async def test_who_gets_no_cpu_does_not_hang(tmp_path: Path) -> None:
     told.watch.close()
 
 
-async def test_who_has_ended_is_not_late_for_that(tmp_path: Path) -> None:
+async def test_finished_process_has_no_extra_waiting_time(tmp_path: Path) -> None:
     """Nothing is known of its waiting any more: that is no hundred seconds in which it did not move."""
     told, mark = Told(tmp_path), marker(tmp_path)
     waited = iter([100_000_000, 100_000_000])
@@ -168,7 +168,7 @@ async def test_who_has_ended_is_not_late_for_that(tmp_path: Path) -> None:
     told.watch.close()
 
 
-def test_the_kernel_tells_who_waits_for_a_cpu(tmp_path: Path) -> None:
+def test_kernel_tells_cpu_wait_of_process(tmp_path: Path) -> None:
     """Two processes that want one CPU."""
     mine = os.sched_getaffinity(0)
     program = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
@@ -185,7 +185,7 @@ def test_the_kernel_tells_who_waits_for_a_cpu(tmp_path: Path) -> None:
     assert MarkFiles(tmp_path).waited_us(rival.pid) == 0, "there is no such process any more"
 
 
-async def test_a_look_that_is_late_itself_is_not_believed(tmp_path: Path) -> None:
+async def test_watch_distrusts_own_late_look(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     mark.begin_iteration(1, 30 * LIMIT_US)
     # The agent is held up, and so might the worker be; the look that was due meanwhile sees an iteration that is late.
@@ -196,7 +196,7 @@ async def test_a_look_that_is_late_itself_is_not_believed(tmp_path: Path) -> Non
     told.watch.close()
 
 
-async def test_the_last_mark_is_handed_out_once(tmp_path: Path) -> None:
+async def test_watch_returns_last_mark_once(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
     other = Marker(tmp_path / "big.2")

@@ -13,8 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from unicrond.agents.protocol.framing import frame
-from unicrond.agents.protocol.messages import Connected, Hello, Ready
+from unicrond.agents.protocol.messages import ConnectionOwner, Hello
 from unicrond.agents.shell.worker_sockets import WorkerSockets
+from unicrond.events.vocabulary import WorkerReady
 
 
 class Heard:
@@ -59,9 +60,7 @@ async def heard(run_dir: Path) -> AsyncIterator[Heard]:
 
 
 @pytest.mark.parametrize("how", ["unlinked", "replaced", "the directory is gone for a time"])
-async def test_a_socket_that_is_taken_away_is_bound_again(
-    heard: Heard, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_removed_socket_is_bound_again(heard: Heard, how: str, caplog: pytest.LogCaptureFixture) -> None:
     first = await heard.connect("a.1")
     with caplog.at_level(logging.WARNING, logger="unicrond.agents"):
         if how == "unlinked":
@@ -79,8 +78,10 @@ async def test_a_socket_that_is_taken_away_is_bound_again(
     assert caplog.text.count("was gone: bound it again") == 1
     assert caplog.text.count("cannot be bound again") <= 1, "told once, not at each look"
     assert stat.S_IMODE(heard.path.stat().st_mode) == 0o600
-    first.write(frame(Ready()))
-    assert await heard.next() == ("a.1", Ready()), "who was connected did not notice"
+    first.write(frame(WorkerReady(node="n", task="a", worker="a.1")))
+    assert await heard.next() == ("a.1", WorkerReady(node="n", task="a", worker="a.1")), (
+        "who was connected did not notice"
+    )
     for writer in (first, second):
         writer.close()
 
@@ -92,7 +93,7 @@ class Given:
         self.heard = heard
         self.writers: list[asyncio.StreamWriter] = []
 
-    async def say(self, *messages: Connected | Hello) -> asyncio.StreamReader:
+    async def say(self, *messages: ConnectionOwner | Hello) -> asyncio.StreamReader:
         reader, writer = await asyncio.open_unix_connection(str(self.heard.path))
         self.writers.append(writer)
         writer.write(b"".join(frame(message) for message in messages))
@@ -107,12 +108,12 @@ async def given(heard: Heard) -> AsyncIterator[Given]:
         writer.close()
 
 
-WHOSE = Connected(worker="a.1", task="a", pid=7)
+WHOSE = ConnectionOwner(worker="a.1", task="a", pid=7)
 HELLO = Hello(worker="a.1", task="a", pid=7, generation=0, ready=False)
 
 
 @pytest.mark.parametrize("field", ["worker", "task", "pid", "nothing"])
-async def test_a_worker_cannot_speak_in_another_ones_name(heard: Heard, given: Given, field: str) -> None:
+async def test_worker_cannot_use_name_of_other(heard: Heard, given: Given, field: str) -> None:
     other = {"worker": "b.1", "task": "b", "pid": 8}
     reader = await given.say(WHOSE, replace(HELLO, **{field: other[field]}) if field in other else HELLO)
     if field == "nothing":
@@ -122,12 +123,12 @@ async def test_a_worker_cannot_speak_in_another_ones_name(heard: Heard, given: G
         assert heard.said.empty()
 
 
-async def test_only_the_fork_server_says_whose_a_connection_is(heard: Heard, given: Given) -> None:
+async def test_only_fork_server_names_owner_of_connection(heard: Heard, given: Given) -> None:
     assert await (await given.say(WHOSE, replace(WHOSE, worker="b.1"))).read() == b""
     assert heard.said.empty()
 
 
-async def test_a_worker_has_one_connection_at_a_time(heard: Heard, given: Given) -> None:
+async def test_worker_has_one_connection_at_a_time(heard: Heard, given: Given) -> None:
     first = await given.say(WHOSE)
     await given.say(WHOSE, HELLO)
     assert await first.read() == b"", "what it never used is closed"

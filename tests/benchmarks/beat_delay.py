@@ -24,7 +24,7 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, beat_stream_config, create_streams
 from unicrond.events.vocabulary import CoordinatorStarted, Heartbeat, NodeLeft
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 OWN = "coordinator"
 #: Publishers that share a process take turns this often.
@@ -111,7 +111,7 @@ async def coordinate(options: argparse.Namespace, connection: Connection, beatin
                 now_s = time.monotonic()
                 deaf_s, heard_s = max(deaf_s, now_s - heard_s), now_s
                 count["beats"] += 1
-                if isinstance(entry, Recorded) and entry.envelope.producer == OWN:
+                if isinstance(entry, RecordedEvent) and entry.envelope.producer == OWN:
                     late_ms.append((now_s - sent_s.pop(entry.envelope.number)) * 1000)
 
     async def read() -> None:

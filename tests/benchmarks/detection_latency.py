@@ -120,9 +120,11 @@ async def detected(cluster: Live, state: ClusterState, kind: str, victim: str, a
         return float(entry["recorded_at_us"] - raised_us) / 1e6
     blamed = await cluster.until(
         "the hang is judged",
-        lambda s: [i for i in (*s.incidents.values(), *s.closed) if i.worker == victim and i.kind == "hang"],
+        lambda s: [i for i in (*s.incidents.values(), *s.closed_incidents) if i.worker == victim and i.kind == "hang"],
     )
-    (incident,) = [i for i in (*blamed.incidents.values(), *blamed.closed) if i.worker == victim and i.kind == "hang"]
+    (incident,) = [
+        i for i in (*blamed.incidents.values(), *blamed.closed_incidents) if i.worker == victim and i.kind == "hang"
+    ]
     return (incident.detected_us - at_us) / 1e6
 
 

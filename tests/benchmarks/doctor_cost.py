@@ -23,7 +23,7 @@ import psutil
 
 from unicrond.ctl.client import Client
 from unicrond.events.vocabulary import StepCommitted
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.local.dev import DevCluster, small_cluster
 
 CALM_S = 15.0
@@ -70,7 +70,7 @@ def pace(client: Client, after: int, until: int) -> float:
     steps = [
         (entry.recorded_at_us, entry.envelope.event.last)
         for entry in client.entries(after, until)
-        if isinstance(entry, Recorded) and isinstance(entry.envelope.event, StepCommitted)
+        if isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, StepCommitted)
     ]
     (first_us, first), (last_us, last) = steps[0], steps[-1]
     return (last - first) / ((last_us - first_us) / 1e6)

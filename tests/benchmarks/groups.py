@@ -44,7 +44,7 @@ _FORK = multiprocessing.get_context("fork")
 @contextlib.contextmanager
 def rendezvous_store() -> Iterator[tuple[str, int, int]]:
     """A node's store: its address and its process."""
-    from unicrond.agents.trainer.groups.store_process import serve
+    from unicrond.agents.trainer.groups.rendezvous_store import serve
 
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         host, port = listener.getsockname()

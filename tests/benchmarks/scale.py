@@ -109,8 +109,8 @@ class Cluster:
 
     def regrouped(self, task: str, member: Any, generation: int) -> Any:
         return self.v.WorkerJoinedGroup(
-            node=member.node, task=task, worker=member.worker, generation=generation, iteration=1, dealt=0,
-            duration_us=1, source="own",
+            node=member.node, task=task, worker=member.worker, generation=generation, iteration=1,
+            micro_batches_assigned=0, duration_us=1, source="own",
         )  # fmt: skip
 
     def step(self, task: str, iteration: int) -> Any:
@@ -130,7 +130,7 @@ class Cluster:
         self.state = fold(self.state, self.entry(event, producer))
 
     def entry(self, event: Any, producer: str = "", seq: int = 0) -> Any:
-        from unicrond.events.wire.envelope import Envelope, Recorded
+        from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
         v = self.v
         ours = isinstance(event, v.Decision | v.Command | v.CoordinatorStarted)
@@ -140,7 +140,7 @@ class Cluster:
         envelope = Envelope(
             producer=producer, boot=1, number=number, term=1 if ours else 0, observed_at_us=seq, event=event
         )
-        return Recorded(seq, seq, envelope)
+        return RecordedEvent(seq, seq, envelope)
 
 
 def timed(run: Callable[[int], object], rounds: int) -> float:
@@ -297,13 +297,13 @@ class Fault:
     def _read(self, event: Any, producer: str = "") -> None:
         from unicrond.core.fold import fold
         from unicrond.events.wire.codec import decode, encode
-        from unicrond.events.wire.envelope import Recorded
+        from unicrond.events.wire.envelope import RecordedEvent
 
         entry = self.cluster.entry(event, producer)
         body = encode(entry.envelope)
         self.entries, self.log_bytes = self.entries + 1, self.log_bytes + len(body)
         began_ns = time.thread_time_ns()
-        entry = Recorded(entry.seq, entry.recorded_at_us, decode(body))
+        entry = RecordedEvent(entry.seq, entry.recorded_at_us, decode(body))
         self.cluster.state = fold(self.cluster.state, entry)
         self._spent(type(event).__name__, began_ns)
         if self.cluster.state.quarantined or self.cluster.state.inert:
@@ -372,8 +372,8 @@ class Fault:
         for member in membership.members:
             joins = member.worker in membership.joiners
             regrouped = v.WorkerJoinedGroup(
-                node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7, dealt=0,
-                duration_us=10**5, source="replica" if joins else "own",
+                node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7,
+                micro_batches_assigned=0, duration_us=10**5, source="replica" if joins else "own",
             )  # fmt: skip
             if joins:
                 place = {"node": member.node, "task": task, "worker": member.worker, "generation": self.generation}
@@ -387,7 +387,7 @@ class Fault:
 
 def _reports_at_once(rank: int, size: int) -> bool:
     try:
-        from unicrond.agents.trainer.groups.reporting import report_after_s
+        from unicrond.agents.trainer.groups.shard_group import report_after_s
     except ImportError:
         return True
     return report_after_s(rank, size) == 0.0
@@ -428,7 +428,7 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
     from unicrond.core.rules.invariants import check
     from unicrond.core.rules.survey import Survey
     from unicrond.events.wire.codec import decode, encode
-    from unicrond.events.wire.envelope import Recorded
+    from unicrond.events.wire.envelope import RecordedEvent
     from unicrond.service.coordinator.snapshots import LogMark, decode_snapshot, encode_snapshot
 
     found: dict[str, float] = {}
@@ -451,7 +451,7 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
     spent("read the snapshot", began_ns)
     began_ns = time.thread_time_ns()
     for seq, entry in tail:
-        state = fold(state, Recorded(seq, seq, decode(entry)))
+        state = fold(state, RecordedEvent(seq, seq, decode(entry)))
     spent(f"fold {TAIL} entries", began_ns)
     began_ns = time.thread_time_ns()
     check(state)
@@ -459,7 +459,7 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
     began_ns = time.thread_time_ns()
     decide(Survey(state, cluster.policy), {})
     spent("first look", began_ns)
-    assert state.seq == first + TAIL - 1 and not state.quarantined
+    assert state.seq == first + TAIL - 1 and not state.quarantined_messages
     return found
 
 

@@ -24,9 +24,15 @@ from tests.integration import regroup_rig
 from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
 from unicrond.agents.memory.peer_tokens import Credentials
-from unicrond.agents.protocol.messages import Regrouped, StateLoadReport
 from unicrond.agents.trainer.loop import corpus
-from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+from unicrond.events.vocabulary import (
+    CheckpointSpec,
+    ModelSpec,
+    OptimizerSpec,
+    StateLoaded,
+    TaskSpec,
+    WorkerJoinedGroup,
+)
 
 WAYS = ("clear", "tls")
 #: Parameter and two moments of Adam, in float32.
@@ -71,14 +77,14 @@ def recovery(
         warrant = certified.warrant(nodes[0], run.task, generation, nodes)
         passes = keys[nodes[0]].passes(("n1",), run.task, warrant, now()) if sealed else None
         run.tell(generation, workers, joiners=workers, urgent=True, peers=[service], passes=passes)
-        run.until(lambda: run.of(StateLoadReport, workers[0]), 300)
+        run.until(lambda: run.of(StateLoaded, workers[0]), 300)
         yield time.monotonic() - started
-        run.until(lambda: all(run.of(Regrouped, worker) for worker in workers), 300)
+        run.until(lambda: all(run.of(WorkerJoinedGroup, worker) for worker in workers), 300)
         yield time.monotonic() - started
         spent = [psutil.Process(run.pids[worker]).cpu_times() for worker in workers]
         yield sum(times.user + times.system for times in spent) + time.process_time() - before_s
-    (taken,) = run.of(StateLoadReport, workers[0])
-    assert isinstance(taken, StateLoadReport) and taken.source == "peer"
+    (taken,) = run.of(StateLoaded, workers[0])
+    assert isinstance(taken, StateLoaded) and taken.source == "peer"
     for worker in workers:
         run.signal(worker, signal.SIGKILL)
     run.until(lambda: all(worker in run.exits for worker in workers))

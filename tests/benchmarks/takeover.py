@@ -145,7 +145,11 @@ async def _on_one_site(directory: Path, nodes: int, how: str, repetitions: int) 
             runs.append(await once(at, how, number))
             await asyncio.sleep(1.0)
         state = await at.nodes.state()
-        lost = [incident for incident in (*state.closed, *state.incidents.values()) if incident.kind == "node_lost"]
+        lost = [
+            incident
+            for incident in (*state.closed_incidents, *state.incidents.values())
+            if incident.kind == "node_lost"
+        ]
         assert not lost, lost
         return runs
 

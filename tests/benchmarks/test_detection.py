@@ -13,14 +13,14 @@ ITERATIONS = 1000
 
 
 @pytest.mark.timeout(3600)
-def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
+def test_detection_latency(capsys: pytest.CaptureFixture[str]) -> None:
     lines = asyncio.run(detection_latency.run(ROUNDS))
     with capsys.disabled():
         print("", *lines, sep="\n")
 
 
 @pytest.mark.timeout(3600)
-def test_overhead(capsys: pytest.CaptureFixture[str]) -> None:
+def test_detection_overhead(capsys: pytest.CaptureFixture[str]) -> None:
     lines = detection_overhead.run(ITERATIONS)
     with capsys.disabled():
         print("", *lines, sep="\n")

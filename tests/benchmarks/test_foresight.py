@@ -27,7 +27,7 @@ from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.coordinator.plan_precompute import Foresight
 
 POLICY = Policy(worker_mtbf_s=10**7, transition_s=60.0)
@@ -71,7 +71,7 @@ class Cluster:
         envelope = Envelope(
             producer="all", boot=1, number=self._number, term=term, observed_at_us=self._number, event=event
         )
-        self.state = fold(self.state, Recorded(self._number, self._number, envelope))
+        self.state = fold(self.state, RecordedEvent(self._number, self._number, envelope))
 
     def plan(self) -> None:
         solutions = {problem: solve(problem) for problem in needed_solves(Survey(self.state, POLICY))}
@@ -127,7 +127,7 @@ async def delays(cluster: Cluster) -> dict[str, float]:
 
 @pytest.mark.parametrize("size", SIZES_MEASURED)
 @pytest.mark.benchmark(group="worst delay of the event loop while a fresh process foresees, wall time")
-def test_worst_delay(benchmark: Any, size: tuple[int, int]) -> None:
+def test_foresight_worst_delay(benchmark: Any, size: tuple[int, int]) -> None:
     """In a process of its own: only there is the kernel loaded for the first time."""
     script = (
         f"from tests.benchmarks.test_foresight import *; c = Cluster{size}; print(json.dumps(asyncio.run(delays(c))))"
@@ -143,7 +143,7 @@ def test_worst_delay(benchmark: Any, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", SIZES_MEASURED)
 @pytest.mark.benchmark(group="from a lost node to its plan, on the loop: state the problem, look it up, compare")
-def test_the_failure_path(benchmark: Any, size: tuple[int, int]) -> None:
+def test_foresight_look_up_on_failure(benchmark: Any, size: tuple[int, int]) -> None:
     cluster = Cluster(*size)
     foresight = Foresight(lambda: time.monotonic_ns() // 1000)
     kernel.warm()

@@ -50,13 +50,13 @@ def situation(request: pytest.FixtureRequest) -> Situation:
 
 
 @pytest.mark.benchmark(group="look-up of a stored plan by its event")
-def test_look_up(benchmark: Any, situation: Situation) -> None:
+def test_planner_look_up(benchmark: Any, situation: Situation) -> None:
     table = Planner().refresh(situation)
     assert benchmark(table.look_up, NodeLoss("node0003")) is not None
 
 
 @pytest.mark.benchmark(group="look-up by the whole problem, compared field by field")
-def test_answer(benchmark: Any, situation: Situation) -> None:
+def test_planner_answer(benchmark: Any, situation: Situation) -> None:
     planner = Planner()
     planner.refresh(situation)
     problem = situation.after(NodeLoss("node0003"))
@@ -64,20 +64,20 @@ def test_answer(benchmark: Any, situation: Situation) -> None:
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="one plan, from nothing")
-def test_one_plan(benchmark: Any, situation: Situation) -> None:
+def test_planner_single_plan(benchmark: Any, situation: Situation) -> None:
     problem = situation.after(NodeLoss("node0003"))
     benchmark.pedantic(solve, (problem,), rounds=30, warmup_rounds=2)
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="the whole one-step table, from nothing")
-def test_table(benchmark: Any, situation: Situation) -> None:
+def test_planner_table(benchmark: Any, situation: Situation) -> None:
     table = benchmark.pedantic(lambda: Planner().refresh(situation), rounds=20, warmup_rounds=2)
     benchmark.extra_info.update(scenarios=table.effort.scenarios, rows=table.effort.rows_computed)
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="the whole one-step table over layouts, from nothing")
 @pytest.mark.parametrize(("workers", "tasks"), [(1024, 32), (10240, 100)])
-def test_table_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
+def test_planner_table_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
     begun = time.process_time()
     situation = cluster_of_layouts(workers, tasks)
     benchmark.extra_info["curves_s"] = round(time.process_time() - begun, 2)
@@ -88,19 +88,19 @@ def test_table_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
 
 @pytest.mark.benchmark(timer=time.process_time, group="one plan over layouts, from nothing, with seats")
 @pytest.mark.parametrize(("workers", "tasks"), [(1024, 32), (10240, 100)])
-def test_one_plan_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
+def test_planner_single_plan_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
     problem = cluster_of_layouts(workers, tasks).after(NodeLoss("node0003"))
     benchmark.pedantic(solve, (problem,), rounds=20, warmup_rounds=2)
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="the whole one-step table, numpy only")
-def test_table_in_numpy(benchmark: Any, situation: Situation) -> None:
+def test_planner_table_in_numpy(benchmark: Any, situation: Situation) -> None:
     kernel.use("numpy")
     benchmark.pedantic(lambda: Planner().refresh(situation), rounds=3)
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="the table after the middle task finished, rows reused")
-def test_table_after_a_finish(benchmark: Any, situation: Situation) -> None:
+def test_planner_table_after_task_end(benchmark: Any, situation: Situation) -> None:
     """Its workers go where the plan gives them; the rows before and behind the changed tasks stay."""
     middle = TaskEnd(situation.tasks[len(situation.tasks) // 2].name)
     planner = Planner()
@@ -121,7 +121,7 @@ def test_table_after_a_finish(benchmark: Any, situation: Situation) -> None:
 
 @pytest.mark.benchmark(timer=time.process_time, group="max-plus product, for the bound")
 @pytest.mark.parametrize(("size", "points"), [(129, 16), (1281, 150), (10241, 200), (10241, 460)])
-def test_max_plus(benchmark: Any, size: int, points: int) -> None:
+def test_planner_max_plus(benchmark: Any, size: int, points: int) -> None:
     """A row of `size` with points spread over its half; additions with maximum per second."""
     rng = np.random.default_rng(7)
     row, out, values = rng.random(size), np.empty(size), rng.random(points)
@@ -138,7 +138,7 @@ def test_max_plus(benchmark: Any, size: int, points: int) -> None:
 
 
 @pytest.mark.benchmark(group="worst delay of the event loop while tables are built in a thread, wall time")
-def test_the_loop_goes_on(benchmark: Any) -> None:
+def test_planner_in_thread_leaves_loop_responsive(benchmark: Any) -> None:
     """Ten tables of 10,240 GPUs and 100 tasks in a thread; a tick every millisecond meanwhile."""
     situation, planner = cluster(10240, 100, 1), Planner()
 
@@ -187,7 +187,7 @@ print(json.dumps(sizes))
 
 
 @pytest.mark.benchmark(group="memory at 10,240 GPUs and 100 tasks")
-def test_memory(benchmark: Any) -> None:
+def test_planner_memory(benchmark: Any) -> None:
     def measure() -> dict[str, int]:
         told = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
         sizes: dict[str, int] = json.loads(told)

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.regroup_rig import ForkServer, Rig
-from unicrond.agents.protocol.messages import Regrouped
 from unicrond.agents.trainer.loop import corpus
-from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
+from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec, WorkerJoinedGroup
 
 
 def one_loss(server: ForkServer, scratch: Path, data: Path, replicas: int, standby_max: int) -> list[float]:
@@ -42,7 +41,11 @@ def one_loss(server: ForkServer, scratch: Path, data: Path, replicas: int, stand
         rig.tell(2, workers[:-1], urgent=True)
 
         def seats() -> list[float]:
-            return [m.duration_us / 1e3 for m in rig.of(Regrouped) if isinstance(m, Regrouped) and m.generation == 2]
+            return [
+                m.duration_us / 1e3
+                for m in rig.of(WorkerJoinedGroup)
+                if isinstance(m, WorkerJoinedGroup) and m.generation == 2
+            ]
 
         rig.until(lambda: len(seats()) == replicas - 1)
         return seats()
@@ -62,7 +65,7 @@ def compare(replicas: int, repetitions: int) -> dict[int, list[float]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("replicas", [3, 5])
-def test_regroup(replicas: int) -> None:
+def test_regroup_time(replicas: int) -> None:
     report(replicas, 5)
 
 

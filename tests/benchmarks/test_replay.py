@@ -38,12 +38,13 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import NANOS, api, create_streams
 from unicrond.events.vocabulary import StepCommitted
 from unicrond.events.wire.codec import decode, encode
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.replay.reading.nats_source import NatsSource
 from unicrond.replay.reading.source import read
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
 from unicrond.service.coordinator.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 ENTRIES = 20_000
 NATS_ENTRIES = 300_000
@@ -51,7 +52,7 @@ MILLION = 1_000_000
 ROUNDS = 5
 
 
-def long_log(nodes: int, count: int = ENTRIES) -> list[Recorded]:
+def long_log(nodes: int, count: int = ENTRIES) -> list[RecordedEvent]:
     """Entries of two tasks on `nodes` nodes: again and again 200 steps, then a worker dies and is replaced."""
     cluster = MiniCluster(1)
     for number in range(nodes):
@@ -71,7 +72,7 @@ def long_log(nodes: int, count: int = ENTRIES) -> list[Recorded]:
 
 
 @pytest.fixture(scope="module", params=[4, 64, 512], ids="{}-nodes".format)
-def log(request: pytest.FixtureRequest) -> list[Recorded]:
+def log(request: pytest.FixtureRequest) -> list[RecordedEvent]:
     return long_log(request.param)
 
 
@@ -88,27 +89,27 @@ def measure(benchmark: Any, work: Callable[[], Any], entries: int = ENTRIES) -> 
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="file: read, checksum, decode, validate, fold")
-def test_from_a_file(benchmark: Any, log: list[Recorded], tmp_path: Path) -> None:
+def test_replay_from_file(benchmark: Any, log: list[RecordedEvent], tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.bin", list(log), 1000)
     assert measure(benchmark, lambda: replay(read_entries(path))).seq == ENTRIES
     benchmark.extra_info["bytes_per_entry"] = path.stat().st_size // ENTRIES
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="decode and validate alone")
-def test_decode_alone(benchmark: Any, log: list[Recorded]) -> None:
+def test_replay_decode_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
     bodies = [encode(entry.envelope) for entry in log]
     measure(benchmark, lambda: [decode(body) for body in bodies])
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="fold alone")
-def test_fold_alone(benchmark: Any, log: list[Recorded]) -> None:
+def test_replay_fold_alone(benchmark: Any, log: list[RecordedEvent]) -> None:
     assert measure(benchmark, lambda: replay(log)).seq == ENTRIES
 
 
 # --- from a NATS server ------------------------------------------------------------------------
 
 
-async def append_all(connection: Connection, log: Sequence[Recorded]) -> None:
+async def append_all(connection: Connection, log: Sequence[RecordedEvent]) -> None:
     stream = NatsEventLog(connection)
     await stream.claim_term(log[0].envelope)
     for begin in range(1, len(log), 1000):
@@ -194,7 +195,7 @@ async def replay_in_two(connection: Connection) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", [bare_pull, bare_read, replay_in_one, replay_in_two], ids=lambda way: way.__name__)
 @pytest.mark.benchmark(timer=time.perf_counter, group="NATS, wall time")
-def test_from_nats(benchmark: Any, server: EmbeddedServer, way: Callable[[Connection], Awaitable[int]]) -> None:
+def test_replay_from_nats(benchmark: Any, server: EmbeddedServer, way: Callable[[Connection], Awaitable[int]]) -> None:
     own_s: list[float] = []
     childs_s: list[float] = []
 
@@ -242,7 +243,7 @@ def a_million() -> Iterator[list[Envelope]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.benchmark(timer=time.perf_counter, group="coordinator restart behind 1M events, wall time")
-def test_restart_behind_a_million_events(benchmark: Any, tmp_path: Path) -> None:
+def test_restart_after_a_million_events(benchmark: Any, tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "nats")
     seqs: list[int] = []
     cpu_s: list[float] = []
@@ -270,7 +271,7 @@ def test_restart_behind_a_million_events(benchmark: Any, tmp_path: Path) -> None
         connection = await connect(server.url, name="benchmark", timeout_s=10)
         snapshots = Snapshots(NatsSnapshotStore(connection), every=10**9)
         log, beats = NatsEventLog(connection), NatsBeatLog(connection)
-        coordinator = Coordinator(log, beats, Policy(), 30.0, snapshots=snapshots)
+        coordinator = Coordinator(log, beats, HeadSettings(policy=Policy(), heartbeat_s=30.0), snapshots=snapshots)
         running = asyncio.create_task(coordinator.run())
         await asyncio.wait_for(coordinator.live.wait(), 300)
         seqs.append(coordinator.state.seq)

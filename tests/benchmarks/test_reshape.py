@@ -73,7 +73,7 @@ async def measure(repetitions: int, directory: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.timeout(300)
-async def test_a_reshape(tmp_path: Path) -> None:
+async def test_reshape_time(tmp_path: Path) -> None:
     print(report(await measure(2, tmp_path)))
 
 

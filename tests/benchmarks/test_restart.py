@@ -101,7 +101,7 @@ def report(measured: dict[str, list[float]]) -> str:
 
 
 @pytest.mark.timeout(300)
-async def test_a_warm_restart(tmp_path: Path) -> None:
+async def test_warm_restart_time(tmp_path: Path) -> None:
     print(report(await measure(3, tmp_path)))
 
 

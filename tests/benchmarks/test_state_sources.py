@@ -83,7 +83,7 @@ def measure(megabytes: int, directory: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("megabytes", [16, 128])
-def test_what_each_source_costs(megabytes: int, tmp_path: Path) -> None:
+def test_state_source_cost(megabytes: int, tmp_path: Path) -> None:
     print(report(megabytes, measure(megabytes, tmp_path)))
 
 

@@ -22,7 +22,7 @@ from tests.browser.test_page import replayed
 from tests.replay.logs import troubled
 from tests.unicrond.serving import serving
 from unicrond.replay.views.moments import Moments
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 #: How many entries stream while frames are watched.
 STREAMED = 5_000
@@ -84,8 +84,7 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
         await page.size(1280, 860)
         found = await live(page, options.nodes, options.entries)
     moments = Moments()
-    for step in steps(entries(options.nodes, options.entries)):
-        moments.feed(step)
+    feed_all(moments, entries(options.nodes, options.entries))
     async with replayed(moments) as url, browsing() as page:
         await page.size(1280, 860)
         found["replay_first_paint_ms"] = round(await first_paint_ms(page, url))
@@ -103,8 +102,7 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
 async def drawn(where: Path) -> None:
     """The pictures of the documents."""
     moments = Moments()
-    for step in steps(troubled(3, 30).log):
-        moments.feed(step)
+    feed_all(moments, troubled(3, 30).log)
     async with replayed(moments) as url, browsing() as page:
         await page.dark(True)
         await pictures(page, url, where, "replay", ("incidents",))

@@ -15,7 +15,7 @@ from tests.benchmarks.scale import TASKS, Cluster
 from tests.replay.logs import write_log
 from unicrond.core.state.work import LINEAR_FLOPS
 from unicrond.events.vocabulary.placements import runs_of
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 
 _BEGIN_US = 1_790_000_000_000_000
 _STEP_US = 30_000
@@ -26,15 +26,15 @@ class BigCluster(Cluster):
     """Keeps what was told; 30 ms pass from entry to entry."""
 
     def __init__(self, nodes: int) -> None:
-        self.log: list[Recorded] = []
+        self.log: list[RecordedEvent] = []
         super().__init__(nodes)
 
-    def entry(self, event: Any, producer: str = "", seq: int = 0) -> Recorded:
+    def entry(self, event: Any, producer: str = "", seq: int = 0) -> RecordedEvent:
         if isinstance(event, self.v.PlanAdopted):
             event = self._worth_something(event)
         entry = super().entry(event, producer, seq)
         now_us = _BEGIN_US + entry.seq * _STEP_US
-        return Recorded(entry.seq, now_us, replace(entry.envelope, observed_at_us=now_us))
+        return RecordedEvent(entry.seq, now_us, replace(entry.envelope, observed_at_us=now_us))
 
     def tell(self, event: Any, producer: str = "") -> None:
         from unicrond.core.fold import fold
@@ -55,7 +55,7 @@ class BigCluster(Cluster):
             waf_if_healthy=waf,
             trigger=f"{len(shares)} tasks launched",
             reason=f"{workers} of {workers} workers in use",
-            took_us=840_000,
+            duration_us=840_000,
         )
 
     def steps(self, iteration: int) -> None:
@@ -88,7 +88,7 @@ class BigCluster(Cluster):
         self.tell(
             v.TransitionCompleted(
                 incident=incident, response="restart the process", detection_us=40_000, transition_us=12_000_000,
-                micro_batches_redone=1, reason="the task trains again",
+                micro_batches_repeated=1, reason="the task trains again",
             )
         )  # fmt: skip
         self.members[task] = rest
@@ -102,7 +102,7 @@ class BigCluster(Cluster):
             self.say("api", v.NodeCordoned(node=name, drain=False, reason="new fan"))
 
 
-def entries(nodes: int, count: int) -> list[Recorded]:
+def entries(nodes: int, count: int) -> list[RecordedEvent]:
     """So many."""
     cluster = BigCluster(nodes)
     begun, iteration, faults = len(cluster.log), 0, 0

@@ -18,7 +18,7 @@ from unicrond.intake.config import ApiConfig, Config
 from unicrond.intake.tokens import Scope, line_of, make_token
 from unicrond.replay.views.moments import Moments
 from unicrond.replay.views.page_server import PageServer
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason=MISSING)
 #: A node is looked for by its name.
@@ -47,7 +47,7 @@ async def walked(page: Page) -> None:
     await page.until("document.querySelectorAll('.log > div').length > 5")
 
 
-async def test_live(tmp_path: Path) -> None:
+async def test_page_shows_live_cluster(tmp_path: Path) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served, browsing() as page:
         await page.open(served.url + "/")
         await page.until("document.querySelector('#health').innerText.startsWith('live')")
@@ -71,7 +71,7 @@ async def test_live(tmp_path: Path) -> None:
         assert page.errors == []
 
 
-async def test_types_of_gpu(tmp_path: Path) -> None:
+async def test_page_shows_gpu_types(tmp_path: Path) -> None:
     """The page shows each node's type, and each task's where the nodes have several."""
     cluster = with_task(types_of(1, 2, 1))
     async with serving(tmp_path, list(cluster.log)) as served, browsing() as page:
@@ -99,11 +99,11 @@ async def cordoned_by_the_page(page: Page, served: Served) -> None:
     await page.js("document.querySelector('dialog input[name=reason]').value = 'a test wants it'")
     await page.js("document.querySelector('dialog button[value=yes]').click()")
     await page.until("document.querySelector('dialog').innerText.includes('Ordered at entry')")
-    assert served.coordinator.state.nodes["n2"].cordoned
+    assert served.coordinator.state.nodes["n2"].cordon.active
     await page.js("document.querySelector('dialog button').click(); location.hash = 'log'")
 
 
-async def test_it_comes_back_when_the_coordinator_does(tmp_path: Path) -> None:
+async def test_page_recovers_with_coordinator(tmp_path: Path) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served, browsing() as page:
         await page.open(served.url + "/#log")
         await page.until("document.querySelector('#health').innerText.startsWith('live')")
@@ -116,7 +116,7 @@ async def test_it_comes_back_when_the_coordinator_does(tmp_path: Path) -> None:
         )
 
 
-async def test_a_token_is_asked_for_and_rules_what_may_be_done(tmp_path: Path) -> None:
+async def test_page_asks_for_token_and_applies_its_scopes(tmp_path: Path) -> None:
     token = make_token()
     (tmp_path / "tokens").write_text(line_of("ann", [Scope.READ], token) + "\n")
     config = Config(api=ApiConfig(tokens_file=str(tmp_path / "tokens")))
@@ -147,10 +147,9 @@ async def replayed(moments: Moments, prefix: str = "") -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_a_replay_has_a_slider_and_works_behind_a_prefix() -> None:
+async def test_replayed_page_has_slider_and_works_behind_prefix() -> None:
     moments = Moments()
-    for step in steps(troubled(3).log):
-        moments.feed(step)
+    feed_all(moments, troubled(3).log)
     async with replayed(moments, "/some/where") as url, browsing() as page:
         await page.open(url)
         await page.until("document.querySelector('#health').innerText.startsWith('replay of some.log')")
@@ -166,9 +165,8 @@ async def test_a_replay_has_a_slider_and_works_behind_a_prefix() -> None:
         assert page.errors == []
 
 
-def test_a_moment_is_the_fold_up_to_it() -> None:
+def test_moment_matches_fold() -> None:
     moments, log = Moments(), troubled(3).log
-    for step in steps(log):
-        moments.feed(step)
+    feed_all(moments, log)
     for count in (len(log), 3, 0, len(log) // 2, len(log) // 2 + 1):
         assert moments.after(count).state.seq == count

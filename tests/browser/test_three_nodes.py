@@ -29,7 +29,7 @@ async def shown(page: Page, view: str, *texts: str) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_a_worker_is_killed_and_the_page_tells_it(tmp_path: Path) -> None:
+async def test_page_shows_worker_failure_and_recovery(tmp_path: Path) -> None:
     async with live_cluster(tmp_path, nodes=3, workers=3, injection=True) as live, browsing() as page:
         await page.size(1280, 860)
         await live.submit()

@@ -184,22 +184,22 @@ class Watch:
         state, _ = await self.cluster.state()
         lines = await asyncio.to_thread(self.lines)
         events = [(line.type, line.envelope["event"]) for line in lines]
-        redone = sum(event["redone"] for kind, event in events if kind == "StepCommitted")
-        dealt = sum(event.get("dealt", 0) for kind, event in events if kind == "WorkerJoinedGroup")
+        repeated = sum(event["micro_batches_repeated"] for kind, event in events if kind == "StepCommitted")
+        assigned = sum(event.get("micro_batches_assigned", 0) for kind, event in events if kind == "WorkerJoinedGroup")
         return {
-            "incidents": len(state.closed)
+            "incidents": len(state.closed_incidents)
             + len(state.incidents)
-            - len(self.before.closed)
+            - len(self.before.closed_incidents)
             - len(self.before.incidents),
             "faults": [kind for kind, _ in events if kind in _FAULTS],
             "failures": state.ledger.failures - self.before.ledger.failures,
-            "flaps": sum(len(node.returns_us) for node in state.nodes.values())
-            - sum(len(node.returns_us) for node in self.before.nodes.values()),
-            "redone": redone + dealt,
+            "flaps": sum(len(node.health.returns_us) for node in state.nodes.values())
+            - sum(len(node.health.returns_us) for node in self.before.nodes.values()),
+            "redone": repeated + assigned,
         }
 
 
-NO_DAMAGE: dict[str, Any] = {"incidents": 0, "faults": [], "failures": 0, "flaps": 0, "redone": 0}
+NO_DAMAGE: dict[str, Any] = {"incidents": 0, "faults": [], "failures": 0, "flaps": 0, "repeated": 0}
 
 
 def is_up(machine: str, boot_after: int = 0) -> Callable[[ClusterState], bool]:
@@ -207,7 +207,7 @@ def is_up(machine: str, boot_after: int = 0) -> Callable[[ClusterState], bool]:
 
     def holds(state: ClusterState) -> bool:
         node = state.nodes.get(node_of(machine))
-        return node is not None and node.status is NodeStatus.UP and node.agent_boot > boot_after
+        return node is not None and node.status is NodeStatus.UP and node.agent.boot > boot_after
 
     return holds
 

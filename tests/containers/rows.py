@@ -29,7 +29,7 @@ TABLE = (
         "an agent's pod deleted and made anew: other address, empty volumes, the same name",
         "SEV1, a failure and a flap (DaemonSet); node_lost after 2.1 s (StatefulSet)",
         "drained at {told} s, the pod gone after {pod_s} s with exit code {code}, whole after {whole} s; no incident, "
-        "nothing redone",
+        "nothing repeated",
     ),
     (
         "delete",
@@ -41,7 +41,7 @@ TABLE = (
         "rollout first",
         "three agents updated one by one in mid-training, the next as soon as one is ready",
         "3 incidents; a node isolated as flapping: 64 s",
-        "{left} nodes drained, left and joined; whole after {whole} s; no incident, no flap, nothing redone",
+        "{left} nodes drained, left and joined; whole after {whole} s; no incident, no flap, nothing repeated",
     ),
     ("rollout second", "the same once more, right after it", "not tried", "the same; whole after {whole} s"),
     (

@@ -81,7 +81,7 @@ def serves(pod: Pod) -> bool:
     return any("nats-server" in command.split(" ")[0] for command in pod.box.pids().values())
 
 
-async def test_two_heads_on_one_shared_directory(
+async def test_two_heads_share_one_directory(
     cluster: Cluster, directory: Path, storage: SharedStorage, record: Record
 ) -> None:
     await cluster.start_head(**on_machine("a", directory, storage))
@@ -136,7 +136,7 @@ async def test_two_heads_on_one_shared_directory(
     record("head deleted", whole=ready_s, pod_s=took_s)
 
 
-async def test_a_head_is_killed_and_its_server_stands_still(cluster: Cluster, record: Record) -> None:
+async def test_killed_head_and_stalled_server_cause_no_damage(cluster: Cluster, record: Record) -> None:
     cold_s = await cluster.start_head()
     await cluster.start_agents(*NODES[:2])
     await cluster.train(2)
@@ -178,7 +178,7 @@ async def test_a_head_is_killed_and_its_server_stands_still(cluster: Cluster, re
     record("server stands still", told=unready_s, whole=ready_s, live_probes=alive)
 
 
-async def test_a_head_with_an_empty_volume(cluster: Cluster, directory: Path, record: Record) -> None:
+async def test_head_with_empty_volume_waits_for_its_log(cluster: Cluster, directory: Path, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES[:2])
     await cluster.train(2)
@@ -206,10 +206,10 @@ async def test_a_head_with_an_empty_volume(cluster: Cluster, directory: Path, re
     back_s = time.monotonic() - watch.began_s
     await cluster.training(None, beyond=5)
     found = await watch.damage()
-    record("empty volume, back", whole=back_s, faults=found["faults"], redone=found["redone"])
+    record("empty volume, back", whole=back_s, faults=found["faults"], repeated=found["repeated"])
 
 
-async def test_a_volume_that_cannot_be_written(cluster: Cluster, directory: Path, record: Record) -> None:
+async def test_head_with_unwritable_volume_ends_in_one_line(cluster: Cluster, directory: Path, record: Record) -> None:
     closed = directory / "closed"
     closed.mkdir(mode=0o755)
     pod = cluster.new_head(volumes={"log": closed})

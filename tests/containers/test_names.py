@@ -8,25 +8,25 @@ from collections.abc import Callable
 import pytest
 
 from tests.containers.cluster import NO_DAMAGE, NODES, Cluster, is_up, node_of
-from unicrond.agents.shell.duplicate_agent import EXIT_SUPERSEDED
+from unicrond.events.cli.exit_codes import SUPERSEDED
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 Record = Callable[..., None]
 
 
-async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
+async def test_forcibly_deleted_pod_yields_to_successor(cluster: Cluster, record: Record) -> None:
     """The API server forgets the pod at once, and its container still runs when the next one starts."""
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
     machine = NODES[0]
     old = cluster.agents[machine]
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch = await cluster.watch()
     watch.act()
     new = cluster.start_agent(machine)
     code = await asyncio.to_thread(old.box.wait, 60)
-    assert code == EXIT_SUPERSEDED
+    assert code == SUPERSEDED
     whole_s = await watch.whole(also=is_up(machine, boot))
     assert not watch.lines("CommandFailed")
     told_s = watch.told("NodeJoined")
@@ -35,7 +35,7 @@ async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
     # The same where the machine is only cut off: its agent wakes up as the older one.
     old.remove()
     watch = await cluster.watch()
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch.act()
     new.cut()
     cluster.start_agent(machine)
@@ -44,7 +44,7 @@ async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
     calm = await cluster.watch()
     new.mend()
     code = await asyncio.to_thread(new.box.wait, 60)
-    assert code == EXIT_SUPERSEDED
+    assert code == SUPERSEDED
     await cluster.training(None, beyond=5)
     found = await calm.damage()
     # What its worker said while it was cut off arrives, and nothing follows from it.

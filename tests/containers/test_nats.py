@@ -48,7 +48,7 @@ async def kill(pod: Pod) -> None:
     await asyncio.to_thread(pod.box.wait, 20)
 
 
-async def test_nats_comes_late_goes_and_comes_back(image: Image, directory: Path, record: Record) -> None:
+async def test_nats_pod_starts_late_leaves_and_returns(image: Image, directory: Path, record: Record) -> None:
     async with Cluster(image, directory, configuration(PART, replicas=1)) as cluster:
         cluster.lead_to(cluster.new_head(PART))
         head = cluster.head
@@ -102,7 +102,7 @@ async def test_nats_comes_late_goes_and_comes_back(image: Image, directory: Path
         record("NATS empty", told=told_s, whole=ready_s, live_probes=asked, said=[words for _, words in answers])
 
 
-async def test_a_head_that_stands_by(image: Image, directory: Path, record: Record) -> None:
+async def test_standby_head_pod_takes_over(image: Image, directory: Path, record: Record) -> None:
     async with Cluster(image, directory, configuration(PART, replicas=1)) as cluster:
         server(cluster)
         await cluster.start_head(PART)

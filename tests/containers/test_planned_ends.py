@@ -1,4 +1,4 @@
-"""The end of an agent's pod: deleted, replaced, updated; nothing fails, nothing is redone."""
+"""The end of an agent's pod: deleted, replaced, updated; nothing fails, nothing is repeated."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ async def replaced(cluster: Cluster, machine: str) -> tuple[int, float]:
     return ended
 
 
-async def test_a_pod_is_deleted(cluster: Cluster, record: Record) -> None:
+async def test_deleted_agent_pod_loses_no_work(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
     machine = NODES[0]
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     address = cluster.agents[machine].address
 
     watch = await cluster.watch()
@@ -44,7 +44,7 @@ async def test_a_pod_is_deleted(cluster: Cluster, record: Record) -> None:
     record("delete", **facts, said=watch.said("NodeLeaving", "NodeLeft"))
 
 
-async def test_two_rolling_updates_and_a_link_that_is_down(cluster: Cluster, record: Record) -> None:
+async def test_rolling_updates_and_link_loss_isolate_no_node(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
@@ -78,7 +78,7 @@ async def test_two_rolling_updates_and_a_link_that_is_down(cluster: Cluster, rec
     record("link", told=watch.told("NodeLost"), back=back_s, whole=await watch.whole(), isolated=0)
 
 
-async def test_a_hook_interrupts_and_sigterm_follows(cluster: Cluster, record: Record) -> None:
+async def test_interrupt_hook_and_sigterm_lose_no_work(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
@@ -98,4 +98,6 @@ async def test_a_hook_interrupts_and_sigterm_follows(cluster: Cluster, record: R
     assert found["faults"] == ["CommandFailed"] * len(refused) and len(refused) <= 1, found
     assert not found["incidents"] and not found["failures"] and not found["flaps"], found
     assert code == 128 + signal.SIGINT
-    record("interrupt", told=watch.told("NodeLeft", "NodeLeaving"), whole=whole_s, pod_s=took_s, redone=found["redone"])
+    record(
+        "interrupt", told=watch.told("NodeLeft", "NodeLeaving"), whole=whole_s, pod_s=took_s, repeated=found["repeated"]
+    )

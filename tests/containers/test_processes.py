@@ -24,7 +24,7 @@ def process_of(pod: Pod, part: str) -> int:
     return next(pid for pid, command in pod.box.pids().items() if part in command)
 
 
-async def test_an_agent_dies_and_its_container_lives(cluster: Cluster, record: Record) -> None:
+async def test_dead_agent_restarts_in_living_container(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     before = seats(await cluster.train(3))
@@ -33,7 +33,7 @@ async def test_an_agent_dies_and_its_container_lives(cluster: Cluster, record: R
     joined: list[float] = []
     said: list[str] = []
     for _ in range(3):
-        boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+        boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
         watch = await cluster.watch()
         watch.act()
         os.kill(process_of(pod, "unicrond.agents.shell.cli"), signal.SIGKILL)
@@ -57,13 +57,13 @@ async def test_an_agent_dies_and_its_container_lives(cluster: Cluster, record: R
     record("zombies", agent=pod.box.zombies(), head=cluster.head.box.zombies())
 
 
-async def test_process_one_is_killed_from_outside(cluster: Cluster, record: Record) -> None:
+async def test_kill_of_process_one_restarts_pod(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES)
     await cluster.train(3)
     machine = NODES[0]
     pod = cluster.agents[machine]
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch = await cluster.watch()
     watch.act()
     pod.box.kill(signal.SIGKILL)
@@ -75,7 +75,7 @@ async def test_process_one_is_killed_from_outside(cluster: Cluster, record: Reco
     record("process 1 killed", told=watch.told(*ENDS), whole=whole_s, said=said)
 
 
-async def test_a_worker_eats_up_to_the_limit(cluster: Cluster, record: Record) -> None:
+async def test_worker_oom_spares_its_container(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES, memory_mib=768, sizes_mib={"shm": 64})
     await cluster.train(3)
@@ -100,7 +100,7 @@ async def test_a_worker_eats_up_to_the_limit(cluster: Cluster, record: Record) -
     )
 
 
-async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: Cluster, record: Record) -> None:
+async def test_shared_memory_oom_kills_whole_container(cluster: Cluster, record: Record) -> None:
     await cluster.start_head()
     await cluster.start_agents(*NODES, memory_mib=768, sizes_mib={"shm": 2000})
     await cluster.train(3)
@@ -114,7 +114,7 @@ async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: C
     warnings = [line for line in pod.box.said().splitlines() if " container: " in line]
     assert len(warnings) == 1 and "more than half of its limit of 768 MiB may lie in memory" in warnings[0]
     record("limits", limit=768, states=768 // 4, said=warnings[0].partition("container: ")[2])
-    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent.boot
     watch = await cluster.watch()
     watch.act()
     filler = pod.box.start_inside("fallocate", "-l", "1900M", "/dev/shm/full")
@@ -125,11 +125,11 @@ async def test_shared_memory_fills_the_limit_and_the_kernel_takes_all(cluster: C
     await asyncio.to_thread(pod.restart)
     whole_s = await watch.whole(also=is_up(machine, boot))
     # One that the dead container was to start may still be started and ended by the next one, as expected.
-    ended = [line for line in watch.lines("WorkerExited") if not line.envelope["event"]["expected"]]
+    ended = [line for line in watch.lines("WorkerExited") if not line.envelope["event"]["is_expected"]]
     causes = sorted({line.envelope["event"]["cause"] for line in ended})
     said = [line.summary for line in ended]
     assert causes and set(causes) <= {"oom_killed", "maybe_oom_killed", "unknown"}, said
-    isolated = (await cluster.state())[0].nodes[node_of(machine)].isolated
+    isolated = (await cluster.state())[0].nodes[node_of(machine)].isolation.active
     assert not isolated
     record("all oom", told=watch.told(*ENDS), whole=whole_s, code=code, causes=causes, said=said)
     assert (await cluster.state())[0].tasks[TASK].confirmed

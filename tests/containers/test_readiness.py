@@ -27,7 +27,9 @@ async def why_not(pod: Pod, words: str) -> str:
     return why
 
 
-async def test_a_wrong_password_and_no_torch(cluster: Cluster, directory: Path, record: Record) -> None:
+async def test_agents_without_password_or_torch_are_alive_and_unready(
+    cluster: Cluster, directory: Path, record: Record
+) -> None:
     await cluster.start_head()
     wrong = directory / "wrong"
     wrong.mkdir()

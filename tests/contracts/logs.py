@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.contracts.file_log import FileLog
+from tests.contracts.memory_log import MemoryBeatLog, MemoryCommandFeed, MemoryLog
 from tests.integration.nats_cluster import nats_cluster
 from unicrond.events.log.event_log import BeatLog, CommandFeed, EventLog
-from unicrond.events.log.file_log import FileLog
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryCommandFeed, MemoryLog
 from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
@@ -27,7 +27,7 @@ from unicrond.events.vocabulary import (
     StopWorker,
     StoreAddress,
 )
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats, CommandEnd, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.models.network import Link
@@ -181,7 +181,7 @@ def beat(number: int, node: str = "n1") -> Envelope:
 
 
 def envelope_of(entry: Entry) -> Envelope:
-    assert isinstance(entry, Recorded), entry
+    assert isinstance(entry, RecordedEvent), entry
     return entry.envelope
 
 

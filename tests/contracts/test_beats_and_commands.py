@@ -12,7 +12,7 @@ import pytest
 from tests.contracts.logs import BUSES, Bus, beat, command, decision, envelope_of, fact, membership
 from unicrond.events.log.event_log import CommandFeed
 from unicrond.events.vocabulary import PeersDecided, ThroughputCorrected
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 
 @pytest.fixture(params=sorted(BUSES))
@@ -21,9 +21,9 @@ async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[B
         yield opened
 
 
-async def take(feed: CommandFeed, count: int) -> list[Recorded]:
+async def take(feed: CommandFeed, count: int) -> list[RecordedEvent]:
     """`count` commands; the last one is left unacknowledged."""
-    taken: list[Recorded] = []
+    taken: list[RecordedEvent] = []
     async with asyncio.timeout(20), aclosing(feed.read()) as commands:
         async for recorded in commands:
             taken.append(recorded)
@@ -56,7 +56,7 @@ async def hear(bus: Bus, node: str, count: int) -> list[Entry]:
     return seen
 
 
-async def test_beats_from_now_on(bus: Bus) -> None:
+async def test_beat_log_delivers_beats_from_subscription_on(bus: Bus) -> None:
     """What was said before the subscription is not told; what is said during it comes in order."""
     await hear(bus, "old", 3)
     seen = await hear(bus, "n1", 10)
@@ -65,12 +65,12 @@ async def test_beats_from_now_on(bus: Bus) -> None:
     assert [entry.seq for entry in seen] == [seen[0].seq + i for i in range(len(seen))]
 
 
-async def test_only_beats_are_beats(bus: Bus) -> None:
+async def test_beat_log_takes_only_beats(bus: Bus) -> None:
     with pytest.raises(TypeError, match="expected a Heartbeat"):
         await bus.beats.publish(fact(1))
 
 
-async def test_a_node_gets_its_own_commands_in_order(bus: Bus) -> None:
+async def test_command_feed_delivers_own_commands_in_order(bus: Bus) -> None:
     await bus.log.append([command(1), command(2, "n2"), fact(3), command(4)])
     await bus.log.append([command(5)])
     taken = await take(bus.feed("n1"), 3)
@@ -78,14 +78,14 @@ async def test_a_node_gets_its_own_commands_in_order(bus: Bus) -> None:
     assert [recorded.seq for recorded in taken] == [1, 4, 5]
 
 
-async def test_asking_for_the_next_acknowledges(bus: Bus) -> None:
+async def test_command_feed_acknowledges_on_next_read(bus: Bus) -> None:
     await bus.log.append([command(number) for number in range(1, 5)])
     feed = bus.feed("n1")
     assert [recorded.seq for recorded in await take(feed, 2)] == [1, 2]
     assert [recorded.seq for recorded in await take(feed, 3)] == [2, 3, 4], "2 was not acknowledged"
 
 
-async def test_a_command_whose_handler_fails_comes_again(bus: Bus) -> None:
+async def test_command_feed_repeats_command_after_failed_handler(bus: Bus) -> None:
     await bus.log.append([command(1)])
     feed = bus.feed("n1")
     with pytest.raises(RuntimeError, match="handler"):
@@ -95,14 +95,14 @@ async def test_a_command_whose_handler_fails_comes_again(bus: Bus) -> None:
     assert [recorded.seq for recorded in await take(feed, 1)] == [1]
 
 
-async def test_commands_come_live(bus: Bus) -> None:
+async def test_command_feed_delivers_live(bus: Bus) -> None:
     taking = asyncio.create_task(take(bus.feed("n1"), 2))
     await bus.log.append([command(1)])
     await bus.log.append([command(2)])
     assert [recorded.envelope for recorded in await taking] == [command(1), command(2)]
 
 
-async def test_what_is_told_once_of_a_followed_task(bus: Bus) -> None:
+async def test_command_feed_delivers_decisions_of_followed_task(bus: Bus) -> None:
     """Of other tasks nothing, of this one what came before it was followed neither; and no other decision."""
     feed = bus.feed("n1")
     await feed.follow(["a"])
@@ -112,7 +112,7 @@ async def test_what_is_told_once_of_a_followed_task(bus: Bus) -> None:
     assert [recorded.seq for recorded in await take(feed, 4)] == [1, 4, 5, 6]
 
 
-async def test_to_follow_while_an_entry_is_handled_misses_nothing_behind_it(bus: Bus) -> None:
+async def test_follow_during_entry_misses_no_later_entry(bus: Bus) -> None:
     """The membership stands in the log before its task is followed: the feed has not looked at it yet."""
     feed = bus.feed("n1")
     await feed.follow([])
@@ -130,7 +130,7 @@ async def test_to_follow_while_an_entry_is_handled_misses_nothing_behind_it(bus:
     assert seen == [2, 3, 4, 5]
 
 
-async def test_a_feed_that_is_idle_gets_what_matches_from_then_on(bus: Bus) -> None:
+async def test_idle_feed_follows_newly_matching_entries(bus: Bus) -> None:
     """It is ahead of many entries that do not concern it; a task is followed meanwhile, and given up again."""
     feed = bus.feed("n1")
     await feed.follow([])

@@ -27,13 +27,13 @@ async def log(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[E
         assert [entry.seq for entry in entries] == list(range(1, len(entries) + 1)), "no gaps, whatever the test did"
 
 
-async def test_empty(log: EventLog) -> None:
+async def test_empty_log_reads_as_empty(log: EventLog) -> None:
     assert await log.last_seq() == 0
     assert await history(log) == []
     assert await log.append([]) == []
 
 
-async def test_what_was_written_is_read(log: EventLog) -> None:
+async def test_log_returns_written_entries(log: EventLog) -> None:
     written = [example(kind) for kind in EVENT_TYPES if kind not in (Heartbeat, CoordinatorStarted)]
     written = [msgspec.structs.replace(envelope, number=i) for i, envelope in enumerate(written, start=1)]
     assert await log.append(written[:1]) == [1]
@@ -45,7 +45,7 @@ async def test_what_was_written_is_read(log: EventLog) -> None:
     assert times[0] > 1_600_000_000_000_000
 
 
-async def test_parts_of_history(log: EventLog) -> None:
+async def test_log_reads_parts_of_history(log: EventLog) -> None:
     await log.append(facts(1, 10))
     assert [entry.seq for entry in await history(log, after_seq=7)] == [8, 9, 10]
     assert [entry.seq async for entry in log.read(2, until_seq=4)] == [3, 4]
@@ -53,7 +53,7 @@ async def test_parts_of_history(log: EventLog) -> None:
     assert [entry.seq async for entry in log.read(9, until_seq=4)] == []
 
 
-async def test_history_then_live(log: EventLog) -> None:
+async def test_log_reads_history_then_live(log: EventLog) -> None:
     await log.append(facts(1, 3))
     seen: list[Entry] = []
     caught_up, complete = asyncio.Event(), asyncio.Event()
@@ -78,7 +78,7 @@ async def test_history_then_live(log: EventLog) -> None:
     await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def test_a_reader_may_start_ahead_of_the_log(log: EventLog) -> None:
+async def test_log_reader_may_start_after_end(log: EventLog) -> None:
     await log.append([fact(1)])
     async with aclosing(log.read(2, until_seq=4)) as reading:
         first = asyncio.ensure_future(anext(reading))
@@ -87,7 +87,7 @@ async def test_a_reader_may_start_ahead_of_the_log(log: EventLog) -> None:
         assert [entry.seq async for entry in reading] == [4]
 
 
-async def test_repeated_ids_keep_their_numbers(log: EventLog) -> None:
+async def test_repeated_append_returns_same_sequence_numbers(log: EventLog) -> None:
     assert await log.append(facts(1, 3)) == [1, 2, 3]
     assert await log.append([fact(2)]) == [2], "a single one"
     assert await log.append(facts(1, 3)) == [1, 2, 3], "the same batch, after a lost acknowledgement"
@@ -96,7 +96,7 @@ async def test_repeated_ids_keep_their_numbers(log: EventLog) -> None:
     assert await log.last_seq() == 6
 
 
-async def test_a_producer_that_repeats_what_was_not_acknowledged_keeps_its_order(log: EventLog) -> None:
+async def test_repeated_append_keeps_order_of_producer(log: EventLog) -> None:
     """As agents write: one by one; cut off anywhere, the same again."""
     for envelope in facts(1, 30):
         for turns in range(envelope.number % 4):
@@ -109,14 +109,14 @@ async def test_a_producer_that_repeats_what_was_not_acknowledged_keeps_its_order
     assert [envelope_of(entry) for entry in await history(log)] == facts(1, 30)
 
 
-async def test_the_largest_batch(log: EventLog) -> None:
+async def test_log_accepts_largest_batch_only(log: EventLog) -> None:
     assert await log.append(facts(1, MAX_BATCH)) == list(range(1, MAX_BATCH + 1))
     with pytest.raises(ValueError, match=f"envelopes: at most {MAX_BATCH}"):
         await log.append(facts(MAX_BATCH + 1, 2 * MAX_BATCH + 1))
     assert await log.last_seq() == MAX_BATCH
 
 
-async def test_all_or_nothing(log: EventLog) -> None:
+async def test_append_is_atomic(log: EventLog) -> None:
     bad = msgspec.structs.replace(fact(2), term=5)
     for batch in ([fact(1), bad], [fact(1), fact(1)], [fact(1), beat(2)], [fact(1), started(1)]):
         with pytest.raises(BadEvent, match=r"^\$\."):
@@ -124,7 +124,7 @@ async def test_all_or_nothing(log: EventLog) -> None:
     assert await log.last_seq() == 0
 
 
-async def test_concurrent_appends(log: EventLog) -> None:
+async def test_concurrent_appends_keep_batches_together(log: EventLog) -> None:
     batches = [facts(i * 10 + 1, i * 10 + 1 + i % 4) for i in range(40)]
     numbers = await asyncio.gather(*(log.append(batch) for batch in batches))
     by_seq = {entry.seq: envelope_of(entry) for entry in await history(log)}
@@ -134,7 +134,7 @@ async def test_concurrent_appends(log: EventLog) -> None:
         assert [by_seq[seq] for seq in seqs] == batch
 
 
-async def test_the_fence_holds_back_the_stale_coordinator(log: EventLog) -> None:
+async def test_fence_stops_stale_coordinator(log: EventLog) -> None:
     await log.append(facts(1, 2))
     first = await log.claim_term(started(1))
     assert first == Fence(1, 3)
@@ -152,7 +152,7 @@ async def test_the_fence_holds_back_the_stale_coordinator(log: EventLog) -> None
     assert await log.append([command(1, term=2), command(2, term=2)], fence=second) == [9, 10]
 
 
-async def test_claims_only_rise(log: EventLog) -> None:
+async def test_claims_only_increase(log: EventLog) -> None:
     fence = await log.claim_term(started(5))
     assert await log.claim_term(started(5)) == fence, "the same claim again, after a lost acknowledgement"
     for term, process in ((5, "other"), (4, "c"), (1, "c")):
@@ -165,7 +165,7 @@ async def test_claims_only_rise(log: EventLog) -> None:
         await log.claim_term(fact(1))
 
 
-async def test_one_of_many_wins_a_term(log: EventLog) -> None:
+async def test_concurrent_claims_have_one_winner(log: EventLog) -> None:
     # All of the same id and moment, as coordinators are that start from the same state.
     claims = [log.claim_term(started(7, f"head:{i}")) for i in range(8)]
     outcomes = await asyncio.gather(*claims, return_exceptions=True)
@@ -173,7 +173,7 @@ async def test_one_of_many_wins_a_term(log: EventLog) -> None:
     assert await log.last_seq() == 1
 
 
-async def test_a_takeover_in_a_storm_of_decisions(log: EventLog) -> None:
+async def test_takeover_under_load_stops_old_term(log: EventLog) -> None:
     """After the new term nothing of the old one is written, and every number that was returned is true."""
     first = await log.claim_term(started(1))
     written: dict[int, str] = {}

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from tests.contracts.logs import beat
 from tests.integration.nats_cluster import nats_cluster
 from unicrond.events.log.event_log import BeatLog, LogUnavailable
-from unicrond.events.log.lease import LEASE_S, Holder, Lease, LeaseEntry, MemoryLease
+from unicrond.events.log.lease import LEASE_S, Holder, Lease, LeaseEntry
 from unicrond.events.nats.connection import connect
 from unicrond.events.nats.event_log import NatsBeatLog
 from unicrond.events.nats.lease import STREAM, NatsLease
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams
-from unicrond.replay.simulation.cluster.lease import LeaseEnd
+from unicrond.replay.simulation.cluster.lease import LeaseEnd, MemoryLease
 from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.models.network import Link
@@ -123,7 +123,7 @@ async def acquire_or_renew(lease: Lease, holder: Holder, after: int) -> LeaseEnt
                 return present
 
 
-async def test_one_has_it_renews_it_and_leaves_it(site: Site) -> None:
+async def test_lease_is_acquired_renewed_and_released(site: Site) -> None:
     assert await held(site.one) is None
     taken = await acquire_or_renew(site.one, ONE, 0)
     assert taken is not None
@@ -138,7 +138,7 @@ async def test_one_has_it_renews_it_and_leaves_it(site: Site) -> None:
     assert after is not None and await held(site.one) == LeaseEntry(after.revision, TWO)
 
 
-async def test_of_several_that_try_at_once_one_gets_it(site: Site) -> None:
+async def test_concurrent_acquisition_has_one_winner(site: Site) -> None:
     after = 0
     for _ in range(5):
         outcomes = await asyncio.gather(
@@ -150,7 +150,7 @@ async def test_of_several_that_try_at_once_one_gets_it(site: Site) -> None:
         after = now.revision
 
 
-async def test_it_ends_by_itself_and_not_while_it_is_renewed(site: Site) -> None:
+async def test_lease_expires_only_without_renewal(site: Site) -> None:
     taken = await acquire_or_renew(site.one, ONE, 0)
     for _ in range(5):
         await asyncio.sleep(LEASE_S / 4)
@@ -163,7 +163,7 @@ async def test_it_ends_by_itself_and_not_while_it_is_renewed(site: Site) -> None
     assert taken is not None and await acquire_or_renew(site.one, ONE, taken.revision) is None
 
 
-async def test_heads_know_of_each_other_and_hear_what_is_new(site: Site) -> None:
+async def test_heads_see_lease_of_each_other_and_news(site: Site) -> None:
     news, beats = asyncio.Event(), asyncio.Queue[int]()
     await site.two.listen(news.set, beats.put_nowait)
     await asyncio.sleep(0.05)
@@ -178,7 +178,7 @@ async def test_heads_know_of_each_other_and_hear_what_is_new(site: Site) -> None
         assert await asyncio.wait_for(beats.get(), 10) == 1 and beats.empty()
 
 
-async def test_a_server_that_restarts_has_forgotten_it_and_that_is_known(tmp_path: Path) -> None:
+async def test_server_restart_loses_lease_visibly(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "nats")
     await server.start()
     connection = await connect(server.url, name="head", timeout_s=10)
@@ -206,7 +206,7 @@ async def test_a_server_that_restarts_has_forgotten_it_and_that_is_known(tmp_pat
         await server.kill()
 
 
-async def test_what_no_head_wrote_is_seen_and_can_be_replaced(tmp_path: Path) -> None:
+async def test_foreign_lease_entry_is_visible_and_replaceable(tmp_path: Path) -> None:
     """An agent can have NATS's own JSON stored there: replies are not checked."""
     server = EmbeddedServer(tmp_path / "nats")
     await server.start()

@@ -54,7 +54,7 @@ async def filled(connection: Connection) -> tuple[NatsEventLog, list[Entry]]:
     return log, await entries(log)
 
 
-async def test_trimmed_log_and_archive_are_the_log(nats_connection: Connection, tmp_path: Path) -> None:
+async def test_log_with_archive_matches_original(nats_connection: Connection, tmp_path: Path) -> None:
     log, before = await filled(nats_connection)
     assert await archive(nats_connection, tmp_path) == (40, 40, 0)
     assert await trim(nats_connection, tmp_path, 0.8, keep_least_s=0.0) == 21
@@ -72,9 +72,7 @@ async def test_trimmed_log_and_archive_are_the_log(nats_connection: Connection, 
         await entries(log)
 
 
-async def test_the_log_goes_on_after_a_trim_and_the_next_archive_takes_up_there(
-    nats_connection: Connection, tmp_path: Path
-) -> None:
+async def test_log_and_archive_continue_after_trim(nats_connection: Connection, tmp_path: Path) -> None:
     log, before = await filled(nats_connection)
     await archive(nats_connection, tmp_path)
     await trim(nats_connection, tmp_path, 0.8, keep_least_s=0.0)
@@ -86,7 +84,7 @@ async def test_the_log_goes_on_after_a_trim_and_the_next_archive_takes_up_there(
     assert (await entries(ArchivedLog(log, tmp_path)))[:40] == before
 
 
-async def test_the_entry_that_fences_stays(nats_connection: Connection, tmp_path: Path) -> None:
+async def test_trim_keeps_fencing_entry(nats_connection: Connection, tmp_path: Path) -> None:
     log = NatsEventLog(nats_connection)
     fence = await log.claim_term(term(1))
     await log.append([said(number) for number in range(1, 6)])
@@ -106,7 +104,7 @@ async def test_the_entry_that_fences_stays(nats_connection: Connection, tmp_path
     assert (await info(nats_connection))["state"]["first_seq"] == 1
 
 
-async def test_nothing_goes_that_is_not_archived(nats_connection: Connection, tmp_path: Path) -> None:
+async def test_trim_removes_only_archived_entries(nats_connection: Connection, tmp_path: Path) -> None:
     await filled(nats_connection)
     with pytest.raises(CannotTrim, match="holds nothing of the stream; archive first"):
         await trim(nats_connection, tmp_path / "none", 0.8, keep_least_s=0.0)
@@ -115,7 +113,7 @@ async def test_nothing_goes_that_is_not_archived(nats_connection: Connection, tm
     assert (await info(nats_connection))["state"]["first_seq"] == 1
 
 
-async def test_the_server_itself_refuses_purge_and_its_permission(nats_connection: Connection) -> None:
+async def test_server_refuses_purge_and_its_permission(nats_connection: Connection) -> None:
     await filled(nats_connection)
     with pytest.raises(JetStreamError, match="purge not permitted"):
         await api(nats_connection, f"STREAM.PURGE.{EVENT_STREAM}", {"seq": 10})
@@ -123,7 +121,7 @@ async def test_the_server_itself_refuses_purge_and_its_permission(nats_connectio
         await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", {**event_stream_config(), "deny_purge": False})
 
 
-async def test_a_limit_that_a_crash_left_is_taken_away(
+async def test_leftover_limit_of_crashed_trim_is_removed(
     nats_connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, before = await filled(nats_connection)
@@ -146,7 +144,7 @@ async def test_a_limit_that_a_crash_left_is_taken_away(
     assert await entries(log) == before
 
 
-async def test_another_logs_archive_is_refused(nats_connection: Connection, tmp_path: Path) -> None:
+async def test_archive_of_other_log_is_refused(nats_connection: Connection, tmp_path: Path) -> None:
     log, _ = await filled(nats_connection)
     await archive(nats_connection, tmp_path)
     name = f"STREAM.DELETE.{EVENT_STREAM}"
@@ -159,7 +157,7 @@ async def test_another_logs_archive_is_refused(nats_connection: Connection, tmp_
         await archive(nats_connection, tmp_path)
 
 
-async def test_an_archive_that_was_cut_off_is_taken_up_again(nats_connection: Connection, tmp_path: Path) -> None:
+async def test_truncated_archive_is_continued(nats_connection: Connection, tmp_path: Path) -> None:
     log, before = await filled(nats_connection)
     await archive(nats_connection, tmp_path)
     segment = tmp_path / segment_name(1)
@@ -171,6 +169,6 @@ async def test_an_archive_that_was_cut_off_is_taken_up_again(nats_connection: Co
     assert await archive(nats_connection, tmp_path) == (50, 10, 0)
 
 
-async def test_no_archive_at_all_is_just_the_log(nats_connection: Connection, tmp_path: Path) -> None:
+async def test_missing_archive_leaves_plain_log(nats_connection: Connection, tmp_path: Path) -> None:
     log, before = await filled(nats_connection)
     assert await entries(ArchivedLog(log, tmp_path / "none")) == before

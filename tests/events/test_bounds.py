@@ -43,12 +43,12 @@ def _bounds(info: inspect.Type) -> Iterator[tuple[int | None, int | None]]:
 
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-def test_every_number_has_bounds(kind: type[msgspec.Struct]) -> None:
+def test_vocabulary_bounds_every_number(kind: type[msgspec.Struct]) -> None:
     for name, low, high in own_numbers(kind):
         assert low is not None and high is not None, f"{kind.__name__}.{name}: has no bounds; give it a type with some"
 
 
-def test_the_largest_cluster_is_let_in() -> None:
+def test_vocabulary_accepts_largest_cluster() -> None:
     """131,072 workers on 65,536 nodes, a thousand terms a day for a lifetime, boots by the wall clock."""
     spec = v.TaskSpec(name="big", max_workers=131_072, min_workers=131_072, tp=8, pp=64, global_batch=131_072)
     assert encode(Envelope(producer="api", boot=10**8, number=1, observed_at_us=0, event=v.TaskSubmitted(spec=spec)))
@@ -79,7 +79,7 @@ def test_the_largest_cluster_is_let_in() -> None:
         (v.PlanAdopted, "epoch", 2**53 - 1),
     ],
 )
-def test_what_no_cluster_has_is_no_event(kind: type[v.Event], field: str, value: int) -> None:
+def test_codec_refuses_event_out_of_bounds(kind: type[v.Event], field: str, value: int) -> None:
     envelope = example(kind)
     event = msgspec.structs.replace(envelope.event, **{field: value})
     body = msgspec.msgpack.encode(msgspec.structs.replace(envelope, event=event))
@@ -88,13 +88,13 @@ def test_what_no_cluster_has_is_no_event(kind: type[v.Event], field: str, value:
 
 
 @pytest.mark.parametrize(("field", "value"), [("boot", 2**53 - 1), ("term", 2**53 - 1)])
-def test_nor_is_such_an_envelope(field: str, value: int) -> None:
+def test_codec_refuses_envelope_out_of_bounds(field: str, value: int) -> None:
     body = msgspec.msgpack.encode(msgspec.structs.replace(example(v.NodeIsolated), **{field: value}))
     with pytest.raises(BadEvent, match=re.escape(f"$.{field}")):
         decode(body)
 
 
-def test_nor_such_a_task() -> None:
+def test_codec_refuses_task_out_of_bounds() -> None:
     spec = msgspec.structs.replace(example(v.TaskSubmitted).event.spec, max_workers=2**53 - 1)  # type: ignore[union-attr]
     envelope = msgspec.structs.replace(example(v.TaskSubmitted), event=v.TaskSubmitted(spec=spec))
     with pytest.raises(BadEvent, match=r"\$\.event\.spec\.max_workers"):
@@ -102,14 +102,14 @@ def test_nor_such_a_task() -> None:
 
 
 @pytest.mark.parametrize("name", ["api", "coordinator", "operator"])
-def test_no_node_has_a_reserved_name(name: str) -> None:
+def test_codec_refuses_reserved_node_name(name: str) -> None:
     joined = msgspec.structs.replace(example(v.NodeJoined).event, node=name)
     body = msgspec.msgpack.encode(msgspec.structs.replace(example(v.NodeJoined), producer=name, event=joined))
     with pytest.raises(BadEvent, match=f"'{name}' is not a node's name"):
         decode(body)
 
 
-def test_nobody_else_decides() -> None:
+def test_codec_refuses_decision_of_other_producer() -> None:
     body = msgspec.msgpack.encode(msgspec.structs.replace(example(v.NodeIsolated), producer="n1"))
     with pytest.raises(BadEvent, match="only 'coordinator' decides, got 'n1'"):
         decode(body)

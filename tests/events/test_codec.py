@@ -49,7 +49,7 @@ def changed(**fields: Any) -> bytes:
 
 
 @given(envelopes(kinds=EVENT_TYPES))
-def test_round_trip(envelope: Envelope) -> None:
+def test_codec_round_trip_keeps_bytes(envelope: Envelope) -> None:
     body = encode(envelope)
     # Compared as bytes, since a NaN loss differs from itself; equal envelopes have equal bytes.
     assert encode(decode(body)) == body
@@ -70,13 +70,13 @@ def test_equal_envelopes_have_equal_bytes() -> None:
 @example(b"\x81\xa5event" * 20_000)
 @example(b"\xdf\xff\xff\xff\xff")
 @example(b"\xc6\xff\xff\xff\xff")
-def test_arbitrary_bytes(body: bytes) -> None:
+def test_codec_refuses_arbitrary_bytes(body: bytes) -> None:
     with pytest.raises(BadEvent):
         decode(body)
 
 
 @given(envelopes(kinds=EVENT_TYPES), st.data())
-def test_mutated_bytes(envelope: Envelope, data: st.DataObject) -> None:
+def test_codec_survives_mutated_bytes(envelope: Envelope, data: st.DataObject) -> None:
     body = bytearray(encode(envelope))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(body) - 1))
@@ -124,17 +124,17 @@ def test_mutated_bytes(envelope: Envelope, data: st.DataObject) -> None:
         (b"\0" * (MAX_EVENT_BYTES + 1), "bytes long"),
     ],
 )
-def test_reason_names_the_field(body: bytes, names: str) -> None:
+def test_refusal_names_field(body: bytes, names: str) -> None:
     with pytest.raises(BadEvent, match=names.replace("$", r"\$")):
         decode(body)
 
 
 def exited(exit_code: int | None, signal: int | None) -> Envelope:
-    event = WorkerExited(node="n1", task="t", worker="t.1", exit_code=exit_code, signal=signal, expected=False)
+    event = WorkerExited(node="n1", task="t", worker="t.1", exit_code=exit_code, signal=signal, is_expected=False)
     return msgspec.structs.replace(READY, event=event)
 
 
-def test_an_exit_has_one_cause() -> None:
+def test_exit_has_exactly_one_cause() -> None:
     check(exited(0, None))
     check(exited(None, 9))
     for both_or_none in (exited(None, None), exited(1, 9)):
@@ -162,7 +162,7 @@ def test_decisions_and_commands_need_their_term() -> None:
             encode(msgspec.structs.replace(started, event=msgspec.structs.replace(stop, command_id=command_id)))
 
 
-def test_only_people_submit_and_no_node_poses_as_them() -> None:
+def test_task_submission_comes_only_from_api() -> None:
     submitted = msgspec.structs.replace(READY, producer="api", event=TaskSubmitted(spec=TaskSpec(name="t")))
     check(submitted)
     with pytest.raises(BadEvent, match=r"\$\.producer"):
@@ -173,7 +173,7 @@ def test_only_people_submit_and_no_node_poses_as_them() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_may_be_nan_a_setting_may_not(value: float) -> None:
+def test_codec_accepts_nan_loss_but_no_nan_setting(value: float) -> None:
     committed = StepCommitted(
         node="n1", task="t", worker="t.1", generation=1, first=1, last=1, samples=1, samples_digest=1,
         loss=value, duration_us=1, micro_batches_by_rank=(1,),
@@ -187,7 +187,7 @@ def test_a_loss_may_be_nan_a_setting_may_not(value: float) -> None:
             encode(msgspec.structs.replace(READY, producer="api", event=TaskSubmitted(spec=spec)))
 
 
-def test_what_cannot_be_written_is_refused() -> None:
+def test_codec_refuses_oversized_events() -> None:
     long = ErrorReported(
         node="n1", task="t", worker="t.1", kind="exception", generation=1, iteration=1, phase="start",
         message="x" * 1025,

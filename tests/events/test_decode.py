@@ -45,7 +45,7 @@ def run(body: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         (b"", ("--help",), "usage: "),
     ],
 )
-def test_as_a_program(body: bytes, arguments: tuple[str, ...], expected: str) -> None:
+def test_decode_program_prints_one_line(body: bytes, arguments: tuple[str, ...], expected: str) -> None:
     done = run(body, *arguments)
     assert (done.returncode, done.stderr) == (0, b"")
     text = done.stdout.decode()
@@ -54,13 +54,13 @@ def test_as_a_program(body: bytes, arguments: tuple[str, ...], expected: str) ->
     assert text.startswith(expected)
 
 
-def test_json_shows_every_field() -> None:
+def test_decode_json_shows_every_field() -> None:
     shown = json.loads(run(encode(LEFT), "--json").stdout)
     assert shown["event"] == {"type": "NodeLeft", "node": "n1", "reason": "upgrade\nof the kernel"}
     assert shown["caused_by"] == "c-1-2"
 
 
-def test_it_does_not_mind_a_closed_stdout() -> None:
+def test_decode_survives_closed_stdout() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "unicrond.events.nats.decode"],
         stdin=subprocess.PIPE,
@@ -77,7 +77,7 @@ def test_it_does_not_mind_a_closed_stdout() -> None:
 
 
 @given(st.one_of(st.binary(max_size=80), envelopes(kinds=EVENT_TYPES).map(encode)), st.booleans())
-def test_one_line_for_any_bytes(body: bytes, as_json: bool) -> None:
+def test_decode_prints_one_line_for_any_bytes(body: bytes, as_json: bool) -> None:
     text = line(body, as_json=as_json)
     assert "\n" not in text
     assert bool(text) == bool(body)
@@ -85,7 +85,7 @@ def test_one_line_for_any_bytes(body: bytes, as_json: bool) -> None:
         json.loads(text)
 
 
-def test_it_imports_nothing_heavy() -> None:
+def test_decode_imports_nothing_heavy() -> None:
     """One process per message: 40 ms measured, of which 16 ms are Python's."""
     heavy = "import sys, unicrond.events.nats.decode\n"
     heavy += "print([m for m in ('asyncio', 'nats', 'torch', 'numpy') if m in sys.modules])"

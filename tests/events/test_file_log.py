@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.file_log import FileLog
 from tests.contracts.logs import command, fact, facts, history, started
 from unicrond.events.log.event_log import Fence, Fenced, LogDamaged, LogError, LogUnavailable
-from unicrond.events.log.file_log import FileLog, SegmentWriter
+from unicrond.events.log.segment_writer import SegmentWriter
 from unicrond.events.log.segments import TornTail, read_entries, read_segment, segment_paths
-from unicrond.events.wire.envelope import Quarantined, Recorded
+from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
 
 
 async def written(directory: Path, **options: int) -> list[Path]:
@@ -27,7 +28,7 @@ async def written(directory: Path, **options: int) -> list[Path]:
     return segment_paths(directory)
 
 
-async def test_reopening(tmp_path: Path) -> None:
+async def test_file_log_reopens_with_its_state(tmp_path: Path) -> None:
     log = FileLog(tmp_path)
     await log.append(facts(1, 3))
     fence = await log.claim_term(started(3))
@@ -44,7 +45,7 @@ async def test_reopening(tmp_path: Path) -> None:
     await log.close()
 
 
-async def test_segments_roll_and_read_on(tmp_path: Path) -> None:
+async def test_file_log_rolls_segments_and_reads_across(tmp_path: Path) -> None:
     log = FileLog(tmp_path, segment_bytes=400)
     reading = asyncio.create_task(_collect(log, 50))
     for number in range(1, 51):
@@ -60,7 +61,7 @@ async def test_segments_roll_and_read_on(tmp_path: Path) -> None:
     await log.close()
 
 
-async def test_a_reader_that_waits_while_the_file_grows(tmp_path: Path) -> None:
+async def test_file_log_reader_follows_growing_file(tmp_path: Path) -> None:
     log = FileLog(tmp_path)
     await log.append(facts(1, 3))
     reading = log.read()
@@ -71,7 +72,7 @@ async def test_a_reader_that_waits_while_the_file_grows(tmp_path: Path) -> None:
     await log.close()
 
 
-async def test_every_torn_tail_is_cut(tmp_path: Path) -> None:
+async def test_file_log_truncates_torn_tail(tmp_path: Path) -> None:
     """Cut the file anywhere: what is left is a whole number of batches, and the log goes on."""
     [segment] = await written(tmp_path / "whole")
     data = segment.read_bytes()
@@ -93,7 +94,7 @@ async def test_every_torn_tail_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 5000, b"\0" * 3])
-async def test_zeros_at_the_end_are_a_torn_tail(tmp_path: Path, tail: bytes) -> None:
+async def test_trailing_zeros_count_as_torn_tail(tmp_path: Path, tail: bytes) -> None:
     [segment] = await written(tmp_path)
     with segment.open("ab") as file:
         file.write(tail)
@@ -105,7 +106,7 @@ async def test_zeros_at_the_end_are_a_torn_tail(tmp_path: Path, tail: bytes) -> 
     assert [entry.seq for entry in read_entries(tmp_path)] == list(range(1, 31))
 
 
-async def test_damage_is_never_skipped(tmp_path: Path) -> None:
+async def test_file_log_refuses_damage(tmp_path: Path) -> None:
     """Flip a byte anywhere before the last frame: the log refuses, and the file stays as it is."""
     [segment] = await written(tmp_path)
     data = segment.read_bytes()
@@ -122,7 +123,7 @@ async def test_damage_is_never_skipped(tmp_path: Path) -> None:
             list(read_entries(tmp_path))
 
 
-async def test_a_missing_segment_is_damage(tmp_path: Path) -> None:
+async def test_missing_segment_counts_as_damage(tmp_path: Path) -> None:
     segments = await written(tmp_path, segment_bytes=700)
     assert len(segments) >= 3
     segments[1].unlink()
@@ -132,7 +133,7 @@ async def test_a_missing_segment_is_damage(tmp_path: Path) -> None:
         list(read_entries(tmp_path))
 
 
-def test_what_is_no_log_is_named(tmp_path: Path) -> None:
+def test_file_log_names_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(LogDamaged, match="holds no segment"):
         list(read_entries(tmp_path))
     (tmp_path / "notes.txt").write_text("Dear diary")
@@ -140,7 +141,7 @@ def test_what_is_no_log_is_named(tmp_path: Path) -> None:
         list(read_entries(tmp_path / "notes.txt"))
 
 
-async def test_one_writer(tmp_path: Path) -> None:
+async def test_file_log_allows_one_writer(tmp_path: Path) -> None:
     log = FileLog(tmp_path)
     with pytest.raises(LogError, match="another process"):
         FileLog(tmp_path)
@@ -148,7 +149,7 @@ async def test_one_writer(tmp_path: Path) -> None:
     await FileLog(tmp_path).close()
 
 
-async def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_loses_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = FileLog(tmp_path)
     await log.append(facts(1, 3))
     real = os.write
@@ -168,7 +169,7 @@ async def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert [entry.seq for entry in read_entries(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-async def test_a_first_batch_that_fails_in_a_new_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_first_batch_leaves_no_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = FileLog(tmp_path, segment_bytes=300)
     await log.append([fact(1)])
     real, calls = os.fsync, []
@@ -190,12 +191,12 @@ async def test_a_first_batch_that_fails_in_a_new_segment(tmp_path: Path, monkeyp
     assert [entry.seq for entry in read_entries(tmp_path)] == [1, 2, 3]
 
 
-def test_a_writer_knows_nothing_of_ids(tmp_path: Path) -> None:
+def test_segment_writer_ignores_ids(tmp_path: Path) -> None:
     writer = SegmentWriter(tmp_path)
-    writer.write([Recorded(1, 5, fact(1)), Quarantined(2, 6, "s", "r", 3)])
+    writer.write([RecordedEvent(1, 5, fact(1)), QuarantinedMessage(2, 6, "s", "r", 3)])
     writer.close()
     writer.close()
-    assert list(read_entries(tmp_path)) == [Recorded(1, 5, fact(1)), Quarantined(2, 6, "s", "r", 3)]
+    assert list(read_entries(tmp_path)) == [RecordedEvent(1, 5, fact(1)), QuarantinedMessage(2, 6, "s", "r", 3)]
 
 
 async def _collect(log: FileLog, until_seq: int) -> list[int]:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from msgspec import msgpack
 from nats.aio.client import Client
 
-from unicrond.core.fold import fold
+from unicrond.core.replayer import replay
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import BEAT_STREAM, EVENT_STREAM, entry, headers, subject
 from unicrond.events.nats.commands import ensure_command_consumer, has_filter
@@ -36,7 +36,7 @@ from unicrond.events.vocabulary import (
     StoreAddress,
 )
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.service.coordinator.alarms import Alarms
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -73,10 +73,7 @@ class Site(NamedTuple):
         return found
 
     async def state(self) -> ClusterState:
-        state = ClusterState()
-        for each in await self.since(EVENT_STREAM, 0):
-            state = fold(state, each)
-        return state
+        return replay(await self.since(EVENT_STREAM, 0))
 
 
 def said_by(producer: str, event: AnyEvent, number: int = 1, *, boot: int = 1, term: int = 0) -> Envelope:
@@ -233,7 +230,7 @@ _QUARANTINED = "quarantined, with an ALARM"
 _OF_STREAMS = "delete, purge, change, copy, restore or move a stream; delete an entry"
 
 
-async def test_the_document_has_a_line_for_each_attempt() -> None:
+async def test_document_lists_each_forgery_attempt() -> None:
     """docs/operate/logins.md: what an agent (of n1) and the other roles may, and what becomes of a node's tricks."""
     expected = []
     for name, tried in TRIES.items():
@@ -254,7 +251,7 @@ async def test_the_document_has_a_line_for_each_attempt() -> None:
 @pytest.mark.parametrize(
     ("login", "name"), [(login, name) for login in LOGINS for name, tried in TRIES.items() if login not in tried.own]
 )
-async def test_the_server_refuses(site: Site, login: str, name: str) -> None:
+async def test_server_refuses_forbidden_request(site: Site, login: str, name: str) -> None:
     tried = TRIES[name]
     client, refusals = site.clients[login], site.refusals[login]
     refusals.clear()
@@ -270,24 +267,24 @@ async def test_the_server_refuses(site: Site, login: str, name: str) -> None:
         await heard.unsubscribe()
 
 
-async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
+async def test_refused_requests_leave_log_unchanged(site: Site) -> None:
     """After all of the above: the events that the fixture wrote, and two consumers as they were."""
     kinds = [type(each.envelope.event).__name__ for each in await site.since(EVENT_STREAM, 0) if _is_event(each)]
     assert sorted(kinds) == ["CoordinatorStarted", "NodeJoined", "NodeJoined", "StopWorker"]
     for node in ("n1", "n2"):
         assert await has_filter(site.admin, node, ())
     state = await site.state()
-    assert (state.term, state.nodes["n2"].isolated, state.nodes["n2"].cordoned) == (1, False, False)
+    assert (state.term, state.nodes["n2"].isolation.active, state.nodes["n2"].cordon.active) == (1, False, False)
 
 
 def _is_event(each: Entry) -> bool:
-    return isinstance(each, Recorded)
+    return isinstance(each, RecordedEvent)
 
 
 # --- what each may ------------------------------------------------------------------------------
 
 
-async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
+async def test_reader_login_reads_all_and_changes_nothing(site: Site) -> None:
     connection = await site.connect("reader")
     try:
         log = NatsEventLog(connection)
@@ -299,7 +296,7 @@ async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
         await connection.close()
 
 
-async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
+async def test_coordinator_login_cannot_change_streams(site: Site) -> None:
     connection = await site.connect("coordinator")
     try:
         await create_streams(connection)  # they are there
@@ -311,7 +308,7 @@ async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
         await connection.close()
 
 
-async def test_users_come_and_go_without_a_restart(tmp_path: Path) -> None:
+async def test_users_change_without_server_restart(tmp_path: Path) -> None:
     users = [load_or_create_key(tmp_path, login).user for login in ("operator", "agent-n1", "agent-n2")]
     server = EmbeddedServer(tmp_path / "nats", users=users[:2])
     await server.start()
@@ -461,7 +458,7 @@ SLY: dict[str, Tried] = {
 
 
 @pytest.mark.parametrize("name", SLY)
-async def test_what_a_node_gets_stored_is_quarantined_with_an_alarm(site: Site, name: str) -> None:
+async def test_forged_entry_is_quarantined_with_alarm(site: Site, name: str) -> None:
     before = {stream: await site.last(stream) for stream in (EVENT_STREAM, BEAT_STREAM)}
     state = await site.state()
     await SLY[name](site, site.clients["agent-n1"])
@@ -470,7 +467,7 @@ async def test_what_a_node_gets_stored_is_quarantined_with_an_alarm(site: Site, 
     for stream, seq in before.items():
         for each in await _settled(site, stream, seq):
             assert name not in NOT_STORED
-            assert isinstance(each, Quarantined), f"{each} of {stream} is taken for an event"
+            assert isinstance(each, QuarantinedMessage), f"{each} of {stream} is taken for an event"
             assert Alarms().quarantined(each, state)
     after = await site.state()
     assert (after.term, after.nodes, after.tasks, after.last_numbers) == (
@@ -487,19 +484,19 @@ async def _settled(site: Site, stream: str, seq: int) -> list[Entry]:
     return await site.since(stream, seq)
 
 
-async def test_a_squatted_id_swallows_nothing(site: Site) -> None:
+async def test_occupied_message_id_suppresses_no_event(site: Site) -> None:
     await _squat(site, site.clients["agent-n1"])
     connection = await site.connect("agent-n2")
     event = said_by("n2", NodeLeft(node="n2", reason="really"), 2)
     (seq,) = await NatsEventLog(connection).append([event])
     await connection.close()
     (stored,) = [each for each in await site.since(EVENT_STREAM, seq - 1) if each.seq == seq]
-    assert isinstance(stored, Recorded)
+    assert isinstance(stored, RecordedEvent)
     assert stored.envelope == event
 
 
 @pytest.mark.parametrize("victim", ["unicron.v1.command.n2.StopWorker", "_INBOX_agent-n2.x", "unicron.v1.beat.n2"])
-async def test_a_reader_s_consumer_that_delivers_to_others(site: Site, victim: str) -> None:
+async def test_reader_consumer_cannot_inject_deliveries(site: Site, victim: str) -> None:
     """The server refuses what would come round, and what it delivers elsewhere belongs there nowhere."""
     seqs = {stream: await site.last(stream) for stream in (EVENT_STREAM, BEAT_STREAM)}
     client = site.clients["reader"]

@@ -103,7 +103,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     await made.kill()
 
 
-async def test_credentials_do_as_keys(server: Server) -> None:
+async def test_credentials_file_grants_same_rights_as_key(server: Server) -> None:
     async with AsyncExitStack() as stack:
 
         async def log_in(login: str) -> Connection:
@@ -128,7 +128,7 @@ async def test_credentials_do_as_keys(server: Server) -> None:
             await api(agent, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
 
 
-async def test_expired_credentials_are_one_clear_line(server: Server) -> None:
+async def test_expired_credentials_print_one_line(server: Server) -> None:
     path = server.credentials("agent-n1", exp=int(time.time()) - 10)
     with pytest.raises(
         LoginRefused, match=r"^NATS refuses the credentials of agent-n1 .*: they have expired; get new ones"
@@ -136,7 +136,7 @@ async def test_expired_credentials_are_one_clear_line(server: Server) -> None:
         await connect(server.url, name="n1", login=Login(key=path), timeout_s=3)
 
 
-def test_credentials_of_another_user_or_name_are_no_key(tmp_path: Path) -> None:
+def test_foreign_credentials_are_refused(tmp_path: Path) -> None:
     account, user, other = (owner(nkeys.PREFIX_BYTE_USER) for _ in range(3))
     for name, seed, why in (("somebody", user.seed, "is not a login"), ("agent-n1", other.seed, "not that of its JWT")):
         path = tmp_path / f"{name}.creds"

@@ -29,14 +29,14 @@ def logger(written: io.StringIO) -> logging.Logger:
     return logger
 
 
-def test_a_message_stays_on_its_line_and_steers_no_terminal(logger: logging.Logger, written: io.StringIO) -> None:
+def test_log_line_escapes_control_characters(logger: logging.Logger, written: io.StringIO) -> None:
     logger.warning("quarantined sequence %d: %s", 7, HOSTILE)
     line = written.getvalue()
     assert line.count("\n") == 1 and line[:-1].isprintable(), line
     assert r"ended\n2026-01-01" in line and r"\r\x1b[2J\x9b31m\u2028\udc80" in line
 
 
-def test_no_line_of_a_traceback_looks_like_a_record(logger: logging.Logger, written: io.StringIO) -> None:
+def test_traceback_lines_never_look_like_records(logger: logging.Logger, written: io.StringIO) -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError:
@@ -47,7 +47,7 @@ def test_no_line_of_a_traceback_looks_like_a_record(logger: logging.Logger, writ
     assert any("INFO unicrond: all is well" in line for line in more)
 
 
-def test_what_asyncio_says_of_each_end_of_tls_is_no_news() -> None:
+def test_tls_shutdown_noise_of_asyncio_is_dropped() -> None:
     def record(name: str, text: str) -> logging.LogRecord:
         return logging.LogRecord(name, logging.WARNING, "", 1, text, None, None)
 
@@ -56,12 +56,12 @@ def test_what_asyncio_says_of_each_end_of_tls_is_no_news() -> None:
     assert is_news(record("agents", noise)) and is_news(record("asyncio", "socket.send() raised exception"))
 
 
-def test_plain_text_is_left_as_it_is() -> None:
+def test_plain_text_is_not_escaped() -> None:
     assert escape("Größe 3 µs, größer als 2; 'b'") == "Größe 3 µs, größer als 2; 'b'"
 
 
 @pytest.mark.parametrize("program", ["unicrond.commands.cli", "unicrond.agents.shell.cli"])
-def test_the_daemons_write_such_lines(program: str) -> None:
+def test_daemons_escape_log_lines(program: str) -> None:
     code = (
         "import asyncio, logging, sys; from importlib import import_module; import uvloop\n"
         "def run(work):\n    work.close()\n    logging.getLogger('x').warning('a\\nb')\n    return 0\n"
@@ -77,7 +77,7 @@ def test_the_daemons_write_such_lines(program: str) -> None:
     assert done.returncode == 0 and done.stderr.count("\n") == 1 and r"a\nb" in done.stderr, done.stderr
 
 
-def test_json_lines_hold_the_whole_record_on_one_line(written: io.StringIO) -> None:
+def test_json_log_line_holds_whole_record(written: io.StringIO) -> None:
     handler = logging.StreamHandler(written)
     handler.setFormatter(JsonLines())
     logger = logging.Logger("unicrond")

@@ -8,7 +8,7 @@ from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.trust.logins import READER_CONSUMERS, BadLogin, Role, User, authorization, rights, role_of
 
 
-def test_the_rights_name_no_subject_of_others() -> None:
+def test_login_rights_name_no_foreign_subject() -> None:
     for node in ("n1", "n-2"):
         for allowed in (*rights(f"agent-{node}").publish, *rights(f"agent-{node}").subscribe):
             assert node in allowed or allowed in (
@@ -18,7 +18,7 @@ def test_the_rights_name_no_subject_of_others() -> None:
             )
 
 
-def test_a_reader_s_consumers_are_its_own() -> None:
+def test_reader_login_owns_its_consumers() -> None:
     named = [right for right in rights(Role.READER).publish if ".CONSUMER." in right and "OBJ_" not in right]
     assert len(named) == 4 * READER_CONSUMERS
     assert all(right.rpartition(".")[2].startswith("reader-") for right in named)
@@ -40,17 +40,17 @@ def test_a_reader_s_consumers_are_its_own() -> None:
         "agent-a b",
     ],
 )
-def test_what_is_no_login(login: str) -> None:
+def test_role_lookup_refuses_unknown_login(login: str) -> None:
     with pytest.raises(BadLogin):
         role_of(login)
 
 
-def test_a_list_of_nobody_is_refused() -> None:
+def test_authorization_refuses_empty_list() -> None:
     with pytest.raises(BadLogin, match="would let everybody in"):
         authorization([])
 
 
-def test_one_key_is_one_login() -> None:
+def test_authorization_needs_unique_keys() -> None:
     user = User("agent-n1", "U" + "A" * 55)
     with pytest.raises(BadLogin, match="occurs twice"):
         authorization([user, User("agent-n2", user.key)])

@@ -34,7 +34,7 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize("text", SECRETS)
-def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
+def test_mask_hides_text_that_looks_like_secret(text: str) -> None:
     assert PATTERN_MASK.text(text) == SECRETS[text]
     overwrite = PATTERN_MASK.overwrite(text.encode()).decode()
     assert len(overwrite) == len(text) and overwrite.count("\n") == text.count("\n")
@@ -42,12 +42,12 @@ def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_a_log_of_training_says_is_not(text: str) -> None:
+def test_mask_leaves_training_output(text: str) -> None:
     assert PATTERN_MASK.text(text) == text
     assert PATTERN_MASK.overwrite(text.encode()) == text.encode()
 
 
-def test_a_known_value_is_hidden_wherever_it_stands_and_each_of_its_lines() -> None:
+def test_mask_hides_known_value_and_each_of_its_lines() -> None:
     mask = Mask(["hunter2!", "abc", "line-one-x\nline-two-yy\n", "hunter2!extra"])
     assert mask.text("xhunter2!y hunter2!extra abc line-two-yy") == f"x{PLACEHOLDER}y {PLACEHOLDER} abc {PLACEHOLDER}"
     assert mask.overwrite(b"xhunter2!y\nabc") == b"x********y\nabc"
@@ -55,7 +55,7 @@ def test_a_known_value_is_hidden_wherever_it_stands_and_each_of_its_lines() -> N
 
 
 @given(st.binary(max_size=300), st.lists(st.text(max_size=12), max_size=4))
-def test_bytes_keep_their_length_and_their_lines(data: bytes, values: list[str]) -> None:
+def test_mask_keeps_length_and_line_breaks(data: bytes, values: list[str]) -> None:
     overwrite = Mask(values).overwrite(data)
     assert len(overwrite) == len(data)
     assert [place for place, byte in enumerate(data) if byte == 10] == [
@@ -63,7 +63,7 @@ def test_bytes_keep_their_length_and_their_lines(data: bytes, values: list[str])
     ]
 
 
-def test_variables_that_look_like_secrets() -> None:
+def test_mask_finds_secret_variables() -> None:
     env = {"HF_TOKEN": "x", "PATH": "/bin", "DATA": "s3://u:p@host/x", "MONKEY": "1", "WANDB_API_KEY": "y", "PASS": "z"}
     assert secrets_in(env) == ["HF_TOKEN", "DATA", "WANDB_API_KEY", "PASS"]
     env = {"TOKENIZERS_PARALLELISM": "false-false", "TOKEN": "12345678", "KEY": "short", "SECRET": "long enough"}
@@ -73,6 +73,6 @@ def test_variables_that_look_like_secrets() -> None:
 @pytest.mark.parametrize(
     "piece", ["token=", "://a:b", "-----BEGIN PRIVATE KEY-----", "eyJaaaaaaaaaaaa.", "A1b2_", "password"]
 )
-def test_a_hostile_log_costs_little(piece: str) -> None:
+def test_hostile_log_costs_mask_little(piece: str) -> None:
     data = (piece * (80_000 // len(piece))).encode()
     assert len(PATTERN_MASK.overwrite(data)) == len(data)  # the suite's time limit would tell

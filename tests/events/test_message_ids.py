@@ -11,17 +11,17 @@ from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Quarantined
+from unicrond.events.wire.envelope import QuarantinedMessage
 
 
-def test_ids_differ_by_process_and_message_and_repeat_themselves() -> None:
+def test_message_id_depends_on_process_and_message() -> None:
     ids, others = MessageIds(), MessageIds()
     assert ids.of(fact(1)) == ids.of(fact(1)) != others.of(fact(1))
     assert ids.of(fact(1)).partition(".")[0] == fact(1).event_id
     assert ids.of(fact(1)).partition(".")[2] != ids.of(fact(2)).partition(".")[2]
 
 
-async def test_a_squatted_id_swallows_nothing_and_is_seen(tmp_path: Path) -> None:
+async def test_squatted_id_is_detected_and_loses_nothing(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "nats")
     await server.start()
     try:
@@ -36,7 +36,7 @@ async def test_a_squatted_id_swallows_nothing_and_is_seen(tmp_path: Path) -> Non
             assert await log.append(facts(1, 3)) == [2, 3, 4]
             assert await log.append(facts(1, 3)) == [2, 3, 4], "its own repetitions are known"
             first, *rest = await history(log)
-            assert isinstance(first, Quarantined)
+            assert isinstance(first, QuarantinedMessage)
             assert "n2-1-1 was written under the id of another message, 'n1-1-2'" in first.reason
             assert [envelope_of(entry) for entry in rest] == facts(1, 3)
         finally:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.unicrond.serving import healed_cluster
-from unicrond.core.fold import fold
+from unicrond.core.replayer import replay
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.ctl.main import main
@@ -53,14 +53,12 @@ async def told(connection: Connection, subject: str, request: dict[str, Any] | N
 
 async def written(agent: Connection, operator: Connection) -> ClusterState:
     """A short log of n1's observations, and the state after it: its agent may not read, nor write decisions."""
-    log, state = NatsEventLog(operator), ClusterState()
+    log = NatsEventLog(operator)
     envelopes = [entry.envelope for entry in healed_cluster().log if entry.envelope.producer == "n1"][:12]
     for envelope in envelopes:
         await NatsEventLog(agent).append([envelope])
     async with aclosing(log.read(0, until_seq=len(envelopes))) as entries:
-        async for entry in entries:
-            state = fold(state, entry)
-    return state
+        return replay([entry async for entry in entries])
 
 
 @pytest.fixture
@@ -85,7 +83,7 @@ async def head(tmp_path: Path) -> AsyncIterator[Head]:
 # --- what it needs -------------------------------------------------------------------------------
 
 
-def test_the_line_to_paste_and_the_context_say_the_same() -> None:
+def test_nats_command_and_context_agree() -> None:
     login = Login(key=Path("/k/operator.key"), tls_ca=Path("/k/ca.pem"), tls_cert=Path("/k/own.pem"))
     assert nats_cli.command("tls://h:4222", login) == (
         "nats -s tls://h:4222 --nkey=/k/operator.key --tlsca=/k/ca.pem --tlscert=/k/own.pem --tlskey=/k/own.pem"
@@ -100,11 +98,11 @@ def test_the_line_to_paste_and_the_context_say_the_same() -> None:
     assert "--creds=/k/op.creds" in nats_cli.command("nats://h", Login(key=Path("/k/op.creds")))
 
 
-def test_a_context_is_written_where_nats_looks_for_it(
+def test_nats_context_is_written_to_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert main(["nats-context", "--nats", "nats://h:4222", "--write", "--name", "prod"]) == 0
+    assert main(["nats-context", "--nats", "nats://h:4222", "--write", "--context", "prod"]) == 0
     path = tmp_path / "nats" / "context" / "prod.json"
     assert json.loads(path.read_text())["url"] == "nats://h:4222" and "nats --context prod" in capsys.readouterr().out
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -112,7 +110,7 @@ def test_a_context_is_written_where_nats_looks_for_it(
     assert "no nats-server runs in" in capsys.readouterr().err
 
 
-async def test_of_a_running_head_it_is_the_operators_key(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_nats_context_of_running_head_uses_operator_key(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     assert await asyncio.to_thread(main, ["nats-context", "--state-dir", str(head.key.parents[1])]) == 0
     assert capsys.readouterr().out == f"nats -s {head.server.url} --nkey={head.key}\n"
 
@@ -120,7 +118,7 @@ async def test_of_a_running_head_it_is_the_operators_key(head: Head, capsys: pyt
 # --- the calls that it makes ---------------------------------------------------------------------
 
 
-async def test_streams_and_consumers_say_what_they_are(head: Head) -> None:
+async def test_streams_and_consumers_have_descriptions(head: Head) -> None:
     for stream in (EVENT_STREAM, BEAT_STREAM):
         assert "unicrond: " in (await told(head.operator, f"STREAM.INFO.{stream}"))["config"]["description"]
     assert sorted((await told(head.operator, "STREAM.NAMES"))["streams"]) == [BEAT_STREAM, EVENT_STREAM]
@@ -138,7 +136,7 @@ async def test_streams_and_consumers_say_what_they_are(head: Head) -> None:
         raise AssertionError("the reader's consumer is left behind")
 
 
-async def test_what_an_older_version_made_gets_a_description(nats_server: EmbeddedServer) -> None:
+async def test_older_stream_gets_description(nats_server: EmbeddedServer) -> None:
     connection = await connect(nats_server.url, name="test", timeout_s=20)
     older = {name: value for name, value in event_stream_config().items() if name != "description"}
     await told(connection, f"STREAM.CREATE.{EVENT_STREAM}", older)
@@ -147,7 +145,7 @@ async def test_what_an_older_version_made_gets_a_description(nats_server: Embedd
     await connection.close()
 
 
-async def test_information_messages_and_reading_from_a_time(head: Head) -> None:
+async def test_operator_reads_stream_info_and_messages(head: Head) -> None:
     last = head.state.seq
     info = await told(head.operator, f"STREAM.INFO.{EVENT_STREAM}", {"subjects_filter": ">"})
     subjects = info["state"]["subjects"]
@@ -192,7 +190,7 @@ async def restored(connection: Connection, stream: str, about: dict[str, Any], p
     assert "error" not in json.loads(answer.data or b"{}")
 
 
-async def test_backup_and_restore_into_another_server_give_the_same_digest(head: Head, tmp_path: Path) -> None:
+async def test_backup_restores_to_same_digest(head: Head, tmp_path: Path) -> None:
     reading = read_stream(head.operator, EVENT_STREAM, start={"deliver_policy": "all"})
     await anext(reading)
     about, pieces = await backed_up(head.operator, EVENT_STREAM)
@@ -207,10 +205,8 @@ async def test_backup_and_restore_into_another_server_give_the_same_digest(head:
         await forget_restored_readers(other)
         kept = [each["name"] for each in await consumers_of(other, EVENT_STREAM)]
         assert not [name for name in kept if name.startswith(READS)]
-        state = ClusterState()
         async with aclosing(NatsEventLog(other).read(0, until_seq=head.state.seq)) as entries:
-            async for entry in entries:
-                state = fold(state, entry)
+            state = replay([entry async for entry in entries])
         assert digest(state) == digest(head.state)
     finally:
         await other.close()
@@ -228,7 +224,7 @@ BLOCKS = [
 
 
 @pytest.mark.skipif(shutil.which("nats") is None, reason="NATS's own client, nats, is not on the PATH")
-async def test_the_documents_commands_work(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_documented_nats_commands_work(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that end by themselves and change nothing."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert (

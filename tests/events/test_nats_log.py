@@ -27,7 +27,7 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.request_reply import wait_for_answer, wait_for_event
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import JetStreamError, api, beat_stream_config, create_streams, event_stream_config
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 
 
 async def test_appends_and_reads_survive_sigkills(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
@@ -94,7 +94,7 @@ async def test_appends_and_reads_survive_sigkills(nats_server: EmbeddedServer, n
         assert [entry.seq for entry in entries] == list(range(1, end[0] + 1))
 
 
-async def test_commands_and_beats_survive_a_sigkill(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_commands_and_beats_survive_sigkill(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     log, beats = NatsEventLog(nats_connection), NatsBeatLog(nats_connection)
     taken: asyncio.Queue[int] = asyncio.Queue()
     heard: asyncio.Queue[Entry] = asyncio.Queue()
@@ -134,7 +134,7 @@ async def test_commands_and_beats_survive_a_sigkill(nats_server: EmbeddedServer,
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_lost_acknowledgement_is_no_second_command(
+async def test_lost_acknowledgement_repeats_no_command(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
     await NatsEventLog(nats_connection).append([command(1), command(2)])
@@ -150,7 +150,7 @@ async def test_a_lost_acknowledgement_is_no_second_command(
     assert taken == [1, 2]
 
 
-async def test_an_append_given_up_can_be_repeated(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_abandoned_append_can_be_repeated(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection, give_up_s=0.3)
     assert await log.append([fact(1)]) == [1]
     await nats_server.kill()
@@ -160,7 +160,7 @@ async def test_an_append_given_up_can_be_repeated(nats_server: EmbeddedServer, n
     assert await NatsEventLog(nats_connection).append(facts(1, 4)) == [1, 2, 3, 4]
 
 
-async def test_a_cancelled_append_can_be_repeated(nats_connection: Connection) -> None:
+async def test_cancelled_append_can_be_repeated(nats_connection: Connection) -> None:
     """Cancelled at any moment, it was written or not; repeated with more behind it, everything stands once."""
     log = NatsEventLog(nats_connection)
     for round_number in range(20):
@@ -176,7 +176,7 @@ async def test_a_cancelled_append_can_be_repeated(nats_connection: Connection) -
     assert len({envelope_of(entry).event_id for entry in entries}) == len(entries) == 140
 
 
-async def test_a_fenced_retry_finds_what_was_written(nats_connection: Connection) -> None:
+async def test_fenced_retry_finds_written_batch(nats_connection: Connection) -> None:
     """The acknowledgement was lost, then a new term came: the server says no, but the batch stands."""
     log = NatsEventLog(nats_connection)
     first = await log.claim_term(started(1))
@@ -187,7 +187,7 @@ async def test_a_fenced_retry_finds_what_was_written(nats_connection: Connection
         await log.append([command(2), command(3)], fence=Fence(1, first.seq))
 
 
-async def test_a_fenced_retry_looks_no_further_back_than_it_was_based_on(
+async def test_fenced_retry_searches_only_from_its_base(
     nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = NatsEventLog(nats_connection)
@@ -207,7 +207,7 @@ async def test_a_fenced_retry_looks_no_further_back_than_it_was_based_on(
     assert starts == [{"deliver_policy": "by_start_sequence", "opt_start_seq": fence.seq + 1}]
 
 
-async def test_a_reader_that_slept_reads_on(
+async def test_delayed_reader_resumes(
     nats_connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What came meanwhile is in its socket: the consumer is not thrown away."""
@@ -244,7 +244,7 @@ async def test_a_reader_that_slept_reads_on(
 @pytest.mark.parametrize(
     "wait", [lambda: wait_for_answer(asyncio.Future(), 0.02), lambda: wait_for_event(asyncio.Event(), 0.02)]
 )
-async def test_a_wait_of_a_process_that_sleeps_all_the_time_lasts_longer_and_ends(
+async def test_wait_of_sleeping_process_is_extended_and_ends(
     wait: Callable[[], Awaitable[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unicrond.events.nats.request_reply.ANSWER_PART_S", 0.02)
@@ -261,14 +261,14 @@ async def test_a_wait_of_a_process_that_sleeps_all_the_time_lasts_longer_and_end
     assert time.monotonic() - begin_s > 0.3, "a part that was slept through counts for an eighth"
 
 
-async def test_an_answer_that_came_while_we_slept_counts(nats_connection: Connection) -> None:
+async def test_answer_during_sleep_counts(nats_connection: Connection) -> None:
     """A loop that was busy for longer than the wait finds the answer in its socket."""
     session = await nats_connection.session()
     asyncio.get_running_loop().call_soon(time.sleep, 0.6)
     await session.request(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", b"", timeout_s=0.3)
 
 
-async def test_a_late_answer_to_a_message_that_was_repeated_counts(
+async def test_late_answer_to_repeated_message_counts(
     nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unicrond.events.nats.event_log.REQUEST_TIMEOUT_S", 0.05)
@@ -298,7 +298,7 @@ async def test_a_late_answer_to_a_message_that_was_repeated_counts(
     assert len(await history(log)) == 1
 
 
-def test_waits_between_attempts_grow_and_differ() -> None:
+def test_backoff_grows_with_jitter() -> None:
     slept: list[float] = []
 
     async def lose(drawn: float) -> list[float]:
@@ -319,7 +319,7 @@ def test_waits_between_attempts_grow_and_differ() -> None:
     assert slept == [*longest, *(delay_s * 0.75 for delay_s in longest)]
 
 
-def test_a_quiet_time_is_no_failure(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_time_is_no_failure(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr("unicrond.events.nats.connection.time.monotonic", lambda: now_s)
     backoff = Backoff("commands for n1")
@@ -334,7 +334,7 @@ def test_a_quiet_time_is_no_failure(caplog: pytest.LogCaptureFixture, monkeypatc
     assert "commands for n1: no success for 11 s" in caplog.text
 
 
-async def test_the_dead_reader_of_a_session_is_noticed(nats_connection: Connection) -> None:
+async def test_dead_reader_of_session_is_noticed(nats_connection: Connection) -> None:
     """An exception in nats-py's reading loop leaves `is_connected` true; we must not believe it."""
     log = NatsEventLog(nats_connection)
     session = await nats_connection.session()
@@ -344,7 +344,7 @@ async def test_the_dead_reader_of_a_session_is_noticed(nats_connection: Connecti
     assert await nats_connection.session() is not session
 
 
-async def test_strangers_in_the_stream_are_quarantined(nats_connection: Connection) -> None:
+async def test_foreign_messages_are_quarantined(nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection)
     await log.append([fact(1)])
     for subject, body in (
@@ -356,12 +356,14 @@ async def test_strangers_in_the_stream_are_quarantined(nats_connection: Connecti
         await nats_connection.request(subject, body)
     await log.append([fact(2)])
     entries = await history(log)
-    assert [type(entry).__name__ for entry in entries] == ["Recorded"] + ["Quarantined"] * 4 + ["Recorded"]
-    assert all(isinstance(entry, Quarantined) and entry.reason for entry in entries[1:5])
+    assert [type(entry).__name__ for entry in entries] == ["RecordedEvent"] + ["QuarantinedMessage"] * 4 + [
+        "RecordedEvent"
+    ]
+    assert all(isinstance(entry, QuarantinedMessage) and entry.reason for entry in entries[1:5])
     assert await log.claim_term(started(1)) == Fence(1, 7), "garbage on the term subject stops nobody"
 
 
-async def test_a_slow_reader_holds_the_server_back(nats_connection: Connection) -> None:
+async def test_slow_reader_applies_backpressure(nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection)
     for first in range(1, 10_001, 1000):
         await log.append(facts(first, first + 999))
@@ -375,14 +377,14 @@ async def test_a_slow_reader_holds_the_server_back(nats_connection: Connection) 
     assert count == 10_000
 
 
-async def test_deletion_is_denied(nats_connection: Connection) -> None:
+async def test_stream_denies_deletion(nats_connection: Connection) -> None:
     await NatsEventLog(nats_connection).append([fact(1)])
     for call, request in (("STREAM.PURGE", {}), ("STREAM.MSG.DELETE", {"seq": 1})):
         with pytest.raises(LogError, match="not permitted"):
             await api(nats_connection, f"{call}.{EVENT_STREAM}", request)
 
 
-async def test_streams_that_lack_our_safety_are_refused(nats_server: EmbeddedServer) -> None:
+async def test_unsafe_stream_settings_are_refused(nats_server: EmbeddedServer) -> None:
     connection = await connect(nats_server.url, name="test", timeout_s=10)
     try:
         lax = {**event_stream_config(), "deny_delete": False, "deny_purge": False}
@@ -394,7 +396,7 @@ async def test_streams_that_lack_our_safety_are_refused(nats_server: EmbeddedSer
 
 
 @pytest.mark.parametrize("before", ["none", "as older versions made it"])
-async def test_no_beat_is_synced_by_itself(
+async def test_beat_stream_syncs_no_single_beat(
     nats_server: EmbeddedServer, before: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server stores and delivers by turns: a disk that is behind would make the coordinator deaf."""
@@ -413,7 +415,7 @@ async def test_no_beat_is_synced_by_itself(
         await connection.close()
 
 
-async def test_a_server_that_was_started_anew_goes_on_behind_what_was_handled(
+async def test_restarted_server_resumes_after_handled_command(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
     """It keeps consumers in memory: no fsync for a command that is given and acknowledged."""
@@ -441,7 +443,7 @@ async def test_a_server_that_was_started_anew_goes_on_behind_what_was_handled(
             assert [(await anext(commands)).seq for _ in range(3)] == [1, 2, 3], "nobody knows: all of them"
 
 
-async def test_a_consumer_of_an_older_version_is_made_anew_in_memory(nats_connection: Connection) -> None:
+async def test_older_consumer_is_recreated_in_memory(nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection)
     old = command_consumer_config("n1")
     del old["mem_storage"]
@@ -460,7 +462,7 @@ async def test_a_consumer_of_an_older_version_is_made_anew_in_memory(nats_connec
         assert (await anext(commands)).seq == 2
 
 
-async def test_streams_may_be_created_again(nats_connection: Connection) -> None:
+async def test_stream_creation_is_idempotent(nats_connection: Connection) -> None:
     await create_streams(nats_connection)
     info = await api(nats_connection, f"STREAM.INFO.{EVENT_STREAM}", {})
     assert info["config"]["allow_atomic"] is True
@@ -470,9 +472,7 @@ async def test_streams_may_be_created_again(nats_connection: Connection) -> None
 
 
 @pytest.mark.parametrize("before", [{}, {"max_consumers": 3}])
-async def test_a_stream_has_room_for_the_consumers_of_all_nodes(
-    nats_server: EmbeddedServer, before: dict[str, int]
-) -> None:
+async def test_stream_has_room_for_consumers_of_all_nodes(nats_server: EmbeddedServer, before: dict[str, int]) -> None:
     """One that is new, and one that an earlier version made without a number: the server's default is 1,000."""
     connection = await connect(nats_server.url, name="test", timeout_s=10)
     try:
@@ -493,7 +493,7 @@ async def test_a_stream_has_room_for_the_consumers_of_all_nodes(
         await connection.close()
 
 
-async def test_an_operator_may_allow_more_consumers(nats_connection: Connection) -> None:
+async def test_operator_may_allow_more_consumers(nats_connection: Connection) -> None:
     more = {**event_stream_config(), "max_consumers": 200_000}
     await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", more)
     await create_streams(nats_connection)
@@ -501,12 +501,12 @@ async def test_an_operator_may_allow_more_consumers(nats_connection: Connection)
     assert info["config"]["max_consumers"] == 200_000
 
 
-async def test_an_unreachable_server_is_named() -> None:
+async def test_error_names_unreachable_server() -> None:
     with pytest.raises(LogUnavailable, match=r"cannot reach NATS at nats://127\.0\.0\.1:1: .*is the server running"):
         await connect("nats://127.0.0.1:1", name="test", timeout_s=0.3)
 
 
-async def test_a_wrong_password_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_error_names_wrong_password(tmp_path_factory: pytest.TempPathFactory) -> None:
     login = Login(user="unicron", password='se"cret')
     server = EmbeddedServer(tmp_path_factory.mktemp("nats"), login=login)
     await server.start()
@@ -524,7 +524,7 @@ async def test_a_wrong_password_is_named(tmp_path_factory: pytest.TempPathFactor
         await server.kill()
 
 
-async def test_a_server_that_dies_in_a_tls_handshake_is_asked_again(tmp_path: Path) -> None:
+async def test_client_retries_after_failed_tls_handshake(tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     attempts: asyncio.Queue[None] = asyncio.Queue()
@@ -552,7 +552,7 @@ async def test_a_server_that_dies_in_a_tls_handshake_is_asked_again(tmp_path: Pa
         await server.wait_closed()
 
 
-async def test_what_waits_when_the_connection_closes_ends(nats_connection: Connection) -> None:
+async def test_pending_calls_end_on_close(nats_connection: Connection) -> None:
     reading = asyncio.ensure_future(anext(NatsEventLog(nats_connection).read()))
     await NatsEventLog(nats_connection).last_seq()
     await nats_connection.close()
@@ -562,7 +562,7 @@ async def test_what_waits_when_the_connection_closes_ends(nats_connection: Conne
         await NatsEventLog(nats_connection).append([fact(1)])
 
 
-async def test_core_subscriptions_follow_to_the_next_session(
+async def test_core_subscriptions_follow_to_next_session(
     nats_server: EmbeddedServer, nats_connection: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: asyncio.Queue[bytes] = asyncio.Queue()
@@ -583,7 +583,7 @@ async def test_core_subscriptions_follow_to_the_next_session(
     assert any("lost the connection to NATS" in record.message for record in caplog.records)
 
 
-async def test_headers_are_readable_in_the_stream(nats_connection: Connection) -> None:
+async def test_stream_shows_readable_headers(nats_connection: Connection) -> None:
     await NatsEventLog(nats_connection).append([command(1)])
     got = await api(nats_connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
     assert got["message"]["subject"] == "unicron.v1.command.n1.StopWorker"

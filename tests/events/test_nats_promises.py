@@ -25,7 +25,7 @@ def info(count: int, **cluster: Any) -> dict[str, Any]:
     return {"config": {"num_replicas": count}, "cluster": cluster}
 
 
-def test_replicas() -> None:
+def test_stream_check_finds_too_few_or_offline_replicas() -> None:
     assert stream_weaknesses("S", info(3), 3) == []
     (line,) = stream_weaknesses("S", info(1), 1)
     assert line == "stream S has 1 replica: the loss of one server loses it; nats stream edit S --replicas 3"
@@ -37,7 +37,7 @@ def test_replicas() -> None:
     assert stream_weaknesses("S", info(3, replicas=peers), 3) == ["stream S: its replica on server b is offline"]
 
 
-def test_servers_that_do_not_sync_each_write() -> None:
+def test_server_check_finds_missing_sync() -> None:
     said = {"server": {"name": "a"}, "data": {"config": {"sync_interval": 120_000_000_000, "sync_always": True}}}
     assert syncs(json.dumps(said).encode()) == ("a", True)
     del said["data"]["config"]["sync_always"]
@@ -52,7 +52,7 @@ def test_servers_that_do_not_sync_each_write() -> None:
         assert "to disk is not known" in line
 
 
-def test_rights_that_lack_something_or_go_too_far() -> None:
+def test_rights_check_finds_missing_and_excess_rights() -> None:
     needed = rights(Role.COORDINATOR)
     told = {"publish": {"allow": list(needed.publish)}, "subscribe": {"allow": list(needed.subscribe)}}
     assert rights_weaknesses({"permissions": told}, Role.COORDINATOR) == []
@@ -70,7 +70,7 @@ def test_rights_that_lack_something_or_go_too_far() -> None:
     assert "may subscribe >, which it does not need" in line
 
 
-async def test_a_server_tells_it_all(tmp_path: Path) -> None:
+async def test_real_server_reports_all_weaknesses(tmp_path: Path) -> None:
     users = [load_or_create_key(tmp_path, login).user for login in (Role.COORDINATOR, Role.OPERATOR)]
     server = EmbeddedServer(tmp_path / "nats", users=users)
     await server.start()

@@ -28,7 +28,7 @@ async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     await made.kill()
 
 
-async def test_start_stop_restart(server: EmbeddedServer) -> None:
+async def test_server_starts_stops_and_restarts(server: EmbeddedServer) -> None:
     assert await server.start() is False
     pid, port = server.pid, server.port
     assert pid is not None
@@ -43,7 +43,7 @@ async def test_start_stop_restart(server: EmbeddedServer) -> None:
     await server.stop()  # nothing to do, nothing to complain about
 
 
-async def test_adoption(server: EmbeddedServer) -> None:
+async def test_server_is_adopted(server: EmbeddedServer) -> None:
     await server.start()
     other = EmbeddedServer(server.directory)
     assert await other.start() is True
@@ -53,7 +53,7 @@ async def test_adoption(server: EmbeddedServer) -> None:
     assert not server.is_running()
 
 
-async def test_one_that_takes_long_is_waited_for_and_told_of(
+async def test_slow_server_is_awaited_and_reported(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await server.start()
@@ -72,7 +72,7 @@ async def test_one_that_takes_long_is_waited_for_and_told_of(
     assert await EmbeddedServer(server.directory).adopt()
 
 
-async def test_it_outlives_its_starter(server: EmbeddedServer) -> None:
+async def test_server_outlives_its_starter(server: EmbeddedServer) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path; from unicrond.events.nats.server import EmbeddedServer;"
         "asyncio.run(EmbeddedServer(Path(sys.argv[1])).start())"
@@ -86,7 +86,7 @@ async def test_it_outlives_its_starter(server: EmbeddedServer) -> None:
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def test_a_stale_pid_is_not_believed(server: EmbeddedServer) -> None:
+async def test_server_ignores_stale_pid(server: EmbeddedServer) -> None:
     server.directory.mkdir()
     (server.directory / "nats-server.pid").write_text(str(os.getpid()))
     assert await server.adopt() is False
@@ -96,7 +96,7 @@ async def test_a_stale_pid_is_not_believed(server: EmbeddedServer) -> None:
     assert await server.start() is False
 
 
-async def test_its_end_is_an_event(server: EmbeddedServer) -> None:
+async def test_server_reports_its_end(server: EmbeddedServer) -> None:
     await server.start()
     ending = asyncio.create_task(server.ended())
     await asyncio.sleep(0)
@@ -107,7 +107,7 @@ async def test_its_end_is_an_event(server: EmbeddedServer) -> None:
     assert not server.is_running()
 
 
-def test_on_uvloop(tmp_path: Path) -> None:
+def test_server_runs_under_uvloop(tmp_path: Path) -> None:
     async def start_and_kill() -> None:
         server = EmbeddedServer(tmp_path)
         await server.start()
@@ -118,7 +118,7 @@ def test_on_uvloop(tmp_path: Path) -> None:
         runner.run(start_and_kill())
 
 
-async def test_a_taken_port_is_explained(tmp_path: Path) -> None:
+async def test_server_explains_occupied_port(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -129,26 +129,26 @@ async def test_a_taken_port_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "head-node.example"])
-def test_no_wide_listening_without_credentials(tmp_path: Path, host: str) -> None:
+def test_server_needs_credentials_on_public_address(tmp_path: Path, host: str) -> None:
     for login in (None, Login(), Login(user="u")):
         with pytest.raises(ValueError, match=f"host: {host} is not loopback"):
             EmbeddedServer(tmp_path, host=host, login=login)
     EmbeddedServer(tmp_path, host=host, login=Login(user="u", password="p"))
 
 
-def test_bad_port(tmp_path: Path) -> None:
+def test_server_refuses_bad_port(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="port: expected 0 to 65535, got 65536"):
         EmbeddedServer(tmp_path, port=65536)
 
 
-async def test_the_password_is_private(tmp_path: Path) -> None:
+async def test_server_config_is_private(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, login=Login(user="u", password="p"))
     await server.start()
     await server.kill()
     assert (tmp_path / "nats-server.conf").stat().st_mode & 0o077 == 0
 
 
-def test_a_missing_program_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_explains_missing_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_program().name == "nats-server"
     monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
@@ -157,7 +157,7 @@ def test_a_missing_program_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
         find_program()
 
 
-async def test_a_refused_connection_ends_when_it_is_told_to(tmp_path: Path) -> None:
+async def test_refused_connection_ends_on_cancel(tmp_path: Path) -> None:
     """At whatever moment: nats-py swallows a cancellation while it closes a socket."""
     server = EmbeddedServer(tmp_path / "nats", users=[load_or_create_key(tmp_path, "operator").user])
     await server.start()
@@ -170,7 +170,7 @@ async def test_a_refused_connection_ends_when_it_is_told_to(tmp_path: Path) -> N
         await server.kill()
 
 
-async def test_a_look_from_beside_finds_the_address_that_the_server_has(tmp_path: Path) -> None:
+async def test_adopter_finds_address_of_server(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, host="127.0.0.7")
     await server.start()
     try:

@@ -28,7 +28,7 @@ def younger(envelope: Envelope, **more: Any) -> bytes:
     return bytes(msgpack.packb(wire))
 
 
-async def test_a_command_that_cannot_be_read_is_told_and_the_next_one_comes(nats_connection: Connection) -> None:
+async def test_unreadable_command_is_answered_and_next_one_arrives(nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection)
     await log.append([command(1)])
     for body in (younger(command(2), type="PolishWorker", shine=3), younger(command(3), urgency=1), b"nonsense"):
@@ -51,7 +51,7 @@ async def test_a_command_that_cannot_be_read_is_told_and_the_next_one_comes(nats
     assert all("schema" in order.reason for order in unread)
 
 
-def test_only_a_command_to_this_node_is_answered() -> None:
+def test_unreadable_command_is_answered_only_by_its_node() -> None:
     body = younger(command(2), urgency=1)
     assert unread_command(body, "n1", "why") == UnreadCommand("1.1.n1.2", "coordinator-1-2", "why")
     assert unread_command(body, "n2", "why") is None
@@ -60,7 +60,7 @@ def test_only_a_command_to_this_node_is_answered() -> None:
     assert unread_command(b"", "n1", "why") is None
 
 
-async def test_terms_are_heard_over_every_outage(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_terms_are_received_across_outages(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection)
     heard: asyncio.Queue[CoordinatorStarted] = asyncio.Queue()
     terms = Terms(nats_connection, heard.put_nowait)

@@ -53,7 +53,7 @@ def pids(runs: Path, count: int) -> list[int]:
     ("codes", "restarts", "runs", "code"),
     [(("7", "7", "7"), 2, 3, 7), (("7", "0"), 5, 2, 0), (("4",), 5, 1, 4), (("9",), 0, 1, 9)],
 )
-def test_it_starts_again_within_a_bound_and_ends_with_the_last_code(
+def test_keeper_restarts_child_within_limit_and_passes_its_code(
     tmp_path: Path, codes: tuple[str, ...], restarts: int, runs: int, code: int
 ) -> None:
     keeper = keep(CHILD, restarts, str(tmp_path / "runs"), *codes)
@@ -61,7 +61,7 @@ def test_it_starts_again_within_a_bound_and_ends_with_the_last_code(
     assert len(pids(tmp_path / "runs", 0)) == runs
 
 
-def test_a_killed_child_is_started_again_and_a_signal_is_passed_on(tmp_path: Path) -> None:
+def test_keeper_restarts_killed_child_and_passes_signal_on(tmp_path: Path) -> None:
     keeper = keep(CHILD, 5, str(tmp_path / "runs"))
     psutil.Process(pids(tmp_path / "runs", 1)[0]).kill()
     pids(tmp_path / "runs", 2)
@@ -70,7 +70,7 @@ def test_a_killed_child_is_started_again_and_a_signal_is_passed_on(tmp_path: Pat
     assert len(pids(tmp_path / "runs", 0)) == 2, "none is started after a signal that asks for the end"
 
 
-def test_what_the_child_leaves_behind_is_reaped(tmp_path: Path) -> None:
+def test_keeper_reaps_orphans(tmp_path: Path) -> None:
     orphan = "import os, time\nif os.fork() == 0:\n    os.fork() or os._exit(0)\n    os._exit(0)\n"
     keeper = keep(orphan + CHILD, 0, str(tmp_path / "runs"))
     (child,) = pids(tmp_path / "runs", 1)
@@ -85,7 +85,7 @@ def test_what_the_child_leaves_behind_is_reaped(tmp_path: Path) -> None:
     assert keeper.wait(30) == 143
 
 
-def test_a_first_process_steps_aside() -> None:
+def test_first_process_becomes_keeper() -> None:
     """Elsewhere than as process 1 nothing happens."""
     code = "import os, sys; from unicrond.events.host.init_process import step_aside; step_aside()\n"
     code += "print(os.getpid()); sys.exit(5)"

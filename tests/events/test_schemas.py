@@ -56,7 +56,7 @@ def structs_of(hint: Any) -> set[type[msgspec.Struct]]:
     return found
 
 
-def test_the_newest_schema_is_the_youngest_that_a_class_names() -> None:
+def test_schema_number_is_highest_that_any_class_names() -> None:
     kinds = structs_of(AnyEvent)
     fields = [field for kind in kinds for field in schemas._watched(kind)]
     numbers = [since(kind) for kind in kinds] + [field.since for field in fields]
@@ -64,7 +64,7 @@ def test_the_newest_schema_is_the_youngest_that_a_class_names() -> None:
 
 
 @pytest.mark.parametrize("schema", range(FIRST, SCHEMA + 1))
-def test_what_a_frozen_schema_lacks_says_since_when_it_is_there(schema: int) -> None:
+def test_additions_since_frozen_schema_name_their_schema(schema: int) -> None:
     old, added = frozen(schema), brought(schema)
     assert not set(old["types"]) - set(NOW["types"]), "a type went; logs hold it"
     missing = sorted(set(NOW["types"]) - set(old["types"]) - added["types"])
@@ -106,7 +106,7 @@ def _require_no_wider(where: str, before: Described, now: Described, young: set[
 
 
 @given(envelopes(kinds=EVENT_TYPES))
-def test_a_message_says_the_lowest_schema_that_holds_it(envelope: Envelope) -> None:
+def test_message_carries_lowest_sufficient_schema(envelope: Envelope) -> None:
     body = encode(envelope)
     assert msgspec.msgpack.decode(body)["schema"] == schema_of(envelope.event)
     assert encode(decode(body)) == body
@@ -115,7 +115,7 @@ def test_a_message_says_the_lowest_schema_that_holds_it(envelope: Envelope) -> N
 
 FIELDS = {
     vocabulary.StopWorker: {"kill": Since(NEXT)},
-    vocabulary.TaskSpec: {"seed": Since(NEXT), "run_as": Since(NEXT, kept=True), "secrets": Since(NEXT)},
+    vocabulary.TaskSpec: {"seed": Since(NEXT), "run_as": Since(NEXT, is_required=True), "secrets": Since(NEXT)},
     vocabulary.AcceleratorReported: {"kind": Since(NEXT, instead=(("gpu_broken", "gpu_fault"),))},
     vocabulary.CoordinatorStarted: {"severity": Since(NEXT, instead=(("gpu_broken", "gpu_fault"),))},
 }
@@ -129,7 +129,7 @@ def young() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("young")
-def test_younger_parts_are_left_out_replaced_or_not_told() -> None:
+def test_lowering_drops_replaces_or_withholds_newer_parts() -> None:
     stop = vocabulary.StopWorker(command_id="1.1.n.1", node="n", epoch=1, task="t", worker="t.1", reason="", kill=True)
     assert (schema_of(stop), lowered(stop, NEXT)) == (NEXT, stop)
     assert lowered(stop, FIRST) == msgspec.structs.replace(stop, kill=False)
@@ -148,7 +148,7 @@ def test_younger_parts_are_left_out_replaced_or_not_told() -> None:
 
 @pytest.mark.usefixtures("young")
 @given(envelopes(kinds=EVENT_TYPES))
-def test_a_lowered_event_holds_nothing_that_its_reader_does_not_know(envelope: Envelope) -> None:
+def test_lowered_event_holds_only_older_parts(envelope: Envelope) -> None:
     event = lowered(envelope.event, FIRST)
     if isinstance(envelope.event, vocabulary.DropState):
         assert event is None
@@ -162,7 +162,7 @@ def test_a_lowered_event_holds_nothing_that_its_reader_does_not_know(envelope: E
         assert event is envelope.event
 
 
-def test_the_schema_stands_where_every_reader_takes_it() -> None:
+def test_version_text_carries_schema() -> None:
     assert told_version("0.2.0", 2) == "0.2.0+schema2"
     assert told_version("0.2.0+1a2b3c4d", 3) == "0.2.0+1a2b3c4d.schema3"
     assert spoken_schema(told_version("0.2.0+1a2b3c4d", 12)) == 12
@@ -171,7 +171,7 @@ def test_the_schema_stands_where_every_reader_takes_it() -> None:
 
 
 @pytest.mark.usefixtures("young")
-def test_what_is_kept_is_never_left_out() -> None:
+def test_lowering_keeps_mandatory_fields() -> None:
     """An agent that does not know who runs the code must refuse the command (tolerance.py), not run it as itself."""
     spec = vocabulary.TaskSpec(name="t", run_as="alice", secrets={"A": "env:A"})
     store = vocabulary.StoreAddress(host="h", port=1)

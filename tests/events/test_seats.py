@@ -96,7 +96,7 @@ def memberships(draw: st.DrawFn) -> tuple[tuple[Member, ...], tuple[str, ...], i
 
 
 @given(memberships())
-def test_runs_say_what_the_list_said(membership: tuple[tuple[Member, ...], tuple[str, ...], int]) -> None:
+def test_seat_runs_match_list(membership: tuple[tuple[Member, ...], tuple[str, ...], int]) -> None:
     there, joiners, size = membership
     runs = runs_of(there, joiners, size)
     assert members_of("t", runs, size) == there
@@ -105,7 +105,7 @@ def test_runs_say_what_the_list_said(membership: tuple[tuple[Member, ...], tuple
 
 
 @given(memberships(), st.integers(1, 60))
-def test_a_membership_in_parts_is_the_membership(
+def test_membership_parts_match_membership(
     membership: tuple[tuple[Member, ...], tuple[str, ...], int], part_bytes: int
 ) -> None:
     there, joiners, size = membership
@@ -119,7 +119,7 @@ def test_a_membership_in_parts_is_the_membership(
 
 @pytest.mark.parametrize("tp", [1, 8])
 @pytest.mark.parametrize("joining", ["all", "none", "one node"])
-def test_a_membership_of_4096_workers_takes_ten_kilobytes(tp: int, joining: str) -> None:
+def test_membership_of_4096_workers_takes_ten_kilobytes(tp: int, joining: str) -> None:
     there = members(4096, tp)
     joiners = {"all": there, "none": (), "one node": there[64:72]}[joining]
     runs = runs_of(there, frozenset(member.worker for member in joiners), tp)
@@ -127,7 +127,7 @@ def test_a_membership_of_4096_workers_takes_ten_kilobytes(tp: int, joining: str)
     assert len(encode(said(decided(runs, size=tp)))) <= 10_240
 
 
-def test_workers_that_were_replaced_take_a_run_each() -> None:
+def test_replaced_workers_take_own_runs() -> None:
     there = list(members(64, 1))
     there[9] = replace(there[9], worker="gpt.100", replica=100)
     runs = runs_of(there, ("gpt.100",), 1)
@@ -140,7 +140,7 @@ def test_workers_that_were_replaced_take_a_run_each() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 8, 2048])
-def test_the_largest_task_fits_into_parts(slots: int) -> None:
+def test_largest_task_fits_into_parts(slots: int) -> None:
     """With the longest names that nodes can have; more than RUN_MAX workers on a node take several runs."""
     there = [replace(member, node=member.node.ljust(63, "x")) for member in members(WORKERS_MAX, 1, slots=slots)]
     runs = runs_of(there, (), 1)
@@ -188,7 +188,7 @@ ends = st.builds(
 
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.one_of(parts, parts, ends)), max_size=12))
-def test_only_a_whole_membership_counts(story: list[tuple[int, MembershipPart | MembershipDecided]]) -> None:
+def test_only_complete_membership_counts(story: list[tuple[int, MembershipPart | MembershipDecided]]) -> None:
     """Whatever is said in whatever order and term: a membership counts if its parts were the last things said."""
     book, telling = Book(), None
     for term, event in story:
@@ -203,7 +203,7 @@ def test_only_a_whole_membership_counts(story: list[tuple[int, MembershipPart | 
             telling = None
 
 
-def test_torn_is_inert_and_a_new_term_begins_anew() -> None:
+def test_torn_membership_is_inert_until_new_term() -> None:
     first = add_part(None, MembershipPart(task="t", generation=5, part=1, seats=(run(1),)), 1)
     assert broadcast_seats(first, decided((run(3),), parts=2, generation=5), 1) is None, "a part is missing"
     assert broadcast_seats(first, decided((run(3),), parts=1, generation=6), 1) is None, "of another generation"
@@ -216,7 +216,7 @@ def test_torn_is_inert_and_a_new_term_begins_anew() -> None:
     )
 
 
-def test_no_more_workers_than_there_can_be() -> None:
+def test_seat_runs_respect_worker_limit() -> None:
     many = tuple(SeatRun(node="n", number=n, seat=0, count=1024, joins=False) for n in range(129))
     with pytest.raises(BadEvent, match="more than 131072 workers"):
         encode(said(decided(many)))
@@ -234,14 +234,14 @@ def test_no_more_workers_than_there_can_be() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=3, max_size=3).map(tuple), max_size=8))
-def test_a_plan_says_the_same_in_runs(replicas: list[tuple[str, ...]]) -> None:
+def test_plan_runs_match_plan(replicas: list[tuple[str, ...]]) -> None:
     assignment = TaskAssignment(task="t", workers=3 * len(replicas), replicas=tuple(replicas), waf=7)
     runs = compact(assignment, 3)
     assert not runs.replicas and expand(runs) == assignment
     assert expand(assignment) is assignment
 
 
-def test_a_plan_for_ten_thousand_nodes_fits() -> None:
+def test_plan_for_ten_thousand_nodes_fits() -> None:
     """80,000 workers in 20 tasks, on nodes with names of 24 letters; the names are shared."""
     assignments = [
         TaskAssignment(
@@ -269,7 +269,7 @@ def test_a_plan_for_ten_thousand_nodes_fits() -> None:
     assert len({id(name) for replica in again[0].replicas for name in replica}) == 500
 
 
-def test_a_plan_cannot_be_a_bomb() -> None:
+def test_oversized_plan_is_refused() -> None:
     runs = tuple(NodeRun(node="n", count=1024) for _ in range(129))
     assignment = TaskAssignment(task="t", workers=1, replicas=(), waf=1, nodes=runs, replica_workers=1)
     with pytest.raises(BadEvent, match="more than 131072 workers"):
@@ -279,7 +279,7 @@ def test_a_plan_cannot_be_a_bomb() -> None:
 # --- starts ----------------------------------------------------------------------------------------
 
 
-def test_one_command_starts_several_workers_which_are_answered_one_by_one() -> None:
+def test_batch_start_command_has_answer_per_worker() -> None:
     command = StartWorkers(
         command_id="2.5.n1.17",
         node="n1",

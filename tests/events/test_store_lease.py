@@ -63,9 +63,7 @@ def end(server: EmbeddedServer) -> None:
         assert has_ended(server.pid)
 
 
-async def test_a_second_machine_waits_and_takes_the_store_of_a_dead_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_second_machine_takes_store_of_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = Machine("a", tmp_path, monkeypatch), Machine("b", tmp_path, monkeypatch)
     try:
         await one.start()
@@ -84,9 +82,7 @@ async def test_a_second_machine_waits_and_takes_the_store_of_a_dead_one(
         end(two.server)
 
 
-async def test_a_server_whose_keeper_cannot_renew_ends_before_the_lease_can_be_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_server_ends_before_its_lease_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Machine("a", tmp_path, monkeypatch, DEAF)
     await one.start()
     try:
@@ -99,7 +95,7 @@ async def test_a_server_whose_keeper_cannot_renew_ends_before_the_lease_can_be_t
         end(one.server)
 
 
-def test_a_keeper_whose_words_nothing_takes_kills_the_server_all_the_same(tmp_path: Path) -> None:
+def test_blocked_keeper_still_kills_server(tmp_path: Path) -> None:
     """Its log lies on the storage that stands still: whoever writes there waits for ever."""
     (said, speech), (told, tells) = os.pipe(), os.pipe()
     os.set_blocking(speech, False)
@@ -121,9 +117,7 @@ def test_a_keeper_whose_words_nothing_takes_kills_the_server_all_the_same(tmp_pa
             os.close(fd)
 
 
-async def test_a_server_ends_when_another_machine_has_taken_its_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_server_ends_when_other_machine_takes_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Machine("a", tmp_path, monkeypatch)
     await one.start()
     try:
@@ -133,9 +127,7 @@ async def test_a_server_ends_when_another_machine_has_taken_its_store(
         end(one.server)
 
 
-async def test_a_server_that_ended_in_order_is_followed_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_store_of_stopped_server_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = Machine("a", tmp_path, monkeypatch), Machine("b", tmp_path, monkeypatch)
     await one.start()
     await one.server.stop()
@@ -148,7 +140,7 @@ async def test_a_server_that_ended_in_order_is_followed_at_once(
         end(two.server)
 
 
-async def test_on_one_machine_a_killed_server_is_followed_at_once_and_a_living_one_adopted(tmp_path: Path) -> None:
+async def test_same_machine_takes_dead_and_adopts_living_server(tmp_path: Path) -> None:
     lease = StoreLease(tmp_path, Times(take_after_s=600))
     one, two = EmbeddedServer(tmp_path, lease=lease), EmbeddedServer(tmp_path, lease=lease)
     try:
@@ -163,7 +155,7 @@ async def test_on_one_machine_a_killed_server_is_followed_at_once_and_a_living_o
         end(two)
 
 
-def test_of_several_takers_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_lease_attempts_have_one_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boots = iter(range(100))
     monkeypatch.setattr(store_lease, "boot_id", lambda: f"boot {next(boots)}")
     lease = StoreLease(tmp_path)
@@ -180,7 +172,7 @@ def test_of_several_takers_one_gets_it(tmp_path: Path, monkeypatch: pytest.Monke
             os.close(fd)
 
 
-def test_a_keeper_knows_that_it_lost(tmp_path: Path) -> None:
+def test_keeper_detects_lost_lease(tmp_path: Path) -> None:
     keeper = LeaseKeeper(tmp_path, 1, "mine", now_s(), DEAF)
     (tmp_path / "lease.1").write_text('{"token": "theirs"}')
     keeper.renew()

@@ -26,7 +26,7 @@ from unicrond.events.vocabulary import (
     TaskFailed,
 )
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -38,7 +38,7 @@ def envelope(event: AnyEvent, producer: str = "n1", term: int = 0) -> Envelope:
     return Envelope(producer=producer, boot=1, number=1, term=term, observed_at_us=1, event=event)
 
 
-def test_subjects_by_example() -> None:
+def test_subjects_match_examples() -> None:
     stop = StopWorker(command_id="1.1.n1.0", node="n1", epoch=1, task="t", worker="t.1", reason="")
     plan = PlanAdopted(epoch=1, assignments=(), waf=0, basis="", trigger="", reason="")
     for event, producer, expected in (
@@ -53,7 +53,7 @@ def test_subjects_by_example() -> None:
 
 
 @given(envelopes(kinds=EVENT_TYPES))
-def test_every_event_has_one_stream(made: Envelope) -> None:
+def test_event_belongs_to_one_stream(made: Envelope) -> None:
     patterns = BEAT_SUBJECTS if isinstance(made.event, Heartbeat) else EVENT_SUBJECTS
     assert sum(matches(pattern, subject(made)) for pattern in EVENT_SUBJECTS + BEAT_SUBJECTS) == 1
     assert any(matches(pattern, subject(made)) for pattern in patterns)
@@ -72,23 +72,23 @@ def test_headers_are_short_plain_lines(made: Envelope) -> None:
 
 
 @given(envelopes(kinds=EVENT_TYPES), st.integers(1, 10**9))
-def test_an_entry_stands_on_its_own_subject_only(made: Envelope, seq: int) -> None:
+def test_entry_is_accepted_only_on_its_subject(made: Envelope, seq: int) -> None:
     body = encode(made)
     found = entry(seq, 5, subject(made), body)
-    assert isinstance(found, Recorded)
+    assert isinstance(found, RecordedEvent)
     assert encode(found.envelope) == body
     foreign = entry(seq, 5, "unicron.v1.obs.somebody-else.NodeLeft", body)
-    assert isinstance(foreign, Quarantined)
+    assert isinstance(foreign, QuarantinedMessage)
     assert "belongs on subject" in foreign.reason
     assert foreign.size_bytes == len(body)
 
 
-def test_a_stored_acknowledgement_is_quarantined() -> None:
+def test_stored_acknowledgement_is_quarantined() -> None:
     """Reply subjects are unchecked by the server: a node can make it store a PubAck under any subject."""
     found = entry(3, 5, "unicron.v1.obs.n2.NodeLeft", b'{"stream":"UNICRON_EVENTS","seq":2}')
-    assert isinstance(found, Quarantined)
+    assert isinstance(found, QuarantinedMessage)
 
 
 @given(envelopes(kinds=EVENT_TYPES))
-def test_every_event_is_a_sentence(made: Envelope) -> None:
+def test_event_makes_sentence(made: Envelope) -> None:
     assert len(made.event.sentence()) > 10

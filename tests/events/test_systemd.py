@@ -34,7 +34,7 @@ async def heard(inbox: socket.socket) -> list[str]:
         return (await asyncio.get_running_loop().sock_recv(inbox, 4096)).decode().splitlines()
 
 
-async def test_ready_is_said_when_it_is_so_and_life_as_often_as_asked(
+async def test_systemd_gets_ready_and_watchdog_messages(
     place: tuple[str, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, inbox = place
@@ -71,14 +71,14 @@ async def test_ready_is_said_when_it_is_so_and_life_as_often_as_asked(
         {"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"},
     ],
 )
-def test_without_systemd_nothing_is_said_and_nothing_fails(environ: dict[str, str]) -> None:
+def test_systemd_calls_are_silent_without_socket(environ: dict[str, str]) -> None:
     systemd = Systemd(environ)
     assert systemd.alive_every_s is None
     systemd.say("READY=1")
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_units_are_closed(unit: str, tmp_path: Path) -> None:
+def test_systemd_units_are_closed(unit: str, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze here (Debian: package systemd)")
     done = subprocess.run(
@@ -93,7 +93,7 @@ def test_the_units_are_closed(unit: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_units_ask_for_what_they_need(unit: str) -> None:
+def test_systemd_units_request_needed_settings(unit: str) -> None:
     text = (ROOT / "deploy" / unit).read_text()
     for setting in (
         "Type=notify", "WatchdogSec=", "StateDirectory=", "EnvironmentFile=", "LimitMEMLOCK=", "LimitNOFILE=",

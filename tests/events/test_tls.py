@@ -29,7 +29,7 @@ async def let_in(server: EmbeddedServer, login: Login) -> None:
     await (await connect(server.url, name="test", login=login, timeout_s=10)).close()
 
 
-async def test_a_key_carries_ca_and_certificate(tmp_path: Path) -> None:
+async def test_key_file_carries_ca_and_certificate(tmp_path: Path) -> None:
     certified = Certified(tmp_path / "tls")
     path, key = certified.key()
     assert path.stat().st_mode & 0o077 == 0
@@ -41,7 +41,7 @@ async def test_a_key_carries_ca_and_certificate(tmp_path: Path) -> None:
         await let_in(server, Login(key=path))
 
 
-async def test_each_refusal_is_one_line_with_the_fix(tmp_path: Path) -> None:
+async def test_tls_refusal_is_one_line_with_fix(tmp_path: Path) -> None:
     certified, other = Certified(tmp_path / "tls"), Certified(tmp_path / "other")
     path, key = certified.key()
     async with served(tmp_path / "nats", certified.tls(), [key]) as server:
@@ -67,7 +67,7 @@ async def test_each_refusal_is_one_line_with_the_fix(tmp_path: Path) -> None:
             assert line in await refused(server, Login(key=path))
 
 
-async def test_a_node_cannot_pose_as_the_head(tmp_path: Path) -> None:
+async def test_node_certificate_cannot_serve_as_head(tmp_path: Path) -> None:
     """Its certificate is of the right CA, and names no host."""
     certified = Certified(tmp_path / "tls")
     path, key = certified.key()
@@ -76,14 +76,14 @@ async def test_a_node_cannot_pose_as_the_head(tmp_path: Path) -> None:
         assert "the certificate of NATS does not name 127.0.0.1" in await refused(server, Login(key=path))
 
 
-async def test_a_client_that_was_given_a_ca_never_speaks_in_clear(tmp_path: Path) -> None:
+async def test_client_with_ca_never_speaks_plain(tmp_path: Path) -> None:
     certified = Certified(tmp_path / "tls")
     async with served(tmp_path / "nats", None) as server:
         assert "NATS offers no TLS there, but a CA was given" in await refused(server, trusting(certified.ca))
         assert "NATS offers no TLS there" in await refused(server, url=server.url.replace("nats:", "tls:"))
 
 
-async def test_clients_may_have_to_show_a_certificate(tmp_path: Path) -> None:
+async def test_server_may_require_client_certificate(tmp_path: Path) -> None:
     certified, other = Certified(tmp_path / "tls"), Certified(tmp_path / "other")
     path, key = certified.key()
     bare, bare_key = certified.key("agent-n2", certificate=False)
@@ -96,7 +96,7 @@ async def test_clients_may_have_to_show_a_certificate(tmp_path: Path) -> None:
         assert tls_of(server.directory)["tls_cert"] == certified.server
 
 
-async def test_one_that_waits_without_end_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_endless_tls_retry_logs_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As an agent does: it tries again and again, and gets in once the certificate is right."""
     certified = Certified(tmp_path / "tls")
     certified.expire()
@@ -116,7 +116,7 @@ async def test_one_that_waits_without_end_says_it_once(tmp_path: Path, caplog: p
         await (await asyncio.wait_for(waiting, 10)).close()
 
 
-async def test_certificates_change_and_connections_stay(tmp_path: Path) -> None:
+async def test_certificate_change_keeps_connections(tmp_path: Path) -> None:
     certified = Certified(tmp_path / "tls")
     path, key = certified.key()
     async with served(tmp_path / "nats", certified.tls(), [key]) as server:
@@ -133,7 +133,7 @@ async def test_certificates_change_and_connections_stay(tmp_path: Path) -> None:
         await let_in(server, Login(key=path))
 
 
-async def test_a_server_moves_to_tls_under_its_clients(tmp_path: Path) -> None:
+async def test_server_moves_to_tls_under_its_clients(tmp_path: Path) -> None:
     """In clear; then both, for which nats-server itself has to start again; then TLS alone."""
     certified = Certified(tmp_path / "tls")
     path, key = certified.key()
@@ -158,7 +158,7 @@ async def test_a_server_moves_to_tls_under_its_clients(tmp_path: Path) -> None:
         await alone.kill()
 
 
-async def test_a_running_server_takes_tls(tmp_path: Path) -> None:
+async def test_running_server_adopts_tls(tmp_path: Path) -> None:
     """Who speaks in clear stays until its connection ends."""
     certified = Certified(tmp_path / "tls")
     path, key = certified.key()
@@ -179,7 +179,7 @@ async def certificate_of(server: EmbeddedServer, ca: Path) -> bytes:
     return shown
 
 
-def test_certificates(tmp_path: Path) -> None:
+def test_certificates_carry_names_and_authority(tmp_path: Path) -> None:
     certified, other = Certified(tmp_path / "tls", ["head.example", "10.0.0.1", "::1"]), Certified(tmp_path / "other")
     ours = first_certificate(certified.server.read_bytes())
     assert names_of(ours) == ("head.example", "10.0.0.1", "::1")
@@ -198,7 +198,7 @@ def test_certificates(tmp_path: Path) -> None:
         first_certificate(b"x")
 
 
-def test_the_interface_of_an_address() -> None:
+def test_interface_lookup_finds_interface_of_address() -> None:
     assert interface_of("127.0.0.1") == interface_of("::1") == interface_of("127.1.2.3") == "lo"
     assert interface_of("192.0.2.77") == interface_of("head.example") == interface_of("") == ""
     for name, address in interface_addresses():

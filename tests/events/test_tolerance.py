@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import envelopes
-from unicrond.events.log.file_log import SegmentWriter
+from unicrond.events.log.segment_writer import SegmentWriter
 from unicrond.events.log.segments import read_entries
 from unicrond.events.log.subjects import entry, subject
 from unicrond.events.nats.decode import line
@@ -28,7 +28,7 @@ from unicrond.events.vocabulary import (
     WorkerExited,
 )
 from unicrond.events.wire.codec import BadEvent, body_of, decode, encode, read
-from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA
 
 OBSERVATIONS = typing.get_args(AnyObservation)
@@ -43,7 +43,7 @@ JOINED = said(
         node="n1", address="10.0.0.1", slots=3, store=StoreAddress(host="h", port=1), agent_boot=1, version="9.0"
     )
 )
-EXITED = said(WorkerExited(node="n1", task="t", worker="t.1", exit_code=1, signal=None, expected=False))
+EXITED = said(WorkerExited(node="n1", task="t", worker="t.1", exit_code=1, signal=None, is_expected=False))
 
 
 def with_more(envelope: Envelope, schema: int = SCHEMA + 1, **more: Any) -> bytes:
@@ -56,7 +56,7 @@ def with_more(envelope: Envelope, schema: int = SCHEMA + 1, **more: Any) -> byte
 
 @pytest.mark.parametrize("schema", [1, SCHEMA, SCHEMA + 1])
 @pytest.mark.parametrize("envelope", [JOINED, EXITED])
-def test_a_fact_with_an_unknown_field_is_a_fact(envelope: Envelope, schema: int) -> None:
+def test_fact_with_unknown_field_is_read(envelope: Envelope, schema: int) -> None:
     body = with_more(envelope, schema, rack="r7", disks=[{"size": 5}])
     found, unknown = read(body)
     assert found == envelope
@@ -64,7 +64,7 @@ def test_a_fact_with_an_unknown_field_is_a_fact(envelope: Envelope, schema: int)
     assert decode(body) == envelope
 
 
-def test_unknown_fields_of_its_parts_are_set_aside_too() -> None:
+def test_unknown_nested_fields_are_set_aside() -> None:
     submitted = said(TaskSubmitted(spec=TaskSpec(name="t", seed=7)), "api")
     wire = msgpack.unpackb(encode(submitted))
     wire["event"]["spec"]["priority"] = 3
@@ -78,17 +78,17 @@ def test_unknown_fields_of_its_parts_are_set_aside_too() -> None:
 
 
 @given(envelopes(kinds=OBSERVATIONS), st.integers(1, SCHEMA + 3))
-def test_of_every_observation(envelope: Envelope, schema: int) -> None:
+def test_observation_of_each_kind_accepts_unknown_field(envelope: Envelope, schema: int) -> None:
     found, unknown = read(with_more(envelope, schema, from_the_future=True))
     assert unknown == ("$.event.from_the_future = True",)
     assert encode(found) == encode(envelope)
 
 
-def test_a_newer_number_alone_is_no_reason_to_refuse_a_fact() -> None:
+def test_newer_schema_number_alone_refuses_no_fact() -> None:
     assert read(with_more(EXITED, SCHEMA + 5)) == (EXITED, ())
 
 
-def test_the_rest_is_read_as_strictly_as_ever() -> None:
+def test_known_fields_stay_strict() -> None:
     for wrong in ({"task": 5}, {"task": "a.b"}, {"node": "n2"}, {"exit_code": None}):
         with pytest.raises(BadEvent):
             decode(with_more(EXITED, **{"rack": "r7", **wrong}))
@@ -97,7 +97,7 @@ def test_the_rest_is_read_as_strictly_as_ever() -> None:
         decode(msgpack.packb({**wire, "surprise": 1}))
 
 
-def test_orders_and_decisions_are_refused_whole() -> None:
+def test_commands_and_decisions_refuse_unknown_fields() -> None:
     drop = said(DropState(command_id="1.1.n1.1", node="n1", epoch=1, task="t"), "coordinator", term=1)
     started = said(CoordinatorStarted(term=1, version="x"), "coordinator", term=1)
     for envelope in (drop, started):
@@ -106,21 +106,21 @@ def test_orders_and_decisions_are_refused_whole() -> None:
                 decode(with_more(envelope, schema, urgency=1))
 
 
-def test_the_log_keeps_what_was_said(tmp_path: Path) -> None:
+def test_log_keeps_original_bytes(tmp_path: Path) -> None:
     body = with_more(EXITED, rack="r7")
     found = entry(1, 5, subject(EXITED), body)
-    assert found == Recorded(1, 5, EXITED, body)
+    assert found == RecordedEvent(1, 5, EXITED, body)
     writer = SegmentWriter(tmp_path)
     writer.repair()
-    writer.write([found, Recorded(2, 6, JOINED)])
+    writer.write([found, RecordedEvent(2, 6, JOINED)])
     writer.close()
     kept = list(read_entries(tmp_path))
-    assert kept == [found, Recorded(2, 6, JOINED)]
-    assert isinstance(kept[0], Recorded) and body_of(kept[0]) == body
-    assert isinstance(entry(1, 5, subject(JOINED), body), Quarantined), "the subject is compared as ever"
+    assert kept == [found, RecordedEvent(2, 6, JOINED)]
+    assert isinstance(kept[0], RecordedEvent) and body_of(kept[0]) == body
+    assert isinstance(entry(1, 5, subject(JOINED), body), QuarantinedMessage), "the subject is compared as ever"
 
 
-def test_events_decode_shows_it() -> None:
+def test_events_decode_shows_unknown_fields() -> None:
     assert line(with_more(EXITED, rack="r7")).endswith("[unknown to this version: $.event.rack = 'r7']")
     assert "unknown here" not in line(encode(EXITED))
     assert msgspec.json.decode(line(with_more(EXITED, rack="r7"), as_json=True))["event"]["rack"] == "r7"

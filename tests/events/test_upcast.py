@@ -14,7 +14,7 @@ from unicrond.events.log.segments import read_entries
 from unicrond.events.vocabulary import NodeJoined, StoreAddress, WorkerExited
 from unicrond.events.wire import upcast as module
 from unicrond.events.wire.codec import BadEvent, decode, encode
-from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.events.wire.upcast import Message, upcast
 
 
@@ -36,13 +36,13 @@ def joined() -> Envelope:
 
 
 def exited(code: int | None, signal: int | None) -> Envelope:
-    event = WorkerExited(node="n1", task="a", worker="a.1", exit_code=code, signal=signal, expected=False)
+    event = WorkerExited(node="n1", task="a", worker="a.1", exit_code=code, signal=signal, is_expected=False)
     return Envelope(producer="n1", boot=1, number=2, observed_at_us=1, event=event)
 
 
 @pytest.mark.usefixtures("schema_0")
 @pytest.mark.parametrize("envelope", [joined(), exited(3, None), exited(None, 9)])
-def test_an_old_message_is_read_as_todays(envelope: Envelope) -> None:
+def test_upcast_reads_older_message(envelope: Envelope) -> None:
     old = lower_1_to_0(encode(envelope))
     assert old != encode(envelope)
     assert decode(old) == envelope
@@ -50,7 +50,7 @@ def test_an_old_message_is_read_as_todays(envelope: Envelope) -> None:
 
 
 @pytest.mark.usefixtures("schema_0")
-def test_an_old_message_that_is_nonsense_is_refused_with_a_reason() -> None:
+def test_upcast_refuses_nonsense_with_reason() -> None:
     message = msgspec.msgpack.decode(lower_1_to_0(encode(joined())))
     del message["event"]["capacity"]
     with pytest.raises(BadEvent, match=r"cannot upgrade from 0 to 1: KeyError\('capacity'\)"):
@@ -61,12 +61,12 @@ def test_an_old_message_that_is_nonsense_is_refused_with_a_reason() -> None:
         decode(msgspec.msgpack.encode({**message, "event": 5}))
 
 
-def test_without_its_step_an_old_schema_is_refused_by_its_number() -> None:
+def test_upcast_refuses_schema_without_step() -> None:
     with pytest.raises(BadEvent, match=r"\$\.schema: 0 is older than this version reads"):
         decode(lower_1_to_0(encode(joined())))
 
 
-def test_steps_are_taken_one_after_the_other() -> None:
+def test_upcast_steps_run_in_order() -> None:
     taken: list[int] = []
 
     def step(number: int) -> module.Step:
@@ -85,15 +85,15 @@ def test_steps_are_taken_one_after_the_other() -> None:
 
 
 @pytest.mark.usefixtures("schema_0")
-def test_the_golden_log_of_schema_0_still_folds_to_its_facts() -> None:
+def test_golden_log_of_schema_0_folds_to_same_facts() -> None:
     entries = list(read_entries(LOG_0))
-    assert not [entry for entry in entries if isinstance(entry, Quarantined)]
-    assert all(entry.envelope.schema == 1 for entry in entries if isinstance(entry, Recorded))
+    assert not [entry for entry in entries if isinstance(entry, QuarantinedMessage)]
+    assert all(entry.envelope.schema == 1 for entry in entries if isinstance(entry, RecordedEvent))
     stored = json.loads(LOG_0.with_suffix(".json").read_text())
     assert json.loads(json.dumps(facts(replay(entries)))) == stored
 
 
-def test_a_log_of_an_unknown_old_schema_is_quarantined_entry_by_entry() -> None:
+def test_log_of_unknown_old_schema_is_quarantined() -> None:
     entries = list(read_entries(LOG_0))
-    assert entries and all(isinstance(entry, Quarantined) for entry in entries)
-    assert replay(entries).quarantined == len(entries)
+    assert entries and all(isinstance(entry, QuarantinedMessage) for entry in entries)
+    assert replay(entries).quarantined_messages == len(entries)

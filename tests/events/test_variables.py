@@ -30,9 +30,7 @@ def root() -> Parser:
     return made
 
 
-def test_a_flag_comes_before_its_variable_and_that_before_the_default(
-    root: Parser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_overrides_variable_and_variable_overrides_default(root: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
     assert root.parse_args(["stop"]).size_mb == 1
     for name, value in {"SIZE_MB": "3", "WAY": "right", "FILE": "/x", "LOUD": "Yes", "SKIP": "7"}.items():
         monkeypatch.setenv(f"PROG_A_{name}", value)
@@ -42,13 +40,13 @@ def test_a_flag_comes_before_its_variable_and_that_before_the_default(
     assert (found.size_mb, found.way, found.skip) == (4, "left", [7, 8])
 
 
-def test_the_name_with_the_command_comes_before_the_one_without(root: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_with_command_overrides_general_one(root: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROG_A_SIZE_MB", "3")
     monkeypatch.setenv("PROG_A_RUN_SIZE_MB", "5")
     assert (root.parse_args(["run"]).size_mb, root.parse_args(["stop"]).size_mb) == (5, 3)
 
 
-def test_an_empty_variable_counts_as_none(root: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variable_counts_as_absent(root: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROG_A_SIZE_MB", "")
     assert root.parse_args(["stop"]).size_mb == 1
 
@@ -61,7 +59,7 @@ def test_an_empty_variable_counts_as_none(root: Parser, monkeypatch: pytest.Monk
         ("PROG_A_LOUD", "perhaps", "prog-a: PROG_A_LOUD: 'perhaps' is neither yes nor no"),
     ],
 )
-def test_a_bad_value_is_one_line_that_names_the_variable(
+def test_bad_variable_makes_one_line_with_its_name(
     root: Parser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -71,14 +69,14 @@ def test_a_bad_value_is_one_line_that_names_the_variable(
     assert capsys.readouterr().err == f"{said}; see prog-a run --help\n"
 
 
-def test_a_program_without_variables_reads_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_variables_reads_none(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Parser(prog="plain")
     add(plain, option("--size", "N", "size", type=whole(), default=2))
     monkeypatch.setenv("PLAIN_SIZE", "x")
     assert plain.parse_args([]).size == 2
 
 
-def test_a_name_that_means_nothing_is_refused(root: Parser) -> None:
+def test_unknown_variable_is_refused(root: Parser) -> None:
     known = variables.program_variables(root)
     assert {"PROG_A_SIZE_MB", "PROG_A_RUN_SIZE_MB", "PROG_A_STOP_SIZE_MB", "PROG_A_LOUD"} <= known
     assert not any("HELP" in name or "COMPLETION" in name or "VERSION" in name for name in known)
@@ -92,10 +90,10 @@ def test_a_name_that_means_nothing_is_refused(root: Parser) -> None:
 @pytest.mark.parametrize(
     "name", ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_API", "PORT", "PORT_4222_TCP", "PORT_4222_TCP_ADDR"]
 )
-def test_what_kubernetes_sets_for_a_service_is_passed_over(root: Parser, name: str) -> None:
+def test_kubernetes_service_variables_are_ignored(root: Parser, name: str) -> None:
     variables.check("prog-a", variables.program_variables(root), {f"PROG_A_{name}": "tcp://10.0.0.1:4222"})
 
 
-def test_a_child_gets_none_of_a_programs_variables() -> None:
+def test_child_gets_no_program_variables() -> None:
     environ = {"PROG_A_X": "1", "PROG_B_X": "2", "PATH": "/bin"}
     assert variables.without(environ, "prog-a") == {"PROG_B_X": "2", "PATH": "/bin"}

@@ -11,13 +11,13 @@ from unicrond.events.wire.codec import decode, encode
 GOLDEN = golden()
 
 
-def test_every_event_type_has_golden_bytes() -> None:
+def test_golden_bytes_cover_every_event_type() -> None:
     missing = [kind.__name__ for kind in EVENT_TYPES if kind.__name__ not in GOLDEN]
     assert not missing, "run `python -m tests.golden.regenerate` and commit tests/golden/events.json"
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_golden_bytes(name: str) -> None:
+def test_golden_bytes_stay_stable(name: str) -> None:
     body = bytes.fromhex(GOLDEN[name]["hex"])
     envelope = decode(body)
     assert type(envelope.event).__name__ == name
@@ -26,6 +26,6 @@ def test_golden_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EVENT_TYPES, ids=lambda kind: kind.__name__)
-def test_new_fields_show(kind: type) -> None:
+def test_new_fields_change_golden_bytes(kind: type) -> None:
     """A field that was added since the golden bytes were written is not in them: that is a schema change."""
     assert encode(example(kind)).hex() == GOLDEN[kind.__name__]["hex"], "the schema of this event has changed"

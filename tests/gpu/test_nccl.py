@@ -16,7 +16,7 @@ from tests.gpu.devices import COUNT, missing
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, WITHIN, Cell
 from tests.integration.regroup_rig import ForkServer
 from tests.integration.test_kill_matrix import Reference, chains, check, failure_free_digests, possible
-from unicrond.agents.protocol.messages import Regrouped
+from unicrond.events.vocabulary import WorkerJoinedGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800), pytest.mark.skipif(bool(missing(2)), reason=missing(2))]
 
@@ -37,14 +37,16 @@ def reference(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("cells", chains(CELLS, 8), ids=lambda cells: f"{cells[0].point}..{cells[-1].point}")
-def test_the_kill_matrix(
+def test_nccl_survives_kill_matrix(
     server: ForkServer, data: Path, tmp_path: Path, reference: Reference, cells: list[Cell],
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     """A peer that is killed or stopped inside a collective leaves the others' kernels spinning: only an abort ends
     them. Nobody may take longer for it than the abort's own bound, and the bits are those of a run without faults."""
     run = check(server, tmp_path, data, "dp", cells, reference, size=SIZE, **CHANGES)
-    regroups_ms = [said.duration_us / 1e3 for said in run.rig.of(Regrouped) if isinstance(said, Regrouped)]
+    regroups_ms = [
+        said.duration_us / 1e3 for said in run.rig.of(WorkerJoinedGroup) if isinstance(said, WorkerJoinedGroup)
+    ]
     record_property("regroup_ms_median", round(statistics.median(regroups_ms), 1))
     record_property("regroup_ms_max", round(max(regroups_ms), 1))
     assert not [said for _, said in run.rig.said if "cannot be aborted" in str(said)]

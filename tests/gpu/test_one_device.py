@@ -15,9 +15,8 @@ from tests.integration.test_kill_matrix import chains, check, failure_free_diges
 from tests.trainer.test_group import both, channels, store
 from unicrond.agents.protocol.gpus import visible_gpus
 from unicrond.agents.trainer.process import randomness
-from unicrond.agents.trainer.states.gpu_copies import STAGE_BYTES
 from unicrond.agents.trainer.states.state import TrainingState
-from unicrond.agents.trainer.states.state_bytes import Flat, read
+from unicrond.agents.trainer.states.state_bytes import STAGE_BYTES, Flat, read
 from unicrond.events.vocabulary import StoreAddress
 
 __all__ = ["channels", "store"]  # fixtures
@@ -44,7 +43,7 @@ def step(made: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_state_leaves_the_gpu_and_is_lived_in_again() -> None:
+def test_state_survives_round_trip_through_gpu() -> None:
     """The next step of who took it over is the very step of who gave it, dropout's generators included."""
     source, target = model(1), model(2)
     step(*source)
@@ -60,7 +59,7 @@ def test_a_state_leaves_the_gpu_and_is_lived_in_again() -> None:
         assert mine.is_cuda and torch.equal(mine, theirs)
 
 
-def test_what_is_larger_than_a_stage_is_copied_whole_and_after_what_was_queued() -> None:
+def test_large_tensor_is_copied_whole_and_in_order() -> None:
     stream = torch.cuda.Stream()
     big = torch.zeros(STAGE_BYTES + 12_345, dtype=torch.float32, device="cuda")
     with torch.cuda.stream(stream):
@@ -73,7 +72,7 @@ def test_what_is_larger_than_a_stage_is_copied_whole_and_after_what_was_queued()
     assert torch.equal(read(memory, copy=False)["tensors"]["big"], big.cpu())
 
 
-def test_gloo_sums_cuda_tensors_and_the_readers_stream_waits(store: StoreAddress, channels) -> None:  # type: ignore[no-untyped-def]
+def test_gloo_sums_cuda_tensors_and_stream_waits(store: StoreAddress, channels) -> None:  # type: ignore[no-untyped-def]
     groups = both(store, channels)
     for _ in range(50):
         tensors = [torch.full((1 << 20,), float(rank + 1), device="cuda") for rank in range(2)]
@@ -86,7 +85,7 @@ def test_gloo_sums_cuda_tensors_and_the_readers_stream_waits(store: StoreAddress
         group.close()
 
 
-def test_the_kill_matrix_with_three_ranks_on_one_gpu_over_gloo(
+def test_gloo_survives_kill_matrix_on_one_gpu(
     server: ForkServer, data: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
     changes: dict[str, object] = {"backend": "gloo", "env": {**ENV, "CUDA_VISIBLE_DEVICES": visible_gpus()[0]}}

@@ -45,7 +45,7 @@ async def doctor(api_port: int) -> list[dict[str, str]]:
     """What it finds, but for what is the same whatever the network is."""
     process = await asyncio.create_subprocess_exec(
         *(str(Path(sys.executable).parent / "unicronctl"), "--url", f"http://127.0.0.1:{api_port}", "doctor", "--json"),
-        *("--limit-s", str(LIMIT_S)),
+        *("--timeout-s", str(LIMIT_S)),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await asyncio.wait_for(process.communicate(), LIMIT_S + 200)

@@ -95,7 +95,7 @@ class Drill:
     def _make_keys(self) -> None:
         nodes = self.directory / "nodes.txt"
         nodes.write_text("\n".join(NODES))
-        command = [str(SCRIPTS / "unicrond"), "nats-config", "--nodes", str(nodes), "--keys", str(self.keys)]
+        command = [str(SCRIPTS / "unicrond"), "nats-config", "--nodes-file", str(nodes), "--keys", str(self.keys)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         (self.directory / "authorization.conf").write_text(printed)
         (self.directory / "api.token").write_text("drill\n")

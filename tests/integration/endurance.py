@@ -131,7 +131,7 @@ class Endurance(Chaos):
     @staticmethod
     def _seen(kind: str, before: ClusterState, now: ClusterState) -> bool:
         if kind == "agent":
-            return any(node.agent_boot != before.nodes[name].agent_boot for name, node in now.nodes.items())
+            return any(node.agent.boot != before.nodes[name].agent.boot for name, node in now.nodes.items())
         if kind == "worker-and-coordinator" and now.term == before.term:
             return False
         return Chaos._seen(kind, before, now)

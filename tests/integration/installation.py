@@ -1,4 +1,7 @@
-"""The package as others install it: an sdist, the wheel of it, environments that know nothing of this checkout."""
+"""The packages as others install them: sdists, wheels of them, environments that know nothing of this checkout.
+
+`make packages` runs it: both projects' sdist and wheel, into dist/.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import tempfile
+import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -14,6 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
+#: The projects of this tree, by the folder of their pyproject.toml.
+UNICROND, LABORATORY = ".", "replay"
 #: Folders of the repository that are packages in `unicrond`, where links stand for them.
 LINKED = ("events", "agents", "replay")
 #: This environment's packages, where all that the wheel depends on is.
@@ -51,30 +59,63 @@ def source_files() -> list[str]:
     return [name for name in sources.read_text().splitlines() if ".egg-info" not in name]
 
 
-def build(directory: Path) -> tuple[Path, Path]:
-    """(sdist, wheel); the wheel is made from the sdist. No network, nothing is written into this checkout."""
-    copy = directory / "source"
-    for name in source_files():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
-    hook = "from setuptools import build_meta; import sys; print(build_meta.build_sdist(sys.argv[1]))"
-    sdist = directory / must(sys.executable, "-c", hook, directory, cwd=copy).splitlines()[-1]
+def build(directory: Path, project: str = UNICROND) -> tuple[Path, Path]:
+    """Return (sdist, wheel) of one project; the wheel is made from the sdist. No network, nothing is written into this
+    checkout."""
+    built = directory / f"built-{Path(project).name}"
+    built.mkdir(parents=True)
+    sdist = built / _hook("build_sdist", built, _copy(built / "source") / project)
     offline = ("--no-build-isolation", "--no-deps", "--no-index", "--quiet")
-    must(sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", directory, sdist, cwd=directory)
-    return sdist, next(directory.glob("*.whl"))
+    must(sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", built, sdist, cwd=built)
+    return sdist, next(built.glob("*.whl"))
+
+
+def build_from_tree(directory: Path, project: str = UNICROND) -> Path:
+    """Return the wheel of one project made from the tree itself, as `pip install .` does it."""
+    built = directory / f"tree-{Path(project).name}"
+    built.mkdir(parents=True)
+    return built / _hook("build_wheel", built, _copy(built / "source") / project)
+
+
+def _copy(directory: Path) -> Path:
+    """Copy the project's own files, links as links; return the directory."""
+    for name in source_files():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, directory / name, follow_symlinks=False)
+    return directory
+
+
+def _hook(name: str, target: Path, project: Path) -> str:
+    """Have setuptools build something into `target`; return the name of the file."""
+    program = f"from setuptools import build_meta; import sys; print(build_meta.{name}(sys.argv[1]))"
+    return must(sys.executable, "-c", program, target, cwd=project).splitlines()[-1]
+
+
+def files_of(archive: Path) -> dict[str, bytes]:
+    """Return what a wheel or an sdist holds, by path (in an sdist: below its one folder). No signatures of it."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/RECORD")}
+    with tarfile.open(archive) as sdist:
+        return {
+            member.name.partition("/")[2]: file.read()
+            for member in sdist.getmembers()
+            if member.isfile() and (file := sdist.extractfile(member)) is not None
+        }
 
 
 def install(wheel: Path, directory: Path, dependencies: Path) -> Path:
-    """A fresh environment with the wheel alone, that sees `dependencies` too; its directory of commands."""
+    """Make a fresh environment with the wheel alone, that sees `dependencies` too; return its directory of commands."""
     must(sys.executable, "-m", "venv", "--without-pip", directory, cwd=directory.parent)
-    python = directory / "bin" / "python"
-    must(
-        *(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel),
-        cwd=directory.parent,
-    )
+    pip(directory / "bin", "install", "--no-deps", "--no-index", wheel)
     site = next((directory / "lib").glob("python*/site-packages"))
     (site / "dependencies.pth").write_text(f"{dependencies}\n")
     return directory / "bin"
+
+
+def pip(commands: Path, *words: object) -> None:
+    """Run pip for another environment, which has none of its own."""
+    must(sys.executable, "-m", "pip", "--python", commands / "python", *words, "--quiet", cwd=commands)
 
 
 def shown(requirements: list[str], directory: Path) -> Path:
@@ -111,3 +152,17 @@ def required(wheel_metadata: str, extra: str = "") -> list[str]:
             requirement.marker = None
             found.append(str(requirement))
     return found
+
+
+def main(target: Path) -> None:
+    """Build both projects; replace what is in `target`."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="unicron-packages-") as name:
+        for project in (UNICROND, LABORATORY):
+            for archive in build(Path(name), project):
+                print(shutil.copy2(archive, target))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

@@ -26,8 +26,7 @@ import psutil
 from msgspec.structs import replace
 
 from tests.integration.regroup_rig import ForkServer, Rig
-from unicrond.agents.protocol.messages import Ready, Regrouped
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary import TaskSpec, WorkerJoinedGroup, WorkerReady
 
 SCRIPT = Path(__file__).with_name("traced_gpt.py")
 ACTIONS = ("kill", "stop", "raise")
@@ -167,7 +166,9 @@ class Run:
                 for shard, worker in enumerate(self.workers(replica)):
                     slot = seats[replica] * self.shards + shard
                     rig.start(worker, fault=orders.get(worker, ""), slot=slot)
-            rig.until(lambda: len({worker for worker, said in rig.said if isinstance(said, Ready)}) == len(everybody))
+            rig.until(
+                lambda: len({worker for worker, said in rig.said if isinstance(said, WorkerReady)}) == len(everybody)
+            )
             members = list(range(self.chain.size))
             self.tell(members, joiners=members)
             for stage in self.chain.stages:
@@ -223,7 +224,10 @@ class Run:
         rig = self.rig
         rig.until(
             lambda: all(
-                any(isinstance(said, Regrouped) and said.generation == self.generation for said in rig.of(Regrouped, w))
+                any(
+                    isinstance(said, WorkerJoinedGroup) and said.generation == self.generation
+                    for said in rig.of(WorkerJoinedGroup, w)
+                )
                 for w in self.members
             )
         )
@@ -259,7 +263,8 @@ class Run:
         ahead of a running sum that never came it says, and computes again, or another does.
         """
         rolled_back = any(
-            isinstance(said, Regrouped) and said.source == "checkpoint" for said in self.rig.of(Regrouped)
+            isinstance(said, WorkerJoinedGroup) and said.source == "checkpoint"
+            for said in self.rig.of(WorkerJoinedGroup)
         )
         assert not (rolled_back and self.chain.size > 2), "there was a replica left"
         by_iteration: dict[int, Counter[int]] = defaultdict(Counter)

@@ -114,7 +114,7 @@ async def scenario(case: Case, directory: Path) -> Found:
 
 def over(state: ClusterState, case: Case) -> bool:
     """As many as must be isolated are, and the others train; or the task has failed."""
-    out = {node.name for node in state.nodes.values() if node.isolated}
+    out = {node.name for node in state.nodes.values() if node.isolation.active}
     if state.tasks["t"].status is not TaskStatus.ACTIVE:
         return True
     return len(out) >= len(case.isolated) and len(members(state)) == case.nodes - len(out) and not state.incidents

@@ -59,7 +59,9 @@ class Live:
                 failed = [task.ending.reason for task in state.tasks.values() if task.status is TaskStatus.FAILED]
                 assert may_fail or not failed, failed
             await asyncio.sleep(_LOOK_AGAIN_S)
-        told = [f"{i.id} {i.kind} {i.worker}: {i.message}" for i in (*state.closed, *state.incidents.values())]
+        told = [
+            f"{i.id} {i.kind} {i.worker}: {i.message}" for i in (*state.closed_incidents, *state.incidents.values())
+        ]
         raise AssertionError(f"waited {TIMEOUT_S:g} s for: {what}; {told}")
 
     async def training(self, incidents: int | None, beyond: int = 15, task: str = TASK) -> ClusterState:
@@ -69,18 +71,25 @@ class Live:
 
         def holds(state: ClusterState) -> bool:
             found = state.tasks.get(task)
-            if found is None or not found.confirmed or state.incidents or len(state.closed) < (incidents or 0):
+            if (
+                found is None
+                or not found.confirmed
+                or state.incidents
+                or len(state.closed_incidents) < (incidents or 0)
+            ):
                 return False
             if len(members(state, task)) != self.workers or found.progress.committed_generation != found.generation:
                 return False
             first.append(found.progress.iteration)
-            rested = not any(node.isolated for node in state.nodes.values())
+            rested = not any(node.isolation.active for node in state.nodes.values())
             return rested and found.progress.iteration > first[0] + beyond
 
         state = await self.until(f"{self.workers} members train, {incidents} incidents are closed", holds)
-        told = [f"{one.kind} {one.worker or one.node}: {one.message}" for one in state.closed[incidents or 0 :]]
-        assert incidents in (None, len(state.closed)), told
-        self.incidents = len(state.closed)
+        told = [
+            f"{one.kind} {one.worker or one.node}: {one.message}" for one in state.closed_incidents[incidents or 0 :]
+        ]
+        assert incidents in (None, len(state.closed_incidents)), told
+        self.incidents = len(state.closed_incidents)
         return state
 
     def events(self, *types: str, after: int = 0) -> list[dict[str, Any]]:

@@ -6,13 +6,12 @@ import asyncio
 import threading
 from collections.abc import Mapping
 
-from unicrond.agents.core.state import HeldState
 from unicrond.agents.memory.peer_tokens import Credentials
 from unicrond.agents.memory.regions import MemoryRegions, NoRegion
 from unicrond.agents.memory.server import MemoryServer
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.memory_exchange import TLS
-from unicrond.events.vocabulary import MemoryService
+from unicrond.events.vocabulary import MemoryService, SnapshotStored
 
 TOKEN = "a token"
 
@@ -22,13 +21,13 @@ class OtherNode:
 
     def __init__(self, node: str, shards: Mapping[int, Memory], credentials: Credentials | None = None) -> None:
         self._node, self._shards, self._credentials = node, shards, credentials
-        self.copies: list[HeldState] = []
+        self.copies: list[SnapshotStored] = []
 
     def __enter__(self) -> MemoryService:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self._server = MemoryServer(Regions(self._shards), TOKEN, self.copies.append, self._credentials)
+        self._server = MemoryServer(self._node, Regions(self._shards), TOKEN, self.copies.append, self._credentials)
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
         token = TLS if self._credentials else TOKEN
         return MemoryService(node=self._node, host="127.0.0.1", port=self._server.port, token=token)

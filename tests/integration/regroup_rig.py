@@ -39,30 +39,35 @@ from unicrond.agents.protocol import marks
 from unicrond.agents.protocol.framing import Unframer, frame
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.messages import (
-    Committed,
-    Completed,
-    Connected,
-    ErrorReport,
-    Exited,
-    Forked,
+    ConnectionOwner,
     FromWorker,
     GroupMembership,
     Hello,
     Inventory,
+    IterationCommitted,
     Kill,
     Launch,
     Passes,
+    ProcessExited,
+    ProcessForked,
     Quit,
-    Ready,
-    Regrouped,
     Spawn,
     ToForkServer,
     ToWorker,
 )
-from unicrond.events.vocabulary import Member, MemoryService, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import (
+    ErrorReported,
+    Member,
+    MemoryService,
+    StoreAddress,
+    TaskCompleted,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerReady,
+)
 
 S = TypeVar("S", bound=msgspec.Struct)
-FromServer = Forked | Exited | Inventory
+FromServer = ProcessForked | ProcessExited | Inventory
 ADDRESS = "127.0.0.1"
 MEMORY_MAX_BYTES = 64 * 1024 * 1024
 
@@ -114,7 +119,7 @@ def serve(fd: int) -> None:
                     for pid, status in _reap():
                         if pid in living:
                             name = living.pop(pid)
-                            connection.sendall(frame(Exited(worker=name, pid=pid, status=status)))
+                            connection.sendall(frame(ProcessExited(worker=name, pid=pid, status=status)))
                     continue
                 data = connection.recv(65536)
                 if not data:
@@ -143,10 +148,10 @@ def serve(fd: int) -> None:
                             worker.run(_replace(launch, line_fd=theirs.detach()))
                         os.setpgid(pid, pid)  # here too: it may be killed at once
                         theirs.close()
-                        whose = Connected(worker=launch.worker, task=launch.task, pid=pid)
+                        whose = ConnectionOwner(worker=launch.worker, task=launch.task, pid=pid)
                         Lines(Path(launch.agent_socket), selector).serve(ours, whose)
                         living[pid] = message.launch.worker
-                        connection.sendall(frame(Forked(worker=message.launch.worker, pid=pid)))
+                        connection.sendall(frame(ProcessForked(worker=message.launch.worker, pid=pid)))
                     elif isinstance(message, Kill):
                         for pid, name in living.items():
                             if name == message.worker:
@@ -215,7 +220,7 @@ class Rig:
         self.memories: dict[tuple[str, int], Memory] = {}
         self._memory_fds: list[int] = []
         self._connections: dict[str, socket.socket] = {}
-        self._incoming: dict[socket.socket, Unframer[FromWorker | Connected]] = {}
+        self._incoming: dict[socket.socket, Unframer[FromWorker | ConnectionOwner]] = {}
         self._named: dict[socket.socket, str] = {}
         self._newest: GroupMembership | None = None
         self._selector = selectors.DefaultSelector()
@@ -360,17 +365,17 @@ class Rig:
         return [message for who, message in self.said if isinstance(message, kind) and worker in (None, who)]
 
     @property
-    def committed(self) -> list[Committed]:
-        return [message for _, message in self.said if isinstance(message, Committed)]
+    def committed(self) -> list[IterationCommitted]:
+        return [message for _, message in self.said if isinstance(message, IterationCommitted)]
 
     @property
-    def completed(self) -> Completed | None:
-        told = [message for _, message in self.said if isinstance(message, Completed)]
+    def completed(self) -> TaskCompleted | None:
+        told = [message for _, message in self.said if isinstance(message, TaskCompleted)]
         return told[-1] if told else None
 
-    def iterations(self) -> dict[int, Committed]:
+    def iterations(self) -> dict[int, IterationCommitted]:
         """The commits by iteration, in the order told. A new lead may repeat the last one, in the same words."""
-        found: dict[int, Committed] = {}
+        found: dict[int, IterationCommitted] = {}
         for message in self.committed:
             before = found.setdefault(message.iteration, message)
             same = (before.generation, before.samples_digest, before.loss, before.micro_batches_by_rank)
@@ -383,7 +388,7 @@ class Rig:
         return any(message.iteration >= iteration for message in self.committed)
 
     def ready(self, *workers: str) -> bool:
-        return all(self.of(Ready, worker) for worker in workers)
+        return all(self.of(WorkerReady, worker) for worker in workers)
 
     # --- carrying ---------------------------------------------------------------------------------
 
@@ -398,7 +403,7 @@ class Rig:
             connection = key.fileobj
             if connection is self._listener:
                 accepted, _ = self._listener.accept()
-                self._incoming[accepted] = Unframer(FromWorker | Connected)
+                self._incoming[accepted] = Unframer(FromWorker | ConnectionOwner)
                 self._selector.register(accepted, selectors.EVENT_READ)
             elif connection is self.server.connection:
                 for message in self.server.incoming.feed(self.server.connection.recv(65536)):
@@ -407,9 +412,9 @@ class Rig:
                 self._from_worker(connection)
 
     def _from_server(self, message: FromServer) -> None:
-        if isinstance(message, Forked):
+        if isinstance(message, ProcessForked):
             self.pids[message.worker] = message.pid
-        elif isinstance(message, Exited) and message.worker in self.pids:
+        elif isinstance(message, ProcessExited) and message.worker in self.pids:
             self.exits[message.worker] = message.status
 
     def _from_worker(self, connection: socket.socket) -> None:
@@ -426,7 +431,7 @@ class Rig:
                 del self._connections[worker]
             return
         for message in self._incoming[connection].feed(data):
-            if isinstance(message, Connected):
+            if isinstance(message, ConnectionOwner):
                 continue
             if isinstance(message, Hello):
                 self._named[connection] = message.worker
@@ -497,7 +502,7 @@ class Storm:
         started, committed = time.monotonic(), len(self.rig.committed)
 
         def settled() -> bool:
-            seats = [self.rig.of(Regrouped, worker) for replica in self.replicas for worker in replica]
+            seats = [self.rig.of(WorkerJoinedGroup, worker) for replica in self.replicas for worker in replica]
             return all(told and told[-1].generation == self.generation for told in seats)  # type: ignore[attr-defined]
 
         self.rig.until(settled)
@@ -532,7 +537,9 @@ def storm(server: ForkServer, rounds: int, seed: int, spec: TaskSpec, directory:
         iterations = rig.iterations()
         assert list(iterations) == list(range(1, len(iterations) + 1)), f"an iteration is missing in {list(iterations)}"
         assert all(message.samples == 8 for message in rig.committed)
-        kinds = collections.Counter(message.kind for message in rig.of(ErrorReport) if isinstance(message, ErrorReport))
+        kinds = collections.Counter(
+            message.kind for message in rig.of(ErrorReported) if isinstance(message, ErrorReported)
+        )
         print(f"{rounds} rounds, {len(iterations)} iterations, loss {rig.committed[-1].loss:.4f}, {dict(kinds)}")
         staying = rig.living()
         rig.quit(*staying)

@@ -50,9 +50,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("n1")
 
 
-async def test_a_log_that_takes_nothing_is_told_though_the_head_has_nothing_to_write(
-    tmp_path: Path, run_dir: Path
-) -> None:
+async def test_idle_head_reports_blocked_log(tmp_path: Path, run_dir: Path) -> None:
     path = config(tmp_path)
     async with daemon(path) as (_, url):
         nats = f"nats://127.0.0.1:{path.read_text().split('nats: {port: ')[1].split('}')[0]}"

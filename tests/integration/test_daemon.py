@@ -29,7 +29,7 @@ def loaded_libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
-async def test_it_serves_without_torch_and_ends_without_a_trace(tmp_path: Path) -> None:
+async def test_daemon_serves_without_torch_and_ends_cleanly(tmp_path: Path) -> None:
     async with daemon(config(tmp_path)) as (process, url):
         health = await asyncio.to_thread(get, f"{url}/healthz")
         assert health["status"] == "live"
@@ -40,7 +40,7 @@ async def test_it_serves_without_torch_and_ends_without_a_trace(tmp_path: Path) 
     assert left is None or not psutil.pid_exists(left)
 
 
-async def test_sigterm_leaves_nats_to_the_next_coordinator(tmp_path: Path) -> None:
+async def test_sigterm_leaves_nats_to_next_coordinator(tmp_path: Path) -> None:
     path = config(tmp_path)
     async with daemon(path) as (process, _):
         pid = nats_pid(tmp_path)
@@ -60,7 +60,7 @@ async def test_sigterm_leaves_nats_to_the_next_coordinator(tmp_path: Path) -> No
         ("policy: {stuck_max: 0}\n", "policy.stuck_max: must be"),
     ],
 )
-def test_a_bad_configuration_is_one_line_and_exit_code_2(tmp_path: Path, extra: str, said: str) -> None:
+def test_bad_configuration_prints_one_line_and_exits_with_2(tmp_path: Path, extra: str, said: str) -> None:
     done = subprocess.run(
         [UNICROND, "run", "--config", str(config(tmp_path, extra))],
         capture_output=True,
@@ -73,7 +73,7 @@ def test_a_bad_configuration_is_one_line_and_exit_code_2(tmp_path: Path, extra: 
 
 
 @pytest.mark.parametrize("section", ["api: {host: 0.0.0.0}"])
-def test_it_binds_to_others_only_with_credentials(tmp_path: Path, section: str) -> None:
+def test_daemon_needs_credentials_on_public_address(tmp_path: Path, section: str) -> None:
     path = tmp_path / "open.yaml"
     path.write_text(section + "\n")
     done = subprocess.run(
@@ -89,13 +89,13 @@ def test_it_binds_to_others_only_with_credentials(tmp_path: Path, section: str) 
 
 
 @pytest.mark.parametrize("arguments", [[], ["walk"], ["dev", "--nodes", "many"], ["run", "--confg", "x"]])
-def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+def test_bad_usage_prints_one_line_and_exits_with_2(arguments: list[str]) -> None:
     done = subprocess.run([UNICROND, *arguments], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "--help" in done.stderr
 
 
-def test_a_bad_nats_address_is_refused_at_once() -> None:
+def test_daemon_refuses_bad_nats_address() -> None:
     done = subprocess.run(
         [UNICROND, "run", "--nats", "garbage"], capture_output=True, text=True, timeout=30, check=False
     )
@@ -120,7 +120,7 @@ def replayed_digest(directory: Path, seq: int) -> str:
     ).stdout
 
 
-async def test_skip_undoes_an_entry_for_this_coordinator_the_next_and_replay(tmp_path: Path) -> None:
+async def test_skip_undoes_entry_for_coordinators_and_replay(tmp_path: Path) -> None:
     path, task = config(tmp_path), tmp_path / "a.yaml"
     task.write_text("name: a\n")
     async with daemon(path) as (process, url):
@@ -141,7 +141,7 @@ async def test_skip_undoes_an_entry_for_this_coordinator_the_next_and_replay(tmp
         pass  # ends the NATS server
 
 
-async def test_a_claim_that_somebody_forges_on_the_server_is_an_alarm_and_no_more(tmp_path: Path) -> None:
+async def test_forged_claim_raises_only_alarm(tmp_path: Path) -> None:
     forged = Envelope(
         producer="coordinator",
         boot=10**6,
@@ -166,7 +166,7 @@ async def test_a_claim_that_somebody_forges_on_the_server_is_an_alarm_and_no_mor
         assert "CoordinatorStarted" in await asyncio.to_thread(ctl, url, "status")
 
 
-async def test_a_second_coordinator_in_one_state_dir_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+async def test_second_coordinator_in_state_dir_is_refused(tmp_path: Path) -> None:
     async with daemon(config(tmp_path)) as (_, url):
         before = nats_pid(tmp_path)
         second = await asyncio.create_subprocess_exec(

@@ -15,7 +15,7 @@ from tests.integration.test_hosts import IN, namespaces_allowed
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)  # each of the four looks ends by itself; on an idle machine all take a minute
 @pytest.mark.skipif(not namespaces_allowed(), reason="the kernel forbids network namespaces here")
-def test_doctor_over_three_hosts(tmp_path: Path) -> None:
+def test_doctor_finds_problems_on_three_hosts(tmp_path: Path) -> None:
     done = subprocess.run(
         [*IN["namespaces"], sys.executable, "-m", "tests.integration.doctor_hosts", str(tmp_path)],
         capture_output=True,

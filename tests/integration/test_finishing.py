@@ -39,7 +39,7 @@ def of_two_shards(server: ForkServer, tmp_path: Path, spec: TaskSpec, shared: st
     return one[name]
 
 
-def test_norms_of_queries_and_keys_under_tensor_parallelism(server: ForkServer, data: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_norms_stay_equal(server: ForkServer, data: Path, tmp_path: Path) -> None:
     """They are also those of one process, to rounding."""
     shared = "layers.0.self_attention.q_layernorm.weight"
     spec = task(data, tmp_path, tp=2, min_workers=2, max_workers=2)
@@ -52,6 +52,6 @@ def test_norms_of_queries_and_keys_under_tensor_parallelism(server: ForkServer, 
     assert float((found - alone[name]).abs().max()) <= 1e-4  # Adam's; 0.02 where copies part
 
 
-def test_a_tied_embedding_over_pipeline_stages(server: ForkServer, data: Path, tmp_path: Path) -> None:
+def test_tied_embedding_stays_equal_over_stages(server: ForkServer, data: Path, tmp_path: Path) -> None:
     """(Megatron seeds each stage's layers on its own, so one process begins with others.)"""
     of_two_shards(server, tmp_path, task(data, tmp_path, pp=2, min_workers=2, max_workers=2), "tied")

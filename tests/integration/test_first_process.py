@@ -24,7 +24,7 @@ def is_ready(url: str) -> bool:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a pid namespace needs root")
-def test_sigterm_ends_the_server_and_gives_the_stores_lease_back(tmp_path: Path) -> None:
+def test_sigterm_ends_server_and_releases_store_lease(tmp_path: Path) -> None:
     path = config(tmp_path)
     words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", UNICROND, "run", "--config", str(path)]
     outer = subprocess.Popen(words, stderr=subprocess.DEVNULL)

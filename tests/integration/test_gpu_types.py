@@ -25,7 +25,7 @@ def nodes_of(task: Task) -> set[str]:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_the_better_type_dies_and_the_task_trains_on_with_the_other(tmp_path: Path) -> None:
+async def test_task_moves_to_other_gpu_type_when_node_dies(tmp_path: Path) -> None:
     dev = DevCluster(tmp_path, nodes=2, slots=2, api_port=0, heartbeat_s=1.0)
     dev.agents["node1"].command += ["--gpu-type", "a100-80g"]
     dev.agents["node2"].command += ["--gpu-type", "h100-80g"]
@@ -49,7 +49,7 @@ async def test_the_better_type_dies_and_the_task_trains_on_with_the_other(tmp_pa
         task = await until(dev, "it trains on", lambda task: task.progress.iteration > at + 5)
         assert len(nodes_of(task)) == 1
         state, _ = await dev.state()
-        assert told_again(client) == sum(one.iterations_lost for one in state.closed) <= 5, (
+        assert told_again(client) == sum(one.iterations_lost for one in state.closed_incidents) <= 5, (
             "a capture every 5 iterations"
         )
         await decides_again(dev)

@@ -14,9 +14,7 @@ from unicrond.events.nats.server import EmbeddedServer
 NODES = 4
 
 
-async def test_one_is_killed_one_leaves_and_each_time_the_other_takes_over_once(
-    nats_server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_killed_or_leaving_head_is_succeeded_once(nats_server: EmbeddedServer, tmp_path: Path) -> None:
     nats = {"url": nats_server.url}
     cluster = story(NODES, 1)
     async with publisher(nats_server.url, cluster) as nodes, two_heads(tmp_path, nats) as (one, two):
@@ -49,11 +47,11 @@ async def test_one_is_killed_one_leaves_and_each_time_the_other_takes_over_once(
         await nodes.after(seq, is_decision(term + 2))
         state = await nodes.state()
         assert state.term == term + 2, "two takeovers, and no more"
-        assert not [one for one in (*state.closed, *state.incidents.values()) if one.kind == "node_lost"]
+        assert not [one for one in (*state.closed_incidents, *state.incidents.values()) if one.kind == "node_lost"]
         assert [node.status for node in state.nodes.values()] == ["up"] * NODES
 
 
-async def test_a_fenced_head_stands_by_and_leaves_the_server_to_the_others(tmp_path: Path) -> None:
+async def test_fenced_head_stands_by_and_keeps_server(tmp_path: Path) -> None:
     """The first has the embedded server; the second leads on it."""
     one = HeadProcess("head1", tmp_path, {"port": 0})
     await one.start()
@@ -84,7 +82,7 @@ async def test_a_fenced_head_stands_by_and_leaves_the_server_to_the_others(tmp_p
     assert not server.is_running(), "no other head uses it"
 
 
-def test_a_head_can_only_stand_by_on_another_ones_log(tmp_path: Path) -> None:
+def test_standby_head_needs_shared_log(tmp_path: Path) -> None:
     path = tmp_path / "unicron.yaml"
     path.write_text(f"state_dir: {tmp_path / 'state'}\n")
     done = subprocess.run(

@@ -44,9 +44,7 @@ def run(how: str, kind: str, directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("kind", [pytest.param("link", marks=pytest.mark.matrix), "bus"])
 @pytest.mark.parametrize("how", [pytest.param(how, marks=marks) for how, marks in HOW.items()])
-def test_a_cut_node_is_lost_once_and_back_once_and_commits_nothing_meanwhile(
-    how: str, kind: str, tmp_path: Path
-) -> None:
+def test_isolated_node_is_lost_once_and_commits_nothing(how: str, kind: str, tmp_path: Path) -> None:
     events = run(how, kind, tmp_path)
     assert [e["node"] for e in events if e["type"] == "NodeLost"] == ["n3"]
     assert len([e for e in events if e["type"] in ("NodeReturned", "NodeJoined") and e["node"] == "n3"]) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tarfile
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -13,24 +12,36 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.integration import installation
-from tests.integration.installation import LINKED, ROOT, must, run, source_files
+from tests.integration.installation import LABORATORY, LINKED, ROOT, UNICROND, files_of, must, run, source_files
+from unicrond import VERSION
 from unicrond.events.host import optional_dependencies as extras
 
 COMMANDS = ("unicrond", "unicronctl", "unicron-agent", "unicron-replay")
 LOG = ROOT / "tests" / "golden" / "log_v1.bin"
+#: The rooms of unicrond-lab, and what only its package needs.
+ROOMS = ("replay/simulation/", "replay/evaluation/")
+BESIDE_THE_ROOMS = ("replay/pyproject.toml", "replay/README.md", "replay/LICENSE")
 #: Of no use to who unpacks an sdist.
 NOT_SHIPPED = (".ci/", ".git-blame-ignore-revs", ".gitignore")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return installation.build(tmp_path_factory.mktemp("built"))
+    return installation.build(tmp_path_factory.mktemp("unicrond"))
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return installation.build(tmp_path_factory.mktemp("laboratory"), LABORATORY)
+
+
+def metadata_of(wheel: Path) -> str:
+    return next(text.decode() for name, text in files_of(wheel).items() if name.endswith("METADATA"))
 
 
 @pytest.fixture(scope="module")
 def metadata(built: tuple[Path, Path]) -> str:
-    with zipfile.ZipFile(built[1]) as wheel:
-        return wheel.read(next(name for name in wheel.namelist() if name.endswith("METADATA"))).decode()
+    return metadata_of(built[1])
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +60,65 @@ def base(built: tuple[Path, Path], metadata: str, tmp_path_factory: pytest.TempP
     return installation.install(built[1], directory / "env", dependencies)
 
 
-def test_wheel_has_every_source_file_and_only_the_package_unicrond(built: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(built[1]) as wheel:
-        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {name if name.startswith("unicrond/") else f"unicrond/{name}" for name in source_files()
-               if name.split("/")[0] in ("unicrond", *LINKED)}  # fmt: skip
-    assert packed == sources - {f"unicrond/{name}" for name in LINKED}, "the links are folders in the wheel"
+@pytest.fixture
+def studying(built: tuple[Path, Path], laboratory: tuple[Path, Path], metadata: str, tmp_path: Path) -> Path:
+    """The commands of an environment with unicrond-lab and what it asks for."""
+    asked = installation.required(metadata) + installation.required(metadata_of(laboratory[1]))
+    commands = installation.install(
+        built[1], tmp_path / "studying", installation.shown(asked, tmp_path / "dependencies")
+    )
+    installation.pip(commands, "install", "--no-deps", "--no-index", laboratory[1])
+    return commands
 
 
-def test_the_sdist_has_every_file_that_documents_and_tests_need(built: tuple[Path, Path]) -> None:
-    with tarfile.open(built[0]) as sdist:
-        packed = {name.partition("/")[2] for name in sdist.getnames()}
-    assert not {name for name in source_files() if not name.startswith(NOT_SHIPPED)} - packed
+def packed(wheel: Path) -> set[str]:
+    return {name for name in files_of(wheel) if ".dist-info/" not in name}
 
 
-def test_every_command_starts(whole: Path, tmp_path: Path) -> None:
+def test_wheel_has_every_source_file_but_the_laboratory_and_only_the_package_unicrond(
+    built: tuple[Path, Path],
+) -> None:
+    below = [name for name in source_files() if name.split("/")[0] in ("unicrond", *LINKED)]
+    own = [name for name in below if not name.startswith((*ROOMS, *BESIDE_THE_ROOMS))]
+    sources = {name if name.startswith("unicrond/") else f"unicrond/{name}" for name in own}
+    assert packed(built[1]) == sources - {f"unicrond/{name}" for name in LINKED}, "the links are folders in the wheel"
+
+
+def test_wheel_of_the_laboratory_has_its_two_rooms_and_a_folder_of_its_own(laboratory: tuple[Path, Path]) -> None:
+    sources = {name.replace("replay/", "unicrond_lab/", 1) for name in source_files() if name.startswith(ROOMS)}
+    assert packed(laboratory[1]) == sources
+
+
+def test_laboratory_requires_unicrond_of_the_same_version(metadata: str, laboratory: tuple[Path, Path]) -> None:
+    of_the_laboratory = metadata_of(laboratory[1])
+    assert f"\nVersion: {VERSION}\n" in metadata and f"\nVersion: {VERSION}\n" in of_the_laboratory
+    assert f"\nRequires-Dist: unicrond=={VERSION}\n" in of_the_laboratory
+    planning = installation.required(metadata, "head")
+    assert set(installation.required(of_the_laboratory)) <= set(planning), "what the planner asks for"
+
+
+@pytest.mark.parametrize("project", [UNICROND, LABORATORY])
+def test_wheel_made_from_the_sdist_is_the_wheel_made_from_the_tree(
+    project: str, built: tuple[Path, Path], laboratory: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from_sdist = built[1] if project == UNICROND else laboratory[1]
+    assert files_of(installation.build_from_tree(tmp_path, project)) == files_of(from_sdist)
+
+
+def test_the_sdist_has_every_file_that_documents_and_tests_need_once(built: tuple[Path, Path]) -> None:
+    names = set(files_of(built[0]))
+    needed = {name for name in source_files() if not name.startswith(NOT_SHIPPED)}
+    assert not needed - names - {f"unicrond/{name}" for name in LINKED}, "a file is missing"
+    assert not [name for name in names if name.startswith(tuple(f"unicrond/{link}/" for link in LINKED))], "twice"
+
+
+def test_command_starts_from_wheel(whole: Path, tmp_path: Path) -> None:
     for command in COMMANDS:
         assert must(whole / command, "--help", cwd=tmp_path).startswith(f"usage: {command}")
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_heals_and_says_so(whole: Path, tmp_path: Path) -> None:
+def test_demo_heals_from_wheel(whole: Path, tmp_path: Path) -> None:
     done = run(whole / "unicrond", "demo", "--dir", tmp_path / "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all healed" in done.stdout
@@ -77,15 +126,15 @@ def test_the_demo_heals_and_says_so(whole: Path, tmp_path: Path) -> None:
     assert "process_exit" in done.stdout and "node_lost" in done.stdout
 
 
-def test_without_extras_logs_are_read(base: Path, tmp_path: Path) -> None:
-    expected = must(sys.executable, "-m", "unicrond.replay.cli", "digest", "--file", LOG, cwd=ROOT)
-    assert must(base / "unicron-replay", "digest", "--file", LOG, cwd=tmp_path) == expected
+def test_replay_reads_logs_without_extras(base: Path, tmp_path: Path) -> None:
+    expected = must(sys.executable, "-m", "unicrond.replay.cli", "digest", "--log", LOG, cwd=ROOT)
+    assert must(base / "unicron-replay", "digest", "--log", LOG, cwd=tmp_path) == expected
     for command in ("state", "events", "timeline", "story n1", "diff 1 20", "export copy.log"):
-        must(base / "unicron-replay", *command.split(), "--file", LOG, cwd=tmp_path)
+        must(base / "unicron-replay", *command.split(), "--log", LOG, cwd=tmp_path)
     must(base / "unicron-replay", "import", "copy.log", "--into", "copy", cwd=tmp_path)
 
 
-def test_without_extras_unicronctl_works(base: Path, tmp_path: Path) -> None:
+def test_unicronctl_works_without_extras(base: Path, tmp_path: Path) -> None:
     decoded = run(base / "unicronctl", "events", "decode", cwd=tmp_path, input="")
     assert decoded.returncode == 0 and not decoded.stderr
     for command in ("status", "nodes", "tasks", "watch", "events", f"submit {ROOT / 'examples' / 'big.yaml'}"):
@@ -100,18 +149,14 @@ def test_without_extras_unicronctl_works(base: Path, tmp_path: Path) -> None:
         ("unicrond dev", "all"),
         ("unicrond demo", "all"),
         ("unicron-agent --nats nats://127.0.0.1:9 --node n1 --slots 1 --run-dir run", "node"),
-        (f"unicron-replay verify --file {LOG}", "head"),
-        (f"unicron-replay whatif --file {LOG}", "head"),
-        ("unicron-replay fuzz --seeds 1", "head"),
-        ("unicron-replay simulate", "head"),
+        (f"unicron-replay verify --log {LOG}", "head"),
+        (f"unicron-replay whatif --log {LOG}", "head"),
         ("unicronctl plan solve problem.yaml", "head"),
         ("unicronctl plan table --at 1 --url http://127.0.0.1:9", "head"),
         ("unicronctl throughput --model gpt3-7b", "head"),
     ],
 )
-def test_a_command_without_its_extra_says_which_one_in_one_line(
-    command: str, extra: str, base: Path, tmp_path: Path
-) -> None:
+def test_command_names_missing_extra_in_one_line(command: str, extra: str, base: Path, tmp_path: Path) -> None:
     program, *arguments = command.split()
     done = run(base / program, *arguments, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -119,7 +164,38 @@ def test_a_command_without_its_extra_says_which_one_in_one_line(
     assert done.stderr.endswith(f"pip install 'unicrond[{extra}]'\n")
 
 
-def test_the_extras_that_commands_name_bring_what_they_lack(metadata: str) -> None:
+@pytest.mark.parametrize("command", ["fuzz --seeds 1", "simulate --trace mtbf:10d --cluster a800-80g:4x8"])
+def test_command_of_the_laboratory_says_what_to_install(command: str, base: Path, tmp_path: Path) -> None:
+    name, *arguments = command.split()
+    assert name in must(base / "unicron-replay", "--help", cwd=tmp_path)
+    assert f"pip install unicrond-lab=={VERSION}" in must(base / "unicron-replay", "simulate", "--help", cwd=tmp_path)
+    done = run(base / "unicron-replay", name, *arguments, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    missing = f"unicron-replay: unicron-replay {name} needs the package unicrond-lab, which is not installed"
+    assert done.stderr == f"{missing}: pip install unicrond-lab=={VERSION}\n"
+
+
+def test_laboratory_works_beside_unicrond_and_leaves_nothing(studying: Path, tmp_path: Path) -> None:
+    assert "every rule held" in must(
+        studying / "unicron-replay", "fuzz", "--seeds", "2", "--processes", "2", cwd=tmp_path
+    )
+    assert "unicron-stay" in must(studying / "unicron-replay", "simulate", "--help", cwd=tmp_path)
+    installation.pip(studying, "uninstall", "--yes", "unicrond-lab")
+    site = next((studying.parent / "lib").glob("python*/site-packages"))
+    assert not [path for path in site.glob("unicrond_lab*/**/*") if path.is_file()]
+    must(studying / "unicron-replay", "digest", "--file", LOG, cwd=tmp_path)
+
+
+def test_laboratory_of_another_version_is_refused(studying: Path, tmp_path: Path) -> None:
+    site = next((studying.parent / "lib").glob("python*/site-packages"))
+    described = next(site.glob("unicrond_lab-*.dist-info")) / "METADATA"
+    described.write_text(described.read_text().replace(f"\nVersion: {VERSION}\n", "\nVersion: 0.0.9\n"))
+    done = run(studying / "unicron-replay", "fuzz", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"needs unicrond-lab {VERSION} (0.0.9 is installed): pip install unicrond-lab=={VERSION}\n" in done.stderr
+
+
+def test_extras_provide_what_commands_need(metadata: str) -> None:
     brought_by = packages_distributions()
     for extra, modules in extras.MODULES.items():
         required = {canonicalize_name(Requirement(text).name) for text in installation.required(metadata, extra)}
@@ -128,9 +204,7 @@ def test_the_extras_that_commands_name_bring_what_they_lack(metadata: str) -> No
             assert names & required, f"{extra} does not bring {module}"
 
 
-def test_package_of_another_project_with_a_name_of_our_folders_changes_nothing(
-    built: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_foreign_package_with_name_of_our_folder_changes_nothing(built: tuple[Path, Path], tmp_path: Path) -> None:
     commands = installation.install(built[1], tmp_path / "env", installation.SITE)
     foreign = tmp_path / "openai_agents-1.0-py3-none-any.whl"
     with zipfile.ZipFile(foreign, "w") as wheel:
@@ -142,18 +216,7 @@ def test_package_of_another_project_with_a_name_of_our_folders_changes_nothing(
             "openai_agents-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr("openai_agents-1.0.dist-info/RECORD", "agents/__init__.py,,\n")
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        commands / "python",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--quiet",
-    )
-    must(*pip, foreign, cwd=tmp_path)
+    installation.pip(commands, "install", "--no-deps", "--no-index", foreign)
     for command in COMMANDS:
         must(commands / command, "--help", cwd=tmp_path)
     stranger = run(commands / "python", "-P", "-c", "import agents", cwd=tmp_path)

@@ -96,7 +96,7 @@ async def refused(path: Path, login: Login) -> str:
             await connection.close()
 
 
-async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
+async def test_node_with_key_enrolls_and_is_revoked(tmp_path: Path) -> None:
     """Enrolled: its login works, and its consumer is there. Revoked: its connection ends. The next daemon knows it."""
     path, key = with_nats(config(tmp_path), "auth: keys"), tmp_path / "n1.key"
     async with daemon(path) as (process, url):
@@ -124,7 +124,7 @@ async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
         assert "unicrond enroll n1" in await refused(path, Login(key=key))
 
 
-async def test_a_wide_head_speaks_tls_and_lets_keys_in_alone(tmp_path: Path) -> None:
+async def test_public_head_requires_tls_and_keys(tmp_path: Path) -> None:
     """NATS and the API; with a node that is enrolled, and a certificate that is renewed while they run."""
     path, key, token = with_nats(config(tmp_path), "host: 0.0.0.0"), tmp_path / "n1.key", tmp_path / "token"
     token.write_text("secret\n")
@@ -156,7 +156,7 @@ async def test_a_wide_head_speaks_tls_and_lets_keys_in_alone(tmp_path: Path) -> 
             await one.close()
 
 
-async def test_from_the_shared_password_to_keys(tmp_path: Path) -> None:
+async def test_cluster_moves_from_password_to_keys(tmp_path: Path) -> None:
     """Old agents work on, an alarm says which nodes have no key, and then the password counts no more."""
     password, key = tmp_path / "password", tmp_path / "n1.key"
     password.write_text("secret\n")
@@ -195,7 +195,7 @@ async def until_node(dev: DevCluster, status: NodeStatus) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_an_agent_with_its_key_trains_until_it_is_revoked(tmp_path: Path) -> None:
+async def test_agent_with_key_trains_until_revoked(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=1, keys=True) as dev:
         (tmp_path / "secret").write_text("s3cret\n")
         secrets = {"HF_TOKEN": f"file:{tmp_path / 'secret'}"}

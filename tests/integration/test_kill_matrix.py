@@ -143,7 +143,7 @@ def _other(victim: str) -> str:
     ("layout", "cells"),
     [(layout, cells) for layout in LAYOUTS for cells in chains(subset(layout), 16)],
 )
-def test_pairs(
+def test_trainer_survives_pairs_of_faults(
     server: ForkServer, data: Path, tmp_path: Path, reference: Reference, layout: str, cells: list[Cell]
 ) -> None:
     check(server, tmp_path, data, layout, cells, reference)
@@ -154,7 +154,7 @@ def test_pairs(
     ("layout", "cells"),
     [(layout, cells) for layout in LAYOUTS for cells in chains(whole(layout), 10)],
 )
-def test_whole(
+def test_trainer_survives_whole_kill_matrix(
     server: ForkServer, data: Path, tmp_path: Path, reference: Reference, layout: str, cells: list[Cell]
 ) -> None:
     check(server, tmp_path, data, layout, cells, reference)
@@ -165,7 +165,9 @@ def test_whole(
 SHARDED = {"optimizer": replace(OPTIMIZER, distributed=True)}
 
 
-def test_shards_are_not_missed(server: ForkServer, data: Path, tmp_path: Path, reference: Reference) -> None:
+def test_sharded_state_survives_selected_faults(
+    server: ForkServer, data: Path, tmp_path: Path, reference: Reference
+) -> None:
     """The reference is a replica alone with the plain optimizer; nobody ever goes back to a checkpoint."""
     cells = [
         Cell("kill", "backward", "first"),
@@ -183,7 +185,7 @@ def test_shards_are_not_missed(server: ForkServer, data: Path, tmp_path: Path, r
     ("layout", "cells"),
     [(layout, cells) for layout in LAYOUTS for cells in chains(whole(layout, (*POINTS, *SHARED_POINTS)), 8)],
 )
-def test_whole_with_shards(
+def test_sharded_state_survives_whole_kill_matrix(
     server: ForkServer, data: Path, tmp_path: Path, reference: Reference, layout: str, cells: list[Cell]
 ) -> None:
     check(server, tmp_path, data, layout, cells, reference, **SHARDED)
@@ -213,7 +215,7 @@ def float_reference(
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("point", WITHIN)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_floating_point(
+def test_float_sums_survive_kill_matrix(
     server: ForkServer, data: Path, tmp_path: Path, layout: str, point: str, victim: str,
     float_reference: Callable[[str], list[dict[str, torch.Tensor]]],
 ) -> None:  # fmt: skip
@@ -241,7 +243,7 @@ def test_in_floating_point(
 
 
 @pytest.mark.parametrize("variant", ["--recompute", "--bf16"])
-def test_variants_are_healed(server: ForkServer, data: Path, tmp_path: Path, variant: str) -> None:
+def test_variant_heals_from_faults(server: ForkServer, data: Path, tmp_path: Path, variant: str) -> None:
     """Activations computed again, and mixed precision, with joiners that receive the fp32 masters as well."""
     spec = matrix_task(data, "dp", args=(variant,), checkpoint=CheckpointSpec(interval=0))
     cells = [Cell("kill", "micro_batch=1", "first"), Cell("kill", "backward", "last")]
@@ -270,7 +272,7 @@ def stop_all_and_lose_one(run: Rig, where: str) -> None:
     lose(run, "t.2")
 
 
-def test_final_buckets_are_kept(server: ForkServer, data: Path, tmp_path: Path, reference: Reference) -> None:
+def test_final_buckets_survive_death(server: ForkServer, data: Path, tmp_path: Path, reference: Reference) -> None:
     """One bucket's sum is complete everywhere when the second of three dies: it has the dead one's share, and what the
     others compute again reaches the other buckets only."""
     run = Run(server, tmp_path, matrix_task(data, "dp", iterations=5), ())
@@ -280,7 +282,7 @@ def test_final_buckets_are_kept(server: ForkServer, data: Path, tmp_path: Path, 
         for worker in ("t.1", "t.3"):
             rig.signal(worker, signal.SIGCONT)
         complete(rig)
-        assert rig.iterations()[3].redone == 2
+        assert rig.iterations()[3].micro_batches_repeated == 2
         for worker in ("t.1", "t.3"):
             assert "iteration 3 goes on, 1 of " in (tmp_path / f"{worker}.log").read_text()
     run.chain.born = 3
@@ -289,7 +291,7 @@ def test_final_buckets_are_kept(server: ForkServer, data: Path, tmp_path: Path, 
     run.check_work(6)
 
 
-def test_after_the_agreement_nobody_waits(server: ForkServer, data: Path, tmp_path: Path) -> None:
+def test_survivors_step_at_once_after_agreement(server: ForkServer, data: Path, tmp_path: Path) -> None:
     """All have agreed when one dies: the others step at once, before any membership is told."""
     run = Run(server, tmp_path, matrix_task(data, "dp", iterations=5), ())
     with run.rig as rig:
@@ -300,6 +302,6 @@ def test_after_the_agreement_nobody_waits(server: ForkServer, data: Path, tmp_pa
         assert rig.reached(3)
         rig.tell(2, ["t.1", "t.3"], urgent=True)
         complete(rig)
-        assert (rig.iterations()[3].generation, rig.iterations()[3].redone) == (1, 0)
+        assert (rig.iterations()[3].generation, rig.iterations()[3].micro_batches_repeated) == (1, 0)
     run.chain.born = 3
     run.check_work(6)

@@ -19,7 +19,7 @@ from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams
 from unicrond.events.vocabulary import CoordinatorStarted
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.local.dev import free_port
 from unicrond.service.event_log.known_event_log import KnownLog
 
@@ -66,14 +66,14 @@ async def order(connection: Connection, claims: int) -> int:
     """When a person last took a log, as the claim of that number says it. A head is ready before it has claimed."""
     async with asyncio.timeout(20), aclosing(NatsEventLog(connection).read()) as entries:
         async for entry in entries:
-            if isinstance(entry, Recorded) and isinstance(event := entry.envelope.event, CoordinatorStarted):
+            if isinstance(entry, RecordedEvent) and isinstance(event := entry.envelope.event, CoordinatorStarted):
                 claims -= 1
                 if not claims:
                     return event.adopted_us
     raise AssertionError("the log has ended")
 
 
-async def test_a_log_that_is_gone_is_not_made_anew_but_by_name(tmp_path: Path, nats: EmbeddedServer) -> None:
+async def test_missing_log_is_recreated_only_on_order(tmp_path: Path, nats: EmbeddedServer) -> None:
     path = config(tmp_path)
     connection = await connect(nats.url, name="test", timeout_s=10)
     try:
@@ -105,7 +105,7 @@ async def test_a_log_that_is_gone_is_not_made_anew_but_by_name(tmp_path: Path, n
         await connection.close()
 
 
-async def test_a_store_that_was_rolled_back_is_not_gone_on_with(tmp_path: Path, nats: EmbeddedServer) -> None:
+async def test_truncated_store_is_refused_until_order(tmp_path: Path, nats: EmbeddedServer) -> None:
     path = config(tmp_path)
     async with head(path, nats) as url:
         await becomes(url, "/readyz", 200)

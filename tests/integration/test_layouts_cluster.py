@@ -69,7 +69,7 @@ def task_of(tmp_path: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-async def test_a_node_dies_and_the_task_trains_on_in_the_best_layout_and_returns(tmp_path: Path) -> None:
+async def test_node_loss_moves_task_to_best_layout_and_back(tmp_path: Path) -> None:
     """tp 2 on 2 nodes of 2 slots: two pairs, then two singles, then two pairs. No step is lost."""
     async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=1.0) as dev:
         await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=BY_TABLE))
@@ -88,15 +88,19 @@ async def test_a_node_dies_and_the_task_trains_on_in_the_best_layout_and_returns
         assert told(client, "ReshapeRequested") == []
         assert told_again(client) <= 1, "the lead died, and the next one told of the step that it did not know was told"
         state, _ = await dev.state()
-        assert [one.iterations_lost for one in state.closed] == [0]
-        assert [one.micro_batches_lost for one in state.closed] == [0], "the surviving pair has finished the iteration"
-        assert all(one.redone <= 4 for one in state.closed), "what the other pair was dealt, at most"
+        assert [one.iterations_lost for one in state.closed_incidents] == [0]
+        assert [one.micro_batches_lost for one in state.closed_incidents] == [0], (
+            "the surviving pair has finished the iteration"
+        )
+        assert all(one.micro_batches_repeated <= 4 for one in state.closed_incidents), (
+            "what the other pair was dealt, at most"
+        )
         await decides_again(dev)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_a_pipeline_loses_a_stage_and_trains_on_without_one(tmp_path: Path) -> None:
+async def test_pipeline_that_loses_stage_continues_without_stages(tmp_path: Path) -> None:
     """pp 2 on two nodes: what is left of the state lies in memory, and one worker puts it together."""
     async with small_cluster(tmp_path, nodes=2, slots=1, heartbeat_s=1.0) as dev:
         layouts = [{"pp": 2, "throughput": {"2": 4 * 10**9}}, {"pp": 1, "throughput": {"1": 10**9}}]
@@ -111,14 +115,14 @@ async def test_a_pipeline_loses_a_stage_and_trains_on_without_one(tmp_path: Path
         taken = [event for event in told(client, "StateLoaded") if event["resharded_from"]]
         assert taken and taken[0]["resharded_from"] == "tp 1, pp 2" and taken[0]["source"] in ("memory", "peer")
         state, _ = await dev.state()
-        lost = sum(one.iterations_lost for one in state.closed)
+        lost = sum(one.iterations_lost for one in state.closed_incidents)
         assert told_again(client) == lost <= 5, "a capture is kept every five iterations"
         await decides_again(dev)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_a_reshape_of_one_task_frees_a_worker_for_another(tmp_path: Path) -> None:
+async def test_reshape_frees_worker_for_other_task(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0) as dev:
         layouts = [{"tp": 2}, {"tp": 1}]
         await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=layouts))
@@ -135,7 +139,7 @@ async def test_a_reshape_of_one_task_frees_a_worker_for_another(tmp_path: Path) 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_the_plan_chooses_among_sizes_of_micro_batches(tmp_path: Path) -> None:
+async def test_plan_chooses_micro_batch_size(tmp_path: Path) -> None:
     """Two workers do better with small ones, one alone with large ones; tp and pp stay."""
     layouts = [
         {"throughput": {"1": 8 * 10**8, "2": 4 * 10**9}},
@@ -160,7 +164,7 @@ async def test_the_plan_chooses_among_sizes_of_micro_batches(tmp_path: Path) -> 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("moment", ["all leave", "state taken"])
-async def test_a_worker_is_killed_during_a_reshape(tmp_path: Path, moment: str) -> None:
+async def test_reshape_survives_killed_worker(tmp_path: Path, moment: str) -> None:
     """As it is told to hand over, or as the first of the new ones has put the state together."""
     kinds = {"all leave": "MembershipDecided", "state taken": "StateLoaded"}
 
@@ -191,7 +195,7 @@ async def test_a_worker_is_killed_during_a_reshape(tmp_path: Path, moment: str) 
             os.kill(living[0][1], signal.SIGKILL)
         await until(dev, "two singles train", lambda task: trains(task, (1, 1, 2), at + 2))
         state, _ = await dev.state()
-        lost = sum(one.iterations_lost for one in state.closed)
+        lost = sum(one.iterations_lost for one in state.closed_incidents)
         assert lost <= 5, "a capture is kept every five iterations"
         assert told_again(client) <= lost + 1
         (killed,) = [e for e in told(client, "WorkerExited") if e["worker"] == living[0][0]]

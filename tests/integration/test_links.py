@@ -60,7 +60,7 @@ def run(case: str, directory: Path) -> Found:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case == IN_SUITE else [pytest.mark.matrix]) for case in CASES]
 )
-def test_who_breaks_links_is_isolated_and_nobody_else(case: str, tmp_path: Path) -> None:
+def test_bad_links_isolate_only_their_nodes(case: str, tmp_path: Path) -> None:
     found = run(case, tmp_path)
     assert sorted(found.isolated) == sorted(CASES[case].isolated), found
     assert not found.failed and found.iterations > 0, "it makes steps all the while"
@@ -68,7 +68,7 @@ def test_who_breaks_links_is_isolated_and_nobody_else(case: str, tmp_path: Path)
 
 @pytest.mark.matrix
 @pytest.mark.timeout(4000)
-def test_one_bad_node_of_three_is_the_one_each_time(tmp_path: Path) -> None:
+def test_repeated_runs_isolate_same_bad_node(tmp_path: Path) -> None:
     isolated = []
     for number in range(TIMES):
         directory = tmp_path / str(number)

@@ -24,6 +24,7 @@ from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, 
 from unicrond.agents.trainer.loop import corpus
 from unicrond.core.faults.severity import RESPONSE, SEVERITY
 from unicrond.core.nodes.isolation import IsolationPhase, phase
+from unicrond.core.replayer import steps
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.inject import inject
@@ -32,7 +33,6 @@ from unicrond.events.vocabulary import LANES
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import read
 from unicrond.replay.views.story import Index, Story, Subject
-from unicrond.views.view import steps
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
 SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3
@@ -91,7 +91,7 @@ ROWS = (
 APART = {"start_failed", "store_error", "left_early"}
 
 
-def test_every_row_of_the_table_is_struck() -> None:
+def test_fault_rows_cover_severity_table() -> None:
     assert {row.kind for row in (*BROKEN, *ROWS)} | APART == set(SEVERITY)
 
 
@@ -139,9 +139,9 @@ def digests(live: Live, worker: str) -> dict[int, str]:
 
 
 @in_one_loop
-async def test_a_worker_that_ends_before_it_is_ready_is_started_again(live: Live) -> None:
+async def test_worker_that_ends_before_ready_is_restarted(live: Live) -> None:
     state, _ = await live.dev.state()
-    incident = state.closed[0]
+    incident = state.closed_incidents[0]
     assert (incident.kind, incident.worker, incident.severity) == ("start_failed", f"{TASK}.2", SEV2)
     assert "exit code 9" in incident.message and "it was not ready yet" in incident.message
     assert incident.response == "restart the process"
@@ -152,17 +152,17 @@ async def test_a_worker_that_ends_before_it_is_ready_is_started_again(live: Live
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=() if row.in_suite else pytest.mark.matrix) for row in BROKEN]
 )
-async def test_a_broken_collective_is_tried_again_by_the_same_processes(live: Live, row: Row) -> None:
+async def test_broken_collective_is_reattempted_by_same_processes(live: Live, row: Row) -> None:
     before = await live.training(incidents=live.incidents)
     worker = members(before)[RANK]
     order(orders(live), worker, *row.how)
     after = await live.training(incidents=live.incidents + 1)
-    incident = after.closed[-1]
+    incident = after.closed_incidents[-1]
     assert (incident.kind, incident.severity, incident.response) == (row.kind, SEV3, "reattempt in place")
     assert row.says in incident.message and row.place in incident.place
     assert list(seats(after).items()) == list(seats(before).items()), "the same processes"
     assert after.tasks[TASK].generation == before.tasks[TASK].generation + 1
-    assert incident.redone == 0
+    assert incident.micro_batches_repeated == 0
     if row.how == ("reset",):
         peers = {event["peer"] for event in live.events("ErrorReported", after=before.seq) if event["worker"] != worker}
         assert worker in peers, "who lost a connection knows whose its other end was"
@@ -192,7 +192,7 @@ async def check_bits(live: Live, worker: str, iteration: int) -> None:
 
 
 @in_one_loop
-async def test_a_drain_moves_the_worker_and_loses_nothing(live: Live) -> None:
+async def test_drain_moves_worker_without_loss(live: Live) -> None:
     before = await live.training(incidents=live.incidents, beyond=0)
     node = before.tasks[TASK].workers[members(before)[0]].node
     await live.run("unicronctl", "--url", live.dev.url, "drain", node, "--reason", "new fan")
@@ -202,7 +202,7 @@ async def test_a_drain_moves_the_worker_and_loses_nothing(live: Live) -> None:
     steps = [step for step in live.events("StepCommitted", after=before.seq) if step["task"] == TASK]
     iterations = {iteration for step in steps for iteration in range(step["first"], step["last"] + 1)}
     assert iterations == set(range(min(iterations), max(iterations) + 1)), "no iteration is missing"
-    assert sum(step["redone"] for step in steps) == 0, "nothing was computed again"
+    assert sum(step["micro_batches_repeated"] for step in steps) == 0, "nothing was computed again"
     await live.run("unicronctl", "--url", live.dev.url, "uncordon", node)
     await live.until("the node may have workers", lambda s: s.nodes[node].schedulable)
 
@@ -224,7 +224,7 @@ async def strike(live: Live, row: Row, worker: str, node: str) -> None:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=() if row.in_suite else pytest.mark.matrix) for row in ROWS]
 )
-async def test_row(live: Live, row: Row) -> None:
+async def test_fault_row_heals_as_documented(live: Live, row: Row) -> None:
     before = await live.training(incidents=live.incidents, beyond=0)
     worker = members(before)[RANK]
     node = before.tasks[TASK].workers[worker].node
@@ -234,7 +234,7 @@ async def test_row(live: Live, row: Row) -> None:
         assert "it needs a reboot" in await live.run("unicronctl", "--url", live.dev.url, "nodes")
         await live.run("unicronctl", "--url", live.dev.url, "uncordon", node)
     after = await live.training(incidents=live.incidents + 1)
-    incident = after.closed[-1]
+    incident = after.closed_incidents[-1]
     assert (incident.kind, incident.severity, incident.response) == (row.kind, row.severity, RESPONSE[row.severity])
     assert incident.node == node and incident.worker == ("" if row.kind == "node_lost" else worker)
     assert row.says in incident.message and row.place in incident.place
@@ -254,7 +254,7 @@ async def test_row(live: Live, row: Row) -> None:
 
 
 @in_one_loop
-async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> None:
+async def test_impossible_fault_order_is_refused(live: Live) -> None:
     await live.training(incidents=live.incidents, beyond=0)
     with pytest.raises(ApiRefused, match="at_iteration: 1 has passed"):
         await inject(live.client).exception(task=TASK).at_iteration(1)
@@ -262,7 +262,7 @@ async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> Non
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_a_slow_worker_is_named_and_left_alone(live: Live) -> None:
+async def test_slow_worker_is_named_and_kept(live: Live) -> None:
     before = await live.training(incidents=live.incidents, beyond=40)
     worker = members(before)[RANK]
     arguments = ("inject", "slow", "--seconds", "0.3", "--task", TASK, "--rank", str(RANK))
@@ -290,14 +290,14 @@ async def end_all(live: Live) -> ClusterState:
     state = await live.until(
         "all has ended", lambda s: not s.incidents and all(not task.workers for task in s.tasks.values()), may_fail=True
     )
-    live.incidents = len(state.closed)
+    live.incidents = len(state.closed_incidents)
     return state
 
 
 @in_one_loop
 @pytest.mark.matrix
 @pytest.mark.parametrize(("workers", "which"), [(2, 0), (2, 1), (3, 2)])
-async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
+async def test_escalation_climbs_whole_ladder(live: Live, workers: int, which: int) -> None:
     """A task of two or three; whoever trains on one of its nodes has its connections reset in each reduction. The same
     processes try again; a new process does; then the node is isolated, and the task trains on others. Of two ends that
     make no step the other may be tried first. Of three nobody else is isolated: another may be given up once, where who
@@ -345,12 +345,12 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     assert isolation["reason"] == f"groups of {name} broke here again and again: {given_up}"
     doubted = sum(", like others" in event["reason"] for event in before)
     assert 2 <= times <= 2 + doubted, "and no earlier, nor later than doubt explains"
-    await live.until("all nodes are back", lambda s: not any(node.isolated for node in s.nodes.values()))
+    await live.until("all nodes are back", lambda s: not any(node.isolation.active for node in s.nodes.values()))
 
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_a_store_that_dies_while_a_group_meets_there_is_a_store_error(live: Live) -> None:
+async def test_dead_store_during_regroup_is_store_error(live: Live) -> None:
     """A task of its own: one of its workers stands still before it meets the other, whose store dies meanwhile."""
     await end_all(live)
     fault = {"UNICRON_FAULT": "stop@worker=other.2,at=forming,generation=1"}
@@ -362,10 +362,12 @@ async def test_a_store_that_dies_while_a_group_meets_there_is_a_store_error(live
     membership = state.tasks["other"].membership
     assert membership is not None
     kill_store(live, membership.members[0].node, membership.store.port)
-    state = await live.until("that is an incident", lambda s: len(s.closed) + len(s.incidents) > live.incidents)
+    state = await live.until(
+        "that is an incident", lambda s: len(s.closed_incidents) + len(s.incidents) > live.incidents
+    )
     os.kill(state.tasks["other"].workers["other.2"].pid, signal.SIGCONT)
     state = await live.until("they train", lambda s: s.tasks["other"].progress.iteration > 10 and not s.incidents)
-    incident = state.closed[-1]
+    incident = state.closed_incidents[-1]
     assert (incident.kind, incident.severity, incident.response) == ("store_error", SEV3, RESPONSE[SEV3])
     assert members(state, "other") == ["other.1", "other.2"] and state.tasks["other"].generation == 2
 
@@ -387,21 +389,21 @@ def kill_store(live: Live, node: str, port: int) -> None:
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_who_hangs_while_the_last_state_is_written_is_found(live: Live) -> None:
+async def test_hang_during_last_save_is_found(live: Live) -> None:
     """All iterations are done; one worker stands still half way through the last checkpoint, the other waits for it."""
     await end_all(live)
     fault = {"UNICRON_FAULT": "hang@worker=last.1,at=saving,iteration=13"}
     checkpoint = {"dir": str(live.directory / "last"), "interval": 5}
     await submit(live, "last", max_workers=2, iterations=12, checkpoint=checkpoint, env=fault)
     state = await is_complete(live, "last")
-    (incident,) = [incident for incident in state.closed if incident.worker.startswith("last.")]
+    (incident,) = [incident for incident in state.closed_incidents if incident.worker.startswith("last.")]
     assert (incident.kind, incident.worker, incident.severity) == ("hang", "last.1", SEV2)
     assert "which it has not entered" in incident.message and state.tasks["last"].progress.iteration == 12
 
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_a_group_that_breaks_before_the_last_state_is_written_meets_again(live: Live) -> None:
+async def test_group_that_breaks_before_last_save_regroups(live: Live) -> None:
     await end_all(live)
     checkpoint = {"dir": str(live.directory / "parts"), "interval": 5}
     optimizer = {"decay_iterations": 1000, "distributed": True}
@@ -409,7 +411,7 @@ async def test_a_group_that_breaks_before_the_last_state_is_written_meets_again(
     await live.until("they train", lambda s: "parts" in s.tasks and s.tasks["parts"].progress.iteration > 5)
     order(orders(live), "parts.2", "part")
     state = await is_complete(live, "parts")
-    (incident,) = [incident for incident in state.closed if "parts" in incident.generations]
+    (incident,) = [incident for incident in state.closed_incidents if "parts" in incident.generations]
     assert (incident.kind, incident.severity) == ("connection_broken", SEV3) and "checkpoint" in incident.place
     assert not [event for event in live.events("StartWorker") if event["worker"] == "parts.4"], "all live, and write it"
 
@@ -423,7 +425,7 @@ async def is_complete(live: Live, name: str) -> ClusterState:
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Live) -> None:
+async def test_poisoned_task_ends_with_its_place(live: Live) -> None:
     await end_all(live)
     await submit(live, "poisoned", max_workers=2)
     await live.until("it trains", lambda s: "poisoned" in s.tasks and s.tasks["poisoned"].progress.iteration > 5)
@@ -446,7 +448,7 @@ async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Li
 
 
 @in_one_loop
-async def test_each_incident_has_a_readable_story(live: Live) -> None:
+async def test_incident_has_readable_story(live: Live) -> None:
     await end_all(live)
     index = Index()
     async with open_nats([live.dev.nats_url], Login()) as source, aclosing(read(source)) as chunks:
@@ -454,7 +456,7 @@ async def test_each_incident_has_a_readable_story(live: Live) -> None:
     chain = list(steps(entries))
     for step in chain:
         index.feed(step)
-    closed = index.state.closed
+    closed = index.state.closed_incidents
     assert len(closed) == live.incidents
     for incident in closed:
         story = Story(Subject("incident", incident.id), index)

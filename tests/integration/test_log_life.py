@@ -43,7 +43,7 @@ def submit(url: str, name: str) -> None:
     urllib.request.urlopen(asked, timeout=10).close()
 
 
-async def test_a_head_that_was_lost_is_restored_from_its_backup(tmp_path: Path) -> None:
+async def test_lost_head_is_restored_from_backup(tmp_path: Path) -> None:
     path = config(tmp_path, "log: {archive_every_s: 1}\n")
     path.write_text(path.read_text().replace("port:", "auth: keys, port:", 1))
     state, backup = tmp_path / "state", tmp_path / "backup"
@@ -64,7 +64,7 @@ async def test_a_head_that_was_lost_is_restored_from_its_backup(tmp_path: Path) 
         with pytest.raises(LogError, match="another coordinator runs in"):
             restore(load(path), backup)
     assert backup.stat().st_mode & 0o777 == 0o700
-    for where in (("--state-dir", backup), ("--file", backup / "archive")):
+    for where in (("--state-dir", backup), ("--log", backup / "archive")):
         of_backup = await asyncio.to_thread(unicron_replay, "digest", *where)
         assert of_backup.stdout.split()[0] == before["digest"], of_backup.stderr
     with pytest.raises(LogError, match="holds a log already"):
@@ -85,7 +85,7 @@ async def test_a_head_that_was_lost_is_restored_from_its_backup(tmp_path: Path) 
     assert checked.returncode == 0 and "verified: every decision equals" in checked.stdout, checked.stderr
 
 
-def test_a_damaged_backup_is_refused(tmp_path: Path) -> None:
+def test_damaged_backup_is_refused(tmp_path: Path) -> None:
     of, backup = load(config(tmp_path)), tmp_path / "backup"
     with pytest.raises(LogError, match="is no backup"):
         restore(of, backup)
@@ -105,7 +105,7 @@ def test_a_damaged_backup_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-async def test_training_goes_on_from_checkpoints_under_a_restored_head(tmp_path: Path) -> None:
+async def test_training_resumes_from_checkpoints_under_restored_head(tmp_path: Path) -> None:
     async with live_cluster(tmp_path, nodes=2, workers=2) as live:
         await live.submit(checkpoint={"interval": 5})
         await live.training(incidents=0, beyond=30)

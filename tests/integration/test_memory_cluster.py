@@ -63,7 +63,7 @@ def healed(state: ClusterState, incidents: int) -> bool:
 
 
 @pytest.mark.timeout(300)
-async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Path) -> None:
+async def test_state_survives_loss_of_process_agent_and_node(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=3, heartbeat_s=2.0) as cluster:
         await cluster.submit({**TASK, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
         state = await until(cluster, "the state is kept on two nodes", copied)
@@ -75,7 +75,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         taken = await events(cluster, "StateLoaded")
         assert [event["source"] for event in taken] == ["init", "memory"]
         assert taken[-1]["iteration"] > 0 and taken[-1]["saved_us"] > 0
-        assert state.closed[-1].iterations_lost <= 40 and state.closed[-1].state_from == "memory"
+        assert state.closed_incidents[-1].iterations_lost <= 40 and state.closed_incidents[-1].state_from == "memory"
         closed = (await events(cluster, "TransitionCompleted"))[-1]
         assert re.search(
             r"no replica survived: \d+ iterations(, \d+ finished micro-batches)? lost, "
@@ -134,7 +134,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_a_worker_and_a_node_are_lost_with_their_parts_of_the_state(tmp_path: Path) -> None:
+async def test_sharded_state_survives_loss_of_worker_and_node(tmp_path: Path) -> None:
     """Sharded optimizer state: the other holders of the parts are on other nodes, so no state is ever read back."""
     async with small_cluster(tmp_path, nodes=3, heartbeat_s=2.0) as cluster:
         env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -150,7 +150,7 @@ async def test_a_worker_and_a_node_are_lost_with_their_parts_of_the_state(tmp_pa
             cluster, "two go on", lambda s: healed(s, 2) and s.tasks["solo"].progress.iteration > before + 40
         )
         assert {event["source"] for event in await events(cluster, "StateLoaded")} <= {"init", "replica"}
-        assert all(not incident.iterations_lost for incident in state.closed)
+        assert all(not incident.iterations_lost for incident in state.closed_incidents)
 
 
 def held(cluster: DevCluster, node: str) -> list[str]:

@@ -130,7 +130,7 @@ async def head(directory: Path, nats: NatsCluster) -> AsyncIterator[Head]:
 
 
 @pytest.mark.timeout(600)
-async def test_servers_die_and_leaders_change_and_nobody_is_lost(tmp_path: Path) -> None:
+async def test_nats_cluster_survives_server_deaths_without_lost_node(tmp_path: Path) -> None:
     async with nats_cluster(tmp_path / "nats") as nats, head(tmp_path, nats) as cluster:
         connection = await connect(nats.urls, name="test", login=nats.login, timeout_s=TIMEOUT_S)
         await cluster.until("the coordinator and both nodes are there", lambda s: len(s.nodes) == len(NODES))
@@ -146,7 +146,7 @@ async def test_servers_die_and_leaders_change_and_nobody_is_lost(tmp_path: Path)
         for stream in (EVENT_STREAM, BEAT_STREAM):
             await nats_streams.api(connection, f"STREAM.LEADER.STEPDOWN.{stream}", {})
             state = await cluster.trains_on(state)
-        assert state.incidents_total == 0 and {node.returns_us for node in state.nodes.values()} == {()}
+        assert state.incidents_total == 0 and {node.health.returns_us for node in state.nodes.values()} == {()}
         replayed = await asyncio.create_subprocess_exec(
             *(str(SCRIPTS / "unicron-replay"), "state", *cluster.login(), "--json"), stdout=asyncio.subprocess.PIPE
         )
@@ -157,7 +157,7 @@ async def test_servers_die_and_leaders_change_and_nobody_is_lost(tmp_path: Path)
 
 
 @pytest.mark.timeout(600)
-async def test_one_of_those_that_claim_a_term_gets_it(tmp_path: Path) -> None:
+async def test_concurrent_claims_have_one_winner(tmp_path: Path) -> None:
     """A stream of several replicas looks at a message's id before it looks at what it expects."""
     async with nats_cluster(tmp_path / "nats") as nats, AsyncExitStack() as stack:
         connections = [

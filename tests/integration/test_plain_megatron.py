@@ -72,7 +72,9 @@ def task(data: Path) -> TaskSpec:
     [(1, ()), (2, ()), (2, ("--recompute",)), (2, ("--bf16",)), (2, ("--lanes",))],
     ids=["one", "two", "recompute", "bf16", "lanes"],
 )
-def test_the_same_bits(server: ForkServer, data: Path, tmp_path: Path, replicas: int, variant: tuple[str, ...]) -> None:
+def test_training_matches_megatron_bit_for_bit(
+    server: ForkServer, data: Path, tmp_path: Path, replicas: int, variant: tuple[str, ...]
+) -> None:
     """`--lanes`: each of plain Megatron's ranks takes a lane."""
     spec = task(data)
     if "--lanes" in variant:
@@ -84,7 +86,7 @@ def test_the_same_bits(server: ForkServer, data: Path, tmp_path: Path, replicas:
     assert found.losses == pytest.approx(expected.losses, rel=1e-7)
 
 
-def test_three_replicas_to_one_in_a_million(server: ForkServer, data: Path, tmp_path: Path) -> None:
+def test_three_replicas_match_megatron_to_one_in_a_million(server: ForkServer, data: Path, tmp_path: Path) -> None:
     """Three sums in another order, a count that is no power of two: no equal bits, and no more than rounding apart."""
     spec = replace(task(data), global_batch=12)
     expected = plain(server, tmp_path / "plain", spec, 3)

@@ -1,4 +1,4 @@
-"""A rolling update of all nodes in mid-training, and another right after it: nothing fails, nothing is redone.
+"""A rolling update of all nodes in mid-training, and another right after it: nothing fails, nothing is repeated.
 
 The first half of it here; the whole by `make matrix`, and in containers by `make containers`."""
 
@@ -21,7 +21,7 @@ async def replace_agent(live: Live, node: str, *, pod: bool) -> None:
     """SIGTERM, and another agent once it has ended. `pod`: nothing of the one before is left to it."""
     agent = live.dev.agents[node]
     assert agent.process is not None
-    boot = (await live.dev.state())[0].nodes[node].agent_boot
+    boot = (await live.dev.state())[0].nodes[node].agent.boot
     await agent.rest()
     agent.process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.05)
@@ -34,7 +34,7 @@ async def replace_agent(live: Live, node: str, *, pod: bool) -> None:
     await agent.start()
     await live.until(
         f"a new agent on {node}",
-        lambda s: s.nodes[node].agent_boot > boot and s.nodes[node].status is NodeStatus.UP,
+        lambda s: s.nodes[node].agent.boot > boot and s.nodes[node].status is NodeStatus.UP,
     )
 
 
@@ -57,12 +57,12 @@ async def test_rolling_updates_redo_nothing(tmp_path: Path, updates: tuple[bool,
         assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
         assert sum(event.get("dealt", 0) for event in live.events("WorkerJoinedGroup")) == 0
         assert all(exited["expected"] for exited in live.events("WorkerExited"))
-        assert not state.incidents_total and not any(node.returns_us for node in state.nodes.values())
+        assert not state.incidents_total and not any(node.health.returns_us for node in state.nodes.values())
         assert state.ledger.failures == before.ledger.failures == 0
         assert state.tasks[TASK].progress.best_iteration > before.tasks[TASK].progress.best_iteration
 
 
-async def test_a_node_leaves_for_good_and_is_forgotten(tmp_path: Path) -> None:
+async def test_departed_node_is_forgotten(tmp_path: Path) -> None:
     """`unicronctl forget --leave`: its workers move, its agent ends with 0, and nothing of it is left in the state.
     Later another machine may have its name."""
     async with live_cluster(tmp_path, nodes=NODES, workers=NODES - 1, heartbeat_s=1.0) as live:
@@ -76,9 +76,9 @@ async def test_a_node_leaves_for_good_and_is_forgotten(tmp_path: Path) -> None:
         await live.until(f"{node} is forgotten", lambda s: node not in s.nodes)
         state = await live.training(0, beyond=3)
         assert len(nodes_of(state)) == NODES - 1 and not state.incidents_total
-        assert sum(step["redone"] for step in live.events("StepCommitted")) == 0
+        assert sum(step["micro_batches_repeated"] for step in live.events("StepCommitted")) == 0
         assert len(live.events("NodeForgotten")) == 1
         assert agent.process.returncode == 0, "it is not started again"
         await agent.start()
         state = await live.until("a new node of the name", lambda s: node in s.nodes)
-        assert state.nodes[node].status is NodeStatus.UP and not state.nodes[node].cordoned
+        assert state.nodes[node].status is NodeStatus.UP and not state.nodes[node].cordon.active

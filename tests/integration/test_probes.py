@@ -67,7 +67,7 @@ async def answers(url: str) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_head_waits_for_its_nats_and_lives_through_an_outage(tmp_path: Path, nats: EmbeddedServer) -> None:
+async def test_head_waits_for_nats_and_survives_outage(tmp_path: Path, nats: EmbeddedServer) -> None:
     path = config(tmp_path)
     url = "http://127.0.0.1:" + path.read_text().split("api: {port: ")[1].split("}")[0]
     head = await begun(path, nats)
@@ -94,7 +94,7 @@ async def test_a_head_waits_for_its_nats_and_lives_through_an_outage(tmp_path: P
     assert head.returncode == 0
 
 
-async def test_a_head_that_waits_ends_at_a_signal(tmp_path: Path, nats: EmbeddedServer) -> None:
+async def test_waiting_head_ends_on_signal(tmp_path: Path, nats: EmbeddedServer) -> None:
     path = config(tmp_path)
     url = "http://127.0.0.1:" + path.read_text().split("api: {port: ")[1].split("}")[0]
     head = await begun(path, nats)
@@ -103,7 +103,7 @@ async def test_a_head_that_waits_ends_at_a_signal(tmp_path: Path, nats: Embedded
     assert await asyncio.wait_for(head.wait(), 5) == 0
 
 
-async def test_a_log_that_takes_nothing_is_not_ready_and_alive(tmp_path: Path) -> None:
+async def test_blocked_log_makes_head_unready_but_alive(tmp_path: Path) -> None:
     async with daemon(config(tmp_path)) as (_, url):
         assert await becomes(url, "/readyz", 200) == {"status": "live", "trouble": ""}
         pid = int((tmp_path / "state" / "nats" / "nats-server.pid").read_text())

@@ -57,7 +57,7 @@ async def ended(live: Live, name: str, *orders: str, **fields: object) -> Cluste
         pytest.param("leads", "5:lead:break", "LeftEarly", marks=matrix),
     ],
 )
-async def test_a_program_that_ends_early_fails_with_the_reason(live: Live, name: str, order: str, says: str) -> None:
+async def test_early_exit_fails_task_with_reason(live: Live, name: str, order: str, says: str) -> None:
     """Iteration 5, every time: each new process comes to it again. The lead's alone: a new lead each time."""
     orders = [f"{iteration}:lead:break" for iteration in range(5, 40)] if name == "leads" else [order]
     before, _ = await live.dev.state()
@@ -66,7 +66,7 @@ async def test_a_program_that_ends_early_fails_with_the_reason(live: Live, name:
     assert task.status is TaskStatus.FAILED
     assert "its program ended 3 times in mid-training without hook.stop(reason)" in task.ending.reason
     assert says in task.ending.reason and "let hook.steps() run to its end" in task.ending.reason
-    incidents = [incident for incident in state.closed if name in incident.generations]
+    incidents = [incident for incident in state.closed_incidents if name in incident.generations]
     # Of two that leave at once the second may be told of with the first, and what is left of it is its exit.
     kinds = {one.kind for one in incidents}
     assert "left_early" in kinds and kinds <= {"left_early", "process_exit"}
@@ -85,7 +85,7 @@ async def test_a_program_that_ends_early_fails_with_the_reason(live: Live, name:
         pytest.param("lead-leaves", "5:lead:leave", None, marks=matrix),
     ],
 )
-async def test_a_program_that_says_stop_completes_its_task(live: Live, name: str, order: str, last: int | None) -> None:
+async def test_program_stop_completes_task(live: Live, name: str, order: str, last: int | None) -> None:
     before, _ = await live.dev.state()
     state = await ended(live, name, order)
     task = state.tasks[name]
@@ -93,7 +93,7 @@ async def test_a_program_that_says_stop_completes_its_task(live: Live, name: str
     assert task.ending.reason == f"stopped by its program after iteration {task.progress.iteration} of 40: enough"
     assert task.progress.iteration == last if last else task.progress.iteration >= 6
     assert task.progress.checkpoint_iteration == task.progress.iteration, "its state is saved"
-    assert not [i for i in state.closed if name in i.generations and i.severity is not Severity.SEV3]
+    assert not [i for i in state.closed_incidents if name in i.generations and i.severity is not Severity.SEV3]
     ends = {path.stem for path in live.directory.glob(f"{name}.*.end")}
     assert ends >= {f"{name}.1", f"{name}.2"}, "the program goes on behind its loop"
     assert not live.events("NodeIsolated", after=before.seq)
@@ -105,7 +105,7 @@ async def test_a_program_that_says_stop_completes_its_task(live: Live, name: str
 
 
 @in_one_loop
-async def test_a_declared_evaluation_and_a_long_start_are_no_faults(live: Live) -> None:
+async def test_evaluation_section_and_long_start_are_no_faults(live: Live) -> None:
     """Twice the least limit of a hang (3 s here), on both replicas; a start longer than the cluster's limit."""
     before, _ = await live.dev.state()
     orders = ["12:all:busy=7/60"]
@@ -113,12 +113,12 @@ async def test_a_declared_evaluation_and_a_long_start_are_no_faults(live: Live) 
     assert state.tasks["patient"].status is TaskStatus.COMPLETED, state.tasks["patient"].ending.reason
     assert state.incidents_total == before.incidents_total
     told = live.events("WorkerBusy", after=before.seq)
-    assert [event["what"] for event in told].count("evaluation") == 2
+    assert [event["section"] for event in told].count("evaluation") == 2
 
 
 @in_one_loop
 @matrix
-async def test_an_evaluation_of_one_replica_is_waited_for(live: Live) -> None:
+async def test_task_waits_for_evaluation_of_one_replica(live: Live) -> None:
     before, _ = await live.dev.state()
     state = await ended(live, "alone", "12:lead:busy=12/60")
     assert state.tasks["alone"].status is TaskStatus.COMPLETED, state.tasks["alone"].ending.reason
@@ -126,16 +126,16 @@ async def test_an_evaluation_of_one_replica_is_waited_for(live: Live) -> None:
 
 
 @in_one_loop
-async def test_who_is_busy_for_longer_than_declared_hangs(live: Live) -> None:
+async def test_busy_overrun_counts_as_hang(live: Live) -> None:
     state = await ended(live, "dawdles", "12:other:busy=600/2", iterations=20)
-    incidents = [incident for incident in state.closed if "dawdles" in incident.generations]
+    incidents = [incident for incident in state.closed_incidents if "dawdles" in incident.generations]
     assert (
         incidents[0].kind == "hang" and "busy with evaluation for longer than it has declared" in incidents[0].message
     )
 
 
 @in_one_loop
-async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_nothing(live: Live) -> None:
+async def test_hang_after_join_is_found_at_once(live: Live) -> None:
     name = "joined"
     await live.submit(
         name, entry=str(ENTRY), args=[str(live.directory), "2:new:hang"], data=str(live.directory / "stdlib"),
@@ -156,7 +156,7 @@ async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_n
         ),
         may_fail=True,  # others before it
     )
-    hang = next(i for i in state.closed if i.worker == f"{name}.3")
+    hang = next(i for i in state.closed_incidents if i.worker == f"{name}.3")
     assert hang.kind == "hang" and "which it has not entered" in hang.message
     assert hang.iterations_lost == 0 and hang.state_from == "", "the others kept their state"
     survivor = f"{name}.1"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.asyncio
-async def test_a_broken_node_is_checked_and_one_that_needs_a_reboot_is_repaired_first(tmp_path: Path) -> None:
+async def test_broken_node_is_repaired_checked_and_readmitted(tmp_path: Path) -> None:
     ill, repaired, directory = tmp_path / "ill", tmp_path / "repaired", tmp_path / "cluster"
     directory.mkdir()
     readmission = {
@@ -30,9 +30,10 @@ async def test_a_broken_node_is_checked_and_one_that_needs_a_reboot_is_repaired_
         ill.touch()
         await inject(live.client).xid(48, task=TASK, rank=1)
         state = await live.until(
-            "it has failed two checks", lambda s: s.nodes[node].isolation and s.nodes[node].isolation.attempts == 2
+            "it has failed two checks",
+            lambda s: s.nodes[node].isolation.probation and s.nodes[node].isolation.probation.attempts == 2,
         )
-        assert state.nodes[node].isolated and f"{node} is ill" in state.nodes[node].isolation.last
+        assert state.nodes[node].isolation.active and f"{node} is ill" in state.nodes[node].isolation.probation.last
         told = " ".join((await live.run("unicronctl", "--url", live.dev.url, "nodes")).split())
         assert "XID 48" in told and "attempts failed" in told
         away = await live.until("the others train", lambda s: s.tasks[TASK].confirmed and not s.incidents)
@@ -41,17 +42,17 @@ async def test_a_broken_node_is_checked_and_one_that_needs_a_reboot_is_repaired_
         ill.unlink()
         await live.until("it is back", lambda s: s.nodes[node].schedulable)
         checks = live.events("NodeChecked", after=before.seq)
-        assert [check["passed"] for check in checks] == [False] * (len(checks) - 1) + [True]
+        assert [check["has_passed"] for check in checks] == [False] * (len(checks) - 1) + [True]
         (readmitted,) = live.events("NodeReadmitted", after=before.seq)
         assert readmitted["reason"] == "its health check passed: well"
 
         again = await live.training(incidents=1)
         broken = again.tasks[TASK].workers[members(again)[1]].node
         await inject(live.client).xid(79, task=TASK, rank=1)
-        await live.until("it is isolated", lambda s: s.nodes[broken].isolated)
+        await live.until("it is isolated", lambda s: s.nodes[broken].isolation.active)
         await live.until("it is back", lambda s: s.nodes[broken].schedulable)
         assert repaired.read_text().split() == [broken, "reboot"]
         (ended,) = live.events("RepairEnded", after=again.seq)
         assert ended["passed"] and ended["node"] == broken
-        rest = await live.until("all are in service", lambda s: not any(node.isolated for node in s.nodes.values()))
+        rest = await live.until("all are in service", lambda s: not any(n.isolation.active for n in s.nodes.values()))
         assert phase(rest, rest.nodes[broken]) is IsolationPhase.IN_SERVICE

@@ -22,7 +22,7 @@ def lines(text: str) -> list[str]:
     ("name", "iterations", "global_batch", "micro_batch"),
     [("evaluation", 40, 32, 8), ("tokens", 1000, 16, 4), ("huggingface", 30, 16, 4), ("curves", 40, 32, 8)],
 )
-def test_a_recipe_heals_and_logs_what_it_logs_alone(
+def test_recipe_heals_and_logs_as_alone(
     server: ForkServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

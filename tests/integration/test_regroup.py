@@ -17,19 +17,22 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from tests.integration.regroup_rig import ADDRESS, ForkServer, Rig, storm
-from unicrond.agents.protocol.messages import (
-    Committed,
-    ErrorReport,
-    Hello,
-    Parked,
-    Regrouped,
-    SaveFinished,
-    StateLoadReport,
-)
+from unicrond.agents.protocol.messages import Hello, IterationCommitted
 from unicrond.agents.protocol.sampling import Sampling, samples_digest
 from unicrond.agents.trainer.loop import corpus
 from unicrond.agents.trainer.states import checkpoint
-from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    CheckpointSpec,
+    Checksums,
+    ErrorReported,
+    ModelSpec,
+    OptimizerSpec,
+    StateLoaded,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerPaused,
+)
 
 Reference: TypeAlias = dict[str, torch.Tensor]
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -178,19 +181,23 @@ def listening(pid: int) -> set[str]:
     return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
-def regrouped(run: Rig, worker: str) -> Regrouped:
+def regrouped(run: Rig, worker: str) -> WorkerJoinedGroup:
     """What the worker said when it took its last seat."""
-    told = run.of(Regrouped, worker)[-1]
-    assert isinstance(told, Regrouped)
+    told = run.of(WorkerJoinedGroup, worker)[-1]
+    assert isinstance(told, WorkerJoinedGroup)
     return told
 
 
 def noted(run: Rig) -> dict[int, tuple[float, int, int]]:
     """Of each iteration the loss, and the checksums of the parameters before it and of its gradients' sums."""
-    return {iteration: (commit.loss, commit.checksum, commit.sums) for iteration, commit in run.iterations().items()}
+    numbers = {}
+    for iteration, commit in run.iterations().items():
+        made = commit.checksums or Checksums(iteration=0, parameters=0)
+        numbers[iteration] = (commit.loss, made.parameters, made.sums)
+    return numbers
 
 
-def last_commit(run: Rig) -> Committed:
+def last_commit(run: Rig) -> IterationCommitted:
     return run.committed[-1]
 
 
@@ -214,7 +221,7 @@ def test_three_replicas_train_as_one(rig: Start, spec: TaskSpec) -> None:
     check_samples(run)
 
 
-def test_growing_and_shrinking_in_between_changes_no_bit(rig: Start, spec: TaskSpec) -> None:
+def test_growing_and_shrinking_changes_no_bit(rig: Start, spec: TaskSpec) -> None:
     """By planned memberships, over 2, 4, 6, 3, 1 and 4 replicas; every step is that of a replica alone. All that join
     are ready beforehand, so that few iterations are made meanwhile."""
     spec = replace(spec, env={"UNICRON_CHECKSUM_EVERY": "1"}, optimizer=replace(spec.optimizer, decay_iterations=1000))
@@ -235,7 +242,7 @@ def test_growing_and_shrinking_in_between_changes_no_bit(rig: Start, spec: TaskS
     assert found == noted(alone)
 
 
-def test_a_sum_that_follows_the_deal_differs_by_rounding(rig: Start, spec: TaskSpec) -> None:
+def test_following_sum_differs_only_by_rounding(rig: Start, spec: TaskSpec) -> None:
     follow = replace(spec, accumulation="float")
     three, run = failure_free(rig, follow, 3)
     one, _ = failure_free(rig, follow, 1)
@@ -243,25 +250,25 @@ def test_a_sum_that_follows_the_deal_differs_by_rounding(rig: Start, spec: TaskS
     check_samples(run)
 
 
-def test_a_replica_killed_in_mid_iteration_changes_nothing(rig: Start, spec: TaskSpec) -> None:
+def test_kill_in_mid_iteration_changes_nothing(rig: Start, spec: TaskSpec) -> None:
     with_dropout = replace(spec, model=replace(spec.model, dropout=0.1), env=CHECKED)
     expected, unbroken = failure_free(rig, with_dropout, 3)
     with rig(with_dropout) as run:
         begin(run, *THREE, fault={"t.3": "kill@iteration=4,micro_batch=2"})
         lose(run, "t.3")
-        run.until(lambda: run.of(ErrorReport))  # the survivors notice by themselves, and wait for the membership
+        run.until(lambda: run.of(ErrorReported))  # the survivors notice by themselves, and wait for the membership
         run.tell(2, ["t.1", "t.2"], urgent=True)
         complete(run)
         assert same(parameters(run), expected)
         assert noted(run) == noted(unbroken)
         assert last_commit(run).micro_batches_by_rank == (6, 6)
-        assert last_commit(run).redone == 4
+        assert last_commit(run).micro_batches_repeated == 4
         check_samples(run)
 
 
 @pytest.mark.parametrize("victim", ["t.1", "t.3"])
 @pytest.mark.parametrize("moment", ["computed", "reducing", "reduced", "agreeing", "agreed", "committed"])
-def test_a_replica_killed_at_the_collective(
+def test_kill_at_collective_changes_nothing(
     rig: Start, spec: TaskSpec, reference: Reference, moment: str, victim: str
 ) -> None:
     with rig(spec) as run:
@@ -274,7 +281,7 @@ def test_a_replica_killed_at_the_collective(
         assert run.iterations()[4].micro_batches_by_rank == (6, 6)
 
 
-def test_after_reduced_a_death_costs_no_recomputation(rig: Start, spec: TaskSpec, reference: Reference) -> None:
+def test_death_after_reduction_costs_no_recomputation(rig: Start, spec: TaskSpec, reference: Reference) -> None:
     """All survivors hold complete sums when the victim dies: they step with them."""
     with rig(spec) as run:
         faults = dict.fromkeys(THREE, "stop@iteration=3,at=reduced")
@@ -287,16 +294,16 @@ def test_after_reduced_a_death_costs_no_recomputation(rig: Start, spec: TaskSpec
             run.signal(worker, signal.SIGCONT)
         complete(run)
         commit = run.iterations()[3]
-        assert (commit.generation, commit.redone, commit.micro_batches_by_rank) == (1, 0, (4, 4, 4))
+        assert (commit.generation, commit.micro_batches_repeated, commit.micro_batches_by_rank) == (1, 0, (4, 4, 4))
         assert same(parameters(run), reference)
 
 
-def test_twenty_steps_after_a_planned_change_or_a_loss_there_is_no_drift(rig: Start, spec: TaskSpec) -> None:
+def test_regroup_causes_no_drift_over_twenty_steps(rig: Start, spec: TaskSpec) -> None:
     longer = replace(spec, iterations=26)
     expected, _ = failure_free(rig, longer, 3)
     with rig(longer) as control:
         begin_and_tell_in_mid_iteration(control, THREE, ["t.1", "t.2"])
-        control.until(lambda: control.of(Parked))
+        control.until(lambda: control.of(WorkerPaused))
         control.quit("t.3")
         complete(control)
         last_of_three = max(i for i, c in control.iterations().items() if len(c.micro_batches_by_rank) == 3)
@@ -311,7 +318,7 @@ def test_twenty_steps_after_a_planned_change_or_a_loss_there_is_no_drift(rig: St
 
 
 @pytest.mark.parametrize("wish", ["check", "require"])
-def test_bits_that_differ_are_told_where_a_task_begins(rig: Start, spec: TaskSpec, wish: str) -> None:
+def test_irreproducible_bits_are_reported_at_task_start(rig: Start, spec: TaskSpec, wish: str) -> None:
     """The second worker's first gradients are a hundred times as large as they should be."""
     odd = str(Path(__file__).with_name("odd_gpt.py"))
     with rig(replace(spec, entry=odd, args=("gradient", "2", "1"), env={"UNICRON_DETERMINISTIC": wish})) as run:
@@ -319,14 +326,16 @@ def test_bits_that_differ_are_told_where_a_task_begins(rig: Start, spec: TaskSpe
         told = "on replica 1 a micro-batch computed twice has different bits"
         if wish == "require":
             run.until(lambda: not run.living())
-            assert all(told in message.message for message in run.of(ErrorReport) if isinstance(message, ErrorReport))
+            assert all(
+                told in message.message for message in run.of(ErrorReported) if isinstance(message, ErrorReported)
+            )
         else:
             complete(run)
             assert told in (run.directory / "t.1.log").read_text()
 
 
 @pytest.mark.parametrize("wish", ["check", "require"])
-def test_a_joiner_that_computes_on_something_else_is_told_of(rig: Start, spec: TaskSpec, wish: str) -> None:
+def test_joiner_on_other_hardware_is_reported(rig: Start, spec: TaskSpec, wish: str) -> None:
     """The third worker computes with more threads."""
     odd, env = str(Path(__file__).with_name("odd_gpt.py")), {"UNICRON_DETERMINISTIC": wish}
     with rig(replace(spec, entry=odd, args=("threads", "3", "1"), env=env, iterations=12)) as run:
@@ -337,7 +346,7 @@ def test_a_joiner_that_computes_on_something_else_is_told_of(rig: Start, spec: T
             run.tell(3, ["t.1", "t.2"], urgent=True)
         complete(run)
         assert any(
-            told in message.message for message in run.of(ErrorReport, "t.3") if isinstance(message, ErrorReport)
+            told in message.message for message in run.of(ErrorReported, "t.3") if isinstance(message, ErrorReported)
         ) == (wish == "require")
         assert told in (run.directory / "t.1.log").read_text()
         assert last_commit(run).micro_batches_by_rank == ((6, 6) if wish == "require" else (4, 4, 4))
@@ -347,7 +356,9 @@ def test_a_joiner_that_computes_on_something_else_is_told_of(rig: Start, spec: T
 
 
 @pytest.mark.parametrize("moment", ["forming", "formed", "exchanged"])
-def test_a_second_death_during_the_regroup(rig: Start, spec: TaskSpec, reference: Reference, moment: str) -> None:
+def test_second_death_during_regroup_changes_nothing(
+    rig: Start, spec: TaskSpec, reference: Reference, moment: str
+) -> None:
     with rig(spec) as run:
         faults = {"t.3": "kill@iteration=3,micro_batch=2", "t.1": f"kill@generation=2,at={moment}"}
         begin(run, *THREE, fault=faults)
@@ -362,7 +373,9 @@ def test_a_second_death_during_the_regroup(rig: Start, spec: TaskSpec, reference
 
 
 @pytest.mark.parametrize("victim", ["t.1", "t.3"])
-def test_a_death_while_state_is_given(rig: Start, spec: TaskSpec, reference: Reference, victim: str) -> None:
+def test_death_during_state_transfer_changes_nothing(
+    rig: Start, spec: TaskSpec, reference: Reference, victim: str
+) -> None:
     """Source or receiver: the others throw the half-given state away, and the next source gives it anew."""
     with rig(spec) as run:
         faults = {victim: "kill@generation=2,at=giving"}
@@ -375,7 +388,7 @@ def test_a_death_while_state_is_given(rig: Start, spec: TaskSpec, reference: Ref
         check_samples(run)
 
 
-def test_a_hung_peer_is_left_behind(rig: Start, spec: TaskSpec, reference: Reference) -> None:
+def test_hung_peer_is_left_behind(rig: Start, spec: TaskSpec, reference: Reference) -> None:
     """It neither answers nor dies: the collective would never end, an urgent membership ends the wait for it."""
     with rig(spec) as run:
         begin(run, *THREE, fault={"t.3": "stop@iteration=3,at=reducing"})
@@ -389,14 +402,14 @@ def test_a_hung_peer_is_left_behind(rig: Start, spec: TaskSpec, reference: Refer
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_storm_of_random_kills(server: ForkServer, data: Path, tmp_path: Path, tp: int) -> None:
+def test_trainer_survives_storm_of_random_kills(server: ForkServer, data: Path, tmp_path: Path, tp: int) -> None:
     storm(server, 4, 0, task(data, global_batch=8, iterations=10**6, tp=tp), tmp_path)
 
 
 # --- joining and leaving -----------------------------------------------------------------------------
 
 
-def test_a_joiner_takes_its_state_from_a_replica(rig: Start, spec: TaskSpec) -> None:
+def test_joiner_takes_state_from_replica(rig: Start, spec: TaskSpec) -> None:
     longer = replace(spec, iterations=12)
     expected, _ = failure_free(rig, longer, 2)
     with rig(longer) as run:
@@ -405,33 +418,33 @@ def test_a_joiner_takes_its_state_from_a_replica(rig: Start, spec: TaskSpec) -> 
         assert regrouped(run, "t.3").source == "replica"
         assert 3 <= regrouped(run, "t.3").iteration <= 12
         assert last_commit(run).micro_batches_by_rank == (4, 4, 4)
-        assert last_commit(run).redone == 0
+        assert last_commit(run).micro_batches_repeated == 0
         check_samples(run)
         assert same(parameters(run), expected)
 
 
-def test_a_leaver_takes_part_in_the_last_agreement_and_parks(rig: Start, spec: TaskSpec) -> None:
+def test_leaver_joins_last_agreement_and_parks(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, iterations=12)) as run:
         begin_and_tell_in_mid_iteration(run, THREE, ["t.2", "t.3"])
-        run.until(lambda: run.of(Parked, "t.1"))
+        run.until(lambda: run.of(WorkerPaused, "t.1"))
         run.quit("t.1")
         complete(run)
         assert run.exits["t.1"] == 0
-        (parked,) = run.of(Parked, "t.1")
-        assert isinstance(parked, Parked)
+        (parked,) = run.of(WorkerPaused, "t.1")
+        assert isinstance(parked, WorkerPaused)
         assert len(run.iterations()[parked.iteration].micro_batches_by_rank) == 3
         assert len(run.iterations()[parked.iteration + 1].micro_batches_by_rank) == 2
-        assert not run.of(ErrorReport)
+        assert not run.of(ErrorReported)
         check_samples(run)
 
 
-def test_where_nobody_stays_the_lead_saves_before_it_parks(rig: Start, spec: TaskSpec, reference: Reference) -> None:
+def test_leader_saves_before_parking_if_all_leave(rig: Start, spec: TaskSpec, reference: Reference) -> None:
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, ("t.1", "t.2"), [])
-        run.until(lambda: len(run.of(Parked)) == 2)
-        (saved,) = run.of(SaveFinished)
-        parked = run.of(Parked)[0]
-        assert isinstance(saved, SaveFinished) and isinstance(parked, Parked)
+        run.until(lambda: len(run.of(WorkerPaused)) == 2)
+        (saved,) = run.of(CheckpointSaved)
+        parked = run.of(WorkerPaused)[0]
+        assert isinstance(saved, CheckpointSaved) and isinstance(parked, WorkerPaused)
         assert saved.iteration == parked.iteration < 4
         run.start("t.3")
         run.until(lambda: run.ready("t.3"))
@@ -447,7 +460,9 @@ def test_where_nobody_stays_the_lead_saves_before_it_parks(rig: Start, spec: Tas
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Reference, damaged: bool) -> None:
+def test_last_replica_loss_falls_back_to_checkpoint(
+    rig: Start, spec: TaskSpec, reference: Reference, damaged: bool
+) -> None:
     with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
         begin(run, "t.1", fault={"t.1": "kill@iteration=4,at=saving"})  # 3 is half written
         lose(run, "t.1")
@@ -462,27 +477,27 @@ def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Referen
         complete(run)
         assert regrouped(run, "t.2").source == "checkpoint"
         assert regrouped(run, "t.2").iteration == (2 if damaged else 3)
-        (taken,) = run.of(StateLoadReport, "t.2")
-        assert isinstance(taken, StateLoadReport)
+        (taken,) = run.of(StateLoaded, "t.2")
+        assert isinstance(taken, StateLoaded)
         assert (taken.source, taken.iteration) == ("checkpoint", 1 if damaged else 2)
-        assert len(taken.tried) == damaged
+        assert len(taken.failed_sources) == damaged
         assert same(parameters(run), reference)
 
 
-def test_without_a_membership_the_survivors_save_and_stop(rig: Start, spec: TaskSpec) -> None:
+def test_survivors_without_membership_save_and_stop(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, env={"UNICRON_FAULT_WAIT_S": "0.3"})) as run:
         begin(run, *THREE, fault={"t.3": "kill@iteration=3,micro_batch=2"})
         lose(run, "t.3")
         run.until(lambda: not run.living())
         assert os.waitstatus_to_exitcode(run.exits["t.1"]) == os.waitstatus_to_exitcode(run.exits["t.2"]) == 75
-        assert {message.iteration for message in run.of(SaveFinished) if isinstance(message, SaveFinished)} == {2}
+        assert {message.iteration for message in run.of(CheckpointSaved) if isinstance(message, CheckpointSaved)} == {2}
         assert parameters(run)
 
 
 # --- the agent -------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_without_its_agent(rig: Start, spec: TaskSpec) -> None:
+def test_training_continues_without_agent(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, iterations=30)) as run:
         begin(run, "t.1", "t.2")
         run.until(lambda: run.reached(3))
@@ -494,7 +509,7 @@ def test_training_goes_on_without_its_agent(rig: Start, spec: TaskSpec) -> None:
         check_samples(run)
 
 
-def test_a_worker_without_an_agent_ends_itself(rig: Start, spec: TaskSpec) -> None:
+def test_worker_without_agent_ends_itself(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, iterations=10**6, env={"UNICRON_LEASE_S": "0.3"})) as run:
         begin(run, "t.1", "t.2")
         run.until(lambda: run.reached(3))
@@ -504,7 +519,7 @@ def test_a_worker_without_an_agent_ends_itself(rig: Start, spec: TaskSpec) -> No
         run.listen()
 
 
-def test_quit_ends_a_worker_in_mid_training(rig: Start, spec: TaskSpec) -> None:
+def test_quit_ends_worker_in_mid_training(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, iterations=10**6)) as run:
         begin(run, "t.1", "t.2")
         run.until(lambda: run.reached(3))
@@ -513,7 +528,7 @@ def test_quit_ends_a_worker_in_mid_training(rig: Start, spec: TaskSpec) -> None:
         assert set(run.exits.values()) == {0}
 
 
-def test_quit_ends_a_worker_that_is_stuck_with_its_replica(rig: Start, spec: TaskSpec) -> None:
+def test_quit_ends_worker_stuck_with_its_replica(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, tp=2, iterations=10**6)) as run:
         begin(run, "t.1", "t.2", fault={"t.2": "stop@iteration=3,micro_batch=1"})
         run.until(lambda: stopped(run.pids["t.2"]))
@@ -525,30 +540,30 @@ def test_quit_ends_a_worker_that_is_stuck_with_its_replica(rig: Start, spec: Tas
         assert run.exits["t.1"] == 0
 
 
-def test_an_exception_is_told_before_the_process_ends(rig: Start, spec: TaskSpec) -> None:
+def test_exception_is_reported_before_exit(rig: Start, spec: TaskSpec) -> None:
     with rig(spec) as run:
         begin(run, "t.1", fault={"t.1": "raise@iteration=2,at=agreed"})
         run.until(lambda: not run.living())
         assert os.waitstatus_to_exitcode(run.exits["t.1"]) == 1
-        (trouble,) = run.of(ErrorReport)
-        assert isinstance(trouble, ErrorReport)
+        (trouble,) = run.of(ErrorReported)
+        assert isinstance(trouble, ErrorReported)
         assert (trouble.kind, trouble.generation, trouble.iteration, trouble.phase) == ("exception", 1, 2, "step")
         assert "injected at agreed" in trouble.message and "hook.py" in trouble.detail
 
 
-def test_missing_data_is_told_as_such(rig: Start, spec: TaskSpec) -> None:
+def test_missing_data_is_reported(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, data="/nowhere/text")) as run:
         run.start("t.1")
         run.until(lambda: "t.1" in run.exits)
-        (trouble,) = run.of(ErrorReport)
-        assert isinstance(trouble, ErrorReport)
+        (trouble,) = run.of(ErrorReported)
+        assert isinstance(trouble, ErrorReported)
         assert (trouble.kind, trouble.phase) == ("data_error", "data") and "/nowhere/text" in trouble.message
 
 
 # --- a user's own loop ------------------------------------------------------------------------------------------
 
 
-def test_a_users_own_loop_is_healed(rig: Start, spec: TaskSpec) -> None:
+def test_own_loop_heals(rig: Start, spec: TaskSpec) -> None:
     script = Path(__file__).parents[2] / "examples" / "own_loop.py"
     own = replace(spec, entry=str(script), data="", global_batch=8, micro_batch=2, iterations=6)
     expected, control = failure_free(rig, own, 2)
@@ -565,7 +580,7 @@ def test_a_users_own_loop_is_healed(rig: Start, spec: TaskSpec) -> None:
         assert f"iteration 6: loss {last_commit(run).loss:.4f}" in (run.directory / "t.1.log").read_text()
 
 
-def test_a_script_reads_its_layout_in_the_parallel_state(rig: Start, spec: TaskSpec, tmp_path: Path) -> None:
+def test_script_reads_layout_from_parallel_state(rig: Start, spec: TaskSpec, tmp_path: Path) -> None:
     script = tmp_path / "sizes.py"
     asked = [f"{kind}_world_size" for kind in (
         "tensor_model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "expert_model_parallel",
@@ -587,7 +602,7 @@ def test_a_script_reads_its_layout_in_the_parallel_state(rig: Start, spec: TaskS
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_a_replica_of_two_shards_is_lost(rig: Start, spec: TaskSpec, tp: int, pp: int) -> None:
+def test_loss_of_two_shard_replica_heals(rig: Start, spec: TaskSpec, tp: int, pp: int) -> None:
     sharded = replace(spec, tp=tp, pp=pp, model=replace(spec.model, layers=2))
     expected = [parameters(failure_free(rig, sharded, 2)[1], 2, shard) for shard in range(2)]
     four = ["t.1", "t.2", "t.3", "t.4"]
@@ -605,7 +620,7 @@ def test_a_replica_of_two_shards_is_lost(rig: Start, spec: TaskSpec, tp: int, pp
         assert run.iterations()[4].micro_batches_by_rank == (12,)
 
 
-def test_a_replica_of_two_shards_joins(rig: Start, spec: TaskSpec) -> None:
+def test_two_shard_replica_joins(rig: Start, spec: TaskSpec) -> None:
     with rig(replace(spec, tp=2, iterations=12)) as run:
         begin_and_tell_in_mid_iteration(run, ("t.1", "t.2"), ["t.1", "t.2", "t.3", "t.4"])
         complete(run)

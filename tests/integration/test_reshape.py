@@ -17,10 +17,17 @@ from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import check_samples, complete, regrouped, stopped, task
 from unicrond.agents.protocol.memory import Memory
-from unicrond.agents.protocol.messages import Parked, SaveFinished, StateLoadReport
 from unicrond.agents.trainer.states import checkpoint
 from unicrond.agents.trainer.states.resharding import layout_in
-from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    CheckpointSpec,
+    ModelSpec,
+    OptimizerSpec,
+    StateLoaded,
+    TaskSpec,
+    WorkerPaused,
+)
 from unicrond.events.vocabulary.shape import Shape
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -130,7 +137,7 @@ def hand_over(run: Rig, workers: list[str], *, memory: bool) -> None:
     run.until(lambda: stopped(run.pids[workers[0]]))
     run.tell(2, [], also=workers, handover=True)
     run.signal(workers[0], signal.SIGCONT)
-    run.until(lambda: len(run.of(Parked)) == len(workers))
+    run.until(lambda: len(run.of(WorkerPaused)) == len(workers))
     run.quit(*workers)
     run.until(lambda: not run.living())
 
@@ -165,18 +172,20 @@ ALWAYS = ("tp 2 -> pp 2, two replicas",)
 @pytest.mark.parametrize(
     "forms", [pytest.param(FORMS[name], id=name, marks=[] if name in ALWAYS else pytest.mark.matrix) for name in FORMS]
 )
-def test_from_memory(start: Start, data: Path, unchanged: Unchanged, forms: tuple[Form, Form]) -> None:
+def test_reshape_takes_state_from_memory(
+    start: Start, data: Path, unchanged: Unchanged, forms: tuple[Form, Form]
+) -> None:
     before, after = forms
     old = workers_of(1, before)
     new = workers_of(1 + len(old), after)
     losses, parameters = unchanged(before)
     with start(spec_of(data, before)) as run:
         hand_over(run, old, memory=True)
-        assert not run.of(SaveFinished), "memory is enough"
+        assert not run.of(CheckpointSaved), "memory is enough"
         go_on(run, spec_of(data, after), new)
-        (told,) = run.of(StateLoadReport, new[0])
-        assert isinstance(told, StateLoadReport)
-        assert (told.source, told.iteration, told.tried) == ("peer", BOUNDARY, ())
+        (told,) = run.of(StateLoaded, new[0])
+        assert isinstance(told, StateLoaded)
+        assert (told.source, told.iteration, told.failed_sources) == ("peer", BOUNDARY, ())
         assert told.resharded_from == f"tp {before[0]}, pp {before[1]}"
         assert {regrouped(run, worker).iteration for worker in new} == {BOUNDARY + 1}
         check_samples(run)
@@ -186,7 +195,7 @@ def test_from_memory(start: Start, data: Path, unchanged: Unchanged, forms: tupl
 
 
 @pytest.mark.matrix
-def test_with_sharded_optimizer_state(start: Start, data: Path, unchanged: Unchanged) -> None:
+def test_reshape_with_sharded_optimizer_keeps_training(start: Start, data: Path, unchanged: Unchanged) -> None:
     """Parts are put together before all leave, and divided anew among the new replicas."""
     losses, parameters = unchanged((2, 1, 2))
 
@@ -197,30 +206,30 @@ def test_with_sharded_optimizer_state(start: Start, data: Path, unchanged: Uncha
     with start(sharded((2, 1, 2))) as run:
         hand_over(run, ["t.1", "t.2", "t.3", "t.4"], memory=True)
         go_on(run, sharded((1, 2, 3)), workers_of(5, (1, 2, 3)))
-        (told,) = run.of(StateLoadReport, "t.5")
-        assert isinstance(told, StateLoadReport) and (told.source, told.resharded_from) == ("peer", "tp 2, pp 1")
+        (told,) = run.of(StateLoaded, "t.5")
+        assert isinstance(told, StateLoaded) and (told.source, told.resharded_from) == ("peer", "tp 2, pp 1")
         assert {i: commit.loss for i, commit in run.iterations().items()} == pytest.approx(losses, rel=1e-6)
         assert apart(whole_parameters(run), parameters) <= 1e-6
 
 
 @pytest.mark.matrix
-def test_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
+def test_reshape_takes_state_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
     """Where no node keeps anything."""
     losses, parameters = unchanged((2, 1, 1))
     with start(spec_of(data, (2, 1, 1))) as run:
         hand_over(run, ["t.1", "t.2"], memory=False)
-        (saved,) = run.of(SaveFinished)
-        assert isinstance(saved, SaveFinished) and saved.iteration == BOUNDARY
+        (saved,) = run.of(CheckpointSaved)
+        assert isinstance(saved, CheckpointSaved) and saved.iteration == BOUNDARY
         go_on(run, spec_of(data, (1, 2, 1)), ["t.3", "t.4"])
-        (told,) = run.of(StateLoadReport, "t.3")
-        assert isinstance(told, StateLoadReport)
+        (told,) = run.of(StateLoaded, "t.3")
+        assert isinstance(told, StateLoaded)
         assert (told.source, told.iteration, told.resharded_from) == ("checkpoint", BOUNDARY, "tp 2, pp 1")
         assert {i: commit.loss for i, commit in run.iterations().items()} == pytest.approx(losses, rel=1e-6)
         assert apart(whole_parameters(run), parameters) <= 1e-6
 
 
 @pytest.mark.parametrize("entry", [pytest.param("gpt", marks=pytest.mark.matrix), "bf16"])
-def test_the_same_bits_in_another_layout(start: Start, data: Path, tmp_path: Path, entry: str) -> None:
+def test_reshape_preserves_bits_of_state(start: Start, data: Path, tmp_path: Path, entry: str) -> None:
     """Storage holds tp 2; workers of pp 2, which find everything done, save what they have taken from it."""
     before, after = (replace(spec_of(data, form), iterations=20) for form in ((2, 1, 1), (1, 2, 1)))
     if entry == "bf16":  # with fp32 masters
@@ -244,9 +253,7 @@ def test_the_same_bits_in_another_layout(start: Start, data: Path, tmp_path: Pat
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("forms", [pytest.param(FORMS[name], id=name) for name in FORMS])
-def test_it_trains_on_with_the_bits_of_a_run_that_begins_there(
-    start: Start, data: Path, forms: tuple[Form, Form]
-) -> None:
+def test_reshaped_training_matches_fresh_run_bit_for_bit(start: Start, data: Path, forms: tuple[Form, Form]) -> None:
     """What takes the state from memory, against what begins in the new layout with the same state from storage."""
     before, after = forms
     old = workers_of(1, before)
@@ -255,8 +262,8 @@ def test_it_trains_on_with_the_bits_of_a_run_that_begins_there(
         with start(spec_of(data, before)) as run:
             hand_over(run, old, memory=memory)
             go_on(run, spec_of(data, after), workers_of(1 + len(old), after))
-            (told,) = run.of(StateLoadReport, f"t.{1 + len(old)}")
-            assert isinstance(told, StateLoadReport) and told.iteration == BOUNDARY
+            (told,) = run.of(StateLoaded, f"t.{1 + len(old)}")
+            assert isinstance(told, StateLoaded) and told.iteration == BOUNDARY
             sources.append(told.source)
             losses = {iteration: commit.loss for iteration, commit in run.iterations().items()}
             ends.append((losses, whole_state(run, after[:2])))
@@ -267,12 +274,12 @@ def test_it_trains_on_with_the_bits_of_a_run_that_begins_there(
     assert all(torch.equal(here[name], there[name]) for name in here)
 
 
-def test_where_a_shard_is_missing_the_older_state_on_storage_is_taken(start: Start, data: Path) -> None:
+def test_missing_shard_falls_back_to_older_checkpoint(start: Start, data: Path) -> None:
     spec = spec_of(data, (2, 1, 1))
     with start(replace(spec, checkpoint=replace(spec.checkpoint, interval=2))) as run:
         hand_over(run, ["t.1", "t.2"], memory=True)
         run.forget_memory("n1")
         go_on(run, replace(spec_of(data, (1, 1, 1)), iterations=BOUNDARY), ["t.3"])
-        (told,) = run.of(StateLoadReport, "t.3")
-        assert isinstance(told, StateLoadReport)
+        (told,) = run.of(StateLoaded, "t.3")
+        assert isinstance(told, StateLoaded)
         assert (told.source, told.iteration, told.resharded_from) == ("checkpoint", 2, "tp 2, pp 1")

@@ -33,7 +33,9 @@ async def until(dev: DevCluster, what: str, holds: Callable[[Task], object], nam
         with contextlib.suppress(ApiError):
             state, _ = await dev.state()
             task = state.tasks.get(name)  # the API answers a submission before it is folded
-            assert task is None or (task.status is TaskStatus.ACTIVE and not state.incidents_total), state.closed
+            assert task is None or (task.status is TaskStatus.ACTIVE and not state.incidents_total), (
+                state.closed_incidents
+            )
             if task is not None and holds(task):
                 return state
         await asyncio.sleep(0.05)
@@ -66,7 +68,7 @@ async def check_story(dev: DevCluster, reshapes: list[tuple[int, int, int]]) -> 
     steps = [step for step in told(client, "StepCommitted") if step["task"] == "big"]
     ran = [(step["first"], step["last"]) for step in steps]
     assert ran[0][0] == 1 and all(last + 1 == first for (_, last), (first, _) in pairwise(ran))
-    assert sum(step["redone"] for step in steps) == 0
+    assert sum(step["micro_batches_repeated"] for step in steps) == 0
     assert all(step["samples"] == 8 * (step["last"] - step["first"] + 1) for step in steps)
     taken = [event for event in told(client, "StateLoaded") if event["resharded_from"]]
     assert {event["source"] for event in taken} == {"peer"} and not told(client, "CheckpointSaved")
@@ -76,7 +78,7 @@ async def check_story(dev: DevCluster, reshapes: list[tuple[int, int, int]]) -> 
 
 
 @pytest.mark.timeout(300)
-async def test_a_task_gets_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_reshape_command_changes_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with small_cluster(tmp_path, nodes=1, slots=2, heartbeat_s=2.0) as dev:
         await dev.submit({**TASK, "name": "big", "max_workers": 2, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
         await until(dev, "two replicas train", lambda task: trains(task, (1, 1, 2), 5))
@@ -89,7 +91,7 @@ async def test_a_task_gets_another_layout(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-async def test_a_task_changes_its_form_again_and_again(tmp_path: Path) -> None:
+async def test_task_reshapes_repeatedly(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0) as dev:
         env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
         await dev.submit({**TASK, "name": "big", "max_workers": 4, "env": env})

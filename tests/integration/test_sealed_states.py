@@ -18,7 +18,7 @@ from unicrond.events.nats.connection import Login
 from unicrond.events.trust.keys import make_key, write_key
 from unicrond.events.trust.logins import agent_login
 from unicrond.events.vocabulary import NodeJoined
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.intake.config import load
 from unicrond.local.dev import DevCluster
 from unicrond.replay.reading.nats_source import embedded_login, open_nats
@@ -43,14 +43,14 @@ class SealedCluster(DevCluster):
             await asyncio.to_thread(self.client.enroll, node, key.user.key, 0)
 
 
-async def test_a_node_joins_through_tls_with_what_enroll_gave_it(tmp_path: Path) -> None:
+async def test_node_joins_through_tls_after_enrolment(tmp_path: Path) -> None:
     cluster = SealedCluster(tmp_path, 1)
     try:
         await cluster.start()
         await until(cluster, "the node has joined", lambda s: "node1" in s.nodes)
         login = embedded_login(cluster.state_dir, Login())
         async with open_nats([cluster.nats_url], login) as source, aclosing(source.chunks()) as chunks:
-            entries = [entry async for chunk in chunks for entry in chunk.entries if isinstance(entry, Recorded)]
+            entries = [entry async for chunk in chunks for entry in chunk.entries if isinstance(entry, RecordedEvent)]
         (joined,) = [event for entry in entries if isinstance(event := entry.envelope.event, NodeJoined)]
         assert joined.memory is not None and joined.memory.token == TLS, "no secret in the log"
         family = cluster.processes_of("node1")
@@ -62,7 +62,7 @@ async def test_a_node_joins_through_tls_with_what_enroll_gave_it(tmp_path: Path)
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_the_state_comes_from_a_peer_through_tls(tmp_path: Path) -> None:
+async def test_state_travels_from_peer_through_tls(tmp_path: Path) -> None:
     cluster = SealedCluster(tmp_path, 3)
     try:
         await cluster.start()

@@ -42,10 +42,10 @@ def status(pid: int, field: str) -> list[str]:
 
 @needs_root
 @pytest.mark.timeout(300)
-async def test_a_task_of_another_user_trains_and_heals(place: Path) -> None:
+async def test_task_of_other_user_trains_and_heals(place: Path) -> None:
     dev = DevCluster(place, WORKERS, 1, 0, 5.0, keys=True)
     for part in dev.agents.values():
-        part.command = [*opened(), *part.command, "--run-as", USER, "--limit", "nofile=4096"]
+        part.command = [*opened(), *part.command, "--run-as", USER, "--worker-limit", "nofile=4096"]
     try:
         await dev.start()
         live = Live(dev, WORKERS)
@@ -67,7 +67,7 @@ async def test_a_task_of_another_user_trains_and_heals(place: Path) -> None:
         os.kill(first[1], signal.SIGKILL)
         state = await live.training(1)
         assert status(seats(state)[sorted(seats(state))[-1]][1], "Uid") == [uid] * 4
-        healed = state.closed[-1]
+        healed = state.closed_incidents[-1]
         print(f"healed: detection {healed.detection_us / 1e3:.0f} ms, transition {healed.transition_us / 1e3:.0f} ms")
         before = dict(seats(state))
         agent = dev.agents["node1"].process

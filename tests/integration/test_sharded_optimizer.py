@@ -31,8 +31,7 @@ from tests.integration.test_regroup import (
     stopped,
     task,
 )
-from unicrond.agents.protocol.messages import Parked, SaveFinished, StateLoadReport
-from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
+from unicrond.events.vocabulary import CheckpointSaved, CheckpointSpec, StateLoaded, TaskSpec, WorkerPaused
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 FOUR = ("t.1", "t.2", "t.3", "t.4")
@@ -84,14 +83,16 @@ def lose_and_go_on(run: Rig, lost: Sequence[str], left: Sequence[str]) -> None:
     complete(run)
 
 
-def taken(run: Rig) -> list[StateLoadReport]:
-    return [said for said in run.of(StateLoadReport) if isinstance(said, StateLoadReport) and said.generation > 1]
+def taken(run: Rig) -> list[StateLoaded]:
+    return [said for said in run.of(StateLoaded) if isinstance(said, StateLoaded) and said.generation > 1]
 
 
 @pytest.mark.parametrize(
     "variant", [pytest.param((), id="fp32", marks=pytest.mark.matrix), pytest.param(("--bf16",), id="bf16")]
 )
-def test_the_bits_of_plain_megatron(server: ForkServer, data: Path, tmp_path: Path, variant: tuple[str, ...]) -> None:
+def test_sharded_optimizer_matches_megatron_bits(
+    server: ForkServer, data: Path, tmp_path: Path, variant: tuple[str, ...]
+) -> None:
     spec = test_plain_megatron.task(data)
     expected = plain(server, tmp_path / "plain", spec, 2, "--bucket", "16384", *variant)
     found = ours(server, tmp_path / "ours", sharded(spec), 2, *variant)
@@ -99,7 +100,7 @@ def test_the_bits_of_plain_megatron(server: ForkServer, data: Path, tmp_path: Pa
     assert found.digests == expected.digests
 
 
-def test_a_node_is_lost_with_two_of_four_parts(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_loss_of_two_of_four_parts_heals_from_copies(rig: Start, spec: TaskSpec, digest: str) -> None:
     """The second copies are on the other node: nothing is lost, nothing is read from memory or storage."""
     with rig(spec) as run:
         stop_all_in_iteration_5(run, FOUR, ["n1", "n1", "n2", "n2"])
@@ -110,7 +111,7 @@ def test_a_node_is_lost_with_two_of_four_parts(rig: Start, spec: TaskSpec, diges
         check_samples(run)
 
 
-def test_both_holders_of_a_part_are_lost(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_loss_of_both_holders_takes_whole_state(rig: Start, spec: TaskSpec, digest: str) -> None:
     """The survivor has the other parts only: it takes the newest whole state, says so, and comes to the same bits."""
     with rig(spec) as run:
         stop_all_in_iteration_5(run, THREE, ["n1"] * 3)
@@ -124,11 +125,11 @@ def test_both_holders_of_a_part_are_lost(rig: Start, spec: TaskSpec, digest: str
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_two_leave_with_both_holders_of_a_part(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_leaving_holders_hand_over_their_part(rig: Start, spec: TaskSpec, digest: str) -> None:
     """As planned, so they leave it with those who stay."""
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, FOUR, ["t.1", "t.4"])
-        run.until(lambda: len(run.of(Parked)) == 2)
+        run.until(lambda: len(run.of(WorkerPaused)) == 2)
         run.quit("t.2", "t.3")
         complete(run)
         assert not taken(run)
@@ -137,14 +138,12 @@ def test_two_leave_with_both_holders_of_a_part(rig: Start, spec: TaskSpec, diges
         check_samples(run)
 
 
-def test_where_nobody_stays_the_whole_state_is_saved_and_another_optimizer_takes_it(
-    rig: Start, spec: TaskSpec, data: Path, digest: str
-) -> None:
+def test_whole_state_is_saved_if_all_leave(rig: Start, spec: TaskSpec, data: Path, digest: str) -> None:
     with rig(spec) as run:
         begin_and_tell_in_mid_iteration(run, THREE, [])
-        run.until(lambda: len(run.of(Parked)) == 3)
-        (saved,) = run.of(SaveFinished)
-        assert isinstance(saved, SaveFinished)
+        run.until(lambda: len(run.of(WorkerPaused)) == 3)
+        (saved,) = run.of(CheckpointSaved)
+        assert isinstance(saved, CheckpointSaved)
         run.start("t.4", spec=plain_task(data))
         run.until(lambda: run.ready("t.4"))
         run.tell(3, ["t.4"], joiners=["t.4"])

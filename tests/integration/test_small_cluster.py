@@ -17,11 +17,11 @@ class HeadChaos(chaos.Chaos):
 
 
 @pytest.mark.timeout(300)
-async def test_a_sigkill_of_either_part_of_the_head_heals(tmp_path: Path) -> None:
+async def test_head_heals_after_sigkill_of_either_part(tmp_path: Path) -> None:
     await chaos.run(faults=2, seed=7, directory=tmp_path, of=HeadChaos)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-async def test_one_sigkill_of_each_kind_heals(tmp_path: Path) -> None:
+async def test_cluster_heals_after_one_sigkill_of_each_kind(tmp_path: Path) -> None:
     await chaos.run(faults=4, seed=7, directory=tmp_path)

@@ -11,7 +11,7 @@ from tests.soak.memberships import Memberships
 from tests.soak.report import percentile, slope
 
 
-def test_a_small_cluster_heals_and_loses_nothing(tmp_path: Path) -> None:
+def test_soak_heals_and_loses_nothing(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [sys.executable, "-m", "tests.soak.run", "--agents", "12", "--slots", "4", "--minutes", "0.25"]
     command += ["--faults-per-hour", "1500", "--heartbeat-s", "0.5", "--down-s", "4", "--iteration-s", "1"]
@@ -31,13 +31,13 @@ def test_a_small_cluster_heals_and_loses_nothing(tmp_path: Path) -> None:
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_a_slope_is_found_with_its_interval() -> None:
+def test_soak_slope_has_interval() -> None:
     rise, half = slope([(x, 3.0 * x + (x % 2) * 0.1) for x in range(50)])
     assert abs(rise - 3) < half < 0.01
     assert percentile([5.0, 1.0, 3.0], 0.5) == 3.0 and percentile([5.0, 1.0], 0.99) == 5.0
 
 
-def test_a_task_is_whole_when_all_its_workers_follow_the_newest_membership() -> None:
+def test_soak_task_is_whole_once_workers_follow_membership() -> None:
     known = Memberships()
     known.told("t", 1, False, 4, 2, {"a": 1.0, "b": 1.5})
     known.following(1, [["t", 1, 2]], 2.0)

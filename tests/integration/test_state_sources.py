@@ -20,8 +20,17 @@ from unicrond.agents.memory.peer_tokens import Credentials
 from unicrond.agents.protocol import memory_exchange
 from unicrond.agents.protocol.memory import Memory
 from unicrond.agents.protocol.memory_exchange import ExchangeFailed, Fetching
-from unicrond.agents.protocol.messages import Captured, Parked, Passes, SaveError, SaveFinished, StateLoadReport
-from unicrond.events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
+from unicrond.agents.protocol.messages import Passes
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    CheckpointSpec,
+    MemoryService,
+    SaveFailed,
+    SnapshotStored,
+    StateLoaded,
+    TaskSpec,
+    WorkerPaused,
+)
 from unicrond.events.vocabulary.shape import Shape
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -51,9 +60,9 @@ def stopped_worker(run: Rig, worker: str) -> bool:
     return stopped(run.pids[worker])
 
 
-def taken(run: Rig, worker: str) -> StateLoadReport:
-    (message,) = run.of(StateLoadReport, worker)
-    assert isinstance(message, StateLoadReport)
+def taken(run: Rig, worker: str) -> StateLoaded:
+    (message,) = run.of(StateLoaded, worker)
+    assert isinstance(message, StateLoaded)
     return message
 
 
@@ -77,7 +86,7 @@ def restart(run: Rig, *, node: str = "n1", peers: tuple[MemoryService, ...] = ()
     complete(run)
 
 
-def test_the_process_is_lost_and_its_nodes_memory_is_not(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_memory_of_node_outlives_process(rig: Start, spec: TaskSpec, digest: str) -> None:
     with rig(spec) as run:
         kept = lose_the_last(run)
         assert kept >= 2
@@ -85,12 +94,12 @@ def test_the_process_is_lost_and_its_nodes_memory_is_not(rig: Start, spec: TaskS
         assert regrouped(run, "t.2").source == "memory"
         assert regrouped(run, "t.2").iteration == kept + 1, "nothing that was kept is trained again"
         told = taken(run, "t.2")
-        assert (told.source, told.iteration, told.tried, told.storage_iteration) == ("memory", kept, (), 0)
+        assert (told.source, told.iteration, told.failed_sources, told.storage_iteration) == ("memory", kept, (), 0)
         assert told.size_bytes > 100_000 and told.saved_us > 0
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_damaged_state_falls_back_to_previous(rig: Start, spec: TaskSpec, digest: str) -> None:
     with rig(spec) as run:
         kept = lose_the_last(run)
         with run.memory("n1").reading(kept) as found:
@@ -99,14 +108,16 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: Tas
         restart(run)
         told = taken(run, "t.2")
         assert (told.source, told.iteration) == ("memory", kept - 1)
-        assert len(told.tried) == 1 and f"memory of iteration {kept}" in told.tried[0] and "digest" in told.tried[0]
+        assert (
+            len(told.failed_sources) == 1
+            and f"memory of iteration {kept}" in told.failed_sources[0]
+            and "digest" in told.failed_sources[0]
+        )
         assert run.completed is not None and run.completed.params_digest == digest
 
 
 @pytest.mark.parametrize("how", ["clear", "tls"])
-def test_the_node_is_lost_and_another_nodes_memory_is_not(
-    rig: Start, spec: TaskSpec, digest: str, how: str, tmp_path: Path
-) -> None:
+def test_memory_of_peer_outlives_node(rig: Start, spec: TaskSpec, digest: str, how: str, tmp_path: Path) -> None:
     sealed = how == "tls"
     certified = Certified(tmp_path / "tls")
     n1, n2, n3 = (Credentials(key, path) for path, key in map(certified.key, ("agent-n1", "agent-n2", "agent-n3")))
@@ -126,7 +137,7 @@ def test_the_node_is_lost_and_another_nodes_memory_is_not(
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_storage_is_the_last_resort(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_storage_is_last_source(rig: Start, spec: TaskSpec, digest: str) -> None:
     """Both memories are gone; what is on storage is older, and what came after it is trained again."""
     with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
         run.start("t.1", fault="stop@iteration=4,at=saving", memory=True)  # 3 is half written
@@ -141,7 +152,7 @@ def test_storage_is_the_last_resort(rig: Start, spec: TaskSpec, digest: str) -> 
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_failing_storage_ends_no_training(rig: Start, spec: TaskSpec, digest: str) -> None:
     """Its directory is a file until two saves have failed, from the node's memory or from the worker's own."""
     for memory in (True, False):
         with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
@@ -149,20 +160,20 @@ def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, diges
             run.start("t.1", fault="stop@iteration=4,micro_batch=0", memory=memory)
             run.until(lambda: run.ready("t.1"))
             run.tell(1, ["t.1"])
-            run.until(lambda: len(run.of(SaveError)) >= 2)
-            told = run.of(SaveError)[0]
-            assert isinstance(told, SaveError) and told.by == "unicron" and told.iteration == 1
+            run.until(lambda: len(run.of(SaveFailed)) >= 2)
+            told = run.of(SaveFailed)[0]
+            assert isinstance(told, SaveFailed) and told.saver == "unicron" and told.iteration == 1
             assert told.reason.startswith(("NotADirectoryError", "FileExistsError"))
             run.until(lambda: stopped(run.pids["t.1"]))
             run.checkpoints.unlink()
             run.signal("t.1", signal.SIGCONT)
             complete(run)
             assert run.completed is not None and run.completed.params_digest == digest
-            saved = [message.iteration for message in run.of(SaveFinished) if isinstance(message, SaveFinished)]
+            saved = [message.iteration for message in run.of(CheckpointSaved) if isinstance(message, CheckpointSaved)]
             assert saved[-3:] == [4, 5, 6] and not {1, 2} & {*saved}
 
 
-def test_from_the_seed_where_there_is_nothing(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_training_starts_from_seed_without_any_state(rig: Start, spec: TaskSpec, digest: str) -> None:
     with rig(spec) as run:
         lose_the_last(run)
         restart(run, node="n2")
@@ -170,7 +181,7 @@ def test_from_the_seed_where_there_is_nothing(rig: Start, spec: TaskSpec, digest
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_the_member_with_the_newest_memory_gives_it_to_all(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_member_with_newest_memory_serves_all(rig: Start, spec: TaskSpec, digest: str) -> None:
     """Member 0 is on a node without it."""
     with rig(spec) as run:
         lose_the_last(run)
@@ -184,7 +195,7 @@ def test_the_member_with_the_newest_memory_gives_it_to_all(rig: Start, spec: Tas
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_a_sharded_replica_takes_what_all_its_shards_have(rig: Start, spec: TaskSpec) -> None:
+def test_sharded_replica_takes_iteration_common_to_shards(rig: Start, spec: TaskSpec) -> None:
     sharded = replace(spec, tp=2)
     expected = failure_free(rig, sharded, 1)[1].completed
     with rig(sharded) as run:
@@ -206,12 +217,14 @@ def test_a_sharded_replica_takes_what_all_its_shards_have(rig: Start, spec: Task
         run.tell(2, ["t.3", "t.4"], joiners=["t.3", "t.4"], urgent=True)
         complete(run)
         assert taken(run, "t.3").iteration == taken(run, "t.4").iteration == kept - 1
-        assert "another shard" in taken(run, "t.3").tried[0] and "digest" in taken(run, "t.4").tried[0]
+        assert (
+            "another shard" in taken(run, "t.3").failed_sources[0] and "digest" in taken(run, "t.4").failed_sources[0]
+        )
         assert expected is not None and run.completed is not None
         assert run.completed.params_digest == expected.params_digest
 
 
-def test_intervals_follow_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> None:
+def test_capture_interval_follows_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> None:
     """A failure a second asks for a capture at every iteration, one a year for the first alone."""
     free = replace(spec, iterations=40, checkpoint=CheckpointSpec(dir="(the rig says)"))
     counts = []
@@ -221,13 +234,13 @@ def test_intervals_follow_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> N
             run.until(lambda: run.ready("t.1"))
             run.tell(1, ["t.1"], mtbf_us=mtbf_us)
             complete(run)
-            counts.append(len(run.of(Captured)))
+            counts.append(len(run.of(SnapshotStored)))
             assert last_commit(run).iteration == 40
     assert counts[0] > 8
     assert counts[1] <= 2
 
 
-def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, digest: str) -> None:
+def test_task_moves_to_other_nodes_without_loss(rig: Start, spec: TaskSpec, digest: str) -> None:
     """The newcomers take state from those who leave, in place; no source but a live replica is asked."""
     with rig(spec) as run:
         run.start("t.1", fault="stop@iteration=3,micro_batch=2", memory=True)
@@ -238,9 +251,9 @@ def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, 
         run.tell(2, ["t.1", "t.2"], joiners=["t.2"])
         run.until(lambda: stopped(run.pids["t.1"]))
         run.signal("t.1", signal.SIGCONT)
-        run.until(lambda: run.of(StateLoadReport, "t.2"))
+        run.until(lambda: run.of(StateLoaded, "t.2"))
         run.tell(3, ["t.2"], also=["t.1"])
-        run.until(lambda: run.of(Parked, "t.1") or run.completed)
+        run.until(lambda: run.of(WorkerPaused, "t.1") or run.completed)
         run.quit("t.1")
         complete(run)
         assert taken(run, "t.2").source == "replica"
@@ -250,7 +263,7 @@ def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, 
 # --- the server ----------------------------------------------------------------------------------
 
 
-def test_who_does_not_know_the_token_gets_nothing(rig: Start, spec: TaskSpec) -> None:
+def test_memory_server_rejects_unknown_token(rig: Start, spec: TaskSpec) -> None:
     memory = Memory.private(1 << 20)
     with OtherNode("n3", {0: memory}) as service:
         draft = memory.draft(5)

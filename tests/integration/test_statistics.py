@@ -9,8 +9,15 @@ import pytest
 
 from tests.integration.regroup_rig import ForkServer, Rig
 from unicrond.agents.protocol import marks
-from unicrond.agents.protocol.messages import Degraded, ErrorReport, StragglerReport, Suspected
-from unicrond.events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
+from unicrond.events.vocabulary import (
+    CheckpointSpec,
+    CorruptionSuspected,
+    DegradationObserved,
+    ErrorReported,
+    ModelSpec,
+    StragglerObserved,
+    TaskSpec,
+)
 
 ODD = str(Path(__file__).with_name("odd_gpt.py"))
 THREE = ("t.1", "t.2", "t.3")
@@ -42,13 +49,11 @@ def trained(server: ForkServer, directory: Path, spec: TaskSpec, done: Callable[
     return rig
 
 
-def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
-    server: ForkServer, data: Path, tmp_path: Path
-) -> None:
-    def blames(rig: Rig) -> list[tuple[str, Degraded]]:
-        return [(worker, m) for worker, m in rig.said if isinstance(m, Degraded) and is_due(m)]
+def test_slow_worker_is_named_by_compute_time(server: ForkServer, data: Path, tmp_path: Path) -> None:
+    def blames(rig: Rig) -> list[tuple[str, DegradationObserved]]:
+        return [(worker, m) for worker, m in rig.said if isinstance(m, DegradationObserved) and is_due(m)]
 
-    def is_due(told: Degraded) -> bool:  # a busy machine may slow anybody down before
+    def is_due(told: DegradationObserved) -> bool:  # a busy machine may slow anybody down before
         return told.slowest == "t.2" and told.compute_us > told.others_us + 50_000
 
     rig = trained(server, tmp_path, odd_task(data, "slow", 2, 45), blames)
@@ -58,9 +63,9 @@ def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
     assert told.iteration >= 45
 
 
-def test_who_is_slow_from_birth_is_told_of(server: ForkServer, data: Path, tmp_path: Path) -> None:
-    def tellers(rig: Rig) -> list[tuple[str, StragglerReport]]:
-        return [(worker, m) for worker, m in rig.said if isinstance(m, StragglerReport)]
+def test_worker_slow_from_start_is_reported(server: ForkServer, data: Path, tmp_path: Path) -> None:
+    def tellers(rig: Rig) -> list[tuple[str, StragglerObserved]]:
+        return [(worker, m) for worker, m in rig.said if isinstance(m, StragglerObserved)]
 
     rig = trained(server, tmp_path, odd_task(data, "straggle", 2, 1), tellers)
     worker, told = tellers(rig)[0]
@@ -71,32 +76,29 @@ def test_who_is_slow_from_birth_is_told_of(server: ForkServer, data: Path, tmp_p
 
 
 @pytest.mark.parametrize(("what", "sign"), [("spike", "loss"), ("gradient", "gradient_norm")])
-def test_the_worker_with_odd_numbers_is_named(
-    server: ForkServer, data: Path, tmp_path: Path, what: str, sign: str
-) -> None:
-    rig = trained(server, tmp_path, odd_task(data, what, 3, 30), lambda rig: rig.of(Suspected))
-    (told,) = (m for m in rig.of(Suspected) if isinstance(m, Suspected) and m.iteration <= 31)
+def test_worker_with_odd_numbers_is_named(server: ForkServer, data: Path, tmp_path: Path, what: str, sign: str) -> None:
+    rig = trained(server, tmp_path, odd_task(data, what, 3, 30), lambda rig: rig.of(CorruptionSuspected))
+    (told,) = (m for m in rig.of(CorruptionSuspected) if isinstance(m, CorruptionSuspected) and m.iteration <= 31)
     assert (told.sign, told.suspect, told.iteration) == (sign, "t.3", 30)
     assert told.value > 2 * told.usual > 0
 
 
-def test_a_flipped_bit_is_found_and_its_holder_named_by_the_majority(
-    server: ForkServer, data: Path, tmp_path: Path
-) -> None:
+def test_flipped_bit_is_found_by_majority_of_checksums(server: ForkServer, data: Path, tmp_path: Path) -> None:
     rig = trained(
-        server, tmp_path, odd_task(data, "flip", 1, 7, UNICRON_CHECKSUM_EVERY="5"), lambda rig: rig.of(Suspected)
+        server,
+        tmp_path,
+        odd_task(data, "flip", 1, 7, UNICRON_CHECKSUM_EVERY="5"),
+        lambda rig: rig.of(CorruptionSuspected),
     )
-    tellers = [(worker, m) for worker, m in rig.said if isinstance(m, Suspected)]
+    tellers = [(worker, m) for worker, m in rig.said if isinstance(m, CorruptionSuspected)]
     worker, told = tellers[0]
     assert (worker, told.sign, told.suspect) == ("t.2", "checksum", "t.1"), "the lead itself is odd: the next one tells"
     assert told.iteration == 10
 
 
-def test_the_cause_of_an_exception_is_classified_and_its_place_told(
-    server: ForkServer, data: Path, tmp_path: Path
-) -> None:
-    rig = trained(server, tmp_path, odd_task(data, "wrap", 2, 4), lambda rig: rig.of(ErrorReport, "t.2"))
-    told = next(m for worker, m in rig.said if isinstance(m, ErrorReport) and worker == "t.2")
+def test_exception_report_carries_class_and_place(server: ForkServer, data: Path, tmp_path: Path) -> None:
+    rig = trained(server, tmp_path, odd_task(data, "wrap", 2, 4), lambda rig: rig.of(ErrorReported, "t.2"))
+    told = next(m for worker, m in rig.said if isinstance(m, ErrorReported) and worker == "t.2")
     assert (told.kind, told.iteration, told.phase, told.message) == (
         "ecc_error",
         4,
@@ -106,7 +108,7 @@ def test_the_cause_of_an_exception_is_classified_and_its_place_told(
     assert "uncorrectable ECC" in told.detail
 
 
-def test_marks_of_a_healthy_task_agree(server: ForkServer, data: Path, tmp_path: Path) -> None:
+def test_marks_of_healthy_task_agree(server: ForkServer, data: Path, tmp_path: Path) -> None:
     spec = odd_task(data, "none", 9, 1)
     with Rig(server, tmp_path, spec) as rig:
         rig.start(*THREE)
@@ -120,5 +122,5 @@ def test_marks_of_a_healthy_task_agree(server: ForkServer, data: Path, tmp_path:
     assert len(found) == 3
     assert all(mark.generation == 1 and mark.iteration >= 20 for mark in found)
     assert all(1_000_000 <= mark.limit_us < 60_000_000 for mark in found), "all know the usual time"
-    entered = [mark.entered for mark in found]
+    entered = [mark.collectives_entered for mark in found]
     assert max(entered) - min(entered) <= 2, "all count the same collectives"

@@ -55,7 +55,7 @@ async def go(way: tuple[str, ...], before: Version, after: Version, directory: P
         await upgrade.all_is_well()
 
 
-def test_the_build_with_one_schema_more_can_be_made(trees: Path) -> None:
+def test_next_schema_build_succeeds(trees: Path) -> None:
     """As the source changes, its patches must."""
     tree = make_tree("next", trees)
     program = "import unicrond.service.head.daemon, unicrond.agents.shell.daemon, unicrond.replay.cli\n"
@@ -68,12 +68,12 @@ def test_the_build_with_one_schema_more_can_be_made(trees: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_an_upgrade_in_mid_training(tmp_path: Path, trees: Path) -> None:
+async def test_upgrade_in_mid_training_succeeds(tmp_path: Path, trees: Path) -> None:
     await go(WAYS["half and half"], "today", "next", tmp_path, trees)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_way(way: str, tmp_path: Path, trees: Path) -> None:
+async def test_upgrade_succeeds_in_every_order(way: str, tmp_path: Path, trees: Path) -> None:
     await go(WAYS[way], "today", "next", tmp_path, trees)

@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from tests.unicrond import cluster as mini
-from unicrond.core.fold import fold
+from unicrond.core.replayer import replay
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.streams import create_streams
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.local.dev import free_port
 
 TIMEOUT_S = 120.0
@@ -168,7 +168,7 @@ class Publisher:
         workers = [(h.name, p) for h in self.cluster.hosts.values() for p in h.processes.values()]
         node, process = workers[number]
         event = v.WorkerExited(
-            node=node, task=process.task, worker=process.worker, exit_code=None, signal=9, expected=False
+            node=node, task=process.task, worker=process.worker, exit_code=None, signal=9, is_expected=False
         )
         host = self.cluster.hosts[node]
         key = (node, host.boot)
@@ -176,20 +176,17 @@ class Publisher:
         (seq,) = await self.log.append([self._say(node, host.boot, self._numbers[key], event)])
         return seq
 
-    async def after(self, seq: int, wanted: Callable[[Recorded], object]) -> tuple[Recorded, float]:
+    async def after(self, seq: int, wanted: Callable[[RecordedEvent], object]) -> tuple[RecordedEvent, float]:
         """The first such entry after that one, and when it came."""
         async with asyncio.timeout(TIMEOUT_S), aclosing(self.log.read(seq)) as entries:
             async for entry in entries:
-                if isinstance(entry, Recorded) and wanted(entry):
+                if isinstance(entry, RecordedEvent) and wanted(entry):
                     return entry, time.monotonic()
         raise AssertionError("the log ended")
 
     async def state(self) -> ClusterState:
         """The whole log, folded."""
-        state = ClusterState()
-        async for entry in self.log.read(until_seq=await self.log.last_seq()):
-            state = fold(state, entry)
-        return state
+        return replay([entry async for entry in self.log.read(until_seq=await self.log.last_seq())])
 
     def _say(self, producer: str, boot: int, number: int, event: v.AnyEvent) -> Envelope:
         return Envelope(producer=producer, boot=boot, number=number, observed_at_us=time.time_ns() // 1000, event=event)
@@ -215,19 +212,19 @@ async def publisher(
         await connection.close()
 
 
-def is_decision(term: int) -> Callable[[Recorded], bool]:
+def is_decision(term: int) -> Callable[[RecordedEvent], bool]:
     """Of that term or a later one, and not the claim."""
 
-    def holds(entry: Recorded) -> bool:
+    def holds(entry: RecordedEvent) -> bool:
         return entry.envelope.term >= term and not isinstance(entry.envelope.event, v.CoordinatorStarted)
 
     return holds
 
 
-def is_claim(term: int) -> Callable[[Recorded], bool]:
+def is_claim(term: int) -> Callable[[RecordedEvent], bool]:
     """Of that term or a later one."""
 
-    def holds(entry: Recorded) -> bool:
+    def holds(entry: RecordedEvent) -> bool:
         return isinstance(entry.envelope.event, v.CoordinatorStarted) and entry.envelope.term >= term
 
     return holds

@@ -56,7 +56,10 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     ],
     "events/vocabulary/training.py": [
         _SINCE,
-        (r"(?s)(class StepCommitted\(.*?redone: [^\n]*\n)", rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n'),
+        (
+            r"(?s)(class StepCommitted\(.*?micro_batches_repeated: [^\n]*\n)",
+            rf'\1    rack: Annotated[Text, Since({NEXT})] = ""\n',
+        ),
     ],
     "events/vocabulary/memberships.py": [
         _SINCE,
@@ -84,6 +87,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     "unicrond/core/state/state.py": [
         (r"(?m)^    memory: MemoryService \| None = [^\n]*\n", r"\g<0>    greeted: bool = False\n")
     ],
+    "unicrond/core/state/state_bytes.py": [(r'(?m)^    "gpu",\n\)', '    "gpu",\n    "greeted",\n)')],
     "unicrond/core/folding/nodes.py": [
         (
             r"(?m)^def node_left\(",
@@ -227,10 +231,10 @@ class Upgrade:
         def is_seen(state: ClusterState) -> bool:
             if name == "coordinator":
                 return state.term > before.term
-            return state.nodes[name].agent_boot > before.nodes[name].agent_boot
+            return state.nodes[name].agent.boot > before.nodes[name].agent.boot
 
         state = await self.live.until(f"{name} is of version {version}", is_seen)
-        told = spoken_schema(state.nodes[name].version) if name != "coordinator" else SCHEMAS[version]
+        told = spoken_schema(state.nodes[name].agent.version) if name != "coordinator" else SCHEMAS[version]
         assert told == SCHEMAS[version]
         after = await self.live.training(incidents=self.incidents, beyond=20)
         workers = [members(one) for one in (before, after)]
@@ -244,8 +248,8 @@ class Upgrade:
         os.kill(worker.pid, signal.SIGKILL)
         self.incidents += 1
         after = await self.live.training(incidents=self.incidents, beyond=10)
-        assert after.closed[-1].worker == worker.worker
-        assert after.closed[-1].kind == "process_exit"
+        assert after.closed_incidents[-1].worker == worker.worker
+        assert after.closed_incidents[-1].kind == "process_exit"
 
     async def all_is_well(self) -> None:
         """Nothing was lost, and whoever reads the log finds what the coordinator has."""

@@ -15,9 +15,9 @@ import torch
 
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import CPU, checkout
-from unicrond.agents.protocol.messages import Committed, Completed
+from unicrond.agents.protocol.messages import IterationCommitted
 from unicrond.agents.trainer.states import checkpoint
-from unicrond.events.vocabulary import TaskSpec
+from unicrond.events.vocabulary import TaskCompleted, TaskSpec
 
 Parameters = Mapping[str, torch.Tensor]
 _ROOT = Path(__file__).parents[2]
@@ -27,8 +27,8 @@ _ROOT = Path(__file__).parents[2]
 class Outcome:
     """`shards`: the last parameters, by shard. `logs`: of all workers, by worker."""
 
-    completed: Completed
-    iterations: Mapping[int, Committed]
+    completed: TaskCompleted
+    iterations: Mapping[int, IterationCommitted]
     shards: Sequence[Parameters]
     logs: Mapping[str, str]
 

@@ -16,14 +16,14 @@ SGD = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0"
 KILL = "kill@iteration=3,micro_batch=1"
 
 
-def test_with_sgd_healed_parameters_are_those_of_stock(server: ForkServer, tmp_path: Path) -> None:
+def test_healed_sgd_parameters_match_stock(server: ForkServer, tmp_path: Path) -> None:
     healed = broken(server, tmp_path / "healed", task(SGD), KILL, joins=False)
     apart = furthest(healed.shards, stock(tmp_path / "stock", f"{MODEL} {SGD}", 3))
     told(f"SGD: {apart:.2g} from stock DP3")
     assert apart <= 1e-7
 
 
-def test_with_adam_the_difference_is_that_of_stock_from_itself(server: ForkServer, tmp_path: Path) -> None:
+def test_healed_adam_parameters_match_stock_within_its_spread(server: ForkServer, tmp_path: Path) -> None:
     healed = broken(server, tmp_path / "healed", task(), KILL, joins=False)
     one, three = (stock(tmp_path / f"dp{n}", MODEL, n) for n in (1, 3))
     own = furthest(one, three)
@@ -32,7 +32,7 @@ def test_with_adam_the_difference_is_that_of_stock_from_itself(server: ForkServe
     assert apart <= 2 * own
 
 
-def test_in_bf16_the_losses_are_those_of_stock(server: ForkServer, tmp_path: Path) -> None:
+def test_bf16_losses_match_stock(server: ForkServer, tmp_path: Path) -> None:
     healed = broken(server, tmp_path / "healed", task("--bf16"), KILL, joins=False)
     for ranks in (1, 3):
         stock(tmp_path / f"dp{ranks}", f"{MODEL} --bf16", ranks)

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Outcome, broken, ended, furthest, names, stock, told
-from unicrond.agents.protocol.messages import StateLoadReport
+from unicrond.events.vocabulary import StateLoaded
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 TEN = MODEL.replace("--train-iters 5", "--train-iters 10")
@@ -37,8 +37,8 @@ def started(server: ForkServer, directory: Path, flags: str, replicas: int) -> O
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
         outcome = ended(rig)
-        (taken, *_) = rig.of(StateLoadReport)
-    assert isinstance(taken, StateLoadReport) and (taken.source, taken.iteration) == ("checkpoint", 5)
+        (taken, *_) = rig.of(StateLoaded)
+    assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("checkpoint", 5)
     assert list(outcome.iterations) == [6, 7, 8, 9, 10]
     return outcome
 
@@ -50,7 +50,7 @@ def of_iteration_5(saved: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_of_every_kind_go_both_ways(server: ForkServer, tmp_path: Path, kind: str) -> None:
+def test_checkpoints_of_every_kind_convert_both_ways(server: ForkServer, tmp_path: Path, kind: str) -> None:
     tp, pp, flags = KINDS[kind]
     size = tp * pp
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken
-from unicrond.agents.protocol.messages import Busy, StateLoadReport
+from unicrond.events.vocabulary import StateLoaded, WorkerBusy
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 #: With Adam: of SGD stock writes states that it cannot load itself.
@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(one, furthest(one, three))
 
 
-def test_a_stock_checkpoint_starts_a_task(server: ForkServer, tmp_path: Path, whole: Whole) -> None:
+def test_stock_checkpoint_starts_task(server: ForkServer, tmp_path: Path, whole: Whole) -> None:
     saved = f"--save {tmp_path / 'saved'} --save-interval 5"
     stock(tmp_path / "stock", f"{TEN} {saved} --exit-interval 5", 1)
     spec = task(model=f"{TEN} --load {tmp_path / 'saved'}")
@@ -48,14 +48,14 @@ def test_a_stock_checkpoint_starts_a_task(server: ForkServer, tmp_path: Path, wh
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
         outcome = ended(rig)
-        (taken, *_) = rig.of(StateLoadReport)
-    assert isinstance(taken, StateLoadReport) and (taken.source, taken.iteration) == ("checkpoint", 5)
+        (taken, *_) = rig.of(StateLoaded)
+    assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("checkpoint", 5)
     assert list(outcome.iterations) == [6, 7, 8, 9, 10]
     assert "consumed samples:           36" in outcome.logs["t.1"]
     assert whole.is_met_by(outcome.shards, "a stock checkpoint in a task")
 
 
-def test_a_tasks_checkpoint_is_resumed_by_stock(server: ForkServer, tmp_path: Path, whole: Whole) -> None:
+def test_task_checkpoint_resumes_in_stock(server: ForkServer, tmp_path: Path, whole: Whole) -> None:
     saved = f"--save {tmp_path / 'saved'} --save-interval 4"
     healed = broken(server, tmp_path, task(model=f"{TEN} {saved} --exit-interval 5"), "kill@iteration=3", joins=False)
     assert healed.completed.iteration == 5
@@ -65,7 +65,7 @@ def test_a_tasks_checkpoint_is_resumed_by_stock(server: ForkServer, tmp_path: Pa
     assert whole.is_met_by(resumed, "a task's checkpoint in stock")
 
 
-def test_a_save_that_fails_ends_nothing(server: ForkServer, tmp_path: Path) -> None:
+def test_failed_save_ends_nothing(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("no directory")
     outcome = unbroken(server, tmp_path, task(f"--save {tmp_path / 'saved'} --save-interval 2"), 2)
     assert outcome.completed.iteration == 5
@@ -73,9 +73,7 @@ def test_a_save_that_fails_ends_nothing(server: ForkServer, tmp_path: Path) -> N
     assert "was not saved" not in outcome.logs["t.2"]
 
 
-def test_what_is_saved_while_training_goes_on_is_resumed_by_stock(
-    server: ForkServer, tmp_path: Path, whole: Whole
-) -> None:
+def test_async_checkpoint_resumes_in_stock(server: ForkServer, tmp_path: Path, whole: Whole) -> None:
     saved = f"--save {tmp_path / 'saved'} --save-interval 5 --async-save"
     ended_early = unbroken(server, tmp_path, task(model=f"{TEN} {saved} --exit-interval 7"), 2)
     assert ended_early.completed.iteration == 7
@@ -87,7 +85,7 @@ def test_what_is_saved_while_training_goes_on_is_resumed_by_stock(
 
 
 @pytest.mark.parametrize("what", ["evaluation", "checkpoint"])
-def test_a_worker_dies_in_what_is_no_training(server: ForkServer, tmp_path: Path, what: str) -> None:
+def test_death_during_save_or_evaluation_heals(server: ForkServer, tmp_path: Path, what: str) -> None:
     """The lead, at that: another replica's saves and evaluations go on from there."""
     model = MODEL.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 8 --eval-interval 2")
     flags = f"--save {tmp_path / 'saved'} --save-interval 2"
@@ -99,7 +97,7 @@ def test_a_worker_dies_in_what_is_no_training(server: ForkServer, tmp_path: Path
         rig.start(*workers)
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
-        rig.until(lambda: any(isinstance(one, Busy) and one.what == what for one in rig.of(Busy, "t.1")))
+        rig.until(lambda: any(isinstance(one, WorkerBusy) and one.section == what for one in rig.of(WorkerBusy, "t.1")))
         rig.signal("t.1", signal.SIGKILL)
         rig.until(lambda: "t.1" in rig.exits)
         rig.tell(2, workers[1:], urgent=True)
@@ -109,7 +107,7 @@ def test_a_worker_dies_in_what_is_no_training(server: ForkServer, tmp_path: Path
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "5"
 
 
-def test_evaluation_is_that_of_stock_and_no_replica_waits_too_long(server: ForkServer, tmp_path: Path) -> None:
+def test_evaluation_matches_stock_without_timeouts(server: ForkServer, tmp_path: Path) -> None:
     model = MODEL.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 2 --eval-interval 2")
     healed = broken(server, tmp_path, task(model=model), "kill@iteration=3,micro_batch=1", joins=False)
     printed = [line for line in healed.logs["t.1"].splitlines() if "validation loss at" in line]

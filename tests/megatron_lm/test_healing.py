@@ -16,7 +16,7 @@ def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     return unbroken(server, tmp_path_factory.mktemp("calm"), task(), 3)
 
 
-def test_three_replicas_train_a_script_that_knows_nothing_of_them(calm: Outcome) -> None:
+def test_three_replicas_train_unmodified_script(calm: Outcome) -> None:
     assert [message.micro_batches_by_rank for message in calm.iterations.values()] == [(2, 2, 2)] * 5
     assert calm.completed.iteration == 5
     first = calm.logs["t.1"]
@@ -27,25 +27,23 @@ def test_three_replicas_train_a_script_that_knows_nothing_of_them(calm: Outcome)
     assert "lm loss" not in calm.logs["t.2"] + calm.logs["t.3"]
 
 
-def test_a_dead_replica_and_a_newcomer_leave_no_bit_different(
-    server: ForkServer, calm: Outcome, tmp_path: Path
-) -> None:
+def test_dead_replica_and_newcomer_change_no_bit(server: ForkServer, calm: Outcome, tmp_path: Path) -> None:
     healed = broken(server, tmp_path, task(), "kill@iteration=3,micro_batch=1", joins=False)
-    assert healed.iterations[3].redone == 2
+    assert healed.iterations[3].micro_batches_repeated == 2
     assert healed.losses == calm.losses
     assert healed.completed.params_digest == calm.completed.params_digest
     assert same_bits(healed.shards, calm.shards)
 
 
 @pytest.mark.megatron_lm
-def test_one_replica_makes_the_same_bits_as_three(server: ForkServer, calm: Outcome, tmp_path: Path) -> None:
+def test_replica_alone_makes_same_bits_as_three(server: ForkServer, calm: Outcome, tmp_path: Path) -> None:
     alone = unbroken(server, tmp_path, task(), 1)
     assert [message.micro_batches_by_rank for message in alone.iterations.values()] == [(6,)] * 5
     assert alone.completed.params_digest == calm.completed.params_digest
 
 
 @pytest.mark.megatron_lm
-def test_a_newcomer_takes_the_state_and_enters_the_loop(server: ForkServer, calm: Outcome, tmp_path: Path) -> None:
+def test_newcomer_takes_state_and_enters_loop(server: ForkServer, calm: Outcome, tmp_path: Path) -> None:
     longer = MODEL.replace("--train-iters 5", "--train-iters 12")
     healed = broken(server, tmp_path, task(model=longer), "kill@iteration=3,micro_batch=1")
     last = healed.iterations[12]

@@ -58,7 +58,7 @@ def both(server: ForkServer, directory: Path, flags: str) -> tuple[Outcome, Outc
     whole = unbroken(server, directory / "whole", spec, 2)
     fault = KILL if spec.pp == 1 else KILL_IN_BACKWARD
     healed = broken(server, directory / "healed", spec, fault, joins=False)
-    assert healed.iterations[3].redone
+    assert healed.iterations[3].micro_batches_repeated
     assert healed.losses == whole.losses
     assert same_bits(healed.shards, whole.shards)
     assert healed.completed.params_digest == whole.completed.params_digest
@@ -66,9 +66,7 @@ def both(server: ForkServer, directory: Path, flags: str) -> tuple[Outcome, Outc
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_heals_to_the_bits_of_an_unbroken_run_and_of_stock(
-    server: ForkServer, tmp_path: Path, layout: str
-) -> None:
+def test_layout_heals_to_bits_of_unbroken_run_and_stock(server: ForkServer, tmp_path: Path, layout: str) -> None:
     tp, pp, flags = LAYOUTS[layout]
     _, healed = both(server, tmp_path, f"{SGD} {flags}")
     alone = stock(tmp_path / "stock", f"{MODEL} {SGD} {flags}", tp * pp, tp=tp, pp=pp)
@@ -78,9 +76,7 @@ def test_a_layout_heals_to_the_bits_of_an_unbroken_run_and_of_stock(
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_precisions_and_optimizers_heal_to_the_bits_of_an_unbroken_run(
-    server: ForkServer, tmp_path: Path, kind: str
-) -> None:
+def test_precision_and_optimizer_heal_to_bits_of_unbroken_run(server: ForkServer, tmp_path: Path, kind: str) -> None:
     whole, healed = both(server, tmp_path, OTHERS[kind])
     if kind == "fp16":
         assert "number of skipped iterations:   1" not in whole.logs["t.1"]

@@ -52,9 +52,7 @@ async def completed(live: Live) -> str:
     return str(live.events("TaskCompleted")[-1]["params_digest"])
 
 
-async def test_a_worker_is_killed_and_the_task_ends_with_the_bits_of_an_unbroken_run(
-    server: ForkServer, tmp_path: Path
-) -> None:
+async def test_task_with_killed_worker_ends_with_same_bits(server: ForkServer, tmp_path: Path) -> None:
     model = of_iterations(200)  # so many that the fault comes in time, on a busy machine as well
     expected = unbroken(server, tmp_path / "whole", task(model=model), 3).completed
     async with live_cluster(tmp_path, nodes=3, workers=3, injection=True) as live:
@@ -62,7 +60,7 @@ async def test_a_worker_is_killed_and_the_task_ends_with_the_bits_of_an_unbroken
         await whole(live, 2)
         await live.run("unicronctl", "--url", live.dev.url, "inject", "kill", "--task", NAME, "--rank", "1")
         assert await completed(live) == expected.params_digest
-        (incident,) = (await live.dev.state())[0].closed
+        (incident,) = (await live.dev.state())[0].closed_incidents
         assert incident.kind == "process_exit"
         told(f"a worker killed: {times(incident)}")
 
@@ -78,7 +76,7 @@ FAULTS = [
 ]
 
 
-async def test_every_fault_heals_and_leaves_no_bit_different(server: ForkServer, tmp_path: Path) -> None:
+async def test_faults_in_all_phases_change_no_bit(server: ForkServer, tmp_path: Path) -> None:
     """In all phases, and on a node, while it evaluates and saves. (In these themselves: test_checkpoints.py.)"""
     longer = of_iterations(800).replace("--global-batch-size 6", "--global-batch-size 12")
     model = longer.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 2 --eval-interval 25")
@@ -90,9 +88,9 @@ async def test_every_fault_heals_and_leaves_no_bit_different(server: ForkServer,
         await whole(live, 2)
         for fault in FAULTS:
             await live.run("unicronctl", "--url", live.dev.url, "inject", *fault.split(), "--task", NAME, "--rank", "1")
-            await live.until(fault, lambda s, n=live.incidents: len(s.closed) > n)  # type: ignore[misc]
+            await live.until(fault, lambda s, n=live.incidents: len(s.closed_incidents) > n)  # type: ignore[misc]
             state = await whole(live, 3)
-            one = state.closed[-1]
+            one = state.closed_incidents[-1]
             told(f"{fault}: {one.kind}, {times(one)}, iteration {state.tasks[NAME].progress.iteration}")
         state = await whole(live)
         node = state.tasks[NAME].workers[members(state, NAME)[1]].node

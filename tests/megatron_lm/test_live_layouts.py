@@ -22,7 +22,7 @@ FLAGS = MODEL.replace("--train-iters 5", "--train-iters 20000").replace(
 )
 
 
-async def test_a_stage_dies_and_its_layers_go_to_the_other_and_back_to_interleaved_stages(tmp_path: Path) -> None:
+async def test_lost_stage_moves_to_other_node_and_back(tmp_path: Path) -> None:
     """pp 2 with two chunks each on two nodes, then pp 1, then as before."""
     flags = f"{FLAGS.replace('--num-layers 2', '--num-layers 4')} --pipeline-model-parallel-size 2"
     task = {
@@ -52,12 +52,12 @@ async def test_a_stage_dies_and_its_layers_go_to_the_other_and_back_to_interleav
         from_where = [e["resharded_from"] for e in told(client, "StateLoaded") if e["resharded_from"]]
         assert [where for where, _ in groupby(from_where)][-2:] == ["tp 1, pp 2, vpp 2", "tp 1, pp 1"]
         state, _ = await dev.state()
-        lost = sum(one.iterations_lost for one in state.closed)
+        lost = sum(one.iterations_lost for one in state.closed_incidents)
         assert told_again(client) == lost <= 5, "a capture is kept every five iterations"
         await decides_again(dev)
 
 
-async def test_a_node_dies_and_megatron_lm_trains_on_in_the_best_layout_and_returns(tmp_path: Path) -> None:
+async def test_node_loss_moves_task_to_best_layout_and_back(tmp_path: Path) -> None:
     """tp 2 x dp 2 on 2 nodes of 2 slots: two pairs, then two singles, then two pairs. No step is lost."""
     flags = f"{FLAGS} --sequence-parallel --tensor-model-parallel-size 2"
     task = {
@@ -89,5 +89,5 @@ async def test_a_node_dies_and_megatron_lm_trains_on_in_the_best_layout_and_retu
         assert [where for where, _ in groupby(from_where)][-2:] == ["tp 2, pp 1", "tp 1, pp 1"]
         assert told_again(client) <= 1, "the lead died, and the next one told of the step that it did not know was told"
         state, _ = await dev.state()
-        assert [one.iterations_lost for one in state.closed] == [0]
+        assert [one.iterations_lost for one in state.closed_incidents] == [0]
         await decides_again(dev)

@@ -16,13 +16,13 @@ SGD = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0"
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_it_heals_to_the_same_bits_and_trains_as_alone(server: ForkServer, tmp_path: Path, kind: str) -> None:
+def test_own_script_heals_to_same_bits_and_matches_stock(server: ForkServer, tmp_path: Path, kind: str) -> None:
     flags = f"{SGD} --calculate-per-token-loss --attention-backend auto --own-model {kind}"
     spec = task(flags, script=SCRIPT)
     calm = unbroken(server, tmp_path / "calm", spec, 3)
     assert "lm loss" in calm.logs["t.1"]
     healed = broken(server, tmp_path / "healed", spec, "kill@iteration=3,micro_batch=1", joins=False)
-    assert healed.iterations[3].redone == 2
+    assert healed.iterations[3].micro_batches_repeated == 2
     assert same_bits(healed.shards, calm.shards)
     apart = furthest(healed.shards, stock(tmp_path / "stock", f"{MODEL} {flags}", 3, script=SCRIPT))
     told(f"{kind}: {apart:.2g} from stock DP3")

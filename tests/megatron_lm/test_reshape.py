@@ -14,10 +14,9 @@ from tests.integration.test_reshape import BOUNDARY, apart, go_on, hand_over
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import names, told, unbroken
 from tests.megatron_lm.test_layouts import MOE
-from unicrond.agents.protocol.messages import StateLoadReport
 from unicrond.agents.trainer.states import checkpoint
 from unicrond.agents.trainer.states.resharding import layout_in
-from unicrond.events.vocabulary import CheckpointSpec, TaskSpec
+from unicrond.events.vocabulary import CheckpointSpec, StateLoaded, TaskSpec
 from unicrond.events.vocabulary.shape import Shape
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.megatron_lm]
@@ -68,13 +67,13 @@ def whole(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_in_another_layout(server: ForkServer, tmp_path: Path, way: str) -> None:
+def test_training_continues_in_other_layout(server: ForkServer, tmp_path: Path, way: str) -> None:
     flags, shape = WAYS[way]
     spec = of_memory(task(flags, model=EIGHT))
     goes_on(server, tmp_path, way, spec, spec, shape)
 
 
-def test_what_loads_megatrons_own_checkpoint_goes_on_in_another_layout(server: ForkServer, tmp_path: Path) -> None:
+def test_task_with_megatron_checkpoint_continues_in_other_layout(server: ForkServer, tmp_path: Path) -> None:
     """The new workers find one that the old ones have saved, of an older iteration, and read it in their layout."""
 
     def saving(directory: str) -> TaskSpec:
@@ -98,8 +97,8 @@ def goes_on(
         hand_over(rig, old, memory=True)
         other = msgspec.structs.replace(spec, tp=shape.tp, pp=shape.pp, vpp=shape.vpp, ep=shape.ep)
         go_on(rig, other, [f"t.{len(old) + 1 + number}" for number in range(shape.workers)])
-        (taken,) = rig.of(StateLoadReport, f"t.{len(old) + 1}")
-        assert isinstance(taken, StateLoadReport) and (taken.source, taken.iteration) == ("peer", BOUNDARY)
+        (taken,) = rig.of(StateLoaded, f"t.{len(old) + 1}")
+        assert isinstance(taken, StateLoaded) and (taken.source, taken.iteration) == ("peer", BOUNDARY)
         assert taken.resharded_from == str(spec.cut)
         losses = {iteration: commit.loss for iteration, commit in rig.iterations().items()}
         here = whole(rig.checkpoints)

@@ -47,12 +47,12 @@ def checkouts(version: str) -> Path:
 
 
 @pytest.mark.parametrize("version", TESTED)
-def test_every_seam_is_there_and_is_looked_up_when_it_is_called(version: str) -> None:
+def test_seams_exist_and_are_looked_up_on_call(version: str) -> None:
     assert list(missing(lookups_in(checkouts(version)))) == []
 
 
 @pytest.mark.parametrize("version", TESTED)
-def test_what_the_adapter_takes_by_place_stands_there(version: str) -> None:
+def test_positional_parameters_match_every_release(version: str) -> None:
     """Signatures grow at their ends: the first parameters are the same in every release."""
     tree = ast.parse((checkouts(version) / "megatron" / "training" / "training.py").read_text())
     first = {
@@ -68,13 +68,13 @@ def test_what_the_adapter_takes_by_place_stands_there(version: str) -> None:
     assert not any(call.args for call in trained)
 
 
-def test_the_seams_of_the_checkout_at_hand() -> None:
+def test_seams_exist_in_configured_checkout() -> None:
     if not os.environ.get("MEGATRON_LM"):
         pytest.skip("MEGATRON_LM names no checkout")
     assert list(missing(lookups_in(Path(os.environ["MEGATRON_LM"])))) == []
 
 
-def test_a_seam_that_is_gone_or_unused_is_named_in_one_line() -> None:
+def test_missing_seam_is_named_in_one_line() -> None:
     whole = {
         module: {"": set[str](), **{user: set[str]() for seam in SEAMS for user in seam.users}}
         for module in ("training", "global_vars", "arguments", "initialize")
@@ -99,6 +99,6 @@ def test_a_seam_that_is_gone_or_unused_is_named_in_one_line() -> None:
     assert list(missing(whole.get)) == ["megatron.training.arguments.validate_args is not there or is not called"]
 
 
-def test_a_version_that_was_not_tested_begins_with_a_warning() -> None:
+def test_untested_version_warns() -> None:
     assert seams.warning("0.16.1") == seams.warning("0.16.3+local") == ""
     assert seams.warning("0.20.0").startswith("Megatron-LM 0.20.0 is not among the tested versions (0.15.3, 0.16.1")

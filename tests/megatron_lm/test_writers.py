@@ -16,7 +16,7 @@ from tests.megatron_lm.runs import ended
 pytestmark = pytest.mark.megatron_lm
 
 
-def test_curves_go_on_when_the_lead_is_lost(server: ForkServer, tmp_path: Path) -> None:
+def test_curves_continue_when_leader_is_lost(server: ForkServer, tmp_path: Path) -> None:
     spec = task(f"--tensorboard-dir {tmp_path / 'curves'} --log-throughput")
     with Rig(server, tmp_path, spec) as rig:
         workers = ["t.1", "t.2", "t.3"]

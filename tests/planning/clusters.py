@@ -76,6 +76,20 @@ def with_turns(rng: Random, problem: Problem) -> Problem:
     return replace(problem, tasks=tuple(tasks) + problem.tasks[len(tasks) :])
 
 
+def with_priorities(rng: Random, problem: Problem) -> Problem:
+    """Return the problem with priorities, preemptible tasks and more floors."""
+    tasks = [
+        replace(
+            task,
+            priority=rng.choice((0, 0, 0, 1, -5)),
+            preemptible=rng.random() < 0.2,
+            floor=task.floor or rng.randint(0, 4),
+        )
+        for task in problem.tasks
+    ]
+    return replace(problem, tasks=tuple(tasks))
+
+
 def random_problem_of_layouts(rng: Random, most_tasks: int = 3, most_workers: int = 8) -> Problem:
     problem = random_problem(rng, most_tasks, most_workers)
     tasks = tuple(with_layouts(rng, task, most_workers) for task in problem.tasks)

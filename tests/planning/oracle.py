@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 from unicrond.core.planning.problem import Problem, TaskProblem
 
@@ -51,15 +53,38 @@ def gain(problem: Problem, task: TaskProblem, workers: int, layout: int | None =
     return value
 
 
-def unmet(task: TaskProblem, workers: int) -> int:
-    return int(workers < task.floor)
+def shortfall(problem: Problem, counts: Sequence[int]) -> list[object]:
+    """Return what is minimised first: class by class the unmet turns, the worth and the number of unmet floors; then
+    the first task that misses its floor."""
+    missed = [bool(task.floor) and count < task.floor for task, count in zip(problem.tasks, counts, strict=True)]
+    ranks: list[object] = []
+    for preemptible in (False, True):
+        for priority in sorted({task.priority for task in problem.tasks}, reverse=True):
+            unmet_here = [
+                task
+                for task, unmet_floor in zip(problem.tasks, missed, strict=True)
+                if unmet_floor and (task.preemptible, task.priority) == (preemptible, priority)
+            ]
+            ranks.append(sorted((task.turn for task in unmet_here if task.turn), reverse=True))
+            ranks.append(sum((floor_worth(problem, task) for task in unmet_here), Fraction(0)))
+            ranks.append(len(unmet_here))
+    return [*ranks, missed]
 
 
-def shortfall(problem: Problem, counts: Sequence[int]) -> tuple[list[int], int]:
-    """Unmet floors: turn by turn from the highest (1: unmet), and how many of the others."""
-    pairs = list(zip(problem.tasks, counts, strict=True))
-    turns = sorted(((t.turn, unmet(t, k)) for t, k in pairs if t.turn), reverse=True)
-    return [missed for _, missed in turns], sum(unmet(t, k) for t, k in pairs if not t.turn)
+def floor_worth(problem: Problem, task: TaskProblem) -> Fraction:
+    """Return what is lost if the task's floor is not met."""
+    choices = [
+        (count, layout)
+        for workers in [problem.workers, task.floor * 64]
+        for count, layout in legal_choices(replace(problem, workers=workers), task)
+        if count >= task.floor
+    ]
+    least = min((count for count, _ in choices), default=0)
+    achieved = max((waf(task, count, layout) for count, layout in choices if count == least), default=Fraction(0))
+    transition = problem.d_transition_us if task.d_transition_us is None else task.d_transition_us
+    prices = [task.prices.move_us, task.prices.reshape_us, task.prices.restart_us]
+    stop = max(transition, *(transition if price is None else price for price in prices))
+    return achieved * Fraction(problem.d_running_us) + waf(task, task.workers) * Fraction(stop)
 
 
 def finds_room(groups: list[int], slots: list[int]) -> bool:
@@ -118,13 +143,22 @@ def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], 
     return tuple(k for k, _ in best[1]), tuple(layout for _, layout in best[1]), best[2]
 
 
-def plain_dp(problem: Problem) -> tuple[int, Fraction]:
-    """S(i, j) = max_k S(i-1, j-k) + G(t_i, k), as in the paper: (unmet floors, objective), exact."""
-    row: list[tuple[int, Fraction]] = [(0, Fraction(0))] * (problem.workers + 1)
-    for task in problem.tasks:
-        gains = {k: gain(problem, task, k) for k in legal_counts(problem, task)}
+def plain_dp(problem: Problem) -> tuple[list[object], Fraction]:
+    """Return the shortfall and the objective of the best plan: every set of floors, then S(i, j) = max_k S(i-1, j-k) +
+    G(t_i, k), as in the paper, exact."""
+    least = [min((k for k in legal_counts(problem, t) if k >= t.floor), default=None) for t in problem.tasks]
+    sets = [
+        counts
+        for counts in product(*([0, k] if k and t.floor else [0] for t, k in zip(problem.tasks, least, strict=True)))
+        if sum(counts) <= problem.workers
+    ]
+    floors = min(sets, key=lambda counts: shortfall(problem, counts))
+    row: list[Fraction | None] = [Fraction(0)] * (problem.workers + 1)
+    for task, floor in zip(problem.tasks, floors, strict=True):
+        gains = {k: gain(problem, task, k) for k in legal_counts(problem, task) if k >= floor}
         row = [
-            max((row[j - k][0] - unmet(task, k), row[j - k][1] + g) for k, g in gains.items() if k <= j)
+            max((before + g for k, g in gains.items() if k <= j and (before := row[j - k]) is not None), default=None)
             for j in range(problem.workers + 1)
         ]
-    return -row[-1][0], row[-1][1]
+    assert row[-1] is not None
+    return shortfall(problem, floors), row[-1]

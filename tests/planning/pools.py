@@ -13,6 +13,7 @@ from itertools import product
 from random import Random
 from statistics import mean
 
+from unicrond.core.planning.floors import problem_values, with_floor_worths
 from unicrond.core.planning.pools import best_of_pools, confined
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.solution import Solution
@@ -73,10 +74,11 @@ def _task(rng: Random, name: str, pools: tuple[Pool, ...], left: dict[str, int])
 def every_deal(problem: Problem) -> Solution:
     """The best of all deals: a pool's own plan is exact, so this is the best plan there is."""
     known: dict[tuple[str, tuple[int, ...]], Solution] = {}
+    values, pinned = problem_values(problem), with_floor_worths(problem)
 
     def part(pool: Pool, tasks: tuple[int, ...]) -> Solution:
         if (pool.gpu, tasks) not in known:
-            own = tuple(confined(problem.tasks[i], pool.gpu)[0] for i in tasks)
+            own = tuple(confined(pinned.tasks[i], pool.gpu)[0] for i in tasks)
             known[pool.gpu, tasks] = solve(
                 replace(problem, workers=pool.workers, seats=pool.seats, tasks=own, pools=())
             )
@@ -89,17 +91,19 @@ def every_deal(problem: Problem) -> Solution:
             for i, count, layout in zip(tasks, found.workers, found.layouts, strict=True):
                 yield i, count, confined(problem.tasks[i], pool.gpu)[1][layout]
 
-    def rank(deal: tuple[int, ...]) -> tuple[int, int, Fraction]:
+    def rank(deal: tuple[int, ...]) -> tuple[int, Fraction]:
         parts = [
-            part(pool, tuple(i for i, its in enumerate(deal) if its == place))
+            (tasks, part(pool, tasks))
             for place, pool in enumerate(problem.pools)
+            for tasks in [tuple(i for i, its in enumerate(deal) if its == place)]
         ]
-        short = [one.shortfall for one in parts]
-        return (
-            sum(s[0] for s in short),
-            sum(s[1] for s in short),
-            -sum((one.exact_objective for one in parts), Fraction(0)),
+        missed = sum(
+            values[i]
+            for tasks, each in parts
+            for i, (task, workers) in zip(tasks, each, strict=True)
+            if workers < task.floor
         )
+        return missed, -sum((each.exact_objective for _, each in parts), Fraction(0))
 
     best = min(product(range(len(problem.pools)), repeat=len(problem.tasks)), key=rank)
     choices = sorted(plan(best))

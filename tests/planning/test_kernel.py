@@ -32,7 +32,7 @@ def compiled() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_planning_is_imported_without_the_compiler() -> None:
+def test_planner_import_skips_compiler() -> None:
     """The coordinator serves within a second of its start: numba alone would take longer."""
     modules = "unicrond.core.planning.solver, unicrond.core.planning.table, unicrond.core.planning.placement"
     code = f"import sys, {modules}; print([m for m in ('numba', 'llvmlite', 'torch') if m in sys.modules])"
@@ -40,7 +40,7 @@ def test_planning_is_imported_without_the_compiler() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_plans_stay_the_same_while_the_kernel_warms_up(compiled: None) -> None:
+def test_plans_stay_same_during_kernel_warm_up(compiled: None) -> None:
     """Solve on and on while another thread switches kernels: no plan is ever made of both."""
     problems = [random_problem(Random(seed), most_tasks=8, most_workers=32) for seed in range(30)]
     expected = [solve(problem) for problem in problems]
@@ -57,7 +57,7 @@ def test_plans_stay_the_same_while_the_kernel_warms_up(compiled: None) -> None:
     assert all(each == expected for each in found)
 
 
-def test_rows_of_one_kernel_serve_the_other(compiled: None) -> None:
+def test_rows_of_one_kernel_serve_other(compiled: None) -> None:
     """A table begun in numpy is refreshed compiled: reused rows are the same bits."""
     reused = 0
     for seed in range(60):

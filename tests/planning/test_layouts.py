@@ -53,17 +53,17 @@ def assert_best(problem: Problem, seed: int) -> bool:
     return False
 
 
-def test_every_plan_there_is(each_kernel: str) -> None:
+def test_solver_matches_brute_force(each_kernel: str) -> None:
     exact = sum(assert_best(random_problem_of_layouts(Random(seed)), seed) for seed in range(1500))
     assert exact > 600
 
 
-def test_turns_with_layouts_and_seats(each_kernel: str) -> None:
+def test_solver_with_turns_matches_brute_force(each_kernel: str) -> None:
     for seed in range(400):
         assert_best(with_turns(Random(-seed), random_problem_of_layouts(Random(seed))), seed)
 
 
-def test_unlimited_integers_give_the_canonical_plan() -> None:
+def test_exact_solver_gives_canonical_plan() -> None:
     for seed in range(600):
         problem = random_problem_of_layouts(Random(seed), most_tasks=3, most_workers=7)
         workers, layouts, objective = brute_force_in(problem)
@@ -71,7 +71,7 @@ def test_unlimited_integers_give_the_canonical_plan() -> None:
         assert (solution.workers, solution.layouts, solution.exact_objective) == (workers, layouts, objective), seed
 
 
-def test_the_table_gives_what_a_fresh_solve_gives(each_kernel: str) -> None:
+def test_plan_table_matches_fresh_solve(each_kernel: str) -> None:
     for seed in range(150):
         rng = Random(seed)
         situation = random_situation(rng, most_workers=8)
@@ -83,7 +83,7 @@ def test_the_table_gives_what_a_fresh_solve_gives(each_kernel: str) -> None:
             assert table.solution(event) == solve(situation.after(event)), (seed, event)
 
 
-def test_groups_find_room_wherever_there_is_any() -> None:
+def test_packing_matches_brute_force() -> None:
     found = Counter()
     for seed in range(3000):
         rng = Random(seed)
@@ -96,7 +96,7 @@ def test_groups_find_room_wherever_there_is_any() -> None:
     assert min(found.values()) > 500
 
 
-def test_a_plan_that_only_adds_up_is_solved_again(each_kernel: str) -> None:
+def test_unpackable_plan_is_solved_again(each_kernel: str) -> None:
     """Two nodes with three slots each: three groups of two add up to six, and two find room."""
     pairs = TaskProblem("pairs", 2, 0, Curve({2: 20, 4: 40, 6: 60}), unit=2, tp=2)
     ones = TaskProblem("ones", 1, 0, Curve({1: 10, 2: 20}))
@@ -104,7 +104,7 @@ def test_a_plan_that_only_adds_up_is_solved_again(each_kernel: str) -> None:
     assert solve(Problem(6, 10, 1, (pairs, ones), seats=((3, 2),))).workers == (4, 2)
 
 
-def test_the_other_layout_where_the_present_one_finds_no_room() -> None:
+def test_solver_picks_other_layout_if_present_one_lacks_room() -> None:
     """tp 2 on two half-free nodes."""
     held = TaskProblem("held", 1, 2, Curve({2: 100}), unit=1, max_workers=2)
     pair = TaskProblem(
@@ -125,7 +125,7 @@ def test_the_other_layout_where_the_present_one_finds_no_room() -> None:
     assert groups_of(problem, (2, 2), (1, 0)) == {1: 4}
 
 
-def test_a_reshape_has_to_pay(each_kernel: str) -> None:
+def test_reshape_must_pay_off(each_kernel: str) -> None:
     """Twice as fast in the other layout: worth it only if the time until the next failure is long enough."""
 
     def task(reshape_us: int) -> TaskProblem:
@@ -139,7 +139,7 @@ def test_a_reshape_has_to_pay(each_kernel: str) -> None:
     assert "a 4 -> 4 in tp 2, pp 1" in dear.reason
 
 
-def test_a_stop_costs_a_restart(each_kernel: str) -> None:
+def test_stop_costs_restart(each_kernel: str) -> None:
     """One of two must go: the one that is restarted cheaply."""
     tasks = tuple(
         TaskProblem(name, 1, 2, Curve({2: 10}), prices=Prices(restart_us=price)) for name, price in (("a", 5), ("b", 2))
@@ -148,7 +148,7 @@ def test_a_stop_costs_a_restart(each_kernel: str) -> None:
     assert solve(Problem(2, 10, 1, tasks[::-1])).workers == (0, 2)
 
 
-def test_a_search_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last try gives, seated or not; the plan that is made of it says what finds no seat."""
     monkeypatch.setattr(seating, "TRIES_MAX", 1)
     pairs = TaskProblem("pairs", 2, 0, Curve({2: 20, 4: 40, 6: 60}), unit=2, tp=2)

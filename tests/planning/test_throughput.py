@@ -45,12 +45,12 @@ def test_llama_parameters_are_exact(name: str, parameters: int) -> None:
 @pytest.mark.parametrize(
     ("name", "billions"), [("gpt3-1.3b", 1.3), ("gpt3-7b", 6.7), ("gpt3-13b", 13), ("gpt3-70b", 71), ("gpt3-175b", 175)]
 )
-def test_gpt3_parameters_are_as_named(name: str, billions: float) -> None:
+def test_gpt3_parameters_match_names(name: str, billions: float) -> None:
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["gpt3-1.3b", "gpt3-175b"])
-def test_model_flops_are_the_papers(name: str) -> None:
+def test_model_flops_match_paper(name: str) -> None:
     """72 B s l h^2 (1 + s / 6h + V / 12 l h): Korthikanti et al. 2022, equation 8 without recomputation."""
     model = MODELS[name]
     s, layers, h, v = model.seq, model.layers, model.hidden_size, model.vocab
@@ -58,7 +58,7 @@ def test_model_flops_are_the_papers(name: str) -> None:
     assert model.flops_per_sequence(s) == pytest.approx(expected, rel=1e-12)
 
 
-def test_peaks_and_memory_are_positive_and_stacks_exist() -> None:
+def test_gpu_presets_have_valid_peaks_memory_and_stack() -> None:
     for gpu in GPUS.values():
         assert gpu.stack in STACKS
         assert 0 < usable_bytes(gpu) < gpu.memory_bytes
@@ -68,7 +68,7 @@ def test_peaks_and_memory_are_positive_and_stacks_exist() -> None:
 # --- one layout, by hand -------------------------------------------------------------------------
 
 
-def test_compute_of_one_gpu_by_hand() -> None:
+def test_compute_time_of_one_gpu_matches_formula() -> None:
     """tp = pp = dp = 1, no recomputation, flash attention: everything written out once more."""
     stack = replace(STACKS["megatron-2023"], gemm_efficiency=0.5)
     question = job(SMALL, A100, stack=stack)
@@ -86,7 +86,7 @@ def test_compute_of_one_gpu_by_hand() -> None:
     assert seconds[5] == pytest.approx(SMALL.parameters * 38 / (2039e9 * 0.8), rel=1e-3)
 
 
-def test_tensor_parallel_time_by_hand() -> None:
+def test_tensor_parallel_time_matches_formula() -> None:
     """Six all-reduces a layer under full recomputation without overlap, one for the embedding, one for logits."""
     question = job(SMALL, A100, stack=STACKS["megatron-2021"])
     waited_s = parts_s(question, Layout(4, 1, 2, 1, "full"), np.array([1]))[1, 0]
@@ -94,7 +94,7 @@ def test_tensor_parallel_time_by_hand() -> None:
     assert waited_s == pytest.approx(24 * (6 * 12 + 2) * one, rel=1e-12)
 
 
-def test_bubble_is_the_textbooks() -> None:
+def test_pipeline_bubble_matches_textbook() -> None:
     """With equal stages the bubble is (pp - 1) / (chunks * micro-batches) of the work."""
     model = gpt3("even", 16, 8192, 64, batch=64, vocab=8)
     question = job(model, A100, stack=STACKS["mcore-2024"])
@@ -103,7 +103,7 @@ def test_bubble_is_the_textbooks() -> None:
         assert bubble_s / (compute_s + tp_s) == pytest.approx(3 / (chunks * 32), rel=1e-3)
 
 
-def test_gradient_reduction_uses_every_adapter_of_the_ring() -> None:
+def test_gradient_reduction_uses_every_adapter_of_ring() -> None:
     """tp 8: one adapter per ring, tp 1: eight (then NVLink is the limit); inside a node: NVLink."""
     stack = replace(STACKS["megatron-2021"], nic_efficiency=0.5)
     question = job(SMALL, A100, stack=stack, batch=512)
@@ -116,7 +116,7 @@ def test_gradient_reduction_uses_every_adapter_of_the_ring() -> None:
     assert one[1] == pytest.approx(15 / 16 * whole / (8 * 25e9 * 0.5), rel=1e-3)
 
 
-def test_overlap_hides_communication_but_never_helps_beyond_that() -> None:
+def test_overlap_hides_communication_and_saves_no_more() -> None:
     exposed = replace(STACKS["mcore-2024"], overlap_dp=False, overlap_pp=False, overlap_tp=False)
     model = replace(SMALL, vocab=32768)  # logits enough to make the last stage the slowest in both
     layout, dp = Layout(2, 4, 1, 1, "none"), np.array([8])
@@ -133,20 +133,20 @@ def test_overlap_hides_communication_but_never_helps_beyond_that() -> None:
 # --- rules ---------------------------------------------------------------------------------------
 
 
-def test_405b_is_cut_with_its_ends_counted() -> None:
+def test_llama_405b_stages_count_embedding_and_head() -> None:
     model = MODELS["llama3-405b"]
     assert layers_per_stage(model, STACKS["mcore-2024"], 16) == (7, 8, 7)
     assert model.layers == 7 + 14 * 8 + 7
     assert layers_per_stage(model, STACKS["megatron-2023"], 16) is None
 
 
-def test_tensor_parallel_stays_in_the_node_and_divides_the_heads() -> None:
+def test_tensor_degree_stays_in_node_and_divides_heads() -> None:
     assert tensor_degrees(MODELS["llama3-8b"], A100) == [1, 2, 4, 8]
     assert tensor_degrees(MODELS["llama3-8b"], replace(A100, per_node=4)) == [1, 2, 4]
     assert tensor_degrees(replace(SMALL, heads=12, kv_heads=12), A100) == [1, 2, 4]
 
 
-def test_uneven_batches_are_as_slow_as_the_busiest_replica_and_say_so() -> None:
+def test_uneven_batch_is_as_slow_as_busiest_replica() -> None:
     question = job(SMALL, A100, tp=1, pp=1, micro_batch=1)
     even, uneven = estimate(question, 12), estimate(question, 13)
     assert (even.uneven, even.micro_batches) == (False, 4)
@@ -163,7 +163,7 @@ def test_interleaving_needs_whole_groups_of_micro_batches() -> None:
     assert legal(question, layout, np.arange(1, 9)).tolist() == [True, True, True, True, False, True, False, False]
 
 
-def test_no_replica_without_a_micro_batch() -> None:
+def test_replica_needs_micro_batch() -> None:
     question = job(SMALL, A100, tp=1, pp=1)
     assert isinstance(best(question, 48), Estimate)
     answer = best(question, 49)
@@ -171,7 +171,7 @@ def test_no_replica_without_a_micro_batch() -> None:
     assert "batch of 48" in answer.reason
 
 
-def test_memory_decides() -> None:
+def test_memory_limits_layouts() -> None:
     answer = best(job(MODELS["gpt3-175b"], GPUS["a100-40g"]), 8)
     assert isinstance(answer, Infeasible)
     assert "GiB" in answer.reason
@@ -182,7 +182,7 @@ def test_memory_decides() -> None:
     assert isinstance(best(job(MODELS["gpt3-7b"], A100, tp=1, pp=1), 8), Estimate)
 
 
-def test_recomputation_buys_memory_with_time() -> None:
+def test_recomputation_trades_time_for_memory() -> None:
     question = job(MODELS["llama3-8b"], H100)
     modes, dp = [Layout(1, 1, 1, 1, mode) for mode in ("none", "light", "full")], np.array([8])
     memory = [memory_bytes(question, layout, dp)[0] for layout in modes]
@@ -192,7 +192,7 @@ def test_recomputation_buys_memory_with_time() -> None:
     assert len({*memory}) == len({*seconds}) == 3
 
 
-def test_activations_are_korthikantis() -> None:
+def test_activation_memory_matches_korthikanti() -> None:
     """s b h (10 + 24 / t + 5 a s / h t) bytes a layer without sequence parallelism, all over t with it."""
     s, h, a, t, layers = 2048, 2048, 16, 4, 12
     for sequence_parallel, whole in ((False, 10), (True, 10 / t)):
@@ -219,7 +219,7 @@ def test_activations_are_korthikantis() -> None:
         ({"seq": -1}, "seq: must be 1 or more, not -1"),
     ],
 )
-def test_bad_questions_name_the_field(arguments: dict[str, int], says: str) -> None:
+def test_job_refuses_bad_field_by_name(arguments: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         job(SMALL, A100, **arguments)  # type: ignore[arg-type]
 
@@ -249,7 +249,7 @@ def brute_force(question: ThroughputQuery, count: int) -> int:
 
 
 @pytest.mark.parametrize("stack", ["megatron-2022", "mcore-2024"])
-def test_search_is_exhaustive(stack: str) -> None:
+def test_layout_search_matches_brute_force(stack: str) -> None:
     big = replace(SMALL, hidden_size=8192, heads=64, kv_heads=64, ffn=32768)  # 9.7 B: some layouts do not fit
     question = job(big, A100, stack=STACKS[stack])
     for count in (1, 2, 3, 6, 8, 13, 20, 24, 36):
@@ -258,7 +258,7 @@ def test_search_is_exhaustive(stack: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "gpu", "most"), [("gpt3-7b", "a800-80g", 64), ("llama3-70b", "h100-80g", 96)])
-def test_table_is_best_for_every_count(name: str, gpu: str, most: int) -> None:
+def test_throughput_table_is_best_for_every_count(name: str, gpu: str, most: int) -> None:
     flops = table(job(MODELS[name], GPUS[gpu]), most)
     question = job(MODELS[name], GPUS[gpu])
     for count in range(1, most + 1):
@@ -267,7 +267,7 @@ def test_table_is_best_for_every_count(name: str, gpu: str, most: int) -> None:
     assert all(type(count) is int and type(value) is int for count, value in flops.items())
 
 
-def test_table_respects_what_the_task_fixes() -> None:
+def test_throughput_table_respects_given_layout() -> None:
     flops = table(job(MODELS["gpt3-7b"], A100, tp=4, pp=2, micro_batch=2), 128)
     assert flops
     assert all(count % 8 == 0 for count in flops)
@@ -276,7 +276,7 @@ def test_table_respects_what_the_task_fixes() -> None:
 
 
 @given(models, gpus, stacks, st.sampled_from([1, 4, 8, 12, 16, 52, 64, 256, 1000, 1024]))
-def test_every_estimate_holds_together(model: GptModel, gpu_: object, stack: object, count: int) -> None:
+def test_estimate_is_consistent(model: GptModel, gpu_: object, stack: object, count: int) -> None:
     question = job(model, gpu_, stack=stack)  # type: ignore[arg-type]
     answer = best(question, count)
     if isinstance(answer, Infeasible):
@@ -303,7 +303,7 @@ def test_every_estimate_holds_together(model: GptModel, gpu_: object, stack: obj
     st.sampled_from([8, 13, 64, 96]),
     st.sampled_from(["peak_flops", "memory_bytes", "hbm_bytes_per_s", "nvlink_bytes_per_s", "nic_bytes_per_s"]),
 )
-def test_a_better_gpu_is_never_slower(model: GptModel, gpu_: object, count: int, field: str) -> None:
+def test_better_gpu_is_never_slower(model: GptModel, gpu_: object, count: int, field: str) -> None:
     better = replace(gpu_, **{field: 2 * getattr(gpu_, field)})  # type: ignore[type-var]
     now, then = (best(job(model, each), count) for each in (gpu_, better))  # type: ignore[arg-type]
     if isinstance(now, Estimate):
@@ -311,5 +311,5 @@ def test_a_better_gpu_is_never_slower(model: GptModel, gpu_: object, count: int,
         assert then.flops_per_s >= now.flops_per_s
 
 
-def test_reserved_memory_is_less_than_half_of_the_smallest() -> None:
+def test_reserved_memory_is_below_half_of_smallest_gpu() -> None:
     assert usable_bytes(GPUS["a100-40g"]) > 20 * GIB

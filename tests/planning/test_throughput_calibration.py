@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.throughput.calibration import (
+from unicrond.replay.evaluation.studies.calibration import (
     ROWS,
     Efficiencies,
     PublishedRun,
@@ -33,27 +33,29 @@ def reported() -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.stack}-{row.label}")
-def test_every_row_is_within_a_tenth(row: PublishedRun) -> None:
+def test_fitted_row_is_within_a_tenth(row: PublishedRun) -> None:
     assert abs(error(row, fitted(row.stack))) < IN_SAMPLE
 
 
-def test_every_row_left_out_is_within_a_tenth(reported: str) -> None:
+def test_omitted_row_is_within_a_tenth(reported: str) -> None:
     left_out = [float(line.split("|")[7]) for line in reported.splitlines()[2:]]
     assert len(left_out) == len(ROWS)
     assert max(map(abs, left_out)) < 100 * LEFT_OUT
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_presets_are_what_the_fit_finds(stack: str) -> None:
+def test_presets_match_fit(stack: str) -> None:
     found = fit(stack, rows_of(stack))
     assert (found.gemm, found.nic) == pytest.approx((fitted(stack).gemm, fitted(stack).nic), abs=0.002)
 
 
-def test_documentation_carries_this_table(reported: str) -> None:
-    assert reported in DOCUMENT.read_text(), "put the output of: python -m unicrond.throughput.calibration into it"
+def test_document_carries_calibration_table(reported: str) -> None:
+    assert reported in DOCUMENT.read_text(), (
+        "put the output of: python -m unicrond.replay.evaluation.studies.calibration into it"
+    )
 
 
-def test_published_layouts_are_the_ones_costed() -> None:
+def test_predicted_layouts_match_published() -> None:
     for row in ROWS:
         layout = predict(row, fitted(row.stack)).layout
         for name in ("tp", "pp", "micro_batch", "chunks", "recompute"):
@@ -61,7 +63,7 @@ def test_published_layouts_are_the_ones_costed() -> None:
             assert published is None or getattr(layout, name) == published, row.label
 
 
-def test_hardware_flops_are_narayanans() -> None:
+def test_hardware_flops_match_narayanan() -> None:
     """96 B s l h^2 (1 + s / 6h + V / 16 l h), equation 3 of Narayanan et al. 2021, turned into seconds."""
     row = next(row for row in ROWS if row.label == "145.6B")
     s, layers, h, v = 2048, 80, 12288, 51200
@@ -73,13 +75,13 @@ def test_hardware_flops_are_narayanans() -> None:
     ("label", "utilisation"),
     [("22B selective", 0.415), ("175B selective", 0.514), ("530B selective", 0.560), ("1000B selective", 0.563)],
 )
-def test_recalled_times_give_the_published_utilisation(label: str, utilisation: float) -> None:
+def test_derived_times_give_published_utilisation(label: str, utilisation: float) -> None:
     row = next(row for row in ROWS if row.label == label)
     flops = row.batch * row.model.flops_per_sequence(2048)
     assert flops / (row.gpus * 312e12 * row.measured_s) == pytest.approx(utilisation, abs=0.002)
 
 
-def test_published_parameter_counts() -> None:
+def test_parameter_counts_match_published() -> None:
     """The labels are rounded (1.652 B is called 1.7 B)."""
     for row in ROWS:
         if row.stack == "megatron-2021" and row.measure == "hardware_flops":

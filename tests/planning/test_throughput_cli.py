@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     return unicronctl(["throughput", *arguments])
 
 
-SEVEN = ["--model", "gpt3-7b", "--gpu", "a100-80g"]
+SEVEN = ["--model", "gpt3-7b", "--gpu-type", "a100-80g"]
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ SEVEN = ["--model", "gpt3-7b", "--gpu", "a100-80g"]
         ("8,4..8,100", [4, 8, 100]),
     ],
 )
-def test_counts(text: str, counts: list[int]) -> None:
+def test_gpu_counts_parse_ranges(text: str, counts: list[int]) -> None:
     assert gpu_counts(text) == counts
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", "8..", "-8", "8..4", "1..2..3..4", "8..9..0", "1e3", "999999999", "1..99999..1"]
 )
-def test_bad_counts(text: str) -> None:
+def test_gpu_counts_refuse_bad_text(text: str) -> None:
     with pytest.raises(ValueError):
         gpu_counts(text)
 
@@ -47,9 +47,12 @@ def test_bad_counts(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "gpt5", "--gpu", "a100-80g", "--gpus", "8"], "--model: unknown 'gpt5'; choose from gpt3-1.3b"),
-        (["--model", "gpt3-7b", "--gpu", "tpu", "--gpus", "8"], "--gpu: unknown 'tpu'; choose from a100-40g"),
-        (["--gpu", "a100-80g", "--gpus", "8"], "--model: missing; choose from"),
+        (
+            ["--model", "gpt5", "--gpu-type", "a100-80g", "--gpus", "8"],
+            "--model: unknown 'gpt5'; choose from gpt3-1.3b",
+        ),
+        (["--model", "gpt3-7b", "--gpu-type", "tpu", "--gpus", "8"], "--gpu-type: unknown 'tpu'; choose from a100-40g"),
+        (["--gpu-type", "a100-80g", "--gpus", "8"], "--model: missing; choose from"),
         (SEVEN, "--gpus: missing; for example"),
         ([*SEVEN, "--gpus", "512..8"], "--gpus: '512..8' runs downwards; write 8..512"),
         ([*SEVEN, "--gpus", "8", "--tp", "3"], "--tp: 3 does not divide gpt3-7b on a100-80g; choose from [1, 2, 4, 8]"),
@@ -60,7 +63,7 @@ def test_bad_counts(text: str) -> None:
         ([*SEVEN, "--gpus", "8", "--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_print_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
@@ -69,12 +72,12 @@ def test_bad_arguments_are_one_line(arguments: list[str], says: str, capsys: pyt
     assert says in streams.err
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "unicronctl throughput --model gpt3-7b --gpu a100-80g --gpus 8..512" in capsys.readouterr().out
+    assert "unicronctl throughput --model gpt3-7b --gpu-type a100-80g --gpus 8..512" in capsys.readouterr().out
 
 
-def test_table_fits_80_columns_and_explains_itself(
+def test_throughput_table_fits_80_columns_and_explains_itself(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -89,7 +92,7 @@ def test_table_fits_80_columns_and_explains_itself(
     assert f"{answer.flops_per_s / 1e15:.3f}" in out
 
 
-def test_json_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_matches_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SEVEN, "--gpus", "1,64", "--tp", "2", "--pp", "2", "--batch", "512", "--seq", "1024", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["batch"], answer["seq"]) == (512, 1024)
@@ -103,17 +106,17 @@ def test_json_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(row["parts"].values()) == pytest.approx(row["iteration_s"])
 
 
-def test_nothing_fits_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "gpt3-175b", "--gpu", "a100-40g", "--gpus", "8"]) == 1
+def test_infeasible_model_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "gpt3-175b", "--gpu-type", "a100-40g", "--gpus", "8"]) == 1
     assert "no layout" in capsys.readouterr().out
 
 
-def test_even_refuses_uneven_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_even_flag_refuses_uneven_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SEVEN, "--gpus", "13", "--even"]) == 1
     assert main([*SEVEN, "--gpus", "13"]) == 0
 
 
-def test_plot_without_matplotlib_says_how_to_get_it(
+def test_plot_without_matplotlib_names_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -121,7 +124,7 @@ def test_plot_without_matplotlib_says_how_to_get_it(
     assert "--plot: matplotlib is missing; install it with: pip install 'unicrond[plot]'" in capsys.readouterr().err
 
 
-def test_plot_is_an_image(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plot_writes_image(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra [plot] is not installed")
     path = tmp_path / "t.png"
     assert main([*SEVEN, "--gpus", "8..64", "--plot", str(path)]) == 0

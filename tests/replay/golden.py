@@ -29,15 +29,17 @@ def facts(state: ClusterState) -> dict[str, Any]:
         "seq": state.seq,
         "now_us": state.now_us,
         "term": state.term,
-        "nodes": {node.name: [node.status, node.isolated, node.slots] for node in state.nodes.values()},
+        "nodes": {node.name: [node.status, node.isolation.active, node.slots] for node in state.nodes.values()},
         "tasks": {
             task.name: [task.status, task.progress.iteration, task.generation, sorted(task.workers)]
             for task in state.tasks.values()
         },
         "plan": [state.plan.epoch, {a.task: a.workers for a in state.plan.assignments.values()}, state.plan.waf],
         "incidents_open": [incident.id for incident in state.incidents.values()],
-        "incidents_closed": [[i.id, i.kind, int(i.severity), i.node, i.worker, i.redone] for i in state.closed],
-        "quarantined": state.quarantined,
+        "incidents_closed": [
+            [i.id, i.kind, int(i.severity), i.node, i.worker, i.micro_batches_repeated] for i in state.closed_incidents
+        ],
+        "quarantined": state.quarantined_messages,
         "duplicates": state.duplicates,
         "inert": state.inert,
     }

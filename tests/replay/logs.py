@@ -11,7 +11,7 @@ import msgspec
 from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog
-from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.replay.reading.export import Export
 
 
@@ -106,9 +106,9 @@ def _troubles(scene: _Scene) -> None:
             **told,
             phase="reduce",
             micro_batch=1,
-            entered=3,
-            waiting=True,
-            stopped=False,
+            collectives_entered=3,
+            is_waiting=True,
+            is_stopped=False,
             still_us=4_000_000,
             limit_us=3_000_000,
         ),
@@ -126,8 +126,8 @@ def _troubles(scene: _Scene) -> None:
             **told, **straggler, factor=1.25, compute_us=125, others_us=100, since_iteration=1, since_us=1
         ),
     )
-    cluster.say(host, v.WorkerBusy(**about, what="evaluation", at_most_us=60 * SECOND_US))
-    cluster.say(host, v.WorkerBusy(**about, what="", at_most_us=0))
+    cluster.say(host, v.WorkerBusy(**about, section="evaluation", limit_us=60 * SECOND_US))
+    cluster.say(host, v.WorkerBusy(**about, section="", limit_us=0))
     cluster.say(host, v.WorkerWaiting(**about, generation=told["generation"]))
     cluster.say(host, v.PeersRemembered(node="n0", task=task, peers=()))
     cluster.say(host, v.StragglerRecovered(**told, **straggler, factor=1.01))
@@ -193,9 +193,9 @@ def _by_hand(scene: _Scene) -> None:
     cluster.append(check, "coordinator", term)
     cluster.say(
         cluster.hosts["n3"],
-        v.NodeChecked(node="n3", command_id=check.command_id, passed=False, duration_us=9, detail="by hand"),
+        v.NodeChecked(node="n3", command_id=check.command_id, has_passed=False, duration_us=9, detail="by hand"),
     )
-    repaired = v.RepairEnded(node="n3", isolation=1, passed=True, duration_us=9, detail="by hand")
+    repaired = v.RepairEnded(node="n3", isolation=1, has_passed=True, duration_us=9, detail="by hand")
     cluster.append(repaired, "coordinator", term)
     cluster.append(v.NodeReadmitted(node="n3", reason="by hand"), "coordinator", term)
     # An entry that is not there: to pass over one of these would change what the other tests count.
@@ -261,7 +261,12 @@ def _ends(scene: _Scene) -> None:
     stop = v.StopRequested(node=first.node, task="big", worker=first.worker, iteration=iteration, reason="by hand")
     cluster.say(cluster.hosts[first.node], stop)
     unsaved = v.SaveFailed(
-        node=first.node, task="big", worker=first.worker, iteration=iteration, by="program", reason="OSError: no space"
+        node=first.node,
+        task="big",
+        worker=first.worker,
+        iteration=iteration,
+        saver="program",
+        reason="OSError: no space",
     )
     cluster.say(cluster.hosts[first.node], unsaved)
     cluster.say(
@@ -296,9 +301,9 @@ def _oddities(cluster: MiniCluster) -> list[Entry]:
     stale = next(entry for entry in cluster.log if isinstance(entry.envelope.event, v.PlanAdopted))
     of_old_term = msgspec.structs.replace(stale.envelope, boot=10_000, number=1, term=1)
     return [
-        Recorded(last.seq + 1, later_us, last.envelope),
-        Quarantined(last.seq + 2, later_us, "unicron.v1.obs.n1.Nonsense", "$.event: unknown tag", 17),
-        Recorded(last.seq + 3, later_us - 500, of_old_term),
+        RecordedEvent(last.seq + 1, later_us, last.envelope),
+        QuarantinedMessage(last.seq + 2, later_us, "unicron.v1.obs.n1.Nonsense", "$.event: unknown tag", 17),
+        RecordedEvent(last.seq + 3, later_us - 500, of_old_term),
     ]
 
 
@@ -310,7 +315,7 @@ def write_log(path: Path, entries: list[Entry], batch: int = 100) -> Path:
     return path
 
 
-async def fill(log: EventLog, entries: list[Recorded]) -> None:
+async def fill(log: EventLog, entries: list[RecordedEvent]) -> None:
     """Append what a cluster said, as its coordinator and agents would."""
     for entry in entries:
         if isinstance(entry.envelope.event, v.CoordinatorStarted):

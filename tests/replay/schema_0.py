@@ -1,7 +1,7 @@
 """A schema older than the first, made up to keep the upcasters honest; its log is golden.
 
 It called a NodeJoined's `slots` "capacity", told a WorkerExited's end by one number (negative for a signal), and
-had no `dealt` in a WorkerJoinedGroup.
+had no `micro_batches_assigned` in a WorkerJoinedGroup.
 
     python -m tests.replay.schema_0 --facts     after a wanted change of the fold
     python -m tests.replay.schema_0 --log       new bytes; only for a change of this made-up schema
@@ -24,7 +24,7 @@ from unicrond.core.replayer import replay
 from unicrond.events.log.segments import FORMAT, MAGIC, read_entries
 from unicrond.events.wire import upcast
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.upcast import Message
 
 LOG_0 = Path(__file__).parents[1] / "golden" / "log_v0.bin"
@@ -38,7 +38,7 @@ def raise_0_to_1(message: Message) -> Message:
         ended = event.pop("ended")
         event |= {"exit_code": ended if ended >= 0 else None, "signal": -ended if ended < 0 else None}
     elif event["type"] == "WorkerJoinedGroup":
-        event["dealt"] = 0
+        event["micro_batches_assigned"] = 0
     return message
 
 
@@ -52,11 +52,11 @@ def lower_1_to_0(body: bytes) -> bytes:
         code, signal = event.pop("exit_code"), event.pop("signal")
         event["ended"] = code if code is not None else -signal
     elif event["type"] == "WorkerJoinedGroup":
-        del event["dealt"]
+        del event["micro_batches_assigned"]
     return msgspec.msgpack.encode({**message, "schema": 0})
 
 
-def write_log_0(entries: Sequence[Recorded]) -> None:
+def write_log_0(entries: Sequence[RecordedEvent]) -> None:
     """One segment, as a version of schema 0 would have written it."""
 
     def frame(body: bytes) -> bytes:

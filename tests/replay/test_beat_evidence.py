@@ -23,10 +23,11 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api
 from unicrond.events.wire.codec import COORDINATOR
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.views.beat_check import GAP_US, SLACK_US
 from unicrond.replay.views.verify import Divergence
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 NODES = ("n1", "n2", "n3", "n4", "n5")
 
@@ -39,7 +40,7 @@ class Told:
         for name in NODES:
             self.cluster.add_host(name)
         self.cluster.run()
-        self.beats: list[Recorded] = []
+        self.beats: list[RecordedEvent] = []
         self._ticks = 0
 
     def run(self, seconds: float, *silent: str) -> None:
@@ -70,7 +71,7 @@ class Told:
         return list(self.cluster.log)
 
 
-def kept(log: list[Entry], beats: list[Recorded]) -> list[Recorded]:
+def kept(log: list[Entry], beats: list[RecordedEvent]) -> list[RecordedEvent]:
     """What archives keep that look at five entries each."""
     verdicts, found = NodeVerdicts(HEARTBEAT_US), []
     for begin in range(0, len(log), 5):
@@ -80,14 +81,14 @@ def kept(log: list[Entry], beats: list[Recorded]) -> list[Recorded]:
     return merge_beats(found)
 
 
-def test_the_window_holds_the_longest_silence_that_a_node_is_given() -> None:
+def test_beat_window_covers_longest_patience() -> None:
     for heartbeat_us in (50_000, SECOND_US, 60 * SECOND_US):
         patience_us = MOST_SILENT_FACTOR * Liveness(heartbeat_us, 0).limit_us + RECONNECT_US + SLACK_US
         assert window_us(heartbeat_us) >= patience_us + heartbeat_us // 4
         assert heartbeat_us // 4 < GAP_US
 
 
-def test_losses_days_apart_follow_from_what_is_kept_of_the_beats() -> None:
+def test_archived_beats_prove_distant_losses() -> None:
     told = Told()
     told.run(60)
     told.run(2.75, "n2")
@@ -103,7 +104,7 @@ def test_losses_days_apart_follow_from_what_is_kept_of_the_beats() -> None:
         assert (findings.node_verdicts, findings.unverifiable) == (4, [])
 
 
-def test_a_stretch_of_days_without_beats_costs_nothing() -> None:
+def test_days_without_beats_need_no_evidence() -> None:
     told = Told()
     told.run(20)
     told.run(3, "n2")
@@ -117,7 +118,7 @@ def test_a_stretch_of_days_without_beats_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("silent_s", [1.0, 2.0])
-def test_a_node_declared_lost_too_soon_is_found_in_what_is_kept(silent_s: float) -> None:
+def test_archived_beats_disprove_early_loss(silent_s: float) -> None:
     told = Told()
     told.run(30)
     told.run(silent_s, "n2")
@@ -127,7 +128,7 @@ def test_a_node_declared_lost_too_soon_is_found_in_what_is_kept(silent_s: float)
     assert "do not support it: the last one of n2 was beat" in caught.value.decided_again[0]
 
 
-def test_most_nodes_silent_together_are_not_lost_so_soon() -> None:
+def test_archived_beats_disprove_early_loss_in_mass_silence() -> None:
     told = Told()
     told.run(30)
     told.run(3, "n2", "n3", "n4")
@@ -136,15 +137,17 @@ def test_most_nodes_silent_together_are_not_lost_so_soon() -> None:
         verify(told.log, kept(told.log, told.beats))
 
 
-def test_evidence_that_no_beat_was_is_found_in_what_is_kept() -> None:
+def test_archived_beats_disprove_false_evidence() -> None:
     told = Told()
     told.run(30)
     told.run(3, "n2")
     told.lose("n2")
     log = told.log
-    place = next(n for n, e in enumerate(log) if isinstance(e, Recorded) and isinstance(e.envelope.event, v.NodeLost))
+    place = next(
+        n for n, e in enumerate(log) if isinstance(e, RecordedEvent) and isinstance(e.envelope.event, v.NodeLost)
+    )
     entry = log[place]
-    assert isinstance(entry, Recorded) and isinstance(entry.envelope.event, v.NodeLost)
+    assert isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, v.NodeLost)
     named = entry.envelope.event.evidence
     other = next(b for b in told.beats if b.seq == named.beat_seq - 1)
     log[place] = changed(entry, evidence=v.Evidence(beat_seq=other.seq, beat_at_us=other.recorded_at_us))
@@ -153,7 +156,7 @@ def test_evidence_that_no_beat_was_is_found_in_what_is_kept() -> None:
     assert "another node's" in caught.value.decided_again[0]
 
 
-def test_what_expired_before_it_was_kept_is_not_verifiable() -> None:
+def test_expired_beats_leave_loss_unverifiable() -> None:
     told = Told()
     told.run(30)
     told.run(3, "n2")
@@ -180,11 +183,11 @@ async def _beat(log: NatsBeatLog, node: str, until: asyncio.Event) -> None:
             await asyncio.wait_for(until.wait(), 0.3)
 
 
-async def test_verify_derives_a_loss_after_the_stream_has_forgotten_its_beats(
+async def test_verify_proves_loss_after_beats_expired(
     nats_server: EmbeddedServer, nats_connection: Connection, tmp_path: Path
 ) -> None:
     log, beats = NatsEventLog(nats_connection), NatsBeatLog(nats_connection)
-    coordinator = Coordinator(log, beats, Policy(), heartbeat_s=0.3)
+    coordinator = Coordinator(log, beats, HeadSettings(policy=Policy(), heartbeat_s=0.3))
     ends = {node: asyncio.Event() for node in ("n1", "n2")}
     running = asyncio.create_task(coordinator.run())
     beating = [asyncio.create_task(_beat(beats, node, end)) for node, end in ends.items()]
@@ -198,7 +201,7 @@ async def test_verify_derives_a_loss_after_the_stream_has_forgotten_its_beats(
         ends["n2"].set()
         async with asyncio.timeout(20), aclosing(log.read()) as entries:
             async for entry in entries:
-                if isinstance(entry, Recorded) and isinstance(entry.envelope.event, v.NodeLost):
+                if isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, v.NodeLost):
                     break
         held = await archive(nats_connection, tmp_path)
         assert held.beats > 0
@@ -208,7 +211,7 @@ async def test_verify_derives_a_loss_after_the_stream_has_forgotten_its_beats(
         running.cancel()
         await asyncio.gather(running, *beating, return_exceptions=True)
     await api(nats_connection, f"STREAM.DELETE.{BEAT_STREAM}", {})
-    for where in (("--nats", nats_server.url, "--archive", tmp_path), ("--file", tmp_path)):
+    for where in (("--nats", nats_server.url, "--archive", tmp_path), ("--log", tmp_path)):
         done = await asyncio.to_thread(unicron_replay, "verify", "--json", *where)
         found = json.loads(done.stdout)
         assert found["verified"] and found["node_verdicts"] >= 1 and not found["unverifiable"], done.stdout

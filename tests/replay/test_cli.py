@@ -46,30 +46,28 @@ def log(entries: list[Entry], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
-def test_every_process_and_hash_seed_computes_the_digest_of_the_live_fold(
-    log: Path, entries: list[Entry], hash_seed: str
-) -> None:
-    done = unicron_replay("digest", "--file", log, "--json", hash_seed=hash_seed)
+def test_digest_is_independent_of_process_and_hash_seed(log: Path, entries: list[Entry], hash_seed: str) -> None:
+    done = unicron_replay("digest", "--log", log, "--json", hash_seed=hash_seed)
     live = replay(entries)
     expected = {"digest": digest(live), "seq": live.seq, "now_us": live.now_us, "term": live.term}
     assert json.loads(done.stdout) == expected
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_log_that_another_process_wrote_under_another_hash_seed_is_the_same_log(tmp_path: Path, log: Path) -> None:
+def test_log_is_independent_of_hash_seed_of_writer(tmp_path: Path, log: Path) -> None:
     exported = tmp_path / "again.bin"
-    done = unicron_replay("export", exported, "--file", log, hash_seed="1")
+    done = unicron_replay("export", exported, "--log", log, hash_seed="1")
     assert done.returncode == 0, done.stderr
-    first = unicron_replay("digest", "--file", log, hash_seed="0").stdout
-    assert unicron_replay("digest", "--file", exported, hash_seed="random").stdout == first
+    first = unicron_replay("digest", "--log", log, hash_seed="0").stdout
+    assert unicron_replay("digest", "--log", exported, hash_seed="random").stdout == first
 
 
-def test_the_digest_for_people(log: Path, entries: list[Entry]) -> None:
-    done = unicron_replay("digest", "--file", log, "--at", "100")
+def test_digest_command_prints_digest_and_entry(log: Path, entries: list[Entry]) -> None:
+    done = unicron_replay("digest", "--log", log, "--at", "100")
     assert done.stdout == f"{digest(replay(entries, AtSeq(100)))}  at entry 100\n"
 
 
-def test_nats_the_state_directory_and_an_export_agree_with_the_daemon(tmp_path: Path) -> None:
+def test_digest_agrees_over_nats_directory_and_export(tmp_path: Path) -> None:
     async def record() -> tuple[EmbeddedServer, str]:
         server = EmbeddedServer(tmp_path / "nats", login=Login(user="head", password="secret"))
         await server.start()
@@ -89,7 +87,7 @@ def test_nats_the_state_directory_and_an_export_agree_with_the_daemon(tmp_path: 
         of_state_dir = unicron_replay("digest", "--state-dir", tmp_path, *login)
         exported = unicron_replay("export", tmp_path / "log.bin", "--nats", server.url, *login)
         assert exported.returncode == 0, exported.stderr
-        of_export = unicron_replay("digest", "--file", tmp_path / "log.bin", "--json")
+        of_export = unicron_replay("digest", "--log", tmp_path / "log.bin", "--json")
         for done in (of_nats, of_state_dir, of_export):
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout)["digest"] == live
@@ -101,47 +99,47 @@ def test_nats_the_state_directory_and_an_export_agree_with_the_daemon(tmp_path: 
 
 
 @pytest.mark.parametrize("seq", [0, 1, 77, 150])
-def test_the_state_at_a_number_is_the_prefix_fold(log: Path, entries: list[Entry], seq: int) -> None:
-    done = unicron_replay("state", "--file", log, "--at", seq, "--json")
+def test_state_command_at_number_matches_prefix_fold(log: Path, entries: list[Entry], seq: int) -> None:
+    done = unicron_replay("state", "--log", log, "--at", seq, "--json")
     state = replay(entries[:seq])
     expected = {"digest": digest(state), "state": to_json(state)}
     assert json.loads(done.stdout) == json.loads(msgspec.json.encode(expected))
 
 
-def test_the_state_at_a_time_and_at_a_span_before_the_end(log: Path, entries: list[Entry]) -> None:
-    by_time = unicron_replay("digest", "--file", log, "--at", "2001-09-09T01:46:40.100Z", "--json")
-    by_span = unicron_replay("digest", "--file", log, "--at", "-50ms", "--json")
+def test_state_command_accepts_time_and_span(log: Path, entries: list[Entry]) -> None:
+    by_time = unicron_replay("digest", "--log", log, "--at", "2001-09-09T01:46:40.100Z", "--json")
+    by_span = unicron_replay("digest", "--log", log, "--at", "-50ms", "--json")
     last_us = entries[-1].recorded_at_us
     assert json.loads(by_time.stdout)["seq"] == 100
     assert json.loads(by_span.stdout)["seq"] == max(e.seq for e in entries[:-3] if e.recorded_at_us <= last_us - 50_000)
 
 
-def test_the_page_says_what_there_is(log: Path) -> None:
-    page = unicron_replay("state", "--file", log).stdout
+def test_state_command_shows_page(log: Path) -> None:
+    page = unicron_replay("state", "--log", log).stdout
     for said in ("nodes", "tasks", "plan ", "incidents (0 open)", "completed", "left", "1 quarantined", "SEV3"):
         assert said in page
-    assert "no plan yet" in unicron_replay("state", "--file", log, "--at", "0").stdout
+    assert "no plan yet" in unicron_replay("state", "--log", log, "--at", "0").stdout
 
 
 # --- events -------------------------------------------------------------------------------------
 
 
-def test_events_are_one_printable_line_each(log: Path, entries: list[Entry]) -> None:
-    lines = unicron_replay("events", "--file", log).stdout.splitlines()
+def test_events_command_prints_one_printable_line_each(log: Path, entries: list[Entry]) -> None:
+    lines = unicron_replay("events", "--log", log).stdout.splitlines()
     assert [int(line.split()[1]) for line in lines] == [entry.seq for entry in entries]
     assert all(line.isprintable() for line in lines)
     assert lines[0].startswith("2001-09-09T01:46:40.001000Z       1 coordinator started term 1")
 
 
-def test_events_as_json_are_one_object_per_line(log: Path, entries: list[Entry]) -> None:
-    objects = [json.loads(line) for line in unicron_replay("events", "--file", log, "--json").stdout.splitlines()]
+def test_events_command_prints_json_object_per_line(log: Path, entries: list[Entry]) -> None:
+    objects = [json.loads(line) for line in unicron_replay("events", "--log", log, "--json").stdout.splitlines()]
     assert [each["seq"] for each in objects] == [entry.seq for entry in entries]
     assert objects[0]["envelope"]["event"]["type"] == "CoordinatorStarted"
     assert [each["quarantined"] for each in objects if "quarantined" in each] == ["$.event: unknown tag"]
 
 
 def events(log: Path, *arguments: object) -> list[dict[str, object]]:
-    done = unicron_replay("events", "--file", log, "--json", *arguments)
+    done = unicron_replay("events", "--log", log, "--json", *arguments)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -150,10 +148,10 @@ def types(objects: list[dict[str, object]]) -> set[str]:
     return {each["envelope"]["event"]["type"] for each in objects}  # type: ignore[index]
 
 
-def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: list[Entry]) -> None:
+def test_events_command_selects_by_type_node_task_and_range(log: Path, entries: list[Entry]) -> None:
     assert types(events(log, "--type", "PlanAdopted", "--type", "NodeLeft")) == {"PlanAdopted", "NodeLeft"}
-    assert [each["seq"] for each in events(log, "--type", "Quarantined")] == [len(entries) - 1]
-    assert [each["seq"] for each in events(log, "--after", "10", "--until", "13")] == [11, 12, 13]
+    assert [each["seq"] for each in events(log, "--type", "QuarantinedMessage")] == [len(entries) - 1]
+    assert [each["seq"] for each in events(log, "--since", "10", "--until", "13")] == [11, 12, 13]
     of_node = events(log, "--node", "n2")
     assert types(of_node) >= {"NodeJoined", "PlanAdopted", "MembershipDecided", "NodeLeft"}
     assert all("n2" in json.dumps(each) for each in of_node)
@@ -162,33 +160,33 @@ def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: l
     assert types(events(log, "--task", "small")) >= {"TaskSubmitted", "StartWorker", "PlanAdopted", "StepCommitted"}
 
 
-def test_nothing_that_matches_is_said_and_is_no_error(log: Path) -> None:
-    done = unicron_replay("events", "--file", log, "--node", "nobody")
+def test_events_command_reports_empty_selection(log: Path) -> None:
+    done = unicron_replay("events", "--log", log, "--node", "nobody")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "unicron-replay: no events match\n")
 
 
 # --- export -------------------------------------------------------------------------------------
 
 
-def test_an_export_is_private_whole_and_never_replaces_unasked(log: Path, entries: list[Entry], tmp_path: Path) -> None:
+def test_export_is_private_complete_and_never_overwrites(log: Path, entries: list[Entry], tmp_path: Path) -> None:
     path = tmp_path / "part.bin"
-    done = unicron_replay("export", path, "--file", log, "--at", "100")
+    done = unicron_replay("export", path, "--log", log, "--at", "100")
     assert done.stdout == f"{path}: entries 1 to 100\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert json.loads(unicron_replay("digest", "--file", path, "--json").stdout)["seq"] == 100
+    assert json.loads(unicron_replay("digest", "--log", path, "--json").stdout)["seq"] == 100
 
-    refused = unicron_replay("export", path, "--file", log)
+    refused = unicron_replay("export", path, "--log", log)
     assert refused.returncode == 2
     assert "exists; name another one, or give --force" in refused.stderr
-    assert json.loads(unicron_replay("digest", "--file", path, "--json").stdout)["seq"] == 100
+    assert json.loads(unicron_replay("digest", "--log", path, "--json").stdout)["seq"] == 100
 
-    assert unicron_replay("export", path, "--file", log, "--force").returncode == 0
-    assert json.loads(unicron_replay("digest", "--file", path, "--json").stdout)["seq"] == len(entries)
+    assert unicron_replay("export", path, "--log", log, "--force").returncode == 0
+    assert json.loads(unicron_replay("digest", "--log", path, "--json").stdout)["seq"] == len(entries)
     assert [each.name for each in tmp_path.iterdir()] == ["part.bin"]
 
 
-def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> None:
-    assert unicron_replay("export", tmp_path / "x.bin", "--file", log, "--at", "100000").returncode == 2
+def test_export_beyond_end_leaves_nothing(log: Path, tmp_path: Path) -> None:
+    assert unicron_replay("export", tmp_path / "x.bin", "--log", log, "--at", "100000").returncode == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -199,25 +197,23 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
     ("arguments", "code", "said"),
     [
         ("", 2, "COMMAND"),
-        ("digest", 2, "one of the arguments --file --nats --state-dir --url is required"),
-        ("digest --file LOG --nats nats://h:1", 2, "not allowed with"),
-        ("digest --file LOG --at yesterday", 2, "--at: 'yesterday' is not a point of a log; give a sequence number"),
-        ("digest --file LOG --at 2026-11-20T09:30:00", 2, "append Z"),
-        ("digest --file LOG --at 100000", 2, "--at: entry 100000 is not in the log, which ends at entry"),
-        ("events --file LOG --type NodLost", 2, "--type: no event type 'NodLost'; did you mean NodeLost?"),
-        ("events --file LOG --node a.b", 2, "--node: 'a.b' is not a valid name"),
+        ("digest", 2, "one of the arguments --log --nats --state-dir --url is required"),
+        ("digest --log LOG --nats nats://h:1", 2, "not allowed with"),
+        ("digest --log LOG --at yesterday", 2, "--at: 'yesterday' is not a point of a log; give a sequence number"),
+        ("digest --log LOG --at 2026-11-20T09:30:00", 2, "append Z"),
+        ("digest --log LOG --at 100000", 2, "--at: entry 100000 is not in the log, which ends at entry"),
+        ("events --log LOG --type NodLost", 2, "--type: no event type 'NodLost'; did you mean NodeLost?"),
+        ("events --log LOG --node a.b", 2, "--node: 'a.b' is not a valid name"),
         ("digest --nats localhost:4222", 2, "write nats://HOST:PORT"),
         ("digest --nats nats://h:99999", 2, "bad port"),
         ("digest --nats nats://h:1 --creds /missing", 2, "--creds: '/missing' is not a file"),
-        ("digest --file /missing", 2, "--file: /missing cannot be read: No such file"),
-        ("export /missing/x --file LOG", 2, "FILE: /missing is not a directory"),
-        ("digest --file README", 1, "not an event log"),
+        ("digest --log /missing", 2, "--log: /missing cannot be read: No such file"),
+        ("export /missing/x --log LOG", 2, "FILE: /missing is not a directory"),
+        ("digest --log README", 1, "not an event log"),
         ("digest --state-dir /missing", 1, "/missing: holds no log; give the state_dir"),
     ],
 )
-def test_an_error_is_one_line_that_names_the_fix(
-    log: Path, tmp_path: Path, arguments: str, code: int, said: str
-) -> None:
+def test_error_is_one_line_with_fix(log: Path, tmp_path: Path, arguments: str, code: int, said: str) -> None:
     readme = tmp_path / "readme"
     readme.write_text("no log at all")
     words = [{"LOG": str(log), "README": str(readme)}.get(word, word) for word in arguments.split()]
@@ -229,18 +225,18 @@ def test_an_error_is_one_line_that_names_the_fix(
 
 
 @pytest.mark.parametrize("command", ["", "state", "digest", "export", "events"])
-def test_every_help_has_examples(command: str) -> None:
+def test_help_has_examples(command: str) -> None:
     done = unicron_replay(*command.split(), "--help")
     assert done.returncode == 0
     assert f"  unicron-replay {command}" in done.stdout.partition("examples:\n")[2]
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(log: Path) -> None:
+def test_closed_pipe_is_no_error(log: Path) -> None:
     async def run() -> tuple[int | None, bytes]:
         reading, writing = os.pipe()
         os.close(reading)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "unicrond.replay.cli", "events", "--file", str(log),
+            sys.executable, "-m", "unicrond.replay.cli", "events", "--log", str(log),
             stdout=writing, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
         )  # fmt: skip
         os.close(writing)
@@ -250,7 +246,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(log: Path) -> None:
     assert asyncio.run(run()) == (0, b"")
 
 
-async def test_ctrl_c_ends_it_without_a_word() -> None:
+async def test_interrupt_ends_replay_silently() -> None:
     reached = asyncio.Event()
 
     async def silent_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -274,7 +270,7 @@ async def test_ctrl_c_ends_it_without_a_word() -> None:
 # --- progress -----------------------------------------------------------------------------------
 
 
-async def test_a_bar_is_shown_on_a_terminal_and_the_chunks_pass(log: Path, entries: list[Entry]) -> None:
+async def test_progress_bar_shows_on_terminal(log: Path, entries: list[Entry]) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
     shown = with_bar(FileSource(log).chunks(), "replaying", console=console, show_after_s=0)
@@ -284,7 +280,7 @@ async def test_a_bar_is_shown_on_a_terminal_and_the_chunks_pass(log: Path, entri
     assert f"{len(entries)} events" in screen.getvalue()
 
 
-async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
+async def test_progress_bar_is_hidden_without_terminal(log: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen)
     async for _ in with_bar(FileSource(log).chunks(), "replaying", console=console, show_after_s=0):
@@ -292,7 +288,7 @@ async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
     assert screen.getvalue() == ""
 
 
-def test_a_command_on_a_file_does_not_wait_for_the_nats_client_to_be_imported() -> None:
+def test_file_commands_import_no_nats_client() -> None:
     code = "import sys, unicrond.replay.cli; sys.exit('nats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
@@ -300,15 +296,15 @@ def test_a_command_on_a_file_does_not_wait_for_the_nats_client_to_be_imported() 
 # --- where it is written to ----------------------------------------------------------------------
 
 
-def test_no_device_is_replaced_by_an_export(log: Path, tmp_path: Path) -> None:
+def test_export_never_replaces_device(log: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    done = unicron_replay("export", tmp_path / "pipe", "--file", log, "--force")
+    done = unicron_replay("export", tmp_path / "pipe", "--log", log, "--force")
     assert done.returncode == 2 and "is not a regular file" in done.stderr
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
-def test_a_reader_of_a_simulation_that_goes_early_is_no_error() -> None:
-    command = [sys.executable, "-m", "unicrond.replay.cli", "simulate", "--parameters"]
+def test_closed_pipe_of_simulation_is_no_error() -> None:
+    command = [sys.executable, "-m", "unicrond.replay.cli", "simulate", "--list-assumptions"]
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
@@ -316,17 +312,17 @@ def test_a_reader_of_a_simulation_that_goes_early_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_moment_before_the_log_is_its_beginning(log: Path) -> None:
-    done = unicron_replay("digest", "--file", log, "--at", "1960-01-01T00:00:00Z", "--json")
+def test_point_before_log_means_its_beginning(log: Path) -> None:
+    done = unicron_replay("digest", "--log", log, "--at", "1960-01-01T00:00:00Z", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["seq"] == 0
 
 
-def test_an_archive_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_archive_is_named(tmp_path: Path) -> None:
     done = unicron_replay("digest", "--nats", "nats://127.0.0.1:1", "--archive", tmp_path / "none")
     assert done.returncode == 2 and "--archive: " in done.stderr
 
 
-def test_an_ordered_fault_belongs_to_its_workers_task() -> None:
+def test_ordered_fault_belongs_to_task_of_worker() -> None:
     fault = InjectionRequested(node="n1", fault=Fault(kind="kill", worker="big.3"))
     assert list(fault.tasks_named()) == ["big"]
     assert list(InjectionRequested(node="n1", fault=Fault(kind="kill")).tasks_named()) == []

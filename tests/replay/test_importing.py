@@ -15,7 +15,7 @@ from unicrond.events.log.event_log import LogError
 from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
-from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.replay.reading.importing import NotEmpty, import_to_directory, import_to_nats
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import FileSource, entries_of
@@ -25,7 +25,7 @@ async def read_all(source: FileSource) -> list[Entry]:
     return [entry async for entry in entries_of(source)]
 
 
-async def test_files_keep_everything(tmp_path: Path) -> None:
+async def test_import_into_files_keeps_everything(tmp_path: Path) -> None:
     entries = eventful(3)
     source = FileSource(write_log(tmp_path / "log.bin", entries))
     assert await import_to_directory(source.chunks(), tmp_path / "copy", source.beats()) == len(entries)
@@ -34,7 +34,7 @@ async def test_files_keep_everything(tmp_path: Path) -> None:
     assert digest(replay(copy)) == digest(replay(entries))
 
 
-async def test_a_directory_with_anything_in_it_is_refused(tmp_path: Path) -> None:
+async def test_import_refuses_nonempty_directory(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "note").touch()
     source = FileSource(write_log(tmp_path / "log.bin", eventful(3)))
@@ -43,9 +43,7 @@ async def test_a_directory_with_anything_in_it_is_refused(tmp_path: Path) -> Non
     assert [each.name for each in (tmp_path / "copy").iterdir()] == ["note"]
 
 
-async def test_a_server_keeps_numbers_producers_and_repetitions_but_not_times(
-    nats_server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_import_into_server_keeps_numbers_and_producers(nats_server: EmbeddedServer, tmp_path: Path) -> None:
     entries = eventful(4)
     source = FileSource(write_log(tmp_path / "log.bin", entries))
     connection = await connect(nats_server.url, name="test", timeout_s=10)
@@ -57,30 +55,30 @@ async def test_a_server_keeps_numbers_producers_and_repetitions_but_not_times(
         copy = [entry async for entry in entries_of(stored)]
     for old, new in zip(entries, copy, strict=True):
         assert old.seq == new.seq
-        if isinstance(old, Quarantined):
-            assert isinstance(new, Quarantined) and new.size_bytes == old.size_bytes
+        if isinstance(old, QuarantinedMessage):
+            assert isinstance(new, QuarantinedMessage) and new.size_bytes == old.size_bytes
         else:
-            assert isinstance(new, Recorded) and repr(new.envelope) == repr(old.envelope)
+            assert isinstance(new, RecordedEvent) and repr(new.envelope) == repr(old.envelope)
             assert new.recorded_at_us > old.recorded_at_us
     was, now = replay(entries), replay(copy)
-    assert (now.seq, now.duplicates, now.inert, now.quarantined) == (
+    assert (now.seq, now.duplicates, now.inert, now.quarantined_messages) == (
         was.seq,
         was.duplicates,
         was.inert,
-        was.quarantined,
+        was.quarantined_messages,
     )
     assert {name: task.progress.iteration for name, task in now.tasks.items()} == {
         name: task.progress.iteration for name, task in was.tasks.items()
     }
 
 
-async def test_a_server_where_a_cluster_may_live_is_refused(nats_connection: Connection, tmp_path: Path) -> None:
+async def test_import_refuses_server_with_streams(nats_connection: Connection, tmp_path: Path) -> None:
     source = FileSource(write_log(tmp_path / "log.bin", eventful(4)))
     with pytest.raises(NotEmpty, match="a cluster may live there; import into a nats-server of its own"):
         await import_to_nats(source.chunks(), nats_connection)
 
 
-def test_of_a_broken_log_nothing_is_left_and_the_next_import_may_go_there(tmp_path: Path) -> None:
+def test_failed_import_leaves_nothing(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", eventful(4), 50)
     broken = bytearray(log.read_bytes())
     broken[len(broken) // 2] ^= 1
@@ -91,7 +89,7 @@ def test_of_a_broken_log_nothing_is_left_and_the_next_import_may_go_there(tmp_pa
     assert (done.returncode, done.stderr) == (0, "")
 
 
-async def test_no_coordinator_works_on_an_imported_log(nats_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_imported_log_accepts_no_coordinator(nats_server: EmbeddedServer, tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", eventful(4))
     done = await asyncio.to_thread(unicron_replay, "import", log, "--nats", nats_server.url)
     assert (done.returncode, done.stderr) == (0, "")

@@ -69,7 +69,7 @@ def partitions(nodes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "hot-spare:2"])
-def test_no_policy_has_more_workers_than_there_are(policy: str) -> None:
+def test_policy_never_exceeds_available_workers(policy: str) -> None:
     world = EvaluationWorld(SMALL, STORM, DEFAULTS)
     running: dict[str, set[int]] = {}
     plain = world.meter.run
@@ -91,7 +91,7 @@ def test_no_policy_has_more_workers_than_there_are(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_policy_is_faster_than_its_workers_without_faults(policy: str) -> None:
+def test_policy_never_exceeds_speed_without_faults(policy: str) -> None:
     """Megatron in its best layout on as many nodes is the limit; systems of other forms have their own."""
     world = EvaluationWorld(SMALL, STORM, DEFAULTS)
     running = build_policy(policy, world)
@@ -129,7 +129,7 @@ def test_more_nodes_are_never_slower(speeds: Any) -> None:
 # --- one layout for good ---------------------------------------------------------------------------
 
 
-def test_a_fixed_layout_is_the_best_at_home_and_never_better() -> None:
+def test_fixed_layout_is_optimal_only_at_full_size() -> None:
     work = workload(A800, six())
     plan = work.best_plan(16)
     for name, speed in fixed_speeds(work, plan).items():
@@ -137,7 +137,7 @@ def test_a_fixed_layout_is_the_best_at_home_and_never_better() -> None:
         assert all(mine <= its for mine, its in zip(speed.flops, work.throughput[name], strict=True))
 
 
-def test_a_fixed_layout_shares_nodes_evenly_or_fills_them() -> None:
+def test_fixed_layout_shares_nodes_evenly_or_fills_them() -> None:
     for model, nodes in product(("gpt3-7b", "gpt3-13b", "gpt3-70b"), (4, 5, 7)):
         tp, pp = fixed_layout(TrainingTask(name="t", model=model), A800, nodes)
         assert 8 % (tp * pp) == 0 or tp * pp % 8 == 0
@@ -149,7 +149,7 @@ SEVEN_B = Templates(restricted_job(job(MODELS["gpt3-7b"], GPUS["a800-80g"]), rag
 SEVENTY_B = Templates(restricted_job(job(MODELS["gpt3-70b"], GPUS["a800-80g"]), ragged=True), 1)
 
 
-def test_templates_cover_every_number_of_nodes_from_the_fewest() -> None:
+def test_templates_cover_every_size_from_minimum() -> None:
     for templates in (SEVEN_B, SEVENTY_B):
         sizes = list(templates.by_nodes)
         assert sizes == list(range(sizes[0], sizes[-1] + 1))
@@ -157,7 +157,7 @@ def test_templates_cover_every_number_of_nodes_from_the_fewest() -> None:
     assert SEVENTY_B.fewest > 1
 
 
-def test_micro_batches_are_dealt_as_well_as_can_be() -> None:
+def test_micro_batch_deal_is_optimal() -> None:
     few = Templates(replace(SEVENTY_B.question, batch=9), 1)
     sizes = (few.fewest, few.fewest + 1, few.fewest + 2)
     kinds = [few.by_nodes[size] for size in sizes]
@@ -170,7 +170,7 @@ def test_micro_batches_are_dealt_as_well_as_can_be() -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 6, 9])
-def test_even_pipelines_are_nearly_the_best_combination(nodes: int) -> None:
+def test_even_pipelines_are_nearly_best_combination(nodes: int) -> None:
     every = max(SEVEN_B.flops_per_s(sizes) for sizes in partitions(nodes) if len(sizes) >= 2)
     assert SEVEN_B.flops_per_s(SEVEN_B.best_sizes(nodes, 2)) >= 0.98 * every
 
@@ -180,7 +180,7 @@ def test_even_pipelines_are_nearly_the_best_combination(nodes: int) -> None:
     lost=st.sets(st.integers(0, 30), max_size=8),
 )
 @settings(max_examples=200, deadline=None)
-def test_what_oobleck_keeps_when_nodes_are_lost(sizes: list[int], lost: set[int]) -> None:
+def test_oobleck_keeps_pipelines_when_nodes_are_lost(sizes: list[int], lost: set[int]) -> None:
     ends = np.cumsum(sizes).tolist()
     pipelines = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     there = set(range(ends[-1])) - lost
@@ -204,7 +204,7 @@ def test_what_oobleck_keeps_when_nodes_are_lost(sizes: list[int], lost: set[int]
     came=st.integers(0, 4),
 )
 @settings(max_examples=100, deadline=None)
-def test_what_oobleck_keeps_when_nodes_come(sizes: list[int], came: int) -> None:
+def test_oobleck_keeps_pipelines_when_nodes_arrive(sizes: list[int], came: int) -> None:
     ends = np.cumsum(sizes).tolist()
     pipelines = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     nodes = list(range(ends[-1] + came))
@@ -217,7 +217,7 @@ def test_what_oobleck_keeps_when_nodes_come(sizes: list[int], came: int) -> None
         assert sum(pipeline in after for pipeline in before) >= min(len(before), wanted.count(size))
 
 
-def test_oobleck_needs_a_checkpoint_only_without_a_whole_pipeline() -> None:
+def test_oobleck_needs_checkpoint_only_without_whole_pipeline() -> None:
     fault = TraceFault(HOUR_US, 0, 1, 30 * SECOND_US)
     again_s = DEFAULTS.checkpoint_load_s + DEFAULTS.recompute_s
     alone = simulate(one_task(1), made_trace(1, fault), "oobleck")
@@ -231,7 +231,7 @@ def test_oobleck_needs_a_checkpoint_only_without_a_whole_pipeline() -> None:
 # --- Varuna ----------------------------------------------------------------------------------------
 
 
-def test_varuna_finds_the_best_of_all_p_and_d() -> None:
+def test_varuna_search_matches_brute_force() -> None:
     work = one_task(3, model="gpt3-13b")
     question = search_space(work.tasks[0].job(work.cluster))
     for nodes in (1, 2, 3):
@@ -244,7 +244,7 @@ def test_varuna_finds_the_best_of_all_p_and_d() -> None:
         assert varuna_speeds(work)["gpt"].flops[nodes] == round(max(found, default=0))
 
 
-def test_a_ragged_pipeline_has_all_layers() -> None:
+def test_ragged_pipeline_has_all_layers() -> None:
     question = search_space(one_task(1).tasks[0].job(A800))
     for stages in range(1, 33):
         cut = layers_per_stage(question.model, question.stack, stages)
@@ -254,7 +254,7 @@ def test_a_ragged_pipeline_has_all_layers() -> None:
         assert stages == 1 or cut[2] * stages <= 32 <= cut[1] * stages
 
 
-def test_varuna_goes_back_to_its_checkpoint_every_time() -> None:
+def test_varuna_returns_to_checkpoint_on_each_fault() -> None:
     outcome = simulate(one_task(4), made_trace(4, TraceFault(HOUR_US, 0, 3)), "varuna")
     stalled_s = DEFAULTS.elastic_detect_s + DEFAULTS.varuna_morph_s + DEFAULTS.varuna_recompute_s
     assert outcome.costs.stalled_us / 1e6 == pytest.approx(stalled_s)
@@ -263,7 +263,7 @@ def test_varuna_goes_back_to_its_checkpoint_every_time() -> None:
 # --- Bamboo ----------------------------------------------------------------------------------------
 
 
-def test_bamboo_computes_a_forward_pass_more_and_keeps_a_second_state() -> None:
+def test_bamboo_pays_extra_forward_pass_and_second_state() -> None:
     question, layout = bamboo_search_space(job(MODELS["gpt3-7b"], GPUS["a800-80g"])), Layout(1, 4, 1, 1, "none")
     dp = np.array([8], dtype=np.int64)
     parts = parts_s(question, layout, dp)[:, 0]
@@ -275,13 +275,13 @@ def test_bamboo_computes_a_forward_pass_more_and_keeps_a_second_state() -> None:
     assert more == pytest.approx(14 * parameters, rel=0.1)  # weights, master weights, moments
 
 
-def test_a_long_bubble_hides_the_redundant_pass() -> None:
+def test_long_bubble_hides_redundant_pass() -> None:
     question = bamboo_search_space(job(MODELS["gpt3-7b"], GPUS["a800-80g"], batch=32))
     layout, dp = Layout(1, 32, 1, 1, "none"), np.array([8], dtype=np.int64)
     assert iteration_with_shadows_s(question, layout, dp) == pytest.approx(iteration_s(question, layout, dp))
 
 
-def test_bamboo_loses_a_stage_with_two_neighbours_at_once() -> None:
+def test_bamboo_loses_stage_with_two_neighbours() -> None:
     def stalled_s(*nodes: int) -> float:
         faults = [TraceFault(HOUR_US + nth * SECOND_US, node, 1, 30 * DAY_US) for nth, node in enumerate(nodes)]
         return simulate(one_task(8), made_trace(8, *faults), "bamboo").costs.stalled_us / 1e6
@@ -301,12 +301,12 @@ def form(tp: int, pp: int, nodes: int, **given: Any) -> PipelineForm:
     return PipelineForm(estimate, tuple(range(nodes)))
 
 
-def test_recycle_without_losses_is_its_layout() -> None:
+def test_recycle_without_losses_matches_its_layout() -> None:
     whole = form(8, 2, 4)
     assert whole.flops_per_s(range(4)) == pytest.approx(whole.estimate.flops_per_s, rel=1e-9)
 
 
-def test_bubbles_take_up_a_lost_replica() -> None:
+def test_recycle_bubbles_absorb_lost_replica() -> None:
     """8 x 4 on 8 nodes: a node is one of a stage's two replicas; with few micro-batches the bubble is long."""
     few, many = form(8, 4, 8, batch=4), form(8, 4, 8, batch=1024)
     assert few.most_lost(set(range(8)) - {3}) == 1
@@ -315,18 +315,18 @@ def test_bubbles_take_up_a_lost_replica() -> None:
     assert not few.has_peers(set(range(8)) - {2, 3})
 
 
-def test_two_lost_nodes_of_different_stages_cost_what_one_does() -> None:
+def test_losses_in_different_stages_cost_as_much_as_one() -> None:
     made_form = form(8, 4, 8)
     one, two = set(range(8)) - {0}, set(range(8)) - {0, 7}
     assert made_form.flops_per_s(one) == made_form.flops_per_s(two) > 0
 
 
-def test_without_a_pipeline_recycle_loses_what_it_lost() -> None:
+def test_recycle_without_pipeline_loses_full_share() -> None:
     flat = form(8, 1, 8)
     assert flat.flops_per_s(range(7)) == pytest.approx(7 / 8 * flat.flops_per_s(range(8)), rel=0.03)
 
 
-def test_recycle_trains_on_in_its_form_and_takes_the_node_back() -> None:
+def test_recycle_keeps_layout_and_takes_node_back() -> None:
     work = one_task(4)
     outcome = simulate(work, made_trace(4, TraceFault(HOUR_US, 2, 1, 5 * HOUR_US)), "recycle")
     rates = [rate for _, rate in outcome.rates]
@@ -339,7 +339,7 @@ def test_recycle_trains_on_in_its_form_and_takes_the_node_back() -> None:
 # --- FT-HSDP ---------------------------------------------------------------------------------------
 
 
-def test_a_replica_drops_out_and_comes_back_without_stopping_the_others() -> None:
+def test_ft_hsdp_replica_leaves_and_returns_without_stop() -> None:
     work = one_task(4)
     outcome = simulate(work, made_trace(4, TraceFault(HOUR_US, 1, 2)), "ft-hsdp")
     whole = outcome.rates[0][1]
@@ -350,7 +350,7 @@ def test_a_replica_drops_out_and_comes_back_without_stopping_the_others() -> Non
     assert times == [0, 3600, 3600 + stall_s, 3600 + restart_s]
 
 
-def test_a_spare_node_completes_a_replica() -> None:
+def test_ft_hsdp_spare_node_completes_replica() -> None:
     work = one_task(5, max_nodes=4)
     two_nodes = msgspec.structs.replace(DEFAULTS, ft_hsdp_replica_nodes=2.0)
     world = EvaluationWorld(work, made_trace(5, TraceFault(HOUR_US, 1, 1, 30 * DAY_US)), two_nodes)
@@ -359,13 +359,13 @@ def test_a_spare_node_completes_a_replica() -> None:
     assert [sorted(replica) for replica in policy.replicas["gpt"].training] == [[2, 3], [0, 4]]
 
 
-def test_the_last_replica_takes_the_state_with_it() -> None:
+def test_ft_hsdp_last_replica_loses_state() -> None:
     outcome = simulate(one_task(1), made_trace(1, TraceFault(HOUR_US, 0, 2)), "ft-hsdp")
     again_s = DEFAULTS.checkpoint_load_s + DEFAULTS.recompute_s
     assert outcome.costs.stalled_us / 1e6 > DEFAULTS.ft_hsdp_restart_s + again_s - DEFAULTS.ft_hsdp_stall_s
 
 
-def test_a_price_is_what_the_model_answers_under_the_restrictions() -> None:
+def test_recycle_price_matches_restricted_model() -> None:
     work = one_task(2, model="gpt3-13b")
     question = restricted_job(work.tasks[0].job(work.cluster))
     answers = (best(question, gpus) for gpus in range(1, 17))

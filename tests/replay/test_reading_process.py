@@ -26,7 +26,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api, create_streams, event_stream_config
 from unicrond.events.vocabulary import ErrorReported
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Quarantined
+from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage
 from unicrond.replay.reading import reading_process
 from unicrond.replay.reading.nats_source import NatsSource, open_nats
 from unicrond.replay.reading.source import Source, read
@@ -68,9 +68,7 @@ def readers() -> list[psutil.Process]:
     return [c for c in children if c.status() == psutil.STATUS_ZOMBIE or reading_process.__name__ in c.cmdline()]
 
 
-async def test_the_same_entries_come_with_and_without_it(
-    nats_server: EmbeddedServer, nats_connection: Connection
-) -> None:
+async def test_reading_process_gives_same_entries(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     log, session = NatsEventLog(nats_connection), await nats_connection.session()
     recorded = troubled(6).log
     await fill(log, recorded[:100])
@@ -83,7 +81,7 @@ async def test_the_same_entries_come_with_and_without_it(
         open_nats([nats_server.url], apart_from=APART) as two,
     ):
         entries = await entries_of(one)
-        assert sum(isinstance(entry, Quarantined) for entry in entries) == 3
+        assert sum(isinstance(entry, QuarantinedMessage) for entry in entries) == 3
         assert repr(await entries_of(two)) == repr(entries)  # by repr: a loss may be NaN
         for after, until in [(0, 1), (10, 200), (len(entries) - 1, len(entries)), (len(entries), len(entries))]:
             stretch = await entries_of(two, after=AtSeq(after), until=AtSeq(until))
@@ -94,7 +92,9 @@ async def test_the_same_entries_come_with_and_without_it(
     assert not readers()
 
 
-async def test_only_a_long_log_is_worth_it(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_reading_process_starts_only_for_long_log(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
     await NatsEventLog(nats_connection).append(facts(1, 100))
     for apart_from, after, expected in [(101, 0, 0), (100, 0, 1), (100, 1, 0)]:
         async with (
@@ -105,7 +105,7 @@ async def test_only_a_long_log_is_worth_it(nats_server: EmbeddedServer, nats_con
             assert len(readers()) == expected
 
 
-async def test_all_of_a_large_log_comes_through_and_an_early_end_leaves_no_process(
+async def test_reading_process_delivers_large_log_and_ends_early(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
     await write_big(nats_connection)
@@ -122,7 +122,7 @@ async def test_all_of_a_large_log_comes_through_and_an_early_end_leaves_no_proce
             assert not readers()
 
 
-async def test_a_killed_one_is_an_error_that_says_so(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_killed_reading_process_is_reported(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     await write_big(nats_connection)
     for kill_at in (1, BIG // 2):
         async with open_nats([nats_server.url], apart_from=APART) as source:
@@ -138,7 +138,7 @@ async def test_a_killed_one_is_an_error_that_says_so(nats_server: EmbeddedServer
 
 @pytest.mark.parametrize("apart_from", [HERE, APART], ids=["here", "apart"])
 @pytest.mark.parametrize("kill_at", [1, 100])
-async def test_a_server_that_dies_meanwhile_is_the_same_error(
+async def test_server_death_gives_same_error(
     nats_server: EmbeddedServer,
     nats_connection: Connection,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +157,7 @@ async def test_a_server_that_dies_meanwhile_is_the_same_error(
 
 
 @pytest.mark.parametrize("apart_from", [HERE, APART], ids=["here", "apart"])
-async def test_missing_entries_are_the_same_damage(nats_server: EmbeddedServer, apart_from: int) -> None:
+async def test_missing_entries_give_same_damage_error(nats_server: EmbeddedServer, apart_from: int) -> None:
     connection = await connect(nats_server.url, name="test", timeout_s=10)
     try:
         await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", {**event_stream_config(), "deny_delete": False})
@@ -176,7 +176,7 @@ async def test_missing_entries_are_the_same_damage(nats_server: EmbeddedServer, 
         await connection.close()
 
 
-async def test_the_login_reaches_it_and_nobody_else(tmp_path: Path) -> None:
+async def test_reading_process_receives_login_privately(tmp_path: Path) -> None:
     login = Login(user="unicron", password='se"cret')
     server = EmbeddedServer(tmp_path / "nats", login=login)
     await server.start()
@@ -196,7 +196,7 @@ async def test_the_login_reaches_it_and_nobody_else(tmp_path: Path) -> None:
         await server.kill()
 
 
-async def test_it_reads_over_tls_with_a_key(tmp_path: Path) -> None:
+async def test_reading_process_uses_tls_and_key(tmp_path: Path) -> None:
     async with nats_cluster(tmp_path / "cluster") as cluster:
         connection = await connect(cluster.urls, name="test", login=cluster.login, timeout_s=60)
         await create_streams(connection, replicas=3)
@@ -236,7 +236,7 @@ except KeyboardInterrupt:
     ("last", "until"), [(BIG, BIG // 2), (BIG + 10, BIG)], ids=["held back", "waiting for the server"]
 )
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
-async def test_it_goes_when_its_asker_goes(
+async def test_reading_process_ends_with_its_parent(
     nats_server: EmbeddedServer, nats_connection: Connection, how: signal.Signals, last: int, until: int
 ) -> None:
     await write_big(nats_connection)
@@ -291,7 +291,7 @@ class Narrow:
         self.is_flushed = True
 
 
-async def test_a_slow_asker_holds_it_back(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_slow_parent_applies_backpressure(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     await write_big(nats_connection)
     asker, way = asyncio.StreamReader(), Narrow()
     job = reading_process.ReadRequest([nats_server.url], Login(), 0, BIG)

@@ -16,8 +16,8 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events.log.event_log import LogDamaged
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd, parse_point
-from unicrond.events.vocabulary.times import format_time
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.vocabulary.phrases import format_time
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 seeds = st.integers(0, 7)
 
@@ -33,23 +33,21 @@ def log_of(seed: int) -> tuple[list[Entry], list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_replay_ends_where_the_cluster_that_wrote_the_log_is(seed: int) -> None:
+def test_replay_matches_state_of_cluster(seed: int) -> None:
     cluster = troubled(seed)
     assert digest(replay(cluster.log)) == digest(cluster.state)
     assert replay(cluster.log) == cluster.state
 
 
 @given(seed=seeds, share=st.floats(0, 1))
-def test_a_replay_up_to_a_number_is_the_prefix_fold(seed: int, share: float) -> None:
+def test_replay_to_number_matches_prefix_fold(seed: int, share: float) -> None:
     entries, digests = log_of(seed)
     seq = round(share * len(entries))
     assert digest(replay(entries, AtSeq(seq))) == digests[seq]
 
 
 @given(seed=seeds, share=st.floats(0, 1), before_us=st.integers(-2, 2))
-def test_a_replay_up_to_a_time_is_the_prefix_whose_log_time_is_not_later(
-    seed: int, share: float, before_us: int
-) -> None:
+def test_replay_to_time_matches_prefix_by_log_time(seed: int, share: float, before_us: int) -> None:
     entries, digests = log_of(seed)
     time_us = entries[round(share * (len(entries) - 1))].recorded_at_us + before_us
     state = replay(entries, AtTime(time_us))
@@ -60,7 +58,7 @@ def test_a_replay_up_to_a_time_is_the_prefix_whose_log_time_is_not_later(
 
 
 @given(seed=seeds, cuts=st.lists(st.integers(0, 400), max_size=4))
-def test_a_replay_may_be_continued_in_pieces(seed: int, cuts: list[int]) -> None:
+def test_replay_continues_in_pieces(seed: int, cuts: list[int]) -> None:
     entries, digests = log_of(seed)
     bounds = [0, *sorted(min(cut, len(entries)) for cut in cuts), len(entries)]
     state = EMPTY
@@ -70,25 +68,25 @@ def test_a_replay_may_be_continued_in_pieces(seed: int, cuts: list[int]) -> None
 
 
 @given(seed=seeds, share=st.floats(0, 1))
-def test_a_missing_entry_is_damage(seed: int, share: float) -> None:
+def test_missing_entry_counts_as_damage(seed: int, share: float) -> None:
     entries, _ = log_of(seed)
     gone = round(share * (len(entries) - 2))
     with pytest.raises(LogDamaged, match=f"entry {gone + 2} follows entry {gone}"):
         replay(entries[:gone] + entries[gone + 1 :])
 
 
-def test_a_clock_that_was_set_back_does_not_hide_what_came_before() -> None:
+def test_clock_set_back_hides_no_entry() -> None:
     first, second, third = troubled(1).log[:3]
     entries = [
-        Recorded(1, 100, first.envelope),
-        Recorded(2, 200, second.envelope),
-        Recorded(3, 150, third.envelope),
+        RecordedEvent(1, 100, first.envelope),
+        RecordedEvent(2, 200, second.envelope),
+        RecordedEvent(3, 150, third.envelope),
     ]
     assert replay(entries, AtTime(150)).seq == 1, "entry 3 is at 200 by the log's time"
     assert replay(entries, AtTime(200)).seq == 3
 
 
-def test_nothing_is_changed_by_a_replay() -> None:
+def test_replay_leaves_its_input_unchanged() -> None:
     entries, digests = log_of(1)
     start = replay(entries, AtSeq(100))
     replay(entries[100:], start=start)
@@ -112,23 +110,23 @@ def test_nothing_is_changed_by_a_replay() -> None:
         ("10m", BeforeEnd(600_000_000)),
     ],
 )
-def test_points_as_people_write_them(text: str, point: object) -> None:
+def test_point_parses_accepted_forms(text: str, point: object) -> None:
     assert parse_point(text) == point
 
 
 @pytest.mark.parametrize("text", ["", "ten", "-10", "-m", "1.5", "--1s", "-1s\n", "٣", "2026-13-01T00:00:00Z"])
-def test_what_is_no_point_is_refused_with_the_ways_to_write_one(text: str) -> None:
+def test_invalid_point_lists_accepted_forms(text: str) -> None:
     with pytest.raises(ValueError, match="is not a point of a log; give a sequence number"):
         parse_point(text)
 
 
-def test_a_time_without_a_zone_is_refused() -> None:
+def test_point_refuses_time_without_zone() -> None:
     with pytest.raises(ValueError, match="no time zone; append Z"):
         parse_point("2026-11-20T09:30:00")
 
 
 @given(time_us=st.integers(-(2**70), 2**70))
-def test_any_time_can_be_printed(time_us: int) -> None:
+def test_time_format_accepts_any_time(time_us: int) -> None:
     text = format_time(time_us)
     if not text.endswith("us") and time_us >= 0:
         assert parse_point(text) == AtTime(time_us)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.replay.logs import troubled, write_log
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.cli import main
 
 VALUE = 'va"lue-of-\\a-secret'
@@ -18,7 +18,7 @@ LOOKING = "hf_abcdefghijklmnopqrstuvwxyz0123"
 TOKEN = "t0ken-of-a-memory"
 
 
-def secretive(entries: list[Recorded]) -> list[Entry]:
+def secretive(entries: list[RecordedEvent]) -> list[Entry]:
     """The log, with a secret in each task's environment and arguments, and in what is told of each death."""
     found: list[Entry] = []
     for entry in entries:
@@ -54,8 +54,8 @@ def leaks(text: str) -> list[str]:
         "digest",
         "events",
         "events --json",
-        "story task:big",
-        "story task:big --json",
+        "story task big",
+        "story task big --json",
         "diff 5 60",
         "diff 5 60 --json",
         "timeline",
@@ -64,9 +64,9 @@ def leaks(text: str) -> list[str]:
         "whatif --json",
     ],
 )
-def test_no_command_shows_a_secret(log: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_command_output_hides_secrets(log: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     words = command.split()
-    main([*words, "--file", str(log)])
+    main([*words, "--log", str(log)])
     said = capsys.readouterr()
     assert said.out and not leaks(said.out + said.err)
     if "--json" in words:
@@ -74,20 +74,20 @@ def test_no_command_shows_a_secret(log: Path, capsys: pytest.CaptureFixture[str]
             json.loads(line)
 
 
-def test_the_page_shows_none(log: Path, tmp_path: Path) -> None:
-    assert main(["timeline", "--file", str(log), "--html", str(tmp_path / "page.html")]) == 0
+def test_timeline_page_hides_secrets(log: Path, tmp_path: Path) -> None:
+    assert main(["timeline", "--log", str(log), "--html", str(tmp_path / "page.html")]) == 0
     assert not leaks((tmp_path / "page.html").read_text())
 
 
-def test_a_masked_export_holds_no_secret_and_verifies(
+def test_masked_export_hides_secrets_and_verifies(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, masked = tmp_path / "plain.log", tmp_path / "masked.log"
-    assert main(["export", str(plain), "--file", str(log)]) == 0
-    assert main(["export", str(masked), "--masked", "--file", str(log)]) == 0
+    assert main(["export", str(plain), "--log", str(log)]) == 0
+    assert main(["export", str(masked), "--masked", "--log", str(log)]) == 0
     assert all(one.encode() in plain.read_bytes() for one in (VALUE, LOOKING, TOKEN))
     assert not any(one.encode() in masked.read_bytes() for one in (VALUE, LOOKING, TOKEN))
     capsys.readouterr()
-    assert main(["verify", "--json", "--file", str(plain)]) == main(["verify", "--json", "--file", str(masked)])
+    assert main(["verify", "--json", "--log", str(plain)]) == main(["verify", "--json", "--log", str(masked)])
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert first["decisions"] == second["decisions"] and first["verified"] == second["verified"]

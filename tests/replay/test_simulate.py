@@ -47,7 +47,7 @@ def lost_s(outcome: SimulationOutcome, part: str) -> float:
 
 @pytest.mark.parametrize("policy", [*POLICIES, "hot-spare:3"])
 @pytest.mark.parametrize("spec", ["trace-a", "trace-b:repair_h=30", "poisson:mtbf_d=3,repair_h=40,days=4"])
-def test_delivered_and_lost_are_the_failure_free(sixteen: Workload, policy: str, spec: str) -> None:
+def test_delivered_and_lost_add_up_to_failure_free(sixteen: Workload, policy: str, spec: str) -> None:
     costs = simulate(sixteen, trace(spec, 16, 5), policy).costs
     assert costs.balanced
     assert costs.failure_free == sum(sixteen.failure_free.values()) * trace(spec, 16, 5).length_us
@@ -55,7 +55,7 @@ def test_delivered_and_lost_are_the_failure_free(sixteen: Workload, policy: str,
 
 
 @pytest.mark.parametrize("policy", ["unicron", "unicron-free", "megatron-wait", "megatron-shrink", "ft-hsdp", "ideal"])
-def test_without_faults_everything_is_delivered(sixteen: Workload, policy: str) -> None:
+def test_policy_without_faults_delivers_everything(sixteen: Workload, policy: str) -> None:
     outcome = simulate(sixteen, made_trace(16), policy)
     assert outcome.costs.delivered == outcome.costs.failure_free
     assert outcome.costs.stalled_us == outcome.costs.moves == 0
@@ -63,14 +63,14 @@ def test_without_faults_everything_is_delivered(sixteen: Workload, policy: str) 
 
 
 @pytest.mark.parametrize("policy", ["oobleck", "varuna", "bamboo", "recycle"])
-def test_without_faults_a_mechanism_costs_its_price_and_nothing_else(sixteen: Workload, policy: str) -> None:
+def test_mechanism_without_faults_costs_only_its_price(sixteen: Workload, policy: str) -> None:
     outcome = simulate(sixteen, made_trace(16), policy)
     assert outcome.share == pytest.approx(outcome.ratio, rel=1e-12)
     assert 0.3 < outcome.ratio <= 1.0
     assert outcome.costs.stalled_us == 0
 
 
-def test_effective_time_and_goodput_are_as_published() -> None:
+def test_ettr_and_goodput_match_publications() -> None:
     """ETTR counts a job's hours, goodput those of all nodes, a spare's too."""
     on = made_trace(4, TraceFault(HOUR_S * SECOND_US, 0, 1, 12 * HOUR_S * SECOND_US))
     outcome = simulate(one_task(4), on, "megatron-wait")
@@ -81,7 +81,7 @@ def test_effective_time_and_goodput_are_as_published() -> None:
     assert (spare.ettr, spare.goodput) == (1.0, 0.75)
 
 
-def test_the_meter_counts_every_moment_once() -> None:
+def test_meter_counts_every_moment_once() -> None:
     clock = VirtualClock()
     meter = Meter(clock, {"a": 100})
     meter.run("a", 60, [1, 2])
@@ -117,7 +117,7 @@ def driven(work: Workload, on: Trace, **assumed: float) -> tuple[CoreDriver, Sim
     return driver, made
 
 
-def test_a_node_loss_costs_what_its_times_say() -> None:
+def test_node_loss_costs_configured_times() -> None:
     driver, outcome = driven(one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 1, 1, 10 * HOUR_S * SECOND_US)))
     assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.node_detect_s, abs=0.01)
     # The loss: regroup, transfer, redeal. The return: the others train while it starts; regroup, transfer.
@@ -128,7 +128,7 @@ def test_a_node_loss_costs_what_its_times_say() -> None:
     assert driver.groups["gpt"].activity is Activity.TRAINING
 
 
-def test_a_process_fault_restarts_the_process_on_its_node() -> None:
+def test_process_fault_restarts_process_on_its_node() -> None:
     driver, outcome = driven(one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 1, 2)))
     assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.process_detect_s, abs=0.01)
     assert outcome.core is not None
@@ -136,7 +136,7 @@ def test_a_process_fault_restarts_the_process_on_its_node() -> None:
     assert sorted(worker.node for worker in driver.state.tasks["gpt"].workers.values()) == ["n0", "n1", "n2", "n3"]
 
 
-def test_a_broken_connection_is_tried_again_in_place() -> None:
+def test_broken_connection_is_reattempted_in_place() -> None:
     driver, outcome = driven(one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 1, 3)))
     workers = sorted(driver.state.tasks["gpt"].workers)
     assert workers == ["gpt.1", "gpt.2", "gpt.3", "gpt.4"], "no process was replaced"
@@ -145,7 +145,7 @@ def test_a_broken_connection_is_tried_again_in_place() -> None:
     assert lost_s(outcome, "transition") == pytest.approx(waited_s, abs=0.1)
 
 
-def test_who_loses_its_last_node_does_its_work_again() -> None:
+def test_loss_of_last_node_repeats_work() -> None:
     on = made_trace(1, TraceFault(HOUR_S * SECOND_US, 0, 1, HOUR_S * SECOND_US))
     _, outcome = driven(one_task(1), on)
     _, without = driven(one_task(1), on, recompute_s=0.0)
@@ -153,7 +153,7 @@ def test_who_loses_its_last_node_does_its_work_again() -> None:
     assert lost_s(outcome, "sub_healthy") == pytest.approx(HOUR_S - DEFAULTS.node_detect_s, abs=60)
 
 
-def test_a_replica_of_several_nodes_falls_as_a_whole() -> None:
+def test_replica_of_several_nodes_fails_as_whole() -> None:
     on = made_trace(8, TraceFault(HOUR_S * SECOND_US, 1, 1, 30 * DAY_US))
     driver, outcome = driven(one_task(8, layout="8x4"), on)
     assert outcome.costs.balanced
@@ -163,7 +163,7 @@ def test_a_replica_of_several_nodes_falls_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_heals_whatever_the_order_of_the_faults(sixteen: Workload, seed: int) -> None:
+def test_core_heals_in_any_order_of_faults(sixteen: Workload, seed: int) -> None:
     """Faults for five days at many times the usual rate, then none: everybody trains on what the plan gives it."""
     on = trace("poisson:mtbf_d=2,other_mtbf_d=0.5,repair_h=10,days=5", 16, seed)
     driver, outcome = driven(sixteen, replace(on, length_us=on.length_us + DAY_US))
@@ -176,7 +176,7 @@ def test_it_heals_whatever_the_order_of_the_faults(sixteen: Workload, seed: int)
     assert outcome.rates[-1][1] == pytest.approx(sum(sixteen.failure_free.values()), rel=0.2)
 
 
-def test_its_own_ledger_says_what_the_meter_says(sixteen: Workload) -> None:
+def test_ledger_agrees_with_meter(sixteen: Workload) -> None:
     """The core counts its costs from the log alone; the meter sees what trains. They meet within a percent."""
     on = trace("trace-b", 16, 2)
     world = EvaluationWorld(sixteen, on, DEFAULTS)
@@ -194,7 +194,7 @@ def test_its_own_ledger_says_what_the_meter_says(sixteen: Workload) -> None:
     assert delivered == pytest.approx(world.meter.costs.delivered / world.meter.costs.failure_free, abs=0.01)
 
 
-def test_a_seed_gives_one_outcome(sixteen: Workload) -> None:
+def test_seed_gives_one_outcome(sixteen: Workload) -> None:
     first, second = (simulate(sixteen, trace("trace-b", 16, 4), "unicron") for _ in range(2))
     assert (first.costs, first.rates) == (second.costs, second.rates)
 
@@ -207,7 +207,7 @@ def test_slower_transitions_cost_more(sixteen: Workload) -> None:
 
 
 @pytest.mark.parametrize("policy", ["unicron", "unicron-equal", "unicron-weighted", "unicron-sized"])
-def test_no_plan_that_keeps_the_floors_beats_the_bound(sixteen: Workload, policy: str) -> None:
+def test_policy_never_beats_ideal_bound(sixteen: Workload, policy: str) -> None:
     on = trace("trace-b", 16, 1)
     assert simulate(sixteen, on, policy).costs.delivered <= simulate(sixteen, on, "ideal").costs.delivered
 
@@ -215,7 +215,7 @@ def test_no_plan_that_keeps_the_floors_beats_the_bound(sixteen: Workload, policy
 # --- the compared systems ------------------------------------------------------------------------
 
 
-def test_wait_waits_for_the_node() -> None:
+def test_megatron_wait_waits_for_node() -> None:
     outcome = simulate(
         one_task(4), made_trace(4, TraceFault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-wait"
     )
@@ -225,7 +225,7 @@ def test_wait_waits_for_the_node() -> None:
     assert lost_s(outcome, "sub_healthy") == pytest.approx(5 * HOUR_S - DEFAULTS.timeout_s)
 
 
-def test_shrink_goes_on_and_grows_again() -> None:
+def test_megatron_shrink_continues_and_grows_again() -> None:
     work = one_task(4)
     outcome = simulate(
         work, made_trace(4, TraceFault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-shrink"
@@ -234,7 +234,7 @@ def test_shrink_goes_on_and_grows_again() -> None:
     assert [rate for _, rate in outcome.rates] == [curve[4], 0, curve[3], 0, curve[4]]
 
 
-def test_a_spare_takes_the_place_and_the_next_one_waits() -> None:
+def test_spare_replaces_node_and_next_fault_waits() -> None:
     hour_us = HOUR_S * SECOND_US
     faults = (TraceFault(hour_us, 0, 1, 12 * hour_us), TraceFault(6 * hour_us, 1, 1, 20 * hour_us))
     work = one_task(4)
@@ -246,7 +246,7 @@ def test_a_spare_takes_the_place_and_the_next_one_waits() -> None:
     assert times == [0, hour_us + to_us(DEFAULTS.timeout_s) + restart_us, 13 * hour_us + restart_us]
 
 
-def test_a_node_that_comes_back_during_a_restart_is_used_after_it() -> None:
+def test_node_that_returns_during_restart_is_used() -> None:
     hour_us = HOUR_S * SECOND_US
     back_us = to_us(DEFAULTS.timeout_s + 600)
     work = one_task(4)

@@ -31,7 +31,7 @@ TASKS = """
 """
 
 
-def test_a_table_with_every_policy_and_every_assumption(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_table_with_policies_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--trace", "trace-b", "--policy", "megatron-wait,varuna"]) == 0
     told = capsys.readouterr()
     rows = {line.split()[0]: float(line.split()[1]) for line in told.out.splitlines() if line.startswith(("m", "v"))}
@@ -42,10 +42,10 @@ def test_a_table_with_every_policy_and_every_assumption(capsys: pytest.CaptureFi
     assert told.err == ""
 
 
-def test_json_holds_the_identity_and_the_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_json_holds_identity_and_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tasks.yaml").write_text(TASKS)
     given = ["--cluster", "h100-80g:6x8", "--tasks", str(tmp_path / "tasks.yaml"), "--trace", "poisson:days=3"]
-    assert main([*given, "--policy", "unicron,hot-spare:2", "--seeds", "2", "--set", "regroup_s=7", "--json"]) == 0
+    assert main([*given, "--policy", "unicron,hot-spare:2", "--seeds", "2", "--assume", "regroup_s=7", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["assumptions"]["regroup_s"] == 7
     assert told["rows"][0]["core"][0]["cpu_s"] > 0
@@ -57,7 +57,7 @@ def test_json_holds_the_identity_and_the_assumptions(tmp_path: Path, capsys: pyt
             assert free == sum(map(int, seed.values()))
 
 
-def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_processes_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     told = []
     for processes in ("1", "2"):
         given = ["--trace", "meta:rate=500,days=2", "--policy", "megatron-wait,ft-hsdp", "--seeds", "2", "--json"]
@@ -66,7 +66,7 @@ def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert told[0] == told[1]
 
 
-def test_a_plot_is_a_small_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_plot_is_small_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
     assert main(["--trace", "trace-b", "--policy", "megatron-wait,ideal", "--plot", str(path)]) == 0
@@ -75,7 +75,7 @@ def test_a_plot_is_a_small_png(tmp_path: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
 
 
-def test_the_file_may_be_named_by_the_environment(
+def test_environment_names_trace_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(TRACE_FILE_VARIABLE, str(tmp_path / "away.json"))
@@ -83,15 +83,15 @@ def test_the_file_may_be_named_by_the_environment(
     assert "away.json: no such file" in capsys.readouterr().err
 
 
-def test_unicron_replay_passes_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_passes_options_to_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert replay_main(["simulate", "--trace", "trace-b:repair=1"]) == 2
     assert "unknown setting 'repair'" in capsys.readouterr().err
 
 
-def test_help_and_parameters_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_parameters_list_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "unicron-replay simulate --cluster a800-80g:16x8" in capsys.readouterr().out
-    assert main(["--parameters"]) == 0
+    assert main(["--list-assumptions"]) == 0
     assert "regroup_s = 15" in capsys.readouterr().out
 
 
@@ -109,18 +109,18 @@ def test_help_and_parameters_name_everything(capsys: pytest.CaptureFixture[str])
         ("--trace trace-b --cluster a800-80g:0x8", "0 GPUs"),
         ("--trace trace-b --tasks nowhere.yaml", "cannot be read"),
         ("--trace trace-b --tasks six*0", "no tasks"),
-        ("--trace trace-b --set regroup=1", "--set regroup: unknown"),
-        ("--trace trace-b --set regroup_s=-1", "give seconds"),
-        ("--trace trace-b --set oobleck_ratio=2", "give a ratio"),
-        ("--trace trace-b --set ft_hsdp_replica_nodes=-2", "give nodes"),
+        ("--trace trace-b --assume regroup=1", "--assume regroup: unknown"),
+        ("--trace trace-b --assume regroup_s=-1", "give seconds"),
+        ("--trace trace-b --assume oobleck_ratio=2", "give a ratio"),
+        ("--trace trace-b --assume ft_hsdp_replica_nodes=-2", "give nodes"),
         ("--trace meta:rate=0", "rate='0' does not fit; give faults in 1,000 node days"),
-        ("--trace trace-b --set regroup_s", "give NAME=VALUE"),
+        ("--trace trace-b --assume regroup_s", "give NAME=VALUE"),
         ("--trace trace-b --seeds 0", "--seeds: '0' is not a whole number of 1 to 10000"),
         ("--trace trace-b --seeds two", "--seeds: 'two' is not a whole number"),
         ("--trace trace-b --what", "unrecognized arguments: --what"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_simulate_error_is_one_line(
     arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(TRACE_FILE_VARIABLE, raising=False)
@@ -143,18 +143,18 @@ def test_what_is_wrong_is_one_line(
         ("- [", "line"),
     ],
 )
-def test_a_bad_list_of_tasks_names_the_place(tmp_path: Path, text: str, told: str) -> None:
+def test_task_list_error_names_place(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "t.yaml").write_text(text)
     with pytest.raises(WorkloadError, match=told):
         parse_tasks(str(tmp_path / "t.yaml"))
 
 
-def test_a_model_that_fits_nowhere_is_said_so() -> None:
+def test_workload_refuses_model_that_fits_nowhere() -> None:
     with pytest.raises(WorkloadError, match="does not fit on these GPUs"):
         workload(Cluster("a800-80g", 1), (TrainingTask(name="t", model="gpt3-175b"),))
 
 
-def test_more_nodes_never_make_a_task_slower() -> None:
+def test_more_nodes_never_slow_task() -> None:
     made = workload(parse_cluster("a800-80g:16x8"), six())
     for curve in made.throughput.values():
         assert list(curve) == sorted(curve)
@@ -164,13 +164,13 @@ def test_more_nodes_never_make_a_task_slower() -> None:
 # --- the write-up --------------------------------------------------------------------------------
 
 
-def test_the_write_up_has_a_place_for_every_study() -> None:
+def test_document_has_block_for_each_study() -> None:
     text = DOCUMENT.read_text()
     for name in STUDIES:
         replace_block(text, name, "")
 
 
-def test_a_block_is_replaced_and_nothing_else() -> None:
+def test_replace_block_changes_only_its_block() -> None:
     text = "a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n"
     assert replace_block(text, "x", "new \\1") == "a\n<!-- begin x -->\nnew \\1\n<!-- end x -->\nb\n"
     with pytest.raises(ValueError, match="block y"):

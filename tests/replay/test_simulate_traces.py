@@ -17,7 +17,7 @@ def kinds(drawn: Trace) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("spec", "days", "counts"), [("trace-a", 56, (10, 33)), ("trace-b", 7, (26, 80))])
-def test_the_papers_traces_have_their_numbers(spec: str, days: int, counts: tuple[int, int]) -> None:
+def test_traces_match_counts_of_paper(spec: str, days: int, counts: tuple[int, int]) -> None:
     drawn = trace(spec, 16, 1)
     assert (drawn.length_us, kinds(drawn)) == (days * DAY_US, counts)
     assert list(drawn.faults) == sorted(drawn.faults, key=lambda fault: fault.at_us)
@@ -25,25 +25,25 @@ def test_the_papers_traces_have_their_numbers(spec: str, days: int, counts: tupl
 
 
 @pytest.mark.parametrize("spec", ["trace-a", "trace-b", "poisson:mtbf_d=2,repair_h=100"])
-def test_no_node_breaks_while_it_is_away(spec: str) -> None:
+def test_absent_node_never_fails(spec: str) -> None:
     away_until = dict.fromkeys(range(16), 0)
     for fault in trace(spec, 16, 3).faults:
         assert fault.at_us >= away_until[fault.node]
         away_until[fault.node] = fault.at_us + fault.repair_us
 
 
-def test_a_seed_names_one_trace() -> None:
+def test_seed_determines_trace() -> None:
     assert trace("trace-b", 16, 7) == trace("trace-b", 16, 7)
     assert trace("trace-b", 16, 7) != trace("trace-b", 16, 8)
 
 
-def test_another_repair_time_leaves_the_times_of_the_faults() -> None:
+def test_repair_time_leaves_fault_times() -> None:
     short, long = trace("trace-b:repair_h=6", 16, 1), trace("trace-b:repair_h=24", 16, 1)
     assert [fault.at_us for fault in short.faults] == [fault.at_us for fault in long.faults]
     assert {fault.repair_us for fault in long.faults if fault.severity == 1} == {24 * HOUR_US}
 
 
-def test_poisson_has_the_rate_that_it_says() -> None:
+def test_poisson_trace_has_given_rate() -> None:
     drawn = trace("poisson:mtbf_d=10,other_mtbf_d=5,days=1000,repair_h=1", 20, 1)
     nodes, others = kinds(drawn)
     assert nodes == pytest.approx(2000, rel=0.1)
@@ -51,7 +51,7 @@ def test_poisson_has_the_rate_that_it_says() -> None:
     assert drawn.node_mtbf_s / 86400 == pytest.approx(10, rel=0.1)
 
 
-def test_metas_rate_is_that_of_the_publication() -> None:
+def test_meta_trace_has_published_rate() -> None:
     """A fault in 1.8 h on 16,384 GPUs; 321 of 419 take the node."""
     drawn = trace("meta:days=50", 2048, 1)
     nodes, others = kinds(drawn)
@@ -71,7 +71,7 @@ def test_metas_rate_is_that_of_the_publication() -> None:
         ("poisson:mtbf_d=0.0001,days=10000", "2 million"),
     ],
 )
-def test_a_bad_spec_is_one_line_that_names_the_fix(spec: str, told: str) -> None:
+def test_bad_trace_spec_is_one_line_with_fix(spec: str, told: str) -> None:
     with pytest.raises(TraceError, match=told) as raised:
         trace(spec, 16, 1)
     assert "\n" not in str(raised.value)
@@ -91,7 +91,7 @@ def written(path: Path, events: Any) -> str:
     return str(file)
 
 
-def test_outages_are_read_overlapping_ones_as_one(tmp_path: Path) -> None:
+def test_overlapping_outages_merge(tmp_path: Path) -> None:
     events = [
         event("a", 1.0, "start"), event("b", 1.5, "start"), event("a", 2.0, "start"), event("b", 2.5, "end"),
         event("a", 3.0, "end"), event("a", 4.0, "end"), event("c", 5.0, "start"), event("d", 10.25, "start"),
@@ -103,7 +103,7 @@ def test_outages_are_read_overlapping_ones_as_one(tmp_path: Path) -> None:
     assert len({fault.node for fault in read.faults}) == 3
 
 
-def test_a_smaller_cluster_is_a_draw_of_the_observed_one(tmp_path: Path) -> None:
+def test_smaller_cluster_samples_observed_nodes(tmp_path: Path) -> None:
     events = [event(f"n{n}", 1.0, kind) for n in range(300) for kind in ("start", "end")]
     counts = [
         len(trace(written(tmp_path, [*events, event("x", 9.5, "start")]), 100, seed).faults) for seed in range(20)
@@ -126,13 +126,13 @@ def test_a_smaller_cluster_is_a_draw_of_the_observed_one(tmp_path: Path) -> None
         ([event("a", 1.0, "end")], "ends on day 1 unbegun"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_the_place(tmp_path: Path, events: Any, told: str) -> None:
+def test_bad_trace_file_is_one_line_with_place(tmp_path: Path, events: Any, told: str) -> None:
     with pytest.raises(TraceError, match=told) as raised:
         trace(written(tmp_path, events), 16, 1)
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_json_is_said_so(tmp_path: Path) -> None:
+def test_trace_file_must_be_json(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("node,1,2")
     with pytest.raises(TraceError, match="not JSON"):
         trace(str(tmp_path / "t"), 16, 1)

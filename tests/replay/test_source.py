@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.file_log import FileLog
 from tests.replay.logs import eventful, fill, troubled, write_log
 from unicrond.core.replayer import replay
 from unicrond.core.state.state_bytes import digest
 from unicrond.events.log.event_log import LogDamaged, LogError, LogUnavailable
-from unicrond.events.log.file_log import FileLog
 from unicrond.events.log.point import AtSeq, AtTime, Point
 from unicrond.events.log.segments import batch_frame, end_frame, export_start, read_segment, segment_name, segment_start
 from unicrond.events.log.subjects import EVENT_STREAM
@@ -21,7 +21,7 @@ from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.nats_source import open_nats
 from unicrond.replay.reading.source import FileSource, Source, read
@@ -33,7 +33,7 @@ async def entries_of(source: Source, *, after: Point | None = None, until: Point
         return [entry async for chunk in chunks for entry in chunk.entries]
 
 
-async def test_an_export_read_again_is_the_log(tmp_path: Path) -> None:
+async def test_export_reads_back_as_log(tmp_path: Path) -> None:
     entries = eventful(1)
     source = FileSource(write_log(tmp_path / "log.bin", entries))
     assert repr(await entries_of(source)) == repr(entries)  # by repr: a loss may be NaN
@@ -41,7 +41,7 @@ async def test_an_export_read_again_is_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000])
-async def test_a_stretch_of_a_file_is_that_stretch(tmp_path: Path, batch: int) -> None:
+async def test_file_source_reads_range(tmp_path: Path, batch: int) -> None:
     entries = list(troubled(2).log)
     source = FileSource(write_log(tmp_path / "log.bin", list(entries), batch))
     for first, last in [(0, 0), (0, 1), (3, 10), (7, 14), (50, len(entries)), (len(entries), len(entries))]:
@@ -51,7 +51,7 @@ async def test_a_stretch_of_a_file_is_that_stretch(tmp_path: Path, batch: int) -
             assert await entries_of(source, after=after, until=until) == entries[first:last]
 
 
-async def test_up_to_and_after_a_time_share_the_log_without_overlap(tmp_path: Path) -> None:
+async def test_time_split_covers_log_without_overlap(tmp_path: Path) -> None:
     entries = eventful(3)  # its last entry was recorded before the one before it
     source = FileSource(write_log(tmp_path / "log.bin", entries, 10))
     for entry in entries[::20] + entries[-4:]:
@@ -60,7 +60,7 @@ async def test_up_to_and_after_a_time_share_the_log_without_overlap(tmp_path: Pa
         assert repr(parts) == repr(entries)
 
 
-async def test_segments_of_a_file_log_and_its_export_give_the_same_digest(tmp_path: Path) -> None:
+async def test_file_log_and_its_export_have_same_digest(tmp_path: Path) -> None:
     cluster = troubled(4)
     log = FileLog(tmp_path / "live", segment_bytes=10_000)
     await fill(log, cluster.log)
@@ -70,13 +70,11 @@ async def test_segments_of_a_file_log_and_its_export_give_the_same_digest(tmp_pa
     assert len(list((tmp_path / "live").glob("*.log"))) > 2
     live = await entries_of(FileSource(tmp_path / "live"))
     assert digest(replay(live)) == digest(replay(await entries_of(FileSource(tmp_path / "exported"))))
-    assert [entry.envelope for entry in live if isinstance(entry, Recorded)] == [e.envelope for e in cluster.log]
+    assert [entry.envelope for entry in live if isinstance(entry, RecordedEvent)] == [e.envelope for e in cluster.log]
     assert await FileSource(tmp_path / "live").end_us() == live[-1].recorded_at_us
 
 
-async def test_an_unfinished_write_at_the_end_is_left_out_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unfinished_write_is_dropped_with_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = troubled(5).log
     segment = tmp_path / "live" / segment_name(1)
     segment.parent.mkdir()
@@ -85,7 +83,7 @@ async def test_an_unfinished_write_at_the_end_is_left_out_with_a_warning(
     assert "never acknowledged and is left out" in caplog.text
 
 
-async def test_every_cut_of_an_export_is_refused_by_name(tmp_path: Path) -> None:
+async def test_truncated_export_is_refused_by_name(tmp_path: Path) -> None:
     entries = eventful(5)
     whole = write_log(tmp_path / "log.bin", entries, 10).read_bytes()
     marked = len(whole) - len(end_frame(len(entries), 0))
@@ -102,7 +100,7 @@ async def test_every_cut_of_an_export_is_refused_by_name(tmp_path: Path) -> None
         await entries_of(FileSource(tmp_path / "zeros.bin"))
 
 
-async def test_an_export_that_holds_less_than_its_mark_says_is_refused(tmp_path: Path) -> None:
+async def test_export_shorter_than_its_end_mark_is_refused(tmp_path: Path) -> None:
     log = troubled(1).log
     path = tmp_path / "log.bin"
     path.write_bytes(export_start() + batch_frame(log[:3]) + end_frame(4, 0))
@@ -110,9 +108,7 @@ async def test_an_export_that_holds_less_than_its_mark_says_is_refused(tmp_path:
         await entries_of(FileSource(path))
 
 
-async def test_of_an_older_export_it_is_said_that_a_cut_cannot_be_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_older_export_without_end_mark_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = troubled(1).log
     path = tmp_path / "old.bin"
     path.write_bytes(segment_start(1) + batch_frame(log[:3]))
@@ -120,7 +116,7 @@ async def test_of_an_older_export_it_is_said_that_a_cut_cannot_be_told(
     assert "old.bin has no end mark" in caplog.text and "may have been cut" in caplog.text
 
 
-async def test_damage_is_an_error(tmp_path: Path) -> None:
+async def test_damaged_export_is_refused(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.bin", eventful(5), 10)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -129,7 +125,7 @@ async def test_damage_is_an_error(tmp_path: Path) -> None:
         await entries_of(FileSource(path))
 
 
-async def test_a_gap_between_batches_is_damage(tmp_path: Path) -> None:
+async def test_gap_between_batches_counts_as_damage(tmp_path: Path) -> None:
     log = troubled(1).log
     path = tmp_path / "log.bin"
     path.write_bytes(segment_start(1) + batch_frame(log[:3]) + batch_frame(log[4:6]))
@@ -137,7 +133,7 @@ async def test_a_gap_between_batches_is_damage(tmp_path: Path) -> None:
         await entries_of(FileSource(path))
 
 
-async def test_an_empty_file_is_no_log_but_an_empty_export_is(tmp_path: Path) -> None:
+async def test_empty_file_is_no_log_and_empty_export_is(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(LogDamaged):
         await entries_of(FileSource(tmp_path / "empty"))
@@ -146,7 +142,7 @@ async def test_an_empty_file_is_no_log_but_an_empty_export_is(tmp_path: Path) ->
     assert await source.end_us() == 0
 
 
-def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_export_keeps_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "log.bin"
     path.write_bytes(b"older")
     log = list(troubled(1).log)
@@ -157,7 +153,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["log.bin"]
 
 
-async def test_nats_and_its_export_give_the_same_digest_and_the_server_keeps_nothing(
+async def test_nats_and_its_export_have_same_digest(
     nats_server: EmbeddedServer, nats_connection: Connection, tmp_path: Path
 ) -> None:
     cluster = troubled(6)
@@ -174,7 +170,7 @@ async def test_nats_and_its_export_give_the_same_digest_and_the_server_keeps_not
     assert some == entries[10:20]
     assert len(entries) == len(cluster.log) + 1
     state = replay(entries)
-    assert state.quarantined == 1
+    assert state.quarantined_messages == 1
     exported = FileSource(write_log(tmp_path / "log.bin", entries))
     assert digest(replay(await entries_of(exported))) == digest(state)
 
@@ -187,9 +183,7 @@ async def test_nats_and_its_export_give_the_same_digest_and_the_server_keeps_not
     assert not [c for c in consumers["consumers"] or [] if c["config"].get("durable_name")]
 
 
-async def test_what_is_appended_while_we_read_is_left_for_the_next_time(
-    nats_server: EmbeddedServer, nats_connection: Connection
-) -> None:
+async def test_nats_source_excludes_later_appends(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     cluster = troubled(7)
     log = NatsEventLog(nats_connection)
     await fill(log, cluster.log[:50])
@@ -198,13 +192,13 @@ async def test_what_is_appended_while_we_read_is_left_for_the_next_time(
         assert len(await entries_of(source)) == 50
 
 
-async def test_an_empty_stream_is_an_empty_log(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+async def test_empty_stream_reads_as_empty_log(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     async with open_nats([nats_server.url]) as source:
         assert await entries_of(source) == []
         assert await source.end_us() == 0
 
 
-async def test_a_server_without_the_stream_is_named_and_gets_none(nats_server: EmbeddedServer) -> None:
+async def test_nats_source_names_missing_stream_and_creates_none(nats_server: EmbeddedServer) -> None:
     with pytest.raises(LogError, match=f"no stream {EVENT_STREAM} there"):
         async with open_nats([nats_server.url]):
             pass
@@ -217,7 +211,7 @@ async def test_a_server_without_the_stream_is_named_and_gets_none(nats_server: E
     await writer.wait_closed()
 
 
-async def test_a_server_that_dies_while_we_read_is_an_error_not_a_wait_for_ever(
+async def test_nats_source_fails_when_server_dies(
     nats_server: EmbeddedServer, nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = troubled(8)
@@ -233,7 +227,7 @@ async def test_a_server_that_dies_while_we_read_is_an_error_not_a_wait_for_ever(
             await anext(source.beats())
 
 
-async def test_the_embedded_server_of_a_state_directory_is_found(tmp_path: Path) -> None:
+async def test_embedded_server_of_state_directory_is_found(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "nats")
     assert await running_url(tmp_path) is None
     await server.start()

@@ -74,12 +74,12 @@ def stopped(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "state"))
 
 
-def test_a_stopped_cluster_is_read_from_a_copy(stopped: Path, tmp_path: Path) -> None:
+def test_stopped_cluster_is_read_from_copy(stopped: Path, tmp_path: Path) -> None:
     before, place = content(stopped), tmp_path / "tmp"
     place.mkdir()
     done = unicron_replay("digest", "--state-dir", stopped, TMPDIR=str(place))
     assert done.returncode == 0, done.stderr
-    of_file = unicron_replay("digest", "--file", stopped / "archive")
+    of_file = unicron_replay("digest", "--log", stopped / "archive")
     assert done.stdout == of_file.stdout
     assert content(stopped) == before and not list(place.iterdir())
     shutil.rmtree(stopped / "nats")  # as a backup is
@@ -87,7 +87,7 @@ def test_a_stopped_cluster_is_read_from_a_copy(stopped: Path, tmp_path: Path) ->
     assert done.stdout == of_file.stdout
 
 
-async def test_only_we_may_log_in_and_consumers_are_left_out(stopped: Path) -> None:
+async def test_copy_server_admits_only_its_reader(stopped: Path) -> None:
     async with serve_copy(stopped) as (url, login):
         assert url.startswith("nats://127.0.0.1:")
         connection = await connect(url, name="test", login=login, timeout_s=5)
@@ -99,7 +99,7 @@ async def test_only_we_may_log_in_and_consumers_are_left_out(stopped: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_stays_of_a_command_that_is_ended(stopped: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupted_command_leaves_no_copy(stopped: Path, tmp_path: Path, number: signal.Signals) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
     held = (
@@ -135,7 +135,7 @@ def test_nothing_stays_of_a_command_that_is_ended(stopped: Path, tmp_path: Path,
     process.stdout.close()
 
 
-async def test_a_server_that_starts_meanwhile_is_used(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_started_meanwhile_is_used(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = EmbeddedServer(stopped / "nats")
     copy = stopped_cluster._copy
 
@@ -151,7 +151,7 @@ async def test_a_server_that_starts_meanwhile_is_used(stopped: Path, monkeypatch
         await server.kill()
 
 
-async def test_a_copy_that_has_no_room_says_so(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_copy_without_room_names_tmpdir(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(stopped)._replace(free=1000)
     monkeypatch.setattr(stopped_cluster.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(LogError, match="set TMPDIR to a larger volume"):

@@ -14,21 +14,19 @@ from tests.unicrond.cluster import MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry
 from unicrond.replay.views.story import Index, NoSuchSubject, Story
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 
 def index_of(entries: Sequence[Entry]) -> Index:
     index = Index()
-    for step in steps(entries):
-        index.feed(step)
+    feed_all(index, entries)
     return index
 
 
-def story(entries: Sequence[Entry], subject: str) -> str:
+def story(entries: Sequence[Entry], kind: str, name: str) -> str:
     index = index_of(entries)
-    told = Story(index.subject(subject), index)
-    for step in steps(entries):
-        told.feed(step)
+    told = Story(index.subject(kind, name), index)
+    feed_all(told, entries)
     return told.page()
 
 
@@ -47,7 +45,7 @@ def small_cluster() -> MiniCluster:
     return cluster
 
 
-def test_the_story_of_a_death() -> None:
+def test_story_of_worker_death_is_complete() -> None:
     cluster = small_cluster()
     host = next(host for host in cluster.hosts.values() if host.processes)
     worker = next(iter(host.processes))
@@ -67,7 +65,7 @@ def test_the_story_of_a_death() -> None:
     cluster.kill_worker(host, worker)
     cluster.run()
     last = cluster.log[-1].seq
-    page = story(cluster.log, f"i{first}")
+    page = story(cluster.log, "incident", f"i{first}")
     assert page.startswith(f"Incident i{first}: process_exit, SEV2, worker {worker} on {host.name}")
     assert "It hit big in generation 1." in page
     assert f"-> opens incident i{first}, SEV3" in page
@@ -80,7 +78,7 @@ def test_the_story_of_a_death() -> None:
     assert told[-1] == closed <= last
 
 
-def test_a_node_loss_begins_with_the_symptoms_that_it_explains() -> None:
+def test_story_of_node_loss_begins_with_its_symptoms() -> None:
     cluster = small_cluster()
     host = cluster.hosts["n1"]
     peer = cluster.hosts["n2"]
@@ -103,13 +101,13 @@ def test_a_node_loss_begins_with_the_symptoms_that_it_explains() -> None:
     index = index_of(cluster.log)
     assert list(index.incidents) == [f"i{lost}"], "the symptom's incident is no story of its own"
     assert index.incidents[f"i{lost}"].first_seq == first
-    page = story(cluster.log, f"i{lost}")
+    page = story(cluster.log, "incident", f"i{lost}")
     assert seqs(page)[0] == first and lost in seqs(page)
     assert "node n1 lost" in page and "Response: reconfigure" in page
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_subject_of_a_troubled_log_has_its_story(seed: int) -> None:
+def test_story_exists_for_every_subject(seed: int) -> None:
     entries = list(troubled(seed).log)
     index = index_of(entries)
     for kind, names in {
@@ -119,7 +117,7 @@ def test_every_subject_of_a_troubled_log_has_its_story(seed: int) -> None:
         "plan": index.plans,
     }.items():
         for name in names:
-            page = story(entries, f"{kind}:{name}")
+            page = story(entries, kind, str(name))
             told = seqs(page)
             assert told == sorted(told) and told, page
             assert "\x1b" not in page
@@ -127,44 +125,42 @@ def test_every_subject_of_a_troubled_log_has_its_story(seed: int) -> None:
         assert life.last_seq >= life.first_seq, "all of them were healed"
 
 
-def test_the_story_of_a_task_tells_its_steps_in_one_line_between_events() -> None:
+def test_story_of_task_summarizes_steps() -> None:
     cluster = small_cluster()
     for _ in range(7):
         cluster.train("big")
-    page = story(cluster.log, "big")
+    page = story(cluster.log, "task", "big")
     assert "big commits 1 to 12, loss 1" in page
     assert page.count("commits") == 1
     assert "At the end it is active at iteration 12, generation 1, after 0 incidents." in page
 
 
-def test_the_story_of_a_plan_ends_with_the_next() -> None:
+def test_story_of_plan_ends_at_next_plan() -> None:
     cluster = small_cluster()
     cluster.submit("small")
     cluster.run()
     index = index_of(cluster.log)
     last = max(index.plans)
     assert last > 1
-    assert "It is in force at the end of the log." in story(cluster.log, str(last))
-    assert f"It was in force until entry {index.plans[last]}." in story(cluster.log, f"plan:{last - 1}")
+    assert "It is in force at the end of the log." in story(cluster.log, "plan", str(last))
+    assert f"It was in force until entry {index.plans[last]}." in story(cluster.log, "plan", str(last - 1))
 
 
-def test_names_that_mean_nothing_or_several_things_are_refused() -> None:
+def test_unknown_name_is_refused_with_the_kind_that_has_it() -> None:
     cluster = small_cluster()
     cluster.submit("n1")
     index = index_of(cluster.log)
-    with pytest.raises(NoSuchSubject, match="n1: is the name of several things; give node:n1 or task:n1"):
-        index.subject("n1")
-    assert index.subject("task:n1").kind == "task"
-    with pytest.raises(NoSuchSubject, match="the log has nothing of this name"):
-        index.subject("i9999")
-    with pytest.raises(NoSuchSubject, match="node:x: no such node; the log has n1, n2, n3"):
-        index.subject("node:x")
+    assert index.subject("task", "n1").kind == "task" and index.subject("node", "n1").kind == "node"
+    with pytest.raises(NoSuchSubject, match="no task n2; did you mean node n2"):
+        index.subject("task", "n2")
+    with pytest.raises(NoSuchSubject, match="no node x; the log has n1, n2, n3"):
+        index.subject("node", "x")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_story_command_prints_story(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", eventful(5))
-    done = unicron_replay("story", "n2", "--file", log)
+    done = unicron_replay("story", "node", "n2", "--log", log)
     assert done.returncode == 0 and done.stdout.startswith("Node n2: 1 slots at")
     assert "At the end it is left" in done.stdout
-    done = unicron_replay("story", "nobody", "--file", log)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "SUBJECT: nobody" in done.stderr
+    done = unicron_replay("story", "node", "nobody", "--log", log)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "NAME: no node nobody" in done.stderr

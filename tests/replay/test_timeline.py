@@ -16,20 +16,19 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Entry
 from unicrond.replay.views.timeline import NODE_LOST, TRAINING, Timeline
-from unicrond.replay.views.timeline_html import html_page, ticks_us
+from unicrond.replay.views.timeline_drawing import html_page, ticks_us
 from unicrond.replay.views.timeline_text import text_page
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 
 def timeline_of(entries: Sequence[Entry]) -> Timeline:
     timeline = Timeline()
-    for step in steps(entries):
-        timeline.feed(step)
+    feed_all(timeline, entries)
     return timeline.finish()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_spans_fit_together_to_the_end(seed: int) -> None:
+def test_timeline_spans_join_without_gap(seed: int) -> None:
     timeline = timeline_of(eventful(seed))
     for spans in (*timeline.nodes.values(), *timeline.tasks.values()):
         assert spans[-1].end_us == timeline.end_us
@@ -58,7 +57,7 @@ def lost_and_back() -> MiniCluster:
     return cluster
 
 
-def test_a_loss_and_a_return_are_seen() -> None:
+def test_timeline_shows_loss_and_return() -> None:
     timeline = timeline_of(lost_and_back().log)
     lost = [span for span in timeline.nodes["n1"] if span.what == NODE_LOST]
     assert len(lost) == 1 and 9 * SECOND_US < lost[0].end_us - lost[0].start_us < 11 * SECOND_US
@@ -69,7 +68,7 @@ def test_a_loss_and_a_return_are_seen() -> None:
     assert full == 2 * half == timeline.waf[-1].planned
 
 
-def test_the_terminals_rows() -> None:
+def test_timeline_text_page_has_rows() -> None:
     page = text_page(timeline_of(lost_and_back().log), 60)
     rows = {line.split()[0]: line for line in page.splitlines() if line}
     assert "AAAAA" in rows["n1"] and "xxxxx" in rows["n1"] and "x" not in rows["n2"][2:]
@@ -105,7 +104,7 @@ class _Page(HTMLParser):
         return not self._open
 
 
-def test_the_page_is_whole_and_needs_no_network() -> None:
+def test_timeline_html_page_is_well_formed_and_offline() -> None:
     timeline = timeline_of(eventful(2))
     page = _Page()
     page.feed(html_page(timeline, 'a <title> & "more"'))
@@ -116,13 +115,13 @@ def test_the_page_is_whole_and_needs_no_network() -> None:
     assert page.tags.count("rect") >= sum(map(len, timeline.nodes.values()))
 
 
-def test_an_empty_log_can_be_drawn() -> None:
+def test_timeline_draws_empty_log() -> None:
     timeline = timeline_of([])
     assert "incidents" in text_page(timeline)
     assert "<svg" in html_page(timeline, "empty")
 
 
-def test_what_runs_is_worth_what_the_ledger_says() -> None:
+def test_timeline_waf_matches_ledger() -> None:
     cluster = MiniCluster(1)
     for name in ("n1", "n2"):
         cluster.add_host(name)
@@ -136,33 +135,33 @@ def test_what_runs_is_worth_what_the_ledger_says() -> None:
 
 
 @pytest.mark.parametrize("points", [0, 5])
-def test_a_log_without_a_plan_can_be_drawn_as_a_picture(tmp_path: Path, points: int) -> None:
+def test_timeline_draws_log_without_plan(tmp_path: Path, points: int) -> None:
     pytest.importorskip("matplotlib")
     log = write_log(tmp_path / "log.bin", eventful(2)[:points])
-    done = unicron_replay("timeline", "--file", log, "--png", tmp_path / "x.png")
+    done = unicron_replay("timeline", "--log", log, "--plot", tmp_path / "x.png")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_command_draws(tmp_path: Path) -> None:
+def test_timeline_command_draws_html_and_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log = write_log(tmp_path / "log.bin", eventful(2))
     html, png = tmp_path / "x.html", tmp_path / "x.png"
-    done = unicron_replay("timeline", "--file", log, "--html", html, "--png", png)
+    done = unicron_replay("timeline", "--log", log, "--html", html, "--plot", png)
     assert (done.returncode, done.stderr) == (0, "")
     assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in html.read_text()
-    said = json.loads(unicron_replay("timeline", "--file", log, "--json", "--at", "50").stdout)
+    said = json.loads(unicron_replay("timeline", "--log", log, "--json", "--until", "50").stdout)
     assert set(said) == {"start_us", "end_us", "nodes", "tasks", "incidents", "waf"}
-    wrong = unicron_replay("timeline", "--file", log, "--html", tmp_path / "no" / "x.html")
+    wrong = unicron_replay("timeline", "--log", log, "--html", tmp_path / "no" / "x.html")
     assert wrong.returncode == 2 and "is not a directory" in wrong.stderr
-    wrong = unicron_replay("timeline", "--file", log, "--png", tmp_path / "x.pdf")
+    wrong = unicron_replay("timeline", "--log", log, "--plot", tmp_path / "x.pdf")
     assert wrong.returncode == 2 and "does not end in .png" in wrong.stderr
     log = log.rename(tmp_path / "log.html")
-    wrong = unicron_replay("timeline", "--file", log, "--html", log)
+    wrong = unicron_replay("timeline", "--log", log, "--html", log)
     assert wrong.returncode == 2 and "is the log itself" in wrong.stderr
 
 
 @pytest.mark.parametrize("length_us", [1, 999, 1_000_000, 61_500_000, 3_600_000_000, 10**14])
-def test_the_axis_has_round_times(length_us: int) -> None:
+def test_timeline_axis_has_round_times(length_us: int) -> None:
     ticks = ticks_us(length_us)
     assert ticks[0] == 0 and ticks[-1] <= length_us and len(ticks) <= 11
     assert len(ticks) >= 4 or length_us < 4

@@ -19,35 +19,34 @@ from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
 from unicrond.core.state.policy import Policy
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.cli import main
 from unicrond.replay.views.verify import Divergence, Findings, Verifier, bases
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 HEARTBEAT_US = SECOND_US
 
 
-def verify(entries: Sequence[Entry], beats: Sequence[Recorded] = ()) -> Findings:
+def verify(entries: Sequence[Entry], beats: Sequence[RecordedEvent] = ()) -> Findings:
     verifier = Verifier(bases(entries), beats)
-    for step in steps(entries):
-        verifier.feed(step)
+    feed_all(verifier, entries)
     return verifier.finish()
 
 
-def changed(entry: Recorded, **fields: object) -> Recorded:
+def changed(entry: RecordedEvent, **fields: object) -> RecordedEvent:
     """The entry with another event."""
     event: Any = replace(entry.envelope.event, **fields)
-    return Recorded(entry.seq, entry.recorded_at_us, replace(entry.envelope, event=event))
+    return RecordedEvent(entry.seq, entry.recorded_at_us, replace(entry.envelope, event=event))
 
 
-def first(log: Sequence[Recorded], kind: type) -> int:
+def first(log: Sequence[RecordedEvent], kind: type) -> int:
     return next(number for number, entry in enumerate(log) if isinstance(entry.envelope.event, kind))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
+def test_verify_repeats_every_decision(seed: int) -> None:
     log = troubled(seed).log
     findings = verify(log)
     decided = [
@@ -69,10 +68,10 @@ def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
         (v.PlanAdopted, {"waf": 1}),
         (v.MembershipDecided, {"urgent": False}),
         (v.StartWorker, {"replica": 9}),
-        (v.TransitionCompleted, {"micro_batches_redone": 77}),
+        (v.TransitionCompleted, {"micro_batches_repeated": 77}),
     ],
 )
-def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: dict[str, object]) -> None:
+def test_verify_finds_differing_decision(kind: type, change: dict[str, object]) -> None:
     log = list(troubled(3).log)
     at = first(log, kind)
     log[at] = changed(log[at], **change)
@@ -85,7 +84,7 @@ def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: di
     assert caught.value.differing and caught.value.differing[0].startswith(f"{kind.__name__}.{field}: ")
 
 
-def second_of_a_batch(log: list[Recorded]) -> int:
+def second_of_a_batch(log: list[RecordedEvent]) -> int:
     """The place of the first command that was decided together with what stands before it."""
     return next(
         at
@@ -94,25 +93,25 @@ def second_of_a_batch(log: list[Recorded]) -> int:
     )
 
 
-def test_a_decision_that_is_missing_is_found() -> None:
+def test_verify_finds_missing_decision() -> None:
     log = list(troubled(3).log)
     at = second_of_a_batch(log)
     gone = log.pop(at)
-    log[at:] = [Recorded(entry.seq - 1, entry.recorded_at_us, entry.envelope) for entry in log[at:]]
+    log[at:] = [RecordedEvent(entry.seq - 1, entry.recorded_at_us, entry.envelope) for entry in log[at:]]
     with pytest.raises(Divergence) as caught:
         verify(log)
     assert caught.value.based_on == gone.envelope.based_on
     assert len(caught.value.decided_again) == len(caught.value.recorded) + 1
 
 
-def test_a_batch_that_a_crash_cut_short_is_no_difference_only_at_the_limit_of_a_batch() -> None:
+def test_verify_rejects_truncated_batch() -> None:
     log = list(troubled(3).log)
     at = second_of_a_batch(log)
     with pytest.raises(Divergence):
         verify(log[:at])
 
 
-def test_a_deadline_that_never_stood_is_found() -> None:
+def test_verify_finds_deadline_that_never_existed() -> None:
     cluster = troubled(5)
     cluster.append(v.DeadlineExpired(deadline_id="symptom:i7"), "coordinator", cluster.state.term)
     with pytest.raises(Divergence, match=f"entry {len(cluster.log)} ") as caught:
@@ -120,7 +119,7 @@ def test_a_deadline_that_never_stood_is_found() -> None:
     assert "no such deadline existed" in caught.value.decided_again[0]
 
 
-def test_another_planner_is_found_at_its_first_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_first_plan_of_other_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     log = troubled(4).log
     plans = [entry for entry in log if isinstance(entry.envelope.event, v.PlanAdopted)]
     workers = [sum(a.workers for a in entry.envelope.event.assignments) for entry in plans]  # type: ignore[union-attr]
@@ -141,7 +140,7 @@ def test_another_planner_is_found_at_its_first_other_plan(monkeypatch: pytest.Mo
     assert plans[wrong_at].seq in batch
 
 
-def test_versions_and_configurations_are_named() -> None:
+def test_verify_notes_versions_and_configurations() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n1")
     cluster.submit("a")
@@ -159,7 +158,7 @@ def test_versions_and_configurations_are_named() -> None:
     assert "no policy recorded" in notes[2]
 
 
-def test_the_policy_of_the_term_counts_not_todays() -> None:
+def test_verify_uses_policy_of_term() -> None:
     cluster = MiniCluster(1, Policy(strikes_max=1))
     for name in ("n1", "n2"):
         cluster.add_host(name)
@@ -177,26 +176,26 @@ def test_the_policy_of_the_term_counts_not_todays() -> None:
         verify(other)
 
 
-def test_decisions_of_an_old_term_are_not_compared() -> None:
+def test_verify_skips_decisions_of_old_term() -> None:
     cluster = troubled(6)
     cluster.take_over()
     cluster.run()
     assert verify(cluster.log).inert == 0
     plan = cluster.log[first(cluster.log, v.PlanAdopted)]
     stale = replace(plan.envelope, boot=10_000, number=1, term=1)
-    assert verify([*cluster.log, Recorded(len(cluster.log) + 1, cluster.now_us, stale)]).inert == 1
+    assert verify([*cluster.log, RecordedEvent(len(cluster.log) + 1, cluster.now_us, stale)]).inert == 1
 
 
 # --- node losses from heartbeats -----------------------------------------------------------------
 
 
-def beat(node: str, seq: int, at_us: int, boot: int = 1, number: int = 0) -> Recorded:
+def beat(node: str, seq: int, at_us: int, boot: int = 1, number: int = 0) -> RecordedEvent:
     said = v.Heartbeat(node=node, agent_boot=boot, beat=number or seq, workers=0, load_milli=0, memory_free_bytes=0)
     envelope = Envelope(producer=node, boot=boot, number=seq, observed_at_us=at_us, event=said)
-    return Recorded(seq, at_us, envelope)
+    return RecordedEvent(seq, at_us, envelope)
 
 
-def silent_node(silence_us: int) -> tuple[list[Recorded], list[Recorded]]:
+def silent_node(silence_us: int) -> tuple[list[RecordedEvent], list[RecordedEvent]]:
     """Two nodes beat for 10 s, then one is silent for `silence_us` and declared lost: log and beats."""
     cluster = MiniCluster(1)
     cluster.add_host("n1")
@@ -204,7 +203,7 @@ def silent_node(silence_us: int) -> tuple[list[Recorded], list[Recorded]]:
     cluster.run()
     start_us = cluster.now_us
     lost_us = start_us + 10 * SECOND_US + silence_us
-    beats: list[Recorded] = []
+    beats: list[RecordedEvent] = []
     for tick in range((lost_us - start_us) // (HEARTBEAT_US // 2) + 4):
         at_us = start_us + tick * HEARTBEAT_US // 2
         for name in ("coordinator", "n1", "n2"):
@@ -218,18 +217,18 @@ def silent_node(silence_us: int) -> tuple[list[Recorded], list[Recorded]]:
     return cluster.log, beats
 
 
-def test_a_node_loss_follows_from_the_beats() -> None:
+def test_verify_proves_node_loss_from_beats() -> None:
     findings = verify(*silent_node(2_600_000))
     assert (findings.node_verdicts, findings.unverifiable) == (1, [])
 
 
-def test_a_node_declared_lost_too_soon_is_found() -> None:
+def test_verify_finds_early_node_loss() -> None:
     with pytest.raises(Divergence) as caught:
         verify(*silent_node(1_500_000))
     assert "do not support it: the last one of n2 was beat" in caught.value.decided_again[0]
 
 
-def test_evidence_that_is_another_beat_is_found() -> None:
+def test_verify_finds_evidence_of_other_beat() -> None:
     log, beats = silent_node(2_600_000)
     log[-1] = changed(log[-1], evidence=v.Evidence(beat_seq=beats[-1].seq, beat_at_us=5))
     with pytest.raises(Divergence) as caught:
@@ -237,7 +236,7 @@ def test_evidence_that_is_another_beat_is_found() -> None:
     assert "another node's" in caught.value.decided_again[0]
 
 
-def test_evidence_whose_number_was_given_anew_is_judged_by_the_rerun() -> None:
+def test_verify_judges_reused_beat_number_by_rerun() -> None:
     """A crash of nats-server takes the newest beats back: the last of n2 among them, and its number goes on."""
     log, beats = silent_node(2_600_000)
     last = next(n for n in reversed(range(len(beats))) if beats[n].envelope.producer == "n2")
@@ -249,7 +248,7 @@ def test_evidence_whose_number_was_given_anew_is_judged_by_the_rerun() -> None:
 
 
 @pytest.mark.parametrize("kept", ["none", "too few", "too old"])
-def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> None:
+def test_verify_counts_loss_without_beats_as_unverifiable(kept: str) -> None:
     log, beats = silent_node(2_600_000)
     beats = {"none": [], "too few": beats[-3:], "too old": beats[:4]}[kept]
     findings = verify(log, beats)
@@ -260,22 +259,22 @@ def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> Non
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_it_compared(tmp_path: Path) -> None:
-    done = unicron_replay("verify", "--file", write_log(tmp_path / "log.bin", list(troubled(2).log)))
+def test_verify_command_prints_comparison(tmp_path: Path) -> None:
+    done = unicron_replay("verify", "--log", write_log(tmp_path / "log.bin", list(troubled(2).log)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verified: every decision equals today's" in done.stdout
     assert "not verifiable" in done.stdout
 
 
-def test_the_command_fails_at_the_first_difference(
+def test_verify_command_fails_at_first_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = write_log(tmp_path / "log.bin", list(troubled(2).log))
     nothing = lambda problem: dataclasses.replace(solve(problem), workers=(0,) * len(problem.tasks))  # noqa: E731
     monkeypatch.setattr("unicrond.replay.views.verify.solve", nothing)
-    assert main(["verify", "--file", str(log)]) == 1
+    assert main(["verify", "--log", str(log)]) == 1
     page = capsys.readouterr().out
     assert "NOT VERIFIED: entry" in page and "decided again:" in page and "PlanAdopted" in page
-    assert main(["verify", "--file", str(log), "--json"]) == 1
+    assert main(["verify", "--log", str(log), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["verified"] is False and said["divergence"]["recorded"] != said["divergence"]["decided_again"]

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "design" / "simulation.md"
 
 
-def test_clean_seeds_exit_0_and_say_what_was_played() -> None:
+def test_fuzz_exits_with_0_and_reports_seeds() -> None:
     ran = unicron_replay("fuzz", "--seeds", 6, "--first-seed", 100, "--processes", 2, "--json")
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
@@ -27,13 +27,13 @@ def test_clean_seeds_exit_0_and_say_what_was_played() -> None:
     assert report["steps"] > 0 and sum(report["faults"].values()) == sum(len(history(seed)) for seed in range(100, 106))
 
 
-def test_some_faults_of_a_seed_alone() -> None:
+def test_fuzz_plays_selected_faults() -> None:
     ran = unicron_replay("fuzz", "--seeds", 1, "--first-seed", 33, "--faults", "0,2")
     assert ran.returncode == 0, ran.stderr
     assert "1 seeds from 33" in ran.stdout and "2 faults" in ran.stdout
 
 
-def test_any_seed_may_be_the_first() -> None:
+def test_fuzz_accepts_any_first_seed() -> None:
     ran = unicron_replay("fuzz", "--seeds", 1, "--first-seed", 0xFFFFFFFF, "--faults", "0", "--json")
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["first_seed"] == 0xFFFFFFFF
@@ -50,12 +50,12 @@ def test_any_seed_may_be_the_first() -> None:
         (["--first-seed", "9" * 5000], "is not a whole number of 0 to"),
     ],
 )
-def test_bad_flags_are_one_line(flags: list[str], said: str) -> None:
+def test_fuzz_reports_bad_flag_in_one_line(flags: list[str], said: str) -> None:
     ran = unicron_replay("fuzz", *flags)
     assert ran.returncode == 2 and said in ran.stderr and len(ran.stderr.splitlines()) == 1
 
 
-def test_a_failure_is_told_with_the_command_that_repeats_it() -> None:
+def test_fuzz_failure_names_command_that_repeats_it() -> None:
     faults = tuple(history(33)[:2])
     failure = RunOutcome(seed=33, faults=faults, rule="incidents_close", story="i7 is open", at_s=280.0)
     page = _page(
@@ -79,18 +79,18 @@ def test_a_failure_is_told_with_the_command_that_repeats_it() -> None:
     assert all(str(fault) in page for fault in faults) and "i7 is open" in page
 
 
-def test_the_document_names_every_rule_and_every_fault() -> None:
+def test_document_names_every_rule_and_fault() -> None:
     text = DOCUMENT.read_text()
     assert not [name for name in RULES if f"`{name}`" not in text]
     assert not [kind for kind in EFFECTS if f"`{kind}`" not in text]
     assert list(EFFECTS) == list(FAULT_KINDS)
 
 
-def test_the_results_have_a_row_for_every_mutant() -> None:
+def test_result_table_has_row_for_every_mutant() -> None:
     table = (DOCS / "results" / "fuzzing.md").read_text()
     assert [name for name in MUTANTS if f"\n| `{name}` | " not in table] == []
 
 
-def test_without_faults_nothing_is_broken_and_every_task_trains() -> None:
+def test_simulation_without_faults_breaks_no_rule() -> None:
     outcome = simulate(7, [])
     assert not outcome.rule and outcome.incidents == 0 and outcome.rest_s < 10

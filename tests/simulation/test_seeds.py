@@ -14,10 +14,9 @@ from unicrond.core import fold
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.replay.simulation.cluster import coordinators, world
 from unicrond.replay.simulation.faults.faults import SimulatedFault
-from unicrond.replay.simulation.fuzz import fuzz
+from unicrond.replay.simulation.fuzz import fuzz, shrink
 from unicrond.replay.simulation.mutants.table import MUTANTS, find_breach
 from unicrond.replay.simulation.run import history, simulate
-from unicrond.replay.simulation.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
 #: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.
@@ -28,7 +27,7 @@ AT_ONCE = 25
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
-def test_every_rule_holds_under_every_seed(first: int) -> None:
+def test_rules_hold_under_every_seed(first: int) -> None:
     seeds = min(AT_ONCE, SEEDS - first)
     report = fuzz(first, seeds, processes=1)
     assert not report.failed, f"{report.failure}\n{report.repeat}"
@@ -37,7 +36,7 @@ def test_every_rule_holds_under_every_seed(first: int) -> None:
     assert report.incidents > seeds, "nothing goes wrong: the simulation shows nothing"
 
 
-def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_continue_after_full_disk_lost_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted agent remembers peers from before its disk was full."""
     for module in (world, coordinators):
         monkeypatch.setattr(module, "VERSIONS", (SCHEMA,))
@@ -51,7 +50,7 @@ def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pyt
     assert not outcome.rule, outcome.story
 
 
-def test_a_readmitted_nodes_peers_are_not_clearly_at_fault() -> None:
+def test_peers_of_readmitted_node_are_not_clearly_blamed() -> None:
     """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
     faults = [
         SimulatedFault(kind="crash_log", at_s=11.463, for_s=2.025, pick=2),
@@ -61,7 +60,7 @@ def test_a_readmitted_nodes_peers_are_not_clearly_at_fault() -> None:
     assert not outcome.rule, outcome.story
 
 
-def test_what_another_machine_of_a_nodes_name_was_told_binds_only_that_one() -> None:
+def test_command_to_namesake_binds_only_its_machine() -> None:
     """n4 comes back with an empty disk; a second n4 was told of a newer epoch. Commands of old heads name no boot."""
     faults = [
         SimulatedFault(kind="second_agent", at_s=4.02, for_s=12.796, nodes=("n4",), how="leaves", pick=4),
@@ -72,7 +71,7 @@ def test_what_another_machine_of_a_nodes_name_was_told_binds_only_that_one() -> 
     assert not outcome.rule, outcome.story
 
 
-def test_a_deposed_leader_does_not_take_a_lease_that_nats_has_forgotten() -> None:
+def test_deposed_leader_takes_no_lease_that_nats_lost() -> None:
     """It was cut off, the other head leads, NATS was killed, and it reaches NATS before it hears of the newer term."""
     faults = [
         SimulatedFault(kind="hang_after_join", at_s=6.984, for_s=4.503, nodes=("n2",), pick=1),
@@ -87,7 +86,7 @@ def test_a_deposed_leader_does_not_take_a_lease_that_nats_has_forgotten() -> Non
 
 
 @pytest.mark.parametrize("seed", range(1, 7))
-def test_planned_departures_lose_no_step_and_redo_no_micro_batch(seed: int) -> None:
+def test_planned_departures_lose_and_redo_nothing(seed: int) -> None:
     faults = [
         SimulatedFault(kind="cordon", how="by", at_s=14.0, for_s=14.0, nodes=("n1",)),
         SimulatedFault(kind="ill_accelerator", how="foretold", at_s=29.0, for_s=1.0, nodes=("n1",), pick=1),
@@ -95,16 +94,16 @@ def test_planned_departures_lose_no_step_and_redo_no_micro_batch(seed: int) -> N
     ]
     outcome = simulate(seed, faults)
     assert not outcome.rule, outcome.story
-    assert outcome.redone == outcome.iterations_lost == 0
+    assert outcome.micro_batches_repeated == outcome.iterations_lost == 0
 
 
-def test_equal_seeds_are_equal_histories() -> None:
+def test_simulation_is_deterministic_per_seed() -> None:
     assert simulate(33) == simulate(33)
     assert simulate(33) != simulate(34)
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_a_history_depends_on_no_hash_seed(hash_seed: str) -> None:
+def test_simulation_is_independent_of_hash_seed(hash_seed: str) -> None:
     program = "from unicrond.replay.simulation.run import simulate; print(simulate(33).digest)"
     said = subprocess.run(
         [sys.executable, "-c", program],
@@ -118,7 +117,7 @@ def test_a_history_depends_on_no_hash_seed(hash_seed: str) -> None:
     assert said.stdout.strip() == simulate(33).digest
 
 
-def test_a_part_of_a_history_can_be_played() -> None:
+def test_simulation_plays_part_of_history() -> None:
     faults = history(33)
     assert len(faults) > 2
     outcome = simulate(33, faults[:1])
@@ -137,7 +136,7 @@ def forgetting_lost_workers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("forgetting_lost_workers")
 @pytest.mark.timeout(300)
-def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
+def test_failing_history_shrinks_to_minimum() -> None:
     """From seed 133 on: it fails with five faults, and each fault costs a simulation."""
     failed = next(outcome for outcome in map(simulate, range(133, 1000)) if outcome.rule)
     assert len(failed.faults) > 2
@@ -161,6 +160,6 @@ def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
         ("lanes_out_of_order", "sums_are_the_reference"),
     ],
 )
-def test_a_deliberate_bug_is_caught_by_the_rule_that_it_breaks(mutant: str, rule: str) -> None:
+def test_mutant_is_caught_by_its_rule(mutant: str, rule: str) -> None:
     outcome, _ = find_breach(mutant, range(200), processes=1)
     assert outcome is not None and outcome.rule == rule

@@ -10,7 +10,7 @@ import pytest
 from unicrond.replay.simulation.models.virtual_time import Deadlock, VirtualLoop
 
 
-def test_a_day_passes_at_once() -> None:
+def test_virtual_loop_passes_day_at_once() -> None:
     loop = VirtualLoop()
     began_s = time.monotonic()
 
@@ -26,14 +26,14 @@ def test_a_day_passes_at_once() -> None:
     loop.close()
 
 
-def test_work_for_a_thread_takes_virtual_time() -> None:
+def test_virtual_loop_charges_thread_work() -> None:
     loop = VirtualLoop(thread_s=lambda: 2.5)
     assert loop.run_until_complete(asyncio.to_thread(lambda: 7)) == 7
     assert loop.time() == 2.5
     loop.close()
 
 
-def test_a_deadlock_raises() -> None:
+def test_virtual_loop_raises_on_deadlock() -> None:
     loop = VirtualLoop()
     waiting = loop.create_future()
     with pytest.raises(Deadlock):

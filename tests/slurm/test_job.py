@@ -99,7 +99,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             print(made.output())
 
 
-def test_a_job_heals_drains_isolates_grows_ends_and_goes_on(cluster: Cluster) -> None:
+def test_slurm_job_heals_drains_isolates_grows_and_requeues(cluster: Cluster) -> None:
     slurm = cluster.slurm
     job = cluster.sbatch(4, str(cluster.directory / "task.yaml"), UNICRON_REQUEUE="1")
     until(lambda: cluster.trains(3), 60, "training on three of four nodes")
@@ -144,7 +144,7 @@ def test_a_job_heals_drains_isolates_grows_ends_and_goes_on(cluster: Cluster) ->
     slurm.run("scancel", "--batch", "--signal=TERM", job)
 
 
-def test_a_job_of_tasks_that_complete_ends_by_itself(cluster: Cluster) -> None:
+def test_slurm_job_ends_with_its_tasks(cluster: Cluster) -> None:
     short = cluster.directory / "short.yaml"
     short.write_text(TASK.replace("1000000", "30"))
     job = cluster.sbatch(2, str(short), UNICROND_NATS_AUTH="")
@@ -158,7 +158,7 @@ def test_a_job_of_tasks_that_complete_ends_by_itself(cluster: Cluster) -> None:
 def drain_of(cluster: Cluster, node: str) -> str | None:
     """Why it is drained; "" where it is not."""
     state = cluster.state()
-    return state.nodes[node].cordon_reason if state else None
+    return state.nodes[node].cordon.reason if state else None
 
 
 def is_up(cluster: Cluster, node: str) -> bool:

@@ -13,7 +13,6 @@ from unicrond.agents.core.agent_config import AgentConfig
 from unicrond.agents.core.state import (
     Checked,
     CopyState,
-    HeldState,
     InjectIntoNode,
     Input,
     LogSeen,
@@ -24,18 +23,15 @@ from unicrond.agents.core.state import (
 )
 from unicrond.agents.protocol.marks import Mark
 from unicrond.agents.protocol.messages import (
-    Captured,
-    Committed,
-    Exited,
-    Forked,
     GroupMembership,
     Hello,
     Inventory,
+    IterationCommitted,
     Kill,
-    Parked,
+    ProcessExited,
+    ProcessForked,
     Quit,
-    Ready,
-    Regrouped,
+    Reporter,
     Spawn,
     ToForkServer,
     ToWorker,
@@ -47,7 +43,16 @@ from unicrond.events.nats.commands import NatsCommandFeed
 from unicrond.events.nats.connection import Connection, Login, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.terms import Terms
-from unicrond.events.vocabulary import CoordinatorStarted, MemoryService, ProbeLinks, TaskSpec
+from unicrond.events.vocabulary import (
+    CoordinatorStarted,
+    MemoryService,
+    ProbeLinks,
+    SnapshotStored,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerPaused,
+    WorkerReady,
+)
 from unicrond.events.wire.envelope import Entry, Envelope
 from unicrond.events.wire.schemas import SCHEMA, spoken_schema, told_version
 
@@ -99,7 +104,9 @@ class Worker:
                 self._follow(message)
             elif self.was_member:
                 self.membership = None
-                self.say(Parked(generation=message.generation, iteration=self.node.clock.iteration()))
+                self.say(
+                    WorkerPaused(**self.reporter, generation=message.generation, iteration=self.node.clock.iteration())
+                )
 
     def _follow(self, membership: GroupMembership) -> None:
         source: Any = "own"
@@ -109,7 +116,14 @@ class Worker:
         iteration = self.node.clock.iteration() + 1
         self._committed = iteration - 1
         self.say(
-            Regrouped(generation=membership.generation, iteration=iteration, dealt=0, duration_us=1000, source=source)
+            WorkerJoinedGroup(
+                **self.reporter,
+                generation=membership.generation,
+                iteration=iteration,
+                micro_batches_assigned=0,
+                duration_us=1000,
+                source=source,
+            )
         )
         self.node.on_regrouped(self, membership)
 
@@ -124,7 +138,7 @@ class Worker:
         shares = tuple(dealt // count + (rank < dealt % count) for rank in range(count))
         for each in range(first, iteration + 1):
             self.say(
-                Committed(
+                IterationCommitted(
                     generation=membership.generation,
                     iteration=each,
                     samples=self.spec.global_batch,
@@ -132,7 +146,7 @@ class Worker:
                     loss=1.0,
                     duration_us=int(self.node.clock.iteration_s * 1e6),
                     micro_batches_by_rank=shares,
-                    redone=0,
+                    micro_batches_repeated=0,
                 )
             )
 
@@ -140,7 +154,10 @@ class Worker:
         """Its state is in the node's memory."""
         if self.membership is not None:
             self.say(
-                Captured(
+                SnapshotStored(
+                    node=self.node.name,
+                    task=self.spec.name,
+                    origin=self.node.name,
                     shard=0,
                     iteration=self.node.clock.iteration(),
                     generation=self.membership.generation,
@@ -149,6 +166,10 @@ class Worker:
                     duration_us=1000,
                 )
             )
+
+    @property
+    def reporter(self) -> Reporter:
+        return Reporter(node=self.node.name, task=self.spec.name, worker=self.name)
 
     def say(self, message: Any) -> None:
         self.node.feed(WorkerSaid(worker=self.name, message=message))
@@ -278,7 +299,7 @@ class Node(Shell):
     def ended(self, worker: Worker, status: int) -> None:
         """A worker's process has ended."""
         if self.workers.pop(worker.name, None) is not None:
-            said = Exited(worker=worker.name, pid=worker.pid, status=status)
+            said = ProcessExited(worker=worker.name, pid=worker.pid, status=status)
             asyncio.get_running_loop().call_soon(self._say, said)
 
     def _spawn(self, work: Any) -> None:
@@ -378,11 +399,11 @@ class Node(Shell):
             self.ended(self.workers[message.worker], message.signal)
 
     def _born(self, worker: Worker) -> None:
-        self._say(Forked(worker=worker.name, pid=worker.pid))
+        self._say(ProcessForked(worker=worker.name, pid=worker.pid))
         if worker.name in self.workers:
             hello = Hello(worker=worker.name, task=worker.task, pid=worker.pid, generation=0, ready=False)
             self.worker_connected(hello)
-            worker.say(Ready())
+            worker.say(WorkerReady(**worker.reporter))
 
     def _say(self, message: Any) -> None:
         self.fork_server_said(message)
@@ -404,5 +425,5 @@ class Node(Shell):
     def superseded(self, boot: int) -> None:
         """The node was switched on again while this life of it still reads."""
 
-    def held_states(self) -> Iterable[HeldState]:
+    def snapshots(self) -> Iterable[SnapshotStored]:
         return ()

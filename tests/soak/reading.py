@@ -11,7 +11,7 @@ from typing import Any
 from unicrond.events.log.subjects import entry
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.vocabulary import MembershipDecided, WorkerExited
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 
 
 class Ways:
@@ -23,7 +23,7 @@ class Ways:
         self._wall_s = wall_s
         self._open: dict[str, dict[str, Any]] = {}
 
-    def see(self, found: Recorded) -> None:
+    def see(self, found: RecordedEvent) -> None:
         event, stored_s = found.envelope.event, found.recorded_at_us / 1e6
         if isinstance(event, WorkerExited) and event.worker in self._faults:
             fault = self._faults.pop(event.worker)
@@ -47,12 +47,12 @@ async def read(log: NatsEventLog, acknowledged: dict[str, dict[str, dict[str, in
         async for batch in batches:
             for stored in batch:
                 found = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body, stored.message_id)
-                kind = type(found.envelope.event).__name__ if isinstance(found, Recorded) else "Quarantined"
-                if isinstance(found, Recorded):
+                kind = type(found.envelope.event).__name__ if isinstance(found, RecordedEvent) else "QuarantinedMessage"
+                if isinstance(found, RecordedEvent):
                     ways.see(found)
                 counts[kind] += 1
                 sizes[kind] += len(stored.body)
-                if isinstance(found, Recorded) and found.envelope.producer in acknowledged:
+                if isinstance(found, RecordedEvent) and found.envelope.producer in acknowledged:
                     one = found.envelope
                     key, place = (one.producer, one.boot, one.number), (one.boot, one.number)
                     doubled += key in stands

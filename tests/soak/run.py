@@ -370,9 +370,9 @@ class Soak:
             "entries": state.seq,
             "duplicates": state.duplicates,
             "inert": state.inert,
-            "quarantined": state.quarantined,
-            "refused": [refusal.reason for refusal in state.refused[-5:]],
-            "incidents_closed": len(state.closed),
+            "quarantined": state.quarantined_messages,
+            "refused": [refusal.reason for refusal in state.refusals[-5:]],
+            "incidents_closed": len(state.closed_incidents),
             "incidents_open": [
                 f"{one.kind} {one.worker or one.node}: {one.message}" for one in state.incidents.values()
             ],

@@ -17,7 +17,7 @@ from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount, Total
 from unicrond.replay.simulation.trainer.buckets import Buckets
 
 
-def test_settled_gradients_are_the_mean() -> None:
+def test_accumulation_gives_mean_gradient() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     accumulation = Accumulation([parameter])
     for _ in range(3):
@@ -29,7 +29,7 @@ def test_settled_gradients_are_the_mean() -> None:
     assert parameter.grad is None and not accumulation.copy(0).any()
 
 
-def test_lanes_have_sums_of_their_own_and_no_more_room_than_they_need() -> None:
+def test_accumulation_keeps_one_sum_per_open_lane() -> None:
     """Of eight lanes in a row, one after the other; and what the means stand in is what the optimizer knows."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     accumulation = Accumulation([parameter], lanes=Lanes(8, 8))
@@ -49,7 +49,7 @@ def test_lanes_have_sums_of_their_own_and_no_more_room_than_they_need() -> None:
     assert not accumulation.sums.running[3].flat.any()
 
 
-def test_what_does_not_count_is_forgotten() -> None:
+def test_accumulation_drops_invalid_sums() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     accumulation = Accumulation([parameter], lanes=Lanes(4, 2))
     for lane in (0, 1):
@@ -92,7 +92,7 @@ def sizes(line: Line) -> list[int]:
     return [numel for numel, _ in line.started]
 
 
-def test_buckets_are_started_inside_the_backward_from_the_last_to_the_first() -> None:
+def test_backward_starts_buckets_from_last_to_first() -> None:
     parameters, _, reduction, line = three_buckets()
     reduction.overlap(line, 2)
     sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
@@ -105,7 +105,7 @@ def test_buckets_are_started_inside_the_backward_from_the_last_to_the_first() ->
     assert sizes(line) == [3, 2, 1]
 
 
-def test_what_never_gets_a_gradient_is_started_at_the_end() -> None:
+def test_bucket_without_gradient_starts_at_end() -> None:
     parameters, accumulation, reduction, line = three_buckets()
     reduction.overlap(line, 1)
     (parameters[0].sum() + parameters[1].sum()).backward()
@@ -115,7 +115,7 @@ def test_what_never_gets_a_gradient_is_started_at_the_end() -> None:
     assert not accumulation.surplus
 
 
-def test_a_gradient_too_many_fails_the_iteration() -> None:
+def test_surplus_gradient_fails_iteration() -> None:
     parameters, accumulation, reduction, line = three_buckets()
     reduction.overlap(line, 1)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_gradient_too_many_fails_the_iteration() -> None:
         Total(1, (ReplicaAccount(3, 1, 1, 0, 1.0, 1, 0, surplus=True),)).check(3, 1)
 
 
-def test_only_final_sums_are_kept() -> None:
+def test_reduction_keeps_only_final_sums() -> None:
     _, _, reduction, line = three_buckets()
     reduction.start(line, nothing)
     for _, operation in line.started[:2]:
@@ -150,7 +150,7 @@ class Alone:
         return SimpleNamespace(rows=[tuple(row)], over=True, error="")
 
 
-def test_a_final_sum_that_is_given_up_is_made_again_from_all_that_was_computed() -> None:
+def test_discarded_final_sum_is_recomputed() -> None:
     parameters, accumulation, reduction, line = three_buckets()
     simulated, alone = Buckets(micro_batches=2), Alone()
 

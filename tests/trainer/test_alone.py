@@ -35,7 +35,7 @@ def trained(alone: Local, *, stop_at: int = 0) -> tuple[torch.nn.Module, list[fl
     return model, losses, ends
 
 
-def test_a_program_trains_as_it_would_in_a_task(capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_program_trains_as_in_task(capsys: pytest.CaptureFixture[str]) -> None:
     model, losses, ends = trained(Local(iterations=20, global_batch=6, micro_batch=2))
     assert len(losses) == 20 and losses[-1] < losses[0] / 2
     assert ends == ["last 20", "saved"]
@@ -43,18 +43,18 @@ def test_a_program_trains_as_it_would_in_a_task(capsys: pytest.CaptureFixture[st
     assert model.weight.grad is not None
 
 
-def test_the_gradients_are_the_mean_over_the_global_batch() -> None:
+def test_local_gradients_are_mean_over_global_batch() -> None:
     one, _, _ = trained(Local(iterations=3, global_batch=6, micro_batch=6))
     many, _, _ = trained(Local(iterations=3, global_batch=6, micro_batch=1))
     assert torch.allclose(one.weight, many.weight, atol=1e-7)
 
 
-def test_it_stops_where_it_is_told_to() -> None:
+def test_local_loop_stops_on_request() -> None:
     _, losses, ends = trained(Local(iterations=20), stop_at=4)
     assert len(losses) == 4 and ends == ["last 4", "saved"]
 
 
-def test_a_step_that_is_left_is_an_error() -> None:
+def test_abandoned_step_is_error() -> None:
     model = torch.nn.Linear(3, 1)
     hook = Hook.attach_or_local(Local(iterations=2), model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(RuntimeError, match="the loop left a step"):

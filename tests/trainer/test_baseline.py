@@ -37,20 +37,20 @@ def slow_at(baseline: Baseline, durations: list[int]) -> list[int]:
     return told
 
 
-def test_nothing_is_late_before_anything_is_known() -> None:
+def test_baseline_allows_start_time_before_warm_up() -> None:
     assert Baseline(floor_us=FLOOR_US, start_us=START_US).limit_us() == START_US
     assert trained([USUAL_US] * (WARM_UP + ENOUGH - 1)).limit_us() == START_US
 
 
-def test_late_is_three_times_the_usual() -> None:
+def test_baseline_limit_is_three_times_usual() -> None:
     assert trained([USUAL_US] * (WARM_UP + ENOUGH)).limit_us() == HANG * USUAL_US
 
 
-def test_the_floor_holds_for_quick_iterations() -> None:
+def test_baseline_limit_has_floor() -> None:
     assert trained([100] * 20, floor_us=1_000_000).limit_us() == 1_000_000
 
 
-def test_warm_up_and_checkpoints_do_not_count() -> None:
+def test_baseline_excludes_warm_up_and_checkpoints() -> None:
     baseline = trained([5_000_000] * WARM_UP + [USUAL_US] * ENOUGH)
     baseline.add(2_000_000, checkpoint=True)
     assert baseline.usual_us == USUAL_US
@@ -58,12 +58,12 @@ def test_warm_up_and_checkpoints_do_not_count() -> None:
     assert baseline.limit_us(checkpoint=True) == HANG * USUAL_US + 3 * 2_000_000
 
 
-def test_an_iteration_with_the_first_checkpoint_has_the_time_of_the_unknown() -> None:
+def test_first_checkpoint_gets_start_time() -> None:
     baseline = trained([USUAL_US] * 10)
     assert baseline.limit_us(checkpoint=True) == HANG * USUAL_US + START_US
 
 
-def test_a_noisy_machine_makes_itself_patient() -> None:
+def test_noisy_machine_raises_limit() -> None:
     baseline = trained([USUAL_US] * 10 + [450_000])
     assert baseline.usual_us == USUAL_US
     assert baseline.limit_us() == 900_000
@@ -72,7 +72,7 @@ def test_a_noisy_machine_makes_itself_patient() -> None:
     assert baseline.limit_us() == HANG * USUAL_US, "one long iteration is forgotten with its window"
 
 
-def test_a_new_generation_goes_on_with_the_limit_of_the_task() -> None:
+def test_new_generation_keeps_limit_of_task() -> None:
     baseline = trained([USUAL_US] * 10)
     baseline.reset()
     assert baseline.usual_us == 0
@@ -82,7 +82,7 @@ def test_a_new_generation_goes_on_with_the_limit_of_the_task() -> None:
     assert baseline.limit_us() == HANG * USUAL_US, "a second change before anything was learnt forgets nothing"
 
 
-def test_a_newcomer_inherits_the_limit_from_its_first_iteration_on() -> None:
+def test_newcomer_inherits_limit() -> None:
     known = trained([400_000, *[USUAL_US] * 10])
     newcomer = Baseline(floor_us=FLOOR_US, start_us=START_US)
     newcomer.reset(share=4, joins=True)
@@ -97,13 +97,13 @@ def test_a_newcomer_inherits_the_limit_from_its_first_iteration_on() -> None:
 
 
 @pytest.mark.parametrize("words", [None, [], [1, 2], [1, 2, 3, -4], [1, 2, 3, "4"], [0, 0, 0, 0]])
-def test_what_is_no_inheritance_is_none(words: object) -> None:
+def test_baseline_refuses_invalid_inheritance(words: object) -> None:
     newcomer = Baseline(floor_us=FLOOR_US, start_us=START_US)
     newcomer.inherit(words)
     assert newcomer.limit_us() == START_US
 
 
-def test_fewer_replicas_have_more_time_more_have_no_less() -> None:
+def test_fewer_replicas_get_more_time() -> None:
     baseline = Baseline(floor_us=FLOOR_US, start_us=START_US)
     baseline.reset(share=4)
     for _ in range(10):
@@ -114,13 +114,13 @@ def test_fewer_replicas_have_more_time_more_have_no_less() -> None:
     assert baseline.limit_us() == HANG * USUAL_US * 6 // 4
 
 
-def test_collectives_time_out_well_above_the_limit_and_far_below_half_an_hour() -> None:
+def test_collective_timeout_is_well_above_limit() -> None:
     assert trained([USUAL_US] * 10).collective_timeout_us() == 30_000_000
     assert trained([4_000_000] * 10).collective_timeout_us() == 10 * HANG * 4_000_000
     assert Baseline(floor_us=FLOOR_US, start_us=START_US).collective_timeout_us() == START_US
 
 
-def test_at_the_end_of_training_there_is_time_to_write_the_last_state() -> None:
+def test_end_limit_allows_last_save() -> None:
     baseline = trained([USUAL_US] * 10)
     assert baseline.end_limit_us(20_000_000) == HANG * USUAL_US + 6 * 20_000_000
     assert baseline.end_limit_us(20_000) == HANG * USUAL_US + LAST_WRITE_US, "storage may stall"
@@ -129,14 +129,14 @@ def test_at_the_end_of_training_there_is_time_to_write_the_last_state() -> None:
 
 
 @given(st.lists(st.integers(1, 10**9), max_size=100), st.booleans())
-def test_a_limit_is_never_below_three_times_the_usual_nor_the_floor(durations: list[int], checkpoint: bool) -> None:
+def test_limit_is_never_below_floor_or_three_times_usual(durations: list[int], checkpoint: bool) -> None:
     baseline = trained(durations)
     limit_us = baseline.limit_us(checkpoint=checkpoint)
     assert limit_us >= max(FLOOR_US, HANG * baseline.usual_us)
     assert baseline.collective_timeout_us() >= limit_us or baseline.collective_timeout_us() >= START_US or checkpoint
 
 
-def test_slow_for_a_while_is_told_once_and_again_after_it_was_over() -> None:
+def test_slowdown_is_reported_once_per_episode() -> None:
     baseline = trained(steady())
     assert baseline.detect_slowdown() == 0
     told = slow_at(baseline, steady(40, round(USUAL_US * 1.3)))
@@ -146,18 +146,18 @@ def test_slow_for_a_while_is_told_once_and_again_after_it_was_over() -> None:
     assert len(slow_at(baseline, steady(40, round(USUAL_US * 1.3)))) == 1
 
 
-def test_single_long_iterations_are_no_degradation() -> None:
+def test_single_long_iterations_are_no_slowdown() -> None:
     durations = steady(200)
     durations[50::10] = [USUAL_US * 2] * len(durations[50::10])
     assert slow_at(trained([]), durations) == []
 
 
-def test_five_percent_are_no_degradation() -> None:
+def test_five_percent_are_no_slowdown() -> None:
     baseline = trained(steady())
     assert slow_at(baseline, steady(60, round(USUAL_US * 1.05))) == []
 
 
-def test_noise_alone_is_no_degradation() -> None:
+def test_noise_alone_is_no_slowdown() -> None:
     for seed in range(50):
         draw = random.Random(seed)
         assert slow_at(trained([]), [round(USUAL_US * draw.uniform(0.8, 1.2)) for _ in range(300)]) == []

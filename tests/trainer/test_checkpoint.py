@@ -44,19 +44,19 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_trees_survive_flattening(tree: Any) -> None:
+def test_state_tree_survives_flattening(tree: Any) -> None:
     skeleton, flat = flatten(tree)
     assert shapes(skeleton) == [(tensor.dtype, tuple(tensor.shape)) for tensor in flat]
     assert same(unflatten(skeleton, flat), tree)
 
 
-def test_what_cannot_be_saved_is_named() -> None:
+def test_flatten_names_unsupported_type() -> None:
     with pytest.raises(BadState, match="set"):
         flatten({"a": {1}})
     assert same(unflatten(*flatten(OrderedDict(a=1))), {"a": 1})
 
 
-def test_skeletons_that_are_none_are_refused() -> None:
+def test_invalid_skeleton_is_refused() -> None:
     for skeleton in (b"", b"\xc1", b"\xd4\x05\x00"):
         with pytest.raises(BadState):
             shapes(skeleton)
@@ -87,7 +87,7 @@ def load(directory: Path, iteration: int) -> dict[str, Any]:
     return checkpoint.load(directory, "t", iteration, 0)[0]
 
 
-def test_the_newest_are_kept_and_old_ones_go(tmp_path: Path) -> None:
+def test_checkpoint_keeps_newest_and_removes_older(tmp_path: Path) -> None:
     (tmp_path / ".draft-00000001-9-1").mkdir()
     write(tmp_path, 1, 2, 3)
     assert list(checkpoint.newest_iterations(tmp_path, "t")) == [3, 2]
@@ -95,7 +95,7 @@ def test_the_newest_are_kept_and_old_ones_go(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-00000002", "iteration-00000003"]
 
 
-def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+def test_repeated_save_replaces_iteration(tmp_path: Path) -> None:
     write(tmp_path, 1)
     write(tmp_path, 1)
     assert same(load(tmp_path, 1), tree(1))
@@ -103,7 +103,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_others_can_read_it(tmp_path: Path) -> None:
+def test_checkpoint_is_readable_by_torch_alone(tmp_path: Path) -> None:
     """With nothing but torch: what makes the format worth its name."""
     write(tmp_path, 7)
     into = {"tensors.x": torch.zeros(5), "optimizer.state.0.m": torch.zeros(2, 3, dtype=torch.bfloat16)}
@@ -112,7 +112,7 @@ def test_others_can_read_it(tmp_path: Path) -> None:
     assert torch.equal(into["optimizer.state.0.m"], torch.ones(2, 3, dtype=torch.bfloat16))
 
 
-def test_the_shard_that_comes_last_publishes(tmp_path: Path) -> None:
+def test_last_shard_publishes_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.write(job(tmp_path, 5, 1, 2), tree(5)) is None
     assert checkpoint.newest_iterations(tmp_path, "t") == {}
     saved = checkpoint.write(job(tmp_path, 5, 0, 2), tree(5))
@@ -120,7 +120,7 @@ def test_the_shard_that_comes_last_publishes(tmp_path: Path) -> None:
     assert checkpoint.newest_iterations(tmp_path, "t") == {5: Shape(2, vpp=3)}
 
 
-def test_shards_that_end_together_publish_once(tmp_path: Path) -> None:
+def test_concurrent_shards_publish_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda shard: checkpoint.write(job(tmp_path, 5, shard, 4), tree(5)), range(4)))
     assert sum(result is not None for result in results) == 1
@@ -129,7 +129,7 @@ def test_shards_that_end_together_publish_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "no file", "no manifest", "bad manifest", "other task", "outside"])
-def test_what_is_not_whole_is_passed_over(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_checkpoint_is_skipped(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 1, 2)
     newest = tmp_path / "iteration-00000002"
     data, manifest = newest / "shard-0" / "__0_0.distcp", newest / "manifest.json"
@@ -149,9 +149,7 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path, damage: str, capsys: p
     assert "skipping checkpoint" in capsys.readouterr().err
 
 
-def test_whatever_bit_of_the_newest_manifest_flips_the_older_checkpoint_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_manifest_falls_back_to_older_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 1, 2)
     manifest = tmp_path / "iteration-00000002" / "manifest.json"
     whole = manifest.read_bytes()
@@ -177,14 +175,14 @@ def test_whatever_bit_of_the_newest_manifest_flips_the_older_checkpoint_is_found
         assert list(checkpoint.newest_iterations(tmp_path, "t")) == [1]
 
 
-def test_a_manifest_that_names_what_is_no_file_name_is_passed_over(tmp_path: Path) -> None:
+def test_manifest_with_invalid_file_name_is_skipped(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     manifest = tmp_path / "iteration-00000002" / "manifest.json"
     manifest.write_text(manifest.read_text().replace("shard-0/__0_0", "shard-0/\\u0000"))
     assert list(checkpoint.newest_iterations(tmp_path, "t")) == [1]
 
 
-def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
+def test_flipped_bit_fails_digest(tmp_path: Path) -> None:
     write(tmp_path, 1)
     file = tmp_path / "iteration-00000001" / "shard-0" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
@@ -194,7 +192,7 @@ def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
         load(tmp_path, 1)
 
 
-def test_what_is_not_finite_is_no_state(tmp_path: Path) -> None:
+def test_nonfinite_state_is_refused(tmp_path: Path) -> None:
     sick = tree(1)
     sick["optimizer"]["state"][0]["m"][1, 1] = float("nan")
     checkpoint.write(job(tmp_path, 1), sick)
@@ -202,14 +200,14 @@ def test_what_is_not_finite_is_no_state(tmp_path: Path) -> None:
         load(tmp_path, 1)
 
 
-def test_none_is_none(tmp_path: Path) -> None:
+def test_missing_directory_has_no_checkpoints(tmp_path: Path) -> None:
     assert checkpoint.newest_iterations(tmp_path / "nowhere", "t") == {}
 
 
 # --- as bytes ------------------------------------------------------------------------------------
 
 
-def test_a_state_as_bytes_and_back() -> None:
+def test_state_survives_bytes_round_trip() -> None:
     flat = state_bytes.Flat.of(tree(4))
     data = memoryview(bytearray(flat.size_bytes))
     flat.write(data)
@@ -220,7 +218,7 @@ def test_a_state_as_bytes_and_back() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 15, 40, -1])
-def test_bytes_that_are_no_state(size_bytes: int) -> None:
+def test_truncated_state_bytes_are_refused(size_bytes: int) -> None:
     flat = state_bytes.Flat.of(tree(4))
     data = bytearray(flat.size_bytes)
     flat.write(memoryview(data))
@@ -235,7 +233,7 @@ def state(width: int = 3) -> TrainingState:
     return TrainingState([model], optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 
-def test_a_restored_worker_steps_like_the_one_it_came_from() -> None:
+def test_restored_worker_steps_like_its_source() -> None:
     source, target = state(), state()
     batch = torch.ones(4, 3) * torch.arange(4.0)[:, None]
 
@@ -254,7 +252,7 @@ def test_a_restored_worker_steps_like_the_one_it_came_from() -> None:
     assert same(source.capture(2, 0.0), target.capture(2, 0.0))
 
 
-def test_a_state_of_another_model_is_refused_untouched() -> None:
+def test_state_of_other_model_is_refused_untouched() -> None:
     target = state(width=4)
     before = target.params_digest()
     with pytest.raises(BadState, match=r"0\.weight"):
@@ -262,7 +260,7 @@ def test_a_state_of_another_model_is_refused_untouched() -> None:
     assert target.params_digest() == before
 
 
-def test_a_state_is_taken_over_with_another_learning_rate() -> None:
+def test_state_restores_under_changed_learning_rate() -> None:
     """`unicronctl set TASK --lr`: the schedule is the program's, where it stands is the state's."""
 
     def trained(rate: float, iterations: int) -> tuple[TrainingState, OptimizerParamScheduler]:

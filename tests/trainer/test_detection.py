@@ -13,14 +13,16 @@ import torch
 
 from tests.agents.node import committed
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.protocol.messages import GroupMembership, StragglerReport
+from unicrond.agents.protocol.messages import GroupMembership, Reporter
 from unicrond.agents.trainer.detection.baseline import LAST_WRITE_US
 from unicrond.agents.trainer.detection.checksum import checksum, checksum_of_pieces
 from unicrond.agents.trainer.detection.observing import Detection, Sighting
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount, Total
 from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import WorkerSettings
-from unicrond.events.vocabulary import Member, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import Member, StoreAddress, StragglerObserved, TaskSpec
+
+REPORTER = Reporter(node="n", task="t", worker="t.1")
 
 START_US = 600_000_000
 
@@ -30,11 +32,11 @@ START_US = 600_000_000
     [(None, START_US + LAST_WRITE_US), (0.0, 2 * START_US), (20.0, START_US + 6 * 20_000_000)],
     ids=["others write", "it wrote none yet", "it has written"],
 )
-def test_the_end_has_a_limit_and_no_collective_gives_up_before_it(longest_s: float | None, limit_us: int) -> None:
+def test_final_save_limit_is_below_collective_timeout(longest_s: float | None, limit_us: int) -> None:
     mark, limits_s = Marker(None), list[float]()
     patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
-        settings=patience, launch=SimpleNamespace(spec=TaskSpec(name="t")), mark=mark, channel=None
+        settings=patience, launch=SimpleNamespace(spec=TaskSpec(name="t"), reporter=REPORTER), mark=mark, channel=None
     )
     group: Any = SimpleNamespace(set_timeout=limits_s.append)
     Detection(context, []).start_final_save(13, group, longest_s)
@@ -49,7 +51,7 @@ def told_of(shard: int, rank: int) -> list[Any]:
     patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
         settings=patience,
-        launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        launch=SimpleNamespace(spec=TaskSpec(name="t"), reporter=REPORTER),
         mark=Marker(None),
         channel=SimpleNamespace(send=sent.append),
     )
@@ -61,7 +63,7 @@ def told_of(shard: int, rank: int) -> list[Any]:
     membership = GroupMembership(
         generation=2, members=members, joiners=(), urgent=False, store=StoreAddress(host="127.0.0.1", port=1)
     )
-    account = ReplicaAccount(1, micro_batches=4, samples=4, samples_digest=0, loss_sum=1.0, tokens=1, redone=0)
+    account = ReplicaAccount(1, micro_batches=4, samples=4, samples_digest=0, loss_sum=1.0, tokens=1, repeated=0)
     total = Total(2, (account, account))
     for iteration in range(1, 61):
         rows = [Sighting(400_000, 4, 1.0, 0).row(), Sighting(500_000, 4, 1.0, 0).row()]
@@ -71,24 +73,22 @@ def told_of(shard: int, rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
-    shard: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_compare_with_peers_and_first_replica_reports(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(10**9, 500_000)
     monkeypatch.setattr("unicrond.agents.trainer.detection.observing.now_us", lambda: next(clock))
     (told,) = told_of(shard, rank=0)
-    assert isinstance(told, StragglerReport)
+    assert isinstance(told, StragglerObserved)
     assert (told.straggler, told.straggler_node, told.rank) == (f"t.{3 + shard}", "n1", 2 + shard)
     assert told.factor == pytest.approx(1.25) and (told.compute_us, told.others_us) == (125_000, 100_000)
     assert not told_of(shard, rank=1)
 
 
-def test_who_is_busy_does_not_compute() -> None:
+def test_busy_section_counts_as_no_compute() -> None:
     """An evaluation in the middle of a micro-batch makes nobody a straggler."""
     patience = WorkerSettings(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
     context: Any = SimpleNamespace(
         settings=patience,
-        launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        launch=SimpleNamespace(spec=TaskSpec(name="t"), reporter=REPORTER),
         mark=Marker(None),
         channel=SimpleNamespace(send=lambda _: None),
     )
@@ -101,10 +101,11 @@ def test_who_is_busy_does_not_compute() -> None:
     assert detection.compute_time.compute_us <= (time.monotonic() - began_s - evaluation_s) * 1e6
 
 
-def test_a_commit_says_the_checksum_that_all_replicas_have_made() -> None:
+def test_commit_carries_checksum_common_to_replicas() -> None:
     """Of the parameters that its iteration began with; also where it is told again, in another group."""
     context: Any = SimpleNamespace(
-        settings=WorkerSettings(120.0, 60.0, 600.0, checksum_every=2), launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        settings=WorkerSettings(120.0, 60.0, 600.0, checksum_every=2),
+        launch=SimpleNamespace(spec=TaskSpec(name="t"), reporter=REPORTER),
         mark=Marker(None), channel=SimpleNamespace(send=lambda _: None),
     )  # fmt: skip
     detection = Detection(context, [torch.nn.Parameter(torch.ones(3))])
@@ -115,14 +116,15 @@ def test_a_commit_says_the_checksum_that_all_replicas_have_made() -> None:
             detection.record_sums(77)
         detection.record_agreement([own.row(), own.row()])
         told.append(detection.with_checksums(committed(1, iteration)))
-    assert [(commit.checked, commit.checksum > 0) for commit in told] == [(0, False), (1, True), (0, False)]
-    assert [commit.sums for commit in told] == [0, 77, 0]
+    first, second, third = (commit.checksums for commit in told)
+    assert first is None and third is None
+    assert second is not None and (second.iteration, second.parameters > 0, second.sums) == (1, True, 77)
     own = detection.observe(4, 4, 1.0)
     detection.record_agreement([own.row(), replace(own, checksum=own.checksum + 1).row()])
-    assert detection.with_checksums(committed(1, 4)).checksum == 0, "a replica has other parameters"
+    assert detection.with_checksums(committed(1, 4)).checksums is None, "a replica has other parameters"
 
 
-def test_surroundings_that_differ_from_the_first_ones_are_told() -> None:
+def test_deviating_environment_is_described() -> None:
     own = determinism.environment()
     assert torch.__version__ in own and determinism.environment_number(own) == determinism.environment_number(own) > 0
     here, there = determinism.environment_number(own), determinism.environment_number("another GPU")
@@ -133,7 +135,7 @@ def test_surroundings_that_differ_from_the_first_ones_are_told() -> None:
     assert "this one not" in determinism.describe_deviation((1,), 0, own)
 
 
-def test_a_checksum_of_pieces_depends_on_no_cut() -> None:
+def test_checksum_is_independent_of_pieces() -> None:
     one, other = torch.arange(10.0), torch.arange(10.0, 13.0)
     whole = checksum([one, other])
     assert checksum_of_pieces([[one], [other]]) == checksum_of_pieces([one.split(3), other.split(2)]) == whole
@@ -151,15 +153,15 @@ def test_a_checksum_of_pieces_depends_on_no_cut() -> None:
     ],
     ids=["the same", "unsteady", "of another type"],
 )
-def test_bits_that_are_not_kept_are_told(rows: list[tuple[int, int]], told: str) -> None:
+def test_checksum_comparison_describes_deviation(rows: list[tuple[int, int]], told: str) -> None:
     found = determinism.compare_checksums(rows)
     assert found.startswith(told) and bool(found) == bool(told)
 
 
-def test_norms_of_scaled_gradients_are_not_compared() -> None:
+def test_scaled_gradient_norms_are_not_compared() -> None:
     """They double with the scale, and are infinite where it was too large."""
     context: Any = SimpleNamespace(
-        settings=WorkerSettings(120.0, 60.0, 600.0), launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        settings=WorkerSettings(120.0, 60.0, 600.0), launch=SimpleNamespace(spec=TaskSpec(name="t"), reporter=REPORTER),
         mark=Marker(None), channel=None,
     )  # fmt: skip
     assert Detection(context, [], loss_scaled=True).observe(1, 4, float("inf")).norm == 0.0

@@ -61,7 +61,7 @@ def mesh() -> Iterator[Mesh]:
         yield made
 
 
-def test_each_connection_is_known_whoever_made_it(mesh: Mesh) -> None:
+def test_connection_ends_identify_each_member(mesh: Mesh) -> None:
     ends = mesh.ends()
     told = ends.own_marks()
     assert [member for member, one in enumerate(told) if one] == list(range(RANK)), "it made those to members before it"
@@ -72,7 +72,7 @@ def test_each_connection_is_known_whoever_made_it(mesh: Mesh) -> None:
     assert ends.lost_members() == [7], "where 90 comes from, 90 has yet to tell"
 
 
-def test_the_lost_members_are_named(mesh: Mesh) -> None:
+def test_connection_ends_name_lost_members(mesh: Mesh) -> None:
     ends = mesh.ends()
     ends.learn(mesh.heard(ends))
     assert ends.lost_members() == []
@@ -82,7 +82,7 @@ def test_the_lost_members_are_named(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("member", [3, 99])
-def test_the_member_in_an_error_is_named(mesh: Mesh, member: int) -> None:
+def test_connection_ends_name_member_in_error(mesh: Mesh, member: int) -> None:
     ends = mesh.ends()
     ends.learn(mesh.heard(ends))
     host, port = mesh.mine[member].getpeername()
@@ -92,14 +92,14 @@ def test_the_member_in_an_error_is_named(mesh: Mesh, member: int) -> None:
     assert ends.find_member("Application timeout caused pair closure") is None
 
 
-def test_without_the_members_addresses_nothing_is_known(mesh: Mesh) -> None:
+def test_connection_ends_without_addresses_know_nothing(mesh: Mesh) -> None:
     ends = ConnectionEnds(names(mesh.mine.values()))
     mesh.theirs[3].close()
     assert not ends
     assert (ends.own_marks(), ends.lost_members()) == ([], [])
 
 
-def test_marks_tell_addresses_apart() -> None:
+def test_connection_marks_are_distinct() -> None:
     every = {mark(f"10.0.{high}.{low} {port}") for high in range(4) for low in range(50) for port in range(50)}
     assert len(every) == 4 * 50 * 50
     assert all(0 < one < 1 << 63 for one in every)

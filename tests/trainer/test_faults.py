@@ -7,10 +7,13 @@ import re
 import pytest
 import torch
 
+from unicrond.agents.protocol.messages import Reporter
 from unicrond.agents.trainer.loop import corpus
 from unicrond.agents.trainer.process import faults
 from unicrond.agents.trainer.process.faults import SYMPTOMS
 from unicrond.core.faults.severity import SEVERITY
+
+REPORTER = Reporter(node="n", task="t", worker="t.1")
 
 
 class DistNetworkError(RuntimeError):
@@ -91,23 +94,23 @@ EXAMPLES: dict[str, list[BaseException]] = {
 KINDS = {symptom.name: symptom.kind for symptom in SYMPTOMS}
 
 
-def test_every_row_has_its_examples_and_a_name_of_its_own() -> None:
+def test_symptom_has_examples_and_unique_name() -> None:
     assert list(EXAMPLES) == [symptom.name for symptom in SYMPTOMS]
     assert len(KINDS) == len(SYMPTOMS)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_row_is_the_first_that_describes_its_examples(name: str) -> None:
+def test_symptom_matches_its_examples_first(name: str) -> None:
     for error in EXAMPLES[name]:
         row = faults.find_symptom(error)
         assert row is not None and row.name == name, f"{error!r}"
-        told = faults.error_report(error, 3, 7, "step")
+        told = faults.error_report(REPORTER, error, 3, 7, "step")
         assert (told.kind, told.phase) == (row.kind, row.phase or "step")
         assert type(error).__name__ in told.message and str(error)[:900] in told.message
         assert (told.generation, told.iteration) == (3, 7)
 
 
-def test_every_kind_has_a_severity() -> None:
+def test_error_kinds_have_severity() -> None:
     assert {*KINDS.values(), faults.DEFAULT} <= SEVERITY.keys()
 
 
@@ -115,14 +118,14 @@ def test_every_kind_has_a_severity() -> None:
     "error",
     [ValueError("anything else"), KeyError("loss"), AssertionError(), RuntimeError("x" * 5000), Exception("é\0")],
 )
-def test_what_no_row_describes_takes_the_default_and_keeps_its_text(error: BaseException) -> None:
+def test_unknown_error_takes_default_kind_and_keeps_text(error: BaseException) -> None:
     assert faults.find_symptom(error) is None
-    told = faults.error_report(error, 1, 1, "backward")
+    told = faults.error_report(REPORTER, error, 1, 1, "backward")
     assert (told.kind, told.phase) == ("exception", "backward")
     assert told.message == f"{type(error).__name__}: {error}"[:1024]
 
 
-def test_what_an_exception_was_raised_from_counts_where_it_says_more() -> None:
+def test_error_cause_counts_if_more_specific() -> None:
     def wrapped(cause: BaseException, explicit: bool) -> BaseException:
         try:
             try:
@@ -137,7 +140,7 @@ def test_what_an_exception_was_raised_from_counts_where_it_says_more() -> None:
     cause = AcceleratorError("CUDA error: uncorrectable ECC error encountered")
     for explicit in (True, False):
         error = wrapped(cause, explicit)
-        told = faults.error_report(error, 1, 1, "step")
+        told = faults.error_report(REPORTER, error, 1, 1, "step")
         assert told.kind == "ecc_error" and told.message == "ValueError: the step failed"
         assert "uncorrectable ECC" in told.detail, "the traceback holds both"
     outer = wrapped(cause, True)
@@ -145,18 +148,18 @@ def test_what_an_exception_was_raised_from_counts_where_it_says_more() -> None:
     assert faults.classify(outer)[0] == "exception"
 
 
-def test_a_circle_of_causes_ends() -> None:
+def test_circular_cause_ends() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert faults.classify(one)[0] == "exception"
 
 
-def test_the_phase_is_the_workers_unless_the_table_knows_better() -> None:
-    assert faults.error_report(ValueError("x"), 1, 1, "checkpoint").phase == "checkpoint"
-    assert faults.error_report(corpus.DataError("x"), 1, 1, "forward").phase == "data"
+def test_error_phase_comes_from_worker_unless_table_knows() -> None:
+    assert faults.error_report(REPORTER, ValueError("x"), 1, 1, "checkpoint").phase == "checkpoint"
+    assert faults.error_report(REPORTER, corpus.DataError("x"), 1, 1, "forward").phase == "data"
 
 
-def test_rows_are_regular_expressions_that_match_something() -> None:
+def test_symptoms_have_valid_expressions() -> None:
     for symptom in SYMPTOMS:
         assert symptom.type_name or symptom.text
         re.compile(symptom.type_name), re.compile(symptom.text)
@@ -171,10 +174,10 @@ def test_rows_are_regular_expressions_that_match_something() -> None:
         ("not all members of generation 3 joined within 120 s", "connection_broken"),
     ],
 )
-def test_broken_groups_are_classified(text: str, kind: str) -> None:
+def test_broken_group_error_is_classified(text: str, kind: str) -> None:
     assert faults.classify_broken(text) == kind
 
 
-def test_trouble_fits_its_message() -> None:
-    told = faults.error_report(ValueError("x" * 100_000), 1, 1, "step")
+def test_error_report_fits_its_message() -> None:
+    told = faults.error_report(REPORTER, ValueError("x" * 100_000), 1, 1, "step")
     assert len(told.message) == 1024 and len(told.detail) <= 32768

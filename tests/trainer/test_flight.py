@@ -17,16 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unicrond.agents.output import flight_recorders as flights
-from unicrond.agents.output.flight_recorders import Flights
+from unicrond.agents.output import stacks as flights
 from unicrond.agents.output.query_service import answer
-from unicrond.agents.protocol.flight import Flight, TellFlight
+from unicrond.agents.output.stacks import Flights
 from unicrond.agents.protocol.framing import Unframer, frame
-from unicrond.agents.protocol.messages import FromWorker, Hello, Launch
+from unicrond.agents.protocol.messages import Flight, FromWorker, Hello, Launch, TellFlight
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.flight import read_flight
-from unicrond.events.queries.collectives import COLLECTIVES_MAX, Collective
-from unicrond.events.queries.worker_queries import LogsRequest, decode_flight, decode_reply, encode
+from unicrond.events.queries.worker_queries import (
+    COLLECTIVES_MAX,
+    Collective,
+    LogsRequest,
+    decode_flight,
+    decode_reply,
+    encode,
+)
 from unicrond.events.vocabulary import StoreAddress, TaskSpec
 
 MODULE = "torch._C._distributed_c10d"
@@ -51,7 +56,7 @@ def double(*entries: dict[str, Any], dump: str = "_dump_nccl_trace_json") -> dic
     return {MODULE: SimpleNamespace(**{dump: told})}
 
 
-def test_gloos_own_recorder_is_read() -> None:
+def test_gloo_flight_recorder_is_read() -> None:
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=5)
@@ -62,7 +67,7 @@ def test_gloos_own_recorder_is_read() -> None:
     assert last.sizes == "Float[5, 3]" and last.number >= 1 and last.since_us < 60_000_000
 
 
-def test_nccls_recorder_by_a_double() -> None:
+def test_nccl_flight_recorder_is_read() -> None:
     (told,) = read_flight(double(entry()), now_ns=3_500_000_000).collectives
     assert told == Collective(
         library="nccl", group=3, number=17, is_p2p=False, name="all_reduce", state="started", is_over=False,
@@ -72,7 +77,7 @@ def test_nccls_recorder_by_a_double() -> None:
     assert told.number == 5 and told.is_over
 
 
-def test_what_has_not_ended_is_kept_before_what_has() -> None:
+def test_open_collectives_take_precedence_over_finished() -> None:
     ended = [entry(record_id=n, time_created_ns=n * 1_000, retired=True) for n in range(10, 200)]
     told = read_flight(double(entry(record_id=1, time_created_ns=1_000), *ended), now_ns=10**9).collectives
     assert len(told) == COLLECTIVES_MAX and not told[0].is_over
@@ -87,12 +92,12 @@ def test_what_has_not_ended_is_kept_before_what_has() -> None:
         ({MODULE: SimpleNamespace(_dump_fr_trace_json=lambda: b"")}, "cannot be read: TypeError"),
     ],
 )
-def test_why_there_is_nothing(modules: dict[str, Any], trouble: str) -> None:
+def test_missing_flight_recorder_tells_reason(modules: dict[str, Any], trouble: str) -> None:
     assert trouble in read_flight(modules).trouble
     assert read_flight({MODULE: SimpleNamespace()}) == Flight(), "a build without any recorder"
 
 
-def test_odd_numbers_and_names_stay_within_their_bounds() -> None:
+def test_odd_flight_entries_are_bounded() -> None:
     odd = entry(pg_id=-1, collective_seq_id=2**60, profiling_name="x" * 999, state=None, input_sizes=[], retired=True)
     (told,) = read_flight(double(odd), now_ns=0).collectives
     assert (told.group, told.number, len(told.name), told.state, told.since_us) == (0, 2**53 - 1, 64, "", 0)
@@ -129,7 +134,7 @@ def next_of(agent: socket.socket, incoming: Unframer[FromWorker]) -> FromWorker:
             return message
 
 
-def test_a_worker_answers_beside_its_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_answers_flight_request_beside_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, double(entry())[MODULE])
     incoming: Unframer[FromWorker] = Unframer(FromWorker)
     with agent_of_a_worker() as agent:
@@ -140,14 +145,14 @@ def test_a_worker_answers_beside_its_main_thread(monkeypatch: pytest.MonkeyPatch
     assert isinstance(told, Flight) and told.collectives[0].number == 17
 
 
-async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "TIMEOUT_S", 0.05)
+async def test_agent_waits_limited_time_for_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 0.05)
     sent: list[str] = []
     asking = Flights(lambda worker, _: sent.append(worker))
     assert "too old" in (await asking.ask("t.1")).trouble and not sent
     asking.connected(HELLO)
     assert "stand still" in (await asking.ask("t.1")).trouble and sent == ["t.1"]
-    monkeypatch.setattr(flights, "TIMEOUT_S", 10)
+    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 10)
     both = [asyncio.create_task(asking.ask("t.1")) for _ in range(2)]
     await asyncio.sleep(0)
     asking.receive("t.9", Flight())
@@ -158,23 +163,23 @@ async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPa
     assert "does not run here" in (await asking.ask("t.1")).trouble
 
 
-async def test_a_question_that_ends_takes_nothing_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_finished_flight_request_takes_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asking = Flights(lambda *_: None)
     asking.connected(HELLO)
     tasks = []
     for timeout_s in (0.02, 0.06):
-        monkeypatch.setattr(flights, "TIMEOUT_S", timeout_s)
+        monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", timeout_s)
         tasks.append(asyncio.create_task(asking.ask("t.1")))
         await asyncio.sleep(0)
     await tasks[0]
-    monkeypatch.setattr(flights, "TIMEOUT_S", 10)
+    monkeypatch.setattr(flights, "FLIGHT_TIMEOUT_S", 10)
     later = asyncio.create_task(asking.ask("t.1"))
     await tasks[1]
     asking.receive("t.1", told := read_flight(double(entry())))
     assert await later == told
 
 
-async def test_a_request_for_it_is_answered(tmp_path: Any) -> None:
+async def test_flight_request_is_answered(tmp_path: Any) -> None:
     told = read_flight(double(entry()))
 
     async def flight_of(worker: str) -> Flight:

@@ -12,12 +12,15 @@ import torch
 from tests.gpu import acceptance, devices
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, Cell, Chain
 from tests.trainer.test_group import channels
+from unicrond.agents.protocol.messages import Reporter
 from unicrond.agents.trainer.groups import group as group_module
 from unicrond.agents.trainer.groups.forming import FormedGroup
 from unicrond.agents.trainer.groups.group import AbortHangs, Operation, ShardGroup
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.faults import error_report
-from unicrond.agents.trainer.states.gpu_copies import copy_staged
+from unicrond.agents.trainer.states.state_bytes import copy_staged
+
+REPORTER = Reporter(node="n", task="t", worker="t.1")
 
 __all__ = ["channels"]  # fixtures
 
@@ -45,7 +48,7 @@ def on_gpu(communicator: Communicator, channel: AgentChannel) -> ShardGroup:
     return ShardGroup(FormedGroup(communicator), 1, 0, 2, channel, torch.device("cuda", 0))
 
 
-def test_an_abort_that_hangs_is_the_processs_end(
+def test_hanging_abort_ends_process(
     communicator: Communicator, channels: tuple[AgentChannel, AgentChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_module, "_ABORT_TIMEOUT_S", 0.05)
@@ -53,19 +56,19 @@ def test_an_abort_that_hangs_is_the_processs_end(
     with pytest.raises(AbortHangs) as caught:
         group.close()
     assert communicator.aborting.is_set()
-    assert error_report(caught.value, 1, 1, "regroup").kind == "nccl_error", "SEV2: another process takes its place"
+    assert error_report(REPORTER, caught.value, 1, 1, "regroup").kind == "nccl_error", (
+        "SEV2: another process takes its place"
+    )
     group.close()  # nothing is left to do
 
 
-def test_an_abort_that_ends_is_waited_for(
-    communicator: Communicator, channels: tuple[AgentChannel, AgentChannel]
-) -> None:
+def test_abort_is_awaited(communicator: Communicator, channels: tuple[AgentChannel, AgentChannel]) -> None:
     communicator.mended.set()
     on_gpu(communicator, channels[0]).close()
     assert communicator.aborting.is_set()
 
 
-def test_an_operation_succeeds_when_it_is_known_to_be_done() -> None:
+def test_operation_succeeds_once_done() -> None:
     operation = Operation(torch.ones(1))
     assert not operation.succeeded
     operation.mark_done()
@@ -73,7 +76,7 @@ def test_an_operation_succeeds_when_it_is_known_to_be_done() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [16], [17, 0, 1], [5, 64, 33, 16]])
-def test_staged_copies_are_whole_and_in_place(sizes: list[int]) -> None:
+def test_staged_copies_are_complete_and_in_place(sizes: list[int]) -> None:
     sources = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
     targets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     copy_staged(list(zip(sources, targets, strict=True)), [torch.empty(16, dtype=torch.uint8) for _ in range(2)])
@@ -81,7 +84,7 @@ def test_staged_copies_are_whole_and_in_place(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_members_of_a_chain_never_share_a_seat(size: int) -> None:
+def test_chain_members_never_share_seat(size: int) -> None:
     chain = Chain([Cell(action, point, victim) for point in POINTS for action in ACTIONS for victim in VICTIMS], size)
     seats = chain.seats()
     assert set(seats) == set(range(chain.born))
@@ -90,7 +93,7 @@ def test_members_of_a_chain_never_share_a_seat(size: int) -> None:
         assert len(taken) == len(set(taken)) and max(taken) < 3
 
 
-def test_where_there_is_no_gpu_the_acceptance_says_so_in_one_line(
+def test_gpu_acceptance_without_gpu_prints_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "COUNT", 0)

@@ -20,11 +20,11 @@ from unicrond.agents.trainer.groups import forming
 from unicrond.agents.trainer.groups import group as group_module
 from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
 from unicrond.agents.trainer.groups.group import ShardGroup, form
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import parse_addresses
 from unicrond.agents.trainer.groups.standby import Standby
-from unicrond.agents.trainer.groups.stores import StoreConnections
 from unicrond.agents.trainer.lifecycle.effects import StartClock
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.loop.handlers import HANDLERS
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.events.vocabulary import StoreAddress, TaskSpec
@@ -77,7 +77,7 @@ def tell(channel: AgentChannel, membership: GroupMembership) -> None:
     channel.wake()
 
 
-def test_closing_with_an_operation_in_flight_ends_it_here_and_there(
+def test_close_ends_operation_in_flight_at_both_ends(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
     one, other = both(store, channels)
@@ -93,9 +93,7 @@ def test_closing_with_an_operation_in_flight_ends_it_here_and_there(
     other.close()
 
 
-def test_who_leaves_a_broken_group_knows_whom_it_had_lost(
-    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
-) -> None:
+def test_broken_group_names_lost_member(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     """Until a connection has ended, and once the group is left, none. Which of the two connected is chance."""
     one, other = both(store, channels)
     introduced = one.exchange_ends(), other.exchange_ends()
@@ -114,7 +112,7 @@ def test_who_leaves_a_broken_group_knows_whom_it_had_lost(
     assert one.ends.lost_members() == other.ends.lost_members() == []
 
 
-def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
+def test_urgent_membership_ends_wait_for_silent_peer(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
     one, other = both(store, channels)
@@ -145,11 +143,11 @@ def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
         ("NCCL error: remote error", ()),
     ],
 )
-def test_the_address_in_an_error(error: str, addresses: tuple[str, ...]) -> None:
+def test_address_parser_reads_errors(error: str, addresses: tuple[str, ...]) -> None:
     assert parse_addresses(error) == addresses
 
 
-def test_a_group_of_one_needs_nobody(channels: tuple[AgentChannel, AgentChannel]) -> None:
+def test_group_of_one_needs_no_peer(channels: tuple[AgentChannel, AgentChannel]) -> None:
     alone = meet(StoreAddress(host="127.0.0.1", port=1), channels[0], 0, size=1)
     rows = alone.all_gather([7])
     alone.finish()
@@ -157,7 +155,7 @@ def test_a_group_of_one_needs_nobody(channels: tuple[AgentChannel, AgentChannel]
     alone.close()
 
 
-def test_forming_is_given_up_for_a_newer_membership(
+def test_newer_membership_ends_group_formation(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
     threading.Timer(0.05, tell, (channels[0], urgent(2, store))).start()
@@ -165,14 +163,12 @@ def test_forming_is_given_up_for_a_newer_membership(
         meet(store, channels[0], 0)
 
 
-def test_forming_is_bounded(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
+def test_group_formation_is_bounded(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     with pytest.raises(GroupBroken, match=r"within 0\.1 s"):
         meet(store, channels[0], 0, timeout_s=0.1)
 
 
-def test_a_member_with_an_older_hook_is_met_its_way(
-    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
-) -> None:
+def test_group_forms_with_older_hook(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     """It reads every member's port and value itself, and sends the ports of its connections with its position."""
     made: list[object] = []
 
@@ -201,7 +197,7 @@ def test_a_member_with_an_older_hook_is_met_its_way(
 
 
 @pytest.mark.parametrize("port", ["4711", "+4711"], ids=["without a sign", "with numbers"])
-def test_a_member_whose_fixed_sums_are_others_is_not_met(
+def test_group_refuses_older_hook_without_lanes(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], port: str
 ) -> None:
     """A hook before lanes sums integers; it reads our port all the same."""
@@ -213,7 +209,7 @@ def test_a_member_whose_fixed_sums_are_others_is_not_met(
     assert int(theirs.get("port/0")) > 1023
 
 
-def test_members_that_sum_by_lanes_meet(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
+def test_members_with_lanes_form_group(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     made = [Attempt(replace(place(store, "gen/t/1/0", rank), lanes=True), channels[rank]) for rank in range(2)]
     for attempt in made:
         attempt._thread.join(30)
@@ -222,9 +218,7 @@ def test_members_that_sum_by_lanes_meet(store: StoreAddress, channels: tuple[Age
         attempt.abandon()
 
 
-def test_the_connection_to_the_store_is_kept_while_the_store_lives(
-    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
-) -> None:
+def test_store_connection_is_reused(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     stores = [StoreConnections(), StoreConnections()]
     kept = []
     for prefix in ("gen/t/1/0", "gen/t/2/0"):
@@ -266,9 +260,7 @@ def attempts(
     return made
 
 
-def test_a_standby_group_is_used_where_all_have_it(
-    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
-) -> None:
+def test_standby_group_is_used_if_all_have_it(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     one, other = attempts(store, channels, "standby/t/1/0/2")
     standing = one._formed
     assert standing is not None
@@ -279,7 +271,7 @@ def test_a_standby_group_is_used_where_all_have_it(
 
 
 @pytest.mark.parametrize("theirs", [None, "1/1"])
-def test_a_standby_group_that_one_lacks_is_used_by_nobody(
+def test_incomplete_standby_group_is_left_unused(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], theirs: str | None
 ) -> None:
     one, other = attempts(store, channels, "standby/t/1/0/2")
@@ -290,9 +282,7 @@ def test_a_standby_group_that_one_lacks_is_used_by_nobody(
         attempt.abandon()
 
 
-def test_standby_groups_are_those_without_one_replica(
-    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
-) -> None:
+def test_standby_groups_omit_one_replica_each(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     standbys = [Standby(channel, 8) for channel in channels]
     for rank, standby in enumerate(standbys):
         standby.prepare(1, ["t.1", "t.2", "t.3"], place(store, "standby/t/1/0", rank, 3))
@@ -306,7 +296,7 @@ def test_standby_groups_are_those_without_one_replica(
         standby.close()
 
 
-def test_a_stranger_is_left_connected(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
+def test_group_leaves_foreign_connection_open(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     """A connection that somebody else in the process makes while a group forms is none of the group's."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first = Attempt(place(store, "gen/t/1/0", 0), channels[0])
@@ -321,7 +311,7 @@ def test_a_stranger_is_left_connected(store: StoreAddress, channels: tuple[Agent
             assert theirs.recv(100) == b"still here"
 
 
-def test_a_member_says_once_that_it_waits_for_the_others_to_meet(
+def test_member_reports_once_that_it_waits(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_module, "WAITS_S", 0.02)
@@ -340,7 +330,7 @@ def test_a_member_says_once_that_it_waits_for_the_others_to_meet(
     other.close()
 
 
-def test_once_an_iteration_has_begun_slow_collectives_are_no_meeting() -> None:
+def test_slow_collectives_in_iteration_report_no_wait() -> None:
     """Else each one would be an entry of the log, for as long as the group trains."""
     group = ShardGroup(None, 1, 0, 1, channel=Any, device=CPU)
     group.on_wait = lambda: None

@@ -14,17 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from unicrond.agents.trainer.lifecycle.lanes import (
+from unicrond.agents.trainer.lifecycle.lanes import Lanes, Sums, blocks, halves, tree
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import (
     Assignment,
-    Lanes,
     Run,
-    Sums,
-    assign,
-    blocks,
-    halves,
+    assign_lanes,
     initial_assignment,
     stores_needed,
-    tree,
 )
 
 Array: TypeAlias = NDArray[np.float32]
@@ -76,7 +72,7 @@ class Model:
         self.regroup()
 
     def regroup(self) -> None:
-        self.deal: Assignment = assign([member.done for member in self.members], self.lanes)
+        self.deal: Assignment = assign_lanes([member.done for member in self.members], self.lanes)
         self.given: dict[tuple[int, int], tuple[Array, int]] = {}
         for rank, member in enumerate(self.members):
             member.sums.keep(self.deal.valid[rank], self.lanes)
@@ -145,7 +141,7 @@ def iterations(draw: st.DrawFn) -> tuple[list[Array], Lanes, int, int]:
 
 @settings(max_examples=200)
 @given(iterations(), st.integers(0, 4))
-def test_the_bits_are_those_of_the_reference(case: tuple[list[Array], Lanes, int, int], mishaps: int) -> None:
+def test_lanes_sum_to_bits_of_reference(case: tuple[list[Array], Lanes, int, int], mishaps: int) -> None:
     gradients, lanes, members, seed = case
     model = Model(gradients, lanes, members, random.Random(seed))
     for _ in range(mishaps):
@@ -159,7 +155,7 @@ def test_the_bits_are_those_of_the_reference(case: tuple[list[Array], Lanes, int
     assert mishaps or model.computed == lanes.micro_batches
 
 
-def test_another_order_has_other_bits() -> None:
+def test_sum_order_changes_bits() -> None:
     """Else the property above would show nothing."""
     values = np.random.default_rng(1).normal(size=(12, 100)).astype(np.float32)
     assert reference(list(values), 3).tobytes() != reference(list(values[::-1]), 3).tobytes()
@@ -170,7 +166,9 @@ def test_another_order_has_other_bits() -> None:
 
 
 @given(iterations(), st.integers(0, 30))
-def test_all_is_computed_once_and_evenly(case: tuple[list[Array], Lanes, int, int], turns: int) -> None:
+def test_lane_deal_covers_each_micro_batch_once_and_evenly(
+    case: tuple[list[Array], Lanes, int, int], turns: int
+) -> None:
     gradients, lanes, members, seed = case
     model = Model(gradients, lanes, members, random.Random(seed))
     for _ in range(turns):
@@ -184,47 +182,47 @@ def test_all_is_computed_once_and_evenly(case: tuple[list[Array], Lanes, int, in
 
 
 @given(iterations())
-def test_from_empty_hands_each_member_gets_a_stretch(case: tuple[list[Array], Lanes, int, int]) -> None:
+def test_first_lane_deal_gives_contiguous_ranges(case: tuple[list[Array], Lanes, int, int]) -> None:
     _, lanes, members, _ = case
     stretches = [sorted(initial_assignment(members, lanes).micro_batches(rank)) for rank in range(members)]
     assert [m for own in stretches for m in own] == list(range(lanes.micro_batches))
 
 
-def test_with_a_lane_for_each_member_nothing_is_given() -> None:
+def test_lane_per_member_transfers_no_sum() -> None:
     assert initial_assignment(3, Lanes(12, 3)).runs == tuple(
         (Run(lane, tuple(range(4 * lane, 4 * lane + 4))),) for lane in range(3)
     )
     assert initial_assignment(2, Lanes(12, 4)).ends == (((0, 2),), ((2, 4),))
 
 
-def test_a_border_inside_a_lane() -> None:
+def test_shared_lane_splits_between_members() -> None:
     """The earlier member computes its part first, the later one last."""
     one, other = initial_assignment(2, Lanes(12, 3)).runs
     assert one == (Run(1, (4, 5), target=1), Run(0, (0, 1, 2, 3)))
     assert other == (Run(2, (8, 9, 10, 11)), Run(1, (6, 7), source=0))
 
 
-def test_a_lost_lane_is_dealt_as_a_chain_and_all_else_stays() -> None:
-    new = assign([{0, 1}, {4, 5, 6, 7}], Lanes(12, 3))
+def test_lost_lane_is_dealt_as_chain() -> None:
+    new = assign_lanes([{0, 1}, {4, 5, 6, 7}], Lanes(12, 3))
     assert new.valid == ({0, 1}, {4, 5, 6, 7})
     assert new.runs == ((Run(2, (8, 9), target=1), Run(0, (2, 3))), (Run(2, (10, 11), source=0),))
     assert new.ends == (((0, 1),), ((1, 2), (2, 3)))
 
 
-def test_of_two_that_have_a_lane_the_one_with_more_keeps_it() -> None:
-    new = assign([{4, 5}, {4, 5, 6}, {0, 1, 2, 3}], Lanes(12, 3))
+def test_longer_sum_of_same_lane_wins() -> None:
+    new = assign_lanes([{4, 5}, {4, 5, 6}, {0, 1, 2, 3}], Lanes(12, 3))
     assert [sorted(own) for own in new.valid] == [[], [4, 5, 6], [0, 1, 2, 3]]
     assert new.runs[1][-1] == Run(1, (7,))
 
 
-def test_whole_blocks_count_before_single_lanes() -> None:
+def test_whole_blocks_take_precedence_over_single_lanes() -> None:
     """They cannot be taken apart again."""
-    new = assign([{0, 1}, {0, 1, 2, 3}, {4, 5, 6, 7}, {2, 3}], Lanes(8, 4))
+    new = assign_lanes([{0, 1}, {0, 1, 2, 3}, {4, 5, 6, 7}, {2, 3}], Lanes(8, 4))
     assert [sorted(own) for own in new.valid] == [[], [0, 1, 2, 3], [4, 5, 6, 7], []]
 
 
 @given(st.integers(1, 200))
-def test_blocks_are_those_of_the_tree(count: int) -> None:
+def test_lane_blocks_are_those_of_tree(count: int) -> None:
     def nodes(block: tuple[int, int]) -> set[tuple[int, int]]:
         if block[1] - block[0] == 1:
             return {block}
@@ -238,7 +236,7 @@ def test_blocks_are_those_of_the_tree(count: int) -> None:
     assert [Lanes(count, count).lane(m) for m in range(count)] == list(range(count))
 
 
-def test_a_member_needs_room_for_few_sums() -> None:
+def test_member_stores_few_sums() -> None:
     """As docs/design/transition.md says."""
     for count, members in itertools.product(range(1, 33), range(1, 33)):
         lanes = Lanes(2 * count, count)
@@ -249,6 +247,6 @@ def test_a_member_needs_room_for_few_sums() -> None:
             assert most == 2 or 2 * members != count
 
 
-def test_without_members_there_is_no_deal() -> None:
-    with pytest.raises(ValueError, match="done"):
-        assign([], Lanes(1, 1))
+def test_lane_deal_needs_members() -> None:
+    with pytest.raises(ValueError, match="in_sums"):
+        assign_lanes([], Lanes(1, 1))

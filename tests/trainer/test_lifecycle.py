@@ -14,33 +14,36 @@ from typing import Any
 
 import pytest
 
-from unicrond.agents.protocol.messages import (
-    Committed,
-    Completed,
-    GroupMembership,
-    Launch,
-    Parked,
-    Regrouped,
-    StopRequest,
-)
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
 from unicrond.agents.trainer import lifecycle
-from unicrond.agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
+from unicrond.agents.trainer.groups.shard_group import ALL_REPORT_MAX, report_after_s
 from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import (
+from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
+from unicrond.agents.trainer.lifecycle.member_state import FOLLOWS
+from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
+from unicrond.agents.trainer.lifecycle.results import (
+    NO_SAVE,
     GroupBroken,
+    Holdings,
+    LoadedState,
     MembershipSuperseded,
     ProgramLeftLoop,
     QuitRequested,
     RendezvousTimedOut,
     StateLost,
 )
-from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
-from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
-from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, LoadedState
-from unicrond.agents.trainer.lifecycle.states import FOLLOWS
 from unicrond.agents.trainer.loop import handlers
-from unicrond.events.vocabulary import CheckpointSpec, Member, StoreAddress, TaskSpec
+from unicrond.events.vocabulary import (
+    CheckpointSpec,
+    Member,
+    StopRequested,
+    StoreAddress,
+    TaskCompleted,
+    TaskSpec,
+    WorkerJoinedGroup,
+    WorkerPaused,
+)
 from unicrond.replay.simulation.trainer import driver
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
@@ -148,7 +151,7 @@ class Driven:
                 ledger = effect.ledger
                 return [
                     ReplicaAccount(
-                        ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.redone
+                        ledger.iteration, ledger.finished, 4, 1, ledger.loss_sum, ledger.tokens, ledger.repeated
                     )
                 ]
             case e.AskSaveSchedule():
@@ -179,7 +182,7 @@ class Driven:
 # --- what it is ----------------------------------------------------------------------------------
 
 
-def test_it_imports_nothing_that_does_io() -> None:
+def test_lifecycle_imports_no_io() -> None:
     for path in DIRECTORY.glob("*.py"):
         tree = ast.parse(path.read_text())
         typing_only = {
@@ -195,25 +198,25 @@ def test_it_imports_nothing_that_does_io() -> None:
                 )
 
 
-def test_it_comes_without_torch() -> None:
+def test_lifecycle_imports_no_torch() -> None:
     program = "import sys, unicrond.agents.trainer.lifecycle; print({'torch', 'socket', 'asyncio'} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.strip() == "set()"
 
 
-def test_the_table_in_the_essay_is_the_table() -> None:
+def test_lifecycle_table_matches_its_essay() -> None:
     rows = re.findall(r"^\| (\w+) \|[^|]*\|([^|]*)\|$", lifecycle.__doc__ or "", re.MULTILINE)
     told = {state: {name for name in FOLLOWS if re.search(rf"\b{name}\b", then)} for state, then in rows[1:]}
     assert told == {state: set(then) for state, then in FOLLOWS.items()}
 
 
-def test_a_step_that_the_table_does_not_have_is_a_defect() -> None:
+def test_lifecycle_refuses_unlisted_transition() -> None:
     driven = Driven(membership(1, "t.1"))
     with pytest.raises(RuntimeError, match="from new to committing"):
         driven.member.enter("committing")
 
 
-def test_every_effect_has_one_handler_in_a_process_and_in_the_simulation() -> None:
+def test_effect_has_one_handler_in_process_and_simulation() -> None:
     effects = {
         kind
         for kind in vars(e).values()
@@ -227,7 +230,7 @@ def test_every_effect_has_one_handler_in_a_process_and_in_the_simulation() -> No
 # --- without faults ------------------------------------------------------------------------------
 
 
-def test_an_iteration_in_its_order() -> None:
+def test_iteration_emits_effects_in_order() -> None:
     driven = Driven(membership(1, "t.1"))
     driven.until(e.Compute)
     since = len(driven.done)
@@ -237,21 +240,21 @@ def test_an_iteration_in_its_order() -> None:
         "AnyShard", "Agree", "Settle", "SetPhase", "FaultPoint agreed", "Optimize", "Send", "Observe", "Clear",
         "StartClock", "FaultPoint committed", "SetPhase", "Save", "PrepareStandby", "SetPhase", "Compute",
     ]  # fmt: skip
-    assert [message.iteration for message in driven.told(Committed)] == [1]
+    assert [message.iteration for message in driven.told(IterationCommitted)] == [1]
 
 
-def test_a_training_from_the_seed_to_its_end() -> None:
+def test_training_runs_from_seed_to_end() -> None:
     driven = Driven(membership(1, "t.1"))
     assert driven.until() is None
     assert driven.member.state == "over"
-    assert [message.source for message in driven.told(Regrouped)] == ["init"]
-    assert [message.iteration for message in driven.told(Committed)] == [1, 2]
-    assert [message.iteration for message in driven.told(Completed)] == [2]
+    assert [message.source for message in driven.told(WorkerJoinedGroup)] == ["init"]
+    assert [message.iteration for message in driven.told(IterationCommitted)] == [1, 2]
+    assert [message.iteration for message in driven.told(TaskCompleted)] == [2]
     saved, told = driven.names().index("SaveAndWait"), driven.names().index("ParamsDigest")
     assert saved < told, "it says that it is complete before it has saved"
 
 
-def test_a_state_that_is_not_sound_is_passed_over() -> None:
+def test_unsound_state_falls_back_to_next() -> None:
     driven = Driven(membership(1, "t.1"), iterations=9)
     driven.answers[e.CheckPeers] = lambda _: [7, 5, 0, 0, 0, 0, 0, 0, 0, 0]
     driven.answers[e.LoadState] = lambda effect: (
@@ -266,7 +269,7 @@ def test_a_state_that_is_not_sound_is_passed_over() -> None:
 # --- with faults ---------------------------------------------------------------------------------
 
 
-def test_a_broken_group_is_left_before_it_is_told_of() -> None:
+def test_member_leaves_broken_group_before_report() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"))
     driven.until(e.Optimize)
     driven.until(e.Compute)
@@ -275,11 +278,11 @@ def test_a_broken_group_is_left_before_it_is_told_of() -> None:
     driven.until(e.Compute)
     names = driven.names(since)
     assert names[:6] == ["LeaveGroup", "ReportFailure", "SetPhase", "Idle", "ReportHoldings", "KeepOldGroup"]
-    assert [message.generation for message in driven.told(Regrouped)] == [1, 2]
+    assert [message.generation for message in driven.told(WorkerJoinedGroup)] == [1, 2]
     assert driven.member.ledger.iteration == 2
 
 
-def test_complete_sums_are_stepped_in_the_next_group() -> None:
+def test_complete_sums_step_in_next_group() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"))
     driven.until(e.Agree)
     driven.once(e.Agree, MembershipSuperseded())
@@ -289,7 +292,7 @@ def test_complete_sums_are_stepped_in_the_next_group() -> None:
     assert driven.member.generation == 2
 
 
-def test_a_group_that_breaks_while_it_forms_is_followed_by_a_newer_one() -> None:
+def test_failed_group_formation_waits_for_newer_membership() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"))
     driven.once(e.FormGroup, GroupBroken("no route"))
     driven.until(e.Compute)
@@ -303,7 +306,7 @@ def test_a_group_that_breaks_while_it_forms_is_followed_by_a_newer_one() -> None
     assert driven.member.generation == 2
 
 
-def test_a_member_that_is_left_out_saves_and_parks() -> None:
+def test_removed_member_saves_and_parks() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.2", handover=True))
     driven.until(e.Compute)
     driven.until(e.Compute)
@@ -312,11 +315,11 @@ def test_a_member_that_is_left_out_saves_and_parks() -> None:
         driven.until()
     (saved,) = [one for one in driven.done if isinstance(one, e.SaveAndWait)]
     assert saved.handover and saved.iteration == 1
-    assert [message.generation for message in driven.told(Parked)] == [2]
+    assert [message.generation for message in driven.told(WorkerPaused)] == [2]
     assert driven.member.state == "parked"
 
 
-def test_without_a_membership_it_saves_and_ends() -> None:
+def test_member_without_membership_saves_and_ends() -> None:
     driven = Driven(membership(1, "t.1"))
     driven.until(e.Compute)
     driven.until(e.Compute)
@@ -327,14 +330,14 @@ def test_without_a_membership_it_saves_and_ends() -> None:
 
 
 @pytest.mark.parametrize(("seam", "commits"), [(e.Compute, 0), (e.Optimize, 1)])
-def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.Effect[Any]], commits: int) -> None:
+def test_announced_program_exit_commits_last_step(seam: type[e.Effect[Any]], commits: int) -> None:
     driven = Driven(membership(1, "t.1"), iterations=9)
     driven.until(seam)
-    assert isinstance(driven.member.stop("enough"), StopRequest)
+    assert isinstance(driven.member.stop("enough"), StopRequested)
     assert driven.member.stop("again") is None
     driven.once(seam, ProgramLeftLoop())
     assert driven.until() is None
-    assert len(driven.told(Committed)) == commits
+    assert len(driven.told(IterationCommitted)) == commits
     assert driven.member.state == "over"
 
 
@@ -342,7 +345,7 @@ def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.E
 
 
 @pytest.mark.parametrize("memberships", [(), (membership(2, "t.2"),)], ids=["stranded", "left out"])
-def test_between_its_step_and_the_others_parameters_nothing_is_saved(memberships: tuple[GroupMembership, ...]) -> None:
+def test_half_gathered_state_is_never_saved(memberships: tuple[GroupMembership, ...]) -> None:
     """It would be the state of no iteration."""
     driven = Driven(membership(1, "t.1"), *memberships, extents=(128,))
     driven.until(e.GatherParameters)
@@ -354,7 +357,7 @@ def test_between_its_step_and_the_others_parameters_nothing_is_saved(memberships
     assert not [one for one in driven.done if isinstance(one, e.SaveAndWait)]
 
 
-def test_sharded_state_begins_in_parts_and_is_gathered_before_the_commit() -> None:
+def test_sharded_state_is_gathered_before_commit() -> None:
     driven = Driven(membership(1, "t.1"), extents=(128,))
     driven.until(e.Optimize)
     assert [type(one) for one in driven.done if isinstance(one, e.Stage | e.StageFirst)] == [e.StageFirst]
@@ -365,7 +368,7 @@ def test_sharded_state_begins_in_parts_and_is_gathered_before_the_commit() -> No
     assert names[:4] == ["FaultPoint stepped", "GatherParameters", "Send", "Observe"]
 
 
-def test_a_gathering_that_breaks_is_made_again_in_the_next_group() -> None:
+def test_broken_gather_repeats_in_next_group() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"), extents=(128,))
     driven.until(e.GatherParameters)
     driven.once(e.GatherParameters, GroupBroken("gone"))
@@ -383,7 +386,7 @@ def test_a_gathering_that_breaks_is_made_again_in_the_next_group() -> None:
     ]
 
 
-def test_where_a_part_is_lost_all_state_is_and_untrained_members_begin_anew() -> None:
+def test_lost_part_loses_whole_state() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"), extents=(128,))
     driven.until(e.GatherParameters)
     driven.parts = []  # as if its other holders had died with them
@@ -392,7 +395,7 @@ def test_where_a_part_is_lost_all_state_is_and_untrained_members_begin_anew() ->
         driven.until()
 
 
-def test_a_state_assembled_for_one_group_is_not_saved_by_another() -> None:
+def test_state_assembled_for_one_group_is_not_saved_by_next() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1"), extents=(128,))
     driven.until(e.BeginFinalSave)
     driven.until(e.SaveAndWait)
@@ -403,7 +406,7 @@ def test_a_state_assembled_for_one_group_is_not_saved_by_another() -> None:
     assert driven.until() is None
 
 
-def test_for_a_checkpoint_that_the_program_writes_the_state_is_put_together() -> None:
+def test_program_checkpoint_assembles_whole_state() -> None:
     driven = Driven(membership(1, "t.1"), iterations=4, extents=(128,))
     driven.member.saves = lambda iteration: iteration == 2
     assert driven.until() is None
@@ -414,7 +417,7 @@ def test_for_a_checkpoint_that_the_program_writes_the_state_is_put_together() ->
 # --- what a lead may tell for all ----------------------------------------------------------------
 
 
-def test_a_member_tells_what_fell_to_the_others_too() -> None:
+def test_member_reports_work_dealt_to_peers() -> None:
     driven = Driven(membership(1, "t.1"), membership(2, "t.1", "t.2"))
     driven.until(e.Compute)
     driven.answers[e.ExchangePositions] = lambda effect: [
@@ -423,19 +426,19 @@ def test_a_member_tells_what_fell_to_the_others_too() -> None:
     ]
     driven.once(e.Compute, MembershipSuperseded("generation 2 is urgent"))
     driven.until(e.Compute)
-    last = driven.told(Regrouped)[-1]
-    assert (last.generation, last.dealt, last.peers_assigned) == (2, 0, 1)
+    last = driven.told(WorkerJoinedGroup)[-1]
+    assert (last.generation, last.micro_batches_assigned, last.micro_batches_assigned_elsewhere) == (2, 0, 1)
 
 
 # --- which members report a break ----------------------------------------------------------------
 
 
-def test_all_members_of_a_small_group_report_at_once() -> None:
+def test_small_group_reports_at_once() -> None:
     assert all(report_after_s(rank, ALL_REPORT_MAX) == 0.0 for rank in range(ALL_REPORT_MAX))
 
 
 @pytest.mark.parametrize("size", [65, 100, 4096, 131_072])
-def test_a_few_members_of_a_large_group_report_at_once(size: int) -> None:
+def test_large_group_staggers_reports(size: int) -> None:
     at_once = [rank for rank in range(size) if report_after_s(rank, size) == 0.0]
     assert 8 <= len(at_once) <= 9 and all(b - a >= size // 9 for a, b in pairwise(at_once)), "on nodes of their own"
     assert all(1.0 <= report_after_s(rank, size) <= 2.0 for rank in range(size) if rank not in {*at_once})

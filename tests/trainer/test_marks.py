@@ -12,7 +12,7 @@ from unicrond.agents.protocol import marks
 from unicrond.agents.protocol.marks import Marker, path_of, read
 
 
-def test_a_mark_says_where_the_worker_is(tmp_path: Path) -> None:
+def test_mark_tells_position_of_worker(tmp_path: Path) -> None:
     path = path_of(str(tmp_path / "agent.sock"), "big.3")
     assert path == tmp_path / "marks" / "big.3" and read(path) is None
     marker = Marker(path)
@@ -29,20 +29,20 @@ def test_a_mark_says_where_the_worker_is(tmp_path: Path) -> None:
     assert mark.due_us == mark.boundary_us + 5_000
 
 
-def test_collectives_are_counted_in_each_generation(tmp_path: Path) -> None:
+def test_mark_counts_collectives_per_generation(tmp_path: Path) -> None:
     marker = Marker(tmp_path / "m")
     marker.enter_group(1)
     marker.entering()
     marker.leaving()
     marker.entering()
     mark = read(tmp_path / "m")
-    assert mark is not None and (mark.entered, mark.finished, mark.waiting) == (2, 1, True)
+    assert mark is not None and (mark.collectives_entered, mark.collectives_finished, mark.is_waiting) == (2, 1, True)
     marker.enter_group(2)
     mark = read(tmp_path / "m")
-    assert mark is not None and (mark.entered, mark.waiting) == (0, False)
+    assert mark is not None and (mark.collectives_entered, mark.is_waiting) == (0, False)
 
 
-def test_an_idle_worker_is_never_late(tmp_path: Path) -> None:
+def test_idle_mark_has_no_limit(tmp_path: Path) -> None:
     marker = Marker(tmp_path / "m")
     marker.begin_iteration(1, 5_000)
     marker.idle()
@@ -50,7 +50,7 @@ def test_an_idle_worker_is_never_late(tmp_path: Path) -> None:
     assert mark is not None and mark.due_us == 0
 
 
-def test_an_unchanged_phase_is_no_new_mark(tmp_path: Path) -> None:
+def test_unchanged_phase_writes_no_mark(tmp_path: Path) -> None:
     marker = Marker(tmp_path / "m")
     marker.phase = "backward"
     before = read(tmp_path / "m")
@@ -58,20 +58,20 @@ def test_an_unchanged_phase_is_no_new_mark(tmp_path: Path) -> None:
     assert read(tmp_path / "m") == before
 
 
-def test_where_nothing_can_be_written_marks_are_made_nowhere(tmp_path: Path) -> None:
+def test_marker_survives_unwritable_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     marker = Marker(tmp_path / "file" / "m")
     marker.phase = "backward"
     assert marker.phase == "backward"
 
 
-def test_what_is_no_mark_is_none(tmp_path: Path) -> None:
+def test_reader_refuses_invalid_mark(tmp_path: Path) -> None:
     for content in (b"", b"short", os.urandom(96), bytes(96), b"\xff" * 200):
         (tmp_path / "m").write_bytes(content)
         assert read(tmp_path / "m") is None
 
 
-def test_half_a_mark_is_none(tmp_path: Path) -> None:
+def test_reader_refuses_torn_mark(tmp_path: Path) -> None:
     """What a reader finds whose copy overtakes the writer's: the end is older than the beginning."""
     Marker(tmp_path / "m").begin_iteration(1, 1)
     older = (tmp_path / "m").read_bytes()
@@ -83,7 +83,7 @@ def test_half_a_mark_is_none(tmp_path: Path) -> None:
         assert read(tmp_path / "m") is None
 
 
-def test_a_reading_is_never_torn(tmp_path: Path) -> None:
+def test_concurrent_reader_never_sees_torn_mark(tmp_path: Path) -> None:
     """Iteration and micro-batch always belong together, while another thread marks as fast as it can."""
     marker, over = Marker(tmp_path / "m"), threading.Event()
 
@@ -102,11 +102,11 @@ def test_a_reading_is_never_torn(tmp_path: Path) -> None:
         over.set()
         writer.join()
     assert len(readings) > 1000
-    assert all(mark.iteration == mark.micro_batch == mark.entered for mark in readings)
+    assert all(mark.iteration == mark.micro_batch == mark.collectives_entered for mark in readings)
 
 
 @pytest.mark.parametrize("number", [2**53, 2**64 - 1])
-def test_a_number_that_no_log_takes_is_no_mark(tmp_path: Path, number: int) -> None:
+def test_reader_refuses_mark_beyond_bounds(tmp_path: Path, number: int) -> None:
     """A task may write anything into its mark; the agent reads it all the same."""
     marker = Marker(tmp_path / "m")
     marker.begin_iteration(7, 1)
@@ -117,6 +117,6 @@ def test_a_number_that_no_log_takes_is_no_mark(tmp_path: Path, number: int) -> N
     assert read(tmp_path / "m") is None
 
 
-def test_what_is_no_file_does_not_hold_up_its_reader(tmp_path: Path) -> None:
+def test_reader_never_blocks_on_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m")
     assert read(tmp_path / "m") is None

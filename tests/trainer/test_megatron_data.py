@@ -12,8 +12,8 @@ import torch
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, buffer_layout
 from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
+from unicrond.agents.trainer.megatron.logs import LeadWriter
 from unicrond.agents.trainer.megatron.runs import _fitting, _Weighing
-from unicrond.agents.trainer.megatron.writers import LeadWriter
 
 SAMPLES = 20
 
@@ -34,21 +34,21 @@ def read(data: MicroBatchLoader, iteration: int, micro_batches: list[int]) -> li
     return [next(data) for _ in micro_batches]
 
 
-def test_only_the_micro_batches_dealt_are_read_and_each_is_the_same_for_all() -> None:
+def test_loader_reads_only_dealt_micro_batches() -> None:
     data = MicroBatchLoader(loader, DATASET, global_batch=6, micro_batch=2)
     assert read(data, 1, [0, 2]) == [[0, 1], [4, 5]]
     assert read(data, 1, [1]) == [[2, 3]]  # another replica's, after its death
     assert read(data, 2, [2]) == [[10, 11]]
 
 
-def test_it_seeks_where_a_newcomer_begins_and_where_training_goes_back() -> None:
+def test_loader_seeks_to_requested_iteration() -> None:
     data = MicroBatchLoader(loader, DATASET, global_batch=6, micro_batch=2)
     assert read(data, 3, [0]) == [[12, 13]]
     assert read(data, 2, [0]) == [[6, 7]]
     assert read(data, 3, [2]) == [[16, 17]]
 
 
-def test_an_epoch_ends_in_the_middle_of_an_iteration() -> None:
+def test_loader_wraps_epoch_inside_iteration() -> None:
     data = MicroBatchLoader(loader, DATASET, global_batch=6, micro_batch=2)
     assert read(data, 4, [0, 1, 2]) == [[18, 19], [0, 1], [2, 3]]
     assert read(data, 5, [0]) == [[4, 5]]
@@ -66,7 +66,7 @@ class Watched(list[Any]):
         return super().__getitem__(index)
 
 
-def test_a_thread_reads_what_is_dealt_and_what_comes_next() -> None:
+def test_loader_thread_reads_ahead() -> None:
     watched = Watched()
     data = MicroBatchLoader(loader, watched, global_batch=6, micro_batch=2, reads_ahead=True)
     data.request(1, [0], [1])
@@ -83,7 +83,7 @@ def test_a_thread_reads_what_is_dealt_and_what_comes_next() -> None:
     assert next(data) == [18, 19]
 
 
-def test_what_fails_ahead_fails_where_it_is_asked_for() -> None:
+def test_read_ahead_error_appears_on_request() -> None:
     watched = Watched()
     data = MicroBatchLoader(
         lambda dataset, at: SimpleNamespace(batch_sampler=[[0], [99]], collate_fn=list), watched, 2, 1, reads_ahead=True
@@ -95,7 +95,7 @@ def test_what_fails_ahead_fails_where_it_is_asked_for() -> None:
         next(data)
 
 
-def test_validation_data_begins_where_it_is_first_read() -> None:
+def test_validation_starts_at_consumed_samples() -> None:
     consumed = [4]
     data = iter(ValidationLoader(lambda dataset, at: dataset[at:], DATASET, lambda: consumed[0]))
     consumed[0] = 8
@@ -104,7 +104,7 @@ def test_validation_data_begins_where_it_is_first_read() -> None:
 
 @pytest.mark.parametrize("micro_batches", range(2, 30))
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_groups_of_an_interleaved_pipeline_fit_any_list(micro_batches: int, stages: int) -> None:
+def test_interleaved_group_size_fits_any_list(micro_batches: int, stages: int) -> None:
     if micro_batches < stages:
         return
     size = _fitting(stages, micro_batches, stages)
@@ -114,7 +114,7 @@ def test_groups_of_an_interleaved_pipeline_fit_any_list(micro_batches: int, stag
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("length", [1, 3, 41, 49])
-def test_a_gradient_has_the_same_bits_in_a_list_of_any_length(per_token: bool, length: int) -> None:
+def test_gradient_bits_are_independent_of_list_length(per_token: bool, length: int) -> None:
     """Whatever the schedule divides the loss by."""
     weigh = _Weighing(lambda loss: loss * 8.0, per_token=per_token)
     weight = torch.tensor([3.0, 5.0], requires_grad=True)
@@ -134,7 +134,7 @@ def test_a_gradient_has_the_same_bits_in_a_list_of_any_length(per_token: bool, l
     assert total == pytest.approx(16.0 if per_token else 16.0 / 7, abs=1e-6)
 
 
-def test_filling_has_no_weight() -> None:
+def test_filler_micro_batch_has_no_weight() -> None:
     weigh = _Weighing(lambda loss: loss, per_token=False)
     weight = torch.tensor(3.0, requires_grad=True)
     loss, _ = weigh.wrap(lambda output: (output, {}), counts=False)(weight * 2.0)
@@ -188,7 +188,7 @@ def backward(wrapped: Any, value: float) -> None:
     model.second(model.first(torch.full((1, 3), value))).sum().backward()
 
 
-def test_megatrons_buffers_lie_in_the_first_sum() -> None:
+def test_megatron_buffers_alias_first_sum() -> None:
     wrapped = chunk()
     sums = BufferAccumulation([wrapped], 0, None, 1 << 20)
     backward(wrapped, 2.0)
@@ -201,7 +201,7 @@ def test_megatrons_buffers_lie_in_the_first_sum() -> None:
     assert not wrapped[0].first.weight.main_grad.any()
 
 
-def test_each_lane_has_a_sum_with_all_that_belongs_to_its_micro_batches() -> None:
+def test_lane_sum_includes_counters_of_its_micro_batches() -> None:
     wrapped = chunk()
     sums = BufferAccumulation([wrapped], 2, Lanes(4, 2), 1 << 20)
     seen = []
@@ -220,7 +220,7 @@ def test_each_lane_has_a_sum_with_all_that_belongs_to_its_micro_batches() -> Non
     assert wrapped[0].local_tokens_per_expert.tolist() == [5.0, 0.0, 0.0, 2.0]
 
 
-def test_what_is_tried_stands_in_no_sum() -> None:
+def test_scratch_gradients_enter_no_sum() -> None:
     wrapped = chunk()
     sums = BufferAccumulation([wrapped], 0, Lanes(2, 1), 1 << 20)
     with sums.scratch_store() as gradients:
@@ -231,7 +231,7 @@ def test_what_is_tried_stands_in_no_sum() -> None:
     assert not wrapped[0].local_tokens_per_expert.any()
 
 
-def test_buckets_are_reduced_in_the_order_in_which_a_backward_finishes_them_and_the_rest_last() -> None:
+def test_buckets_follow_backward_order() -> None:
     wrapped = chunk()
     plan = buffer_layout([wrapped[0].buffers_of_it], 4, SLOTS)
     end = wrapped[0].buffers_of_it.numel
@@ -243,7 +243,7 @@ def test_buckets_are_reduced_in_the_order_in_which_a_backward_finishes_them_and_
     ]
 
 
-def test_writers_write_where_this_replica_leads() -> None:
+def test_writers_write_only_on_leader() -> None:
     leads, made = [False], []
 
     class Real(list[Any]):

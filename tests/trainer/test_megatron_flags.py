@@ -40,7 +40,7 @@ def inner(args: SimpleNamespace) -> tuple[object, ...]:
     )
 
 
-def test_nothing_is_touched_where_the_task_has_what_the_flags_say() -> None:
+def test_matching_layout_leaves_flags_unchanged() -> None:
     for spec in (task(), task(vpp=1, ep=1)):
         args = parsed()
         assert list(apply_task_layout(args, spec)) == [] and args == parsed()
@@ -66,7 +66,7 @@ def test_nothing_is_touched_where_the_task_has_what_the_flags_say() -> None:
         ({}, {"tp": 4}, (None, None, 1, None)),
     ],
 )
-def test_the_flags_become_the_tasks(flags: dict[str, int], fields: dict[str, int], found: tuple[object, ...]) -> None:
+def test_flags_follow_layout_of_task(flags: dict[str, int], fields: dict[str, int], found: tuple[object, ...]) -> None:
     """The parts of an expert, times the workers that the experts are on, are a tensor-parallel group."""
     args = parsed(**flags)
     list(apply_task_layout(args, task(**fields)))

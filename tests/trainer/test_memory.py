@@ -38,7 +38,7 @@ def payload(memory: Memory, iteration: int) -> bytes | None:
         return bytes(view)
 
 
-def test_two_states_are_kept_and_the_older_one_goes(memory: Memory) -> None:
+def test_memory_keeps_two_newest_states(memory: Memory) -> None:
     for iteration in (1, 2, 3):
         put(memory, iteration, b"%d" % iteration * 5000)
     assert [head.iteration for head in memory.heads()] == [3, 2]
@@ -47,7 +47,7 @@ def test_two_states_are_kept_and_the_older_one_goes(memory: Memory) -> None:
     assert payload(memory, 1) is None
 
 
-def test_another_opening_sees_it_and_outlives_the_first(memory: Memory) -> None:
+def test_reopened_memory_outlives_first_opening(memory: Memory) -> None:
     put(memory, 7, b"state")
     other = memory.reopen()
     assert payload(other, 7) == b"state"
@@ -57,7 +57,7 @@ def test_another_opening_sees_it_and_outlives_the_first(memory: Memory) -> None:
     other.close()
 
 
-def test_a_state_is_found_by_its_layout(memory: Memory) -> None:
+def test_memory_finds_state_by_layout(memory: Memory) -> None:
     """Shards of as many workers, cut otherwise, are another state."""
     for iteration, shape in ((1, Shape(2, 2, vpp=2)), (2, Shape(2, 2, ep=2))):
         draft = memory.draft(4)
@@ -71,14 +71,14 @@ def test_a_state_is_found_by_its_layout(memory: Memory) -> None:
         assert found is not None
 
 
-def test_a_later_generation_is_newer_whatever_its_iteration(memory: Memory) -> None:
+def test_later_generation_is_newer_at_any_iteration(memory: Memory) -> None:
     put(memory, 9, b"a", generation=1)
     put(memory, 5, b"b", generation=2)
     put(memory, 6, b"c", generation=2)
     assert [(head.generation, head.iteration) for head in memory.heads()] == [(2, 6), (2, 5)]
 
 
-def test_a_writer_killed_half_way_leaves_the_other_slot(memory: Memory) -> None:
+def test_killed_writer_leaves_other_slot(memory: Memory) -> None:
     put(memory, 1, b"first")
     put(memory, 2, b"second")
     child = os.fork()
@@ -93,7 +93,7 @@ def test_a_writer_killed_half_way_leaves_the_other_slot(memory: Memory) -> None:
     assert [head.iteration for head in memory.heads()] == [3, 2]
 
 
-def test_who_reads_is_not_overwritten_and_who_writes_is_not_waited_for(memory: Memory) -> None:
+def test_memory_readers_and_writers_never_block(memory: Memory) -> None:
     put(memory, 1, b"first")
     put(memory, 2, b"second")
     reader, writer = memory.reopen(), memory.reopen()
@@ -109,7 +109,7 @@ def test_who_reads_is_not_overwritten_and_who_writes_is_not_waited_for(memory: M
     assert [head.iteration for head in memory.heads()] == [2]
 
 
-def test_a_damaged_payload_is_seen(memory: Memory) -> None:
+def test_damaged_payload_fails_digest(memory: Memory) -> None:
     put(memory, 1, b"x" * 100)
     with memory.reading(1) as found:
         assert found is not None
@@ -117,13 +117,13 @@ def test_a_damaged_payload_is_seen(memory: Memory) -> None:
         assert digest_of(found[1]) != found[0].digest
 
 
-def test_a_damaged_head_is_no_head(memory: Memory) -> None:
+def test_damaged_head_is_ignored(memory: Memory) -> None:
     put(memory, 1, b"x" * 100)
     memory._mapped()[10] ^= 1
     assert memory.heads() == []
 
 
-def test_a_payload_from_elsewhere_must_have_its_digest(memory: Memory) -> None:
+def test_received_payload_must_match_digest(memory: Memory) -> None:
     draft = memory.draft(4)
     assert draft is not None
     draft.view[:] = b"good"
@@ -133,7 +133,7 @@ def test_a_payload_from_elsewhere_must_have_its_digest(memory: Memory) -> None:
     assert memory.draft(4) is not None
 
 
-def test_the_bound_holds(memory: Memory) -> None:
+def test_memory_stays_within_bound(memory: Memory) -> None:
     with pytest.raises(TooLarge, match="do not fit"):
         memory.draft(MAX_BYTES // 2)
     assert Path(memory.path).stat().st_size <= MAX_BYTES

@@ -20,7 +20,7 @@ def ordered(**fault: object) -> tuple[FaultInjector, deque[Fault]]:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("exception", RuntimeError), ("oom", MemoryError)])
-def test_an_error_is_raised_once_in_its_iteration(kind: str, error: type[Exception]) -> None:
+def test_ordered_error_raises_once_in_its_iteration(kind: str, error: type[Exception]) -> None:
     injection, _ = ordered(kind=kind, at_iteration=3)
     injection.fire("micro_batch", 2, 1)
     with pytest.raises(error, match="iteration 3"):
@@ -28,7 +28,7 @@ def test_an_error_is_raised_once_in_its_iteration(kind: str, error: type[Excepti
     injection.fire("micro_batch", 3, 1)
 
 
-def test_without_an_iteration_it_happens_at_the_next_chance() -> None:
+def test_order_without_iteration_fires_at_next_chance() -> None:
     injection, orders = ordered(kind="exception", phase="step")
     injection.fire("reducing", 8, 1)
     assert not orders, "it has been taken"
@@ -36,7 +36,7 @@ def test_without_an_iteration_it_happens_at_the_next_chance() -> None:
         injection.fire("agreed", 8, 1)
 
 
-def test_one_loss_is_spoilt() -> None:
+def test_ordered_nan_spoils_one_loss() -> None:
     injection, _ = ordered(kind="nan", at_iteration=2)
     injection.fire("micro_batch", 1, 1)
     assert injection.spoil_loss(1.5) == 1.5
@@ -45,7 +45,7 @@ def test_one_loss_is_spoilt() -> None:
     assert injection.spoil_loss(1.5) == 1.5
 
 
-def test_a_slow_worker_stays_slow_once_per_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordered_slowness_recurs_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[tuple[int, float]] = []
     injection, _ = ordered(kind="slow", at_iteration=2, seconds=0.5)
     for iteration in (1, 2, 3):
@@ -55,6 +55,6 @@ def test_a_slow_worker_stays_slow_once_per_iteration(monkeypatch: pytest.MonkeyP
     assert slept == [(2, 0.5), (3, 0.5)]
 
 
-def test_every_phase_that_people_may_name_is_a_point() -> None:
+def test_fault_phases_map_to_points() -> None:
     assert set(PHASES) == set(get_args(FaultPhase))
     assert set(PHASES.values()) <= set(POINTS)

@@ -23,9 +23,10 @@ from unicrond.agents.trainer.gradients.reduction import Reduction
 from unicrond.agents.trainer.groups import group as group_module
 from unicrond.agents.trainer.groups.forming import FormedGroup, GroupPlacement, _connect_gloo
 from unicrond.agents.trainer.groups.group import Operation, PendingRows, ShardGroup, form
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken
-from unicrond.agents.trainer.lifecycle.lanes import AHEAD, Assignment, Lanes, Run, initial_assignment
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import LaneLedger
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import AHEAD, Assignment, Run, initial_assignment
+from unicrond.agents.trainer.lifecycle.results import GroupBroken
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.events.vocabulary import StoreAddress, TaskSpec
 
@@ -152,7 +153,7 @@ class Member:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 4, 12])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_member_gets_the_bits_of_the_reference(
+def test_members_get_bits_of_reference(
     meet: Meet, size: int, count: int, overlap: bool, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ShardGroup, "keeps_order", in_order)
@@ -169,7 +170,7 @@ def test_every_member_gets_the_bits_of_the_reference(
     assert sum(tokens for _, tokens in counted) == MICRO_BATCHES
 
 
-def test_of_two_running_sums_the_one_given_first_is_taken_first() -> None:
+def test_running_sums_are_received_in_order_sent() -> None:
     """The member goes on with lane 5 before lane 3; the giver gives lane 3 first, and NCCL knows no tags."""
     taken: list[int] = []
 
@@ -189,7 +190,7 @@ def test_of_two_running_sums_the_one_given_first_is_taken_first() -> None:
     assert passing.has_arrived(group, runs[1]) and taken == [3, 3, 5, 5]
 
 
-def test_what_is_computed_ahead_is_added_in_its_order(meet: Meet) -> None:
+def test_precomputed_gradients_are_added_in_order(meet: Meet) -> None:
     """The first of two members is slow: the second has four micro-batches left to put on top of its running sum."""
     members = [Member(group, Lanes(MICRO_BATCHES, 1), True) for group in meet(2)]
     members[0].pause_s = 0.02
@@ -200,14 +201,14 @@ def test_what_is_computed_ahead_is_added_in_its_order(meet: Meet) -> None:
     assert members[1].ledger.sums() == (sum(range(6, 12)), 6)
 
 
-def test_who_waits_for_a_running_sum_of_one_that_leaves_learns_of_it(meet: Meet) -> None:
+def test_waiting_member_notices_departed_giver(meet: Meet) -> None:
     one, other = (Member(group, Lanes(MICRO_BATCHES, 3), False) for group in meet(2, to_be_left=True))
     threading.Timer(0.1, one.group.close).start()
     with pytest.raises(GroupBroken, match="onnection"):
         other.train()
 
 
-def test_who_leaves_while_it_waits_for_a_running_sum_leaves_at_once(meet: Meet) -> None:
+def test_waiting_member_leaves_at_once(meet: Meet) -> None:
     _, other = (Member(group, Lanes(MICRO_BATCHES, 3), False) for group in meet(2, to_be_left=True))
     other.ledger.assign_lanes(initial_assignment(2, other.lanes), 1)
     other.passing.expect(other.group, initial_assignment(2, other.lanes))

@@ -23,7 +23,7 @@ def work(for_s: float) -> None:
         pass
 
 
-def test_sleep_and_work_count_alike() -> None:
+def test_compute_time_counts_sleep_and_work() -> None:
     own = ComputeTime()
     own.begin()
     work(WORK_S)
@@ -37,7 +37,7 @@ def test_sleep_and_work_count_alike() -> None:
     assert (own.compute_us, own.micro_batches) == (0, 0)
 
 
-def test_what_is_apart_does_not_count() -> None:
+def test_compute_time_excludes_declared_section() -> None:
     own, began_s = ComputeTime(), time.monotonic()
     own.begin()
     with own.exclude():
@@ -49,7 +49,7 @@ def test_what_is_apart_does_not_count() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not tell")
-def test_a_wait_for_a_cpu_does_not_count() -> None:
+def test_compute_time_excludes_cpu_wait() -> None:
     """Beside others on the same CPU, which take their share of it."""
     allowed = os.sched_getaffinity(0)
     busy = "print(flush=True)\nwhile True: pass"

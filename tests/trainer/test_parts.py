@@ -35,7 +35,7 @@ def elements(spans: list[Span]) -> set[int]:
 
 
 @given(extents, counts)
-def test_parts_are_all_there_is_and_begin_where_arithmetic_does_not_change(extents: list[int], count: int) -> None:
+def test_parts_cover_state_and_start_aligned(extents: list[int], count: int) -> None:
     parts = [span for index in range(count) for span in StatePart(count, index).spans(extents)]
     assert sum(stop - start for start, stop in parts) == sum(extents)
     assert elements(parts) == set(range(0, sum(extents), ALIGN))
@@ -43,7 +43,7 @@ def test_parts_are_all_there_is_and_begin_where_arithmetic_does_not_change(exten
 
 
 @given(nodes)
-def test_every_part_has_two_holders_and_on_two_nodes_where_that_can_be(stands: list[frozenset[str]]) -> None:
+def test_part_has_two_holders_on_two_nodes_if_possible(stands: list[frozenset[str]]) -> None:
     held = assign_holders(stands)
     assert [parts[0] for parts in held] == list(range(len(stands)))
     for part in range(len(stands)):
@@ -54,27 +54,27 @@ def test_every_part_has_two_holders_and_on_two_nodes_where_that_can_be(stands: l
             assert not stands[part] & stands[other[0]]
 
 
-def test_replicas_in_blocks_of_a_node_hold_each_others_parts_one_for_one() -> None:
+def test_node_blocks_exchange_parts_one_to_one() -> None:
     stands = [frozenset(node) for node in "aaaabbbb"]
     assert assign_holders(stands) == [(r, (r + 4) % 8) for r in range(8)]
 
 
 @given(extents, nodes, st.integers(0, 8))
-def test_the_loss_of_a_replica_loses_nothing(extents: list[int], stands: list[frozenset[str]], lost: int) -> None:
+def test_loss_of_replica_loses_no_part(extents: list[int], stands: list[frozenset[str]], lost: int) -> None:
     held = spread(extents, stands)
     left = [spans for replica, spans in enumerate(held) if replica != lost % len(stands)]
     assert covers(left, sum(extents)) == (len(stands) > 1 or not sum(extents))
 
 
 @given(extents, st.lists(st.sampled_from("abc"), min_size=2, max_size=9), st.sampled_from("abc"))
-def test_the_loss_of_a_node_loses_nothing(extents: list[int], at: list[str], lost: str) -> None:
+def test_loss_of_node_loses_no_part(extents: list[int], at: list[str], lost: str) -> None:
     stands = [frozenset(node) for node in at]
     left = [spans for spans, node in zip(spread(extents, stands), at, strict=True) if node != lost]
     assert covers(left, sum(extents)) == (bool(left) or not sum(extents))
 
 
 @given(extents, nodes, nodes)
-def test_what_travels_is_what_is_missing_and_comes_from_who_has_it(
+def test_moves_carry_exactly_missing_spans_from_holders(
     extents: list[int], before: list[frozenset[str]], after: list[frozenset[str]]
 ) -> None:
     size = max(len(before), len(after))
@@ -89,7 +89,7 @@ def test_what_travels_is_what_is_missing_and_comes_from_who_has_it(
         assert sum(stop - start for start, stop in arrived) == ALIGN * len(elements(arrived))
 
 
-def test_in_a_group_that_stays_each_replica_gives_its_own_part() -> None:
+def test_stable_group_gathers_each_part_from_its_owner() -> None:
     extents = [6 * ALIGN]
     held = spread(extents, [frozenset("a")] * 3)
     given = [(move.start // ALIGN, move.stop // ALIGN, move.source) for move in gather_moves(held, extents[0])]
@@ -97,7 +97,7 @@ def test_in_a_group_that_stays_each_replica_gives_its_own_part() -> None:
     assert not moves(held, held)
 
 
-def test_what_nobody_holds_is_missed() -> None:
+def test_span_without_holder_is_reported() -> None:
     extents = [6 * ALIGN]
     held = spread(extents, [frozenset("a")] * 4)
     assert not covers([held[0], held[3]], extents[0])

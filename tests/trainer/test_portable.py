@@ -19,7 +19,7 @@ from unicrond.events.vocabulary.shape import Shape
 
 
 @given(forms, forms)
-def test_any_form_by_way_of_the_whole(before: tuple[int, int], after: tuple[int, int]) -> None:
+def test_portable_state_converts_between_any_layouts(before: tuple[int, int], after: tuple[int, int]) -> None:
     tree = portable.whole(shards(before))
     assert tree.pop(MARK) is True
     assert {name: tensor.tolist() for name, tensor in tree["tensors"].items()} == {
@@ -36,7 +36,7 @@ def saved(directory: Path, form: tuple[int, int]) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_by_storage(tmp_path: Path) -> None:
+def test_exported_checkpoint_is_readable_and_importable(tmp_path: Path) -> None:
     """torch reads what is exported; another task finds it under its own name."""
     exported = portable.export_to(saved(tmp_path / "big", (2, 2)), tmp_path / "out")
     into = {"tensors.layers.weight": torch.zeros(WHOLE["layers.weight"].shape)}
@@ -48,7 +48,9 @@ def test_by_storage(tmp_path: Path) -> None:
     assert same(reshard(state((1, 2), 1, trained=False), [tree]), state((1, 2), 1))
 
 
-def test_what_is_there_stays_and_what_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_keeps_existing_and_names_invalid_directories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = saved(tmp_path / "big", (1, 1))
     portable.export_to(source, tmp_path / "out")
     with pytest.raises(BadState, match="is there already"):
@@ -60,7 +62,7 @@ def test_what_is_there_stays_and_what_is_none_is_named(tmp_path: Path, capsys: p
     assert not (tmp_path / "other").exists()
 
 
-def test_experts_over_several_workers_come_together_first() -> None:
+def test_portable_state_refuses_split_experts() -> None:
     apart, together = (grouped((1, 1), 0, trained=True, apart=apart, masters=False) for apart in (True, False))
     assert portable.whole([together])[MARK]
     with pytest.raises(BadState, match="as of experts over several workers; reshape the task to ep 1 first"):

@@ -7,7 +7,7 @@ import pytest
 from unicrond.agents.trainer.loop.progress_lines import LOG_EVERY_S, ProgressLog
 
 
-def test_the_first_iteration_is_told_and_then_one_in_ten_seconds_with_the_mean_time() -> None:
+def test_progress_log_prints_first_and_every_ten_seconds() -> None:
     now_s = 1000.0
     progress = ProgressLog(lambda: now_s)
     told = []
@@ -21,7 +21,7 @@ def test_the_first_iteration_is_told_and_then_one_in_ten_seconds_with_the_mean_t
         assert line == {"loss": pytest.approx(5.0 - made / 100), "iteration_s": pytest.approx(0.1)}
 
 
-def test_long_iterations_are_told_one_by_one() -> None:
+def test_progress_log_prints_each_long_iteration() -> None:
     now_s = 0.0
     progress = ProgressLog(lambda: now_s)
     for _ in range(3):

@@ -28,30 +28,30 @@ def _curves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "runs"))
 
 
-def test_every_recipe_is_listed() -> None:
+def test_document_lists_every_recipe() -> None:
     text = (RECIPES.parents[1] / "docs" / "use" / "recipes.md").read_text()
     assert PROGRAMS and all(f"examples/recipes/{name}.py" in text for name in PROGRAMS)
 
 
-def test_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_recipe_lowers_loss(capsys: pytest.CaptureFixture[str]) -> None:
     lines = logged("evaluation", capsys)
     assert [line["iteration"] for line in lines] == [10, 20, 30, 40]
     assert lines[-1]["held_out"] < lines[0]["held_out"]
 
 
-def test_the_end_after_a_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_budget_recipe_ends_after_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     lines = logged("tokens", capsys)
     assert len(lines) == 40  # 20,000 tokens at 512 each
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_a_hugging_face_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_huggingface_recipe_lowers_loss(capsys: pytest.CaptureFixture[str]) -> None:
     lines = logged("huggingface", capsys)
     assert len(lines) == 30
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_curves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_curves_recipe_writes_tensorboard(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = logged("curves", capsys)
     written = EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("loss")
     assert [scalar.step for scalar in written] == list(range(1, 41))

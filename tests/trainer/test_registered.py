@@ -33,14 +33,14 @@ def travelled(tree: dict[str, object]) -> dict[str, Any]:
     return dict(unflatten(skeleton, tensors))
 
 
-def test_what_is_registered_goes_on_from_where_it_stood() -> None:
+def test_registered_object_resumes() -> None:
     before, after = Average(), Average()
     before.weights, before.count = torch.ones(3), 7
     assert state(average=after).restore(travelled(state(average=before).capture(5, 0.5))) == (5, 0.5)
     assert after.count == 7 and torch.equal(after.weights, torch.ones(3))
 
 
-def test_a_state_of_before_it_was_registered_leaves_it_as_it_is() -> None:
+def test_older_state_leaves_registered_object_unchanged() -> None:
     after = Average()
     after.count = 3
     tree = state().capture(5, 0.5)
@@ -49,6 +49,6 @@ def test_a_state_of_before_it_was_registered_leaves_it_as_it_is() -> None:
     assert after.count == 3
 
 
-def test_what_cannot_travel_is_found_at_once() -> None:
+def test_flatten_refuses_unsupported_object() -> None:
     with pytest.raises(BadState, match="object"):
         flatten({"loader": object()})

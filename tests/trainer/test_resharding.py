@@ -89,18 +89,18 @@ def shards(form: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 @given(forms, forms)
-def test_any_form_from_any_other(before: tuple[int, int], after: tuple[int, int]) -> None:
+def test_reshard_converts_between_any_layouts(before: tuple[int, int], after: tuple[int, int]) -> None:
     for shard in range(after[0] * after[1]):
         assert same(reshard(state(after, shard, trained=False), shards(before)), state(after, shard))
 
 
-def test_steps_are_not_shared_between_parameters() -> None:
+def test_resharded_steps_are_not_shared() -> None:
     made = reshard(state((1, 1), 0, trained=False), shards((2, 1)))
     made["optimizer"]["state"][0]["step"] += 1
     assert float(made["optimizer"]["state"][1]["step"]) == 7.0
 
 
-def test_fp32_masters_are_cut_as_their_parameters() -> None:
+def test_fp32_masters_are_split_like_parameters() -> None:
     def mixed(form: tuple[int, int], shard: int, trained: bool) -> dict[str, Any]:
         tree = state(form, shard, trained=trained)
         tensors: dict[str, torch.Tensor] = tree["tensors"]
@@ -157,7 +157,7 @@ def grouped(form: tuple[int, int], shard: int, *, trained: bool, apart: bool, ma
 
 @pytest.mark.parametrize("masters", [False, True])
 @given(forms, forms, st.booleans(), st.booleans())
-def test_experts_come_to_an_optimizer_of_their_own_and_back(
+def test_experts_move_to_own_optimizer_and_back(
     masters: bool, before: tuple[int, int], after: tuple[int, int], was_apart: bool, is_apart: bool
 ) -> None:
     there = [
@@ -168,7 +168,7 @@ def test_experts_come_to_an_optimizer_of_their_own_and_back(
         assert same(reshard(own, there), grouped(after, shard, trained=True, apart=is_apart, masters=masters))
 
 
-def test_groups_of_a_plain_optimizer_are_known_by_their_place() -> None:
+def test_plain_optimizer_groups_match_by_position() -> None:
     def two(form: tuple[int, int], shard: int, *, trained: bool) -> dict[str, Any]:
         tree = state(form, shard, trained=trained)
         (every,) = tree["optimizer"]["param_groups"]
@@ -182,7 +182,7 @@ def test_groups_of_a_plain_optimizer_are_known_by_their_place() -> None:
         reshard(state((1, 2), 0, trained=False), there)
 
 
-def test_a_group_that_is_not_in_the_state_is_named() -> None:
+def test_reshard_names_missing_group() -> None:
     there = grouped((1, 1), 0, trained=True, apart=True, masters=False)
     there["optimizer"][0]["param_groups"].pop()
     own = grouped((1, 1), 0, trained=False, apart=False, masters=False)
@@ -190,38 +190,38 @@ def test_a_group_that_is_not_in_the_state_is_named() -> None:
         reshard(own, [there])
 
 
-def test_what_is_missing_is_named() -> None:
+def test_reshard_names_missing_tensor() -> None:
     with pytest.raises(BadState, match=r"of 0\.0\.weight 18 of 36 numbers are present"):
         reshard(state((1, 1), 0, trained=False), shards((2, 1))[:1])
 
 
-def test_another_model_is_no_source() -> None:
+def test_reshard_refuses_other_model() -> None:
     odd = state((2, 1), 0)
     odd["layout"]["tensors"]["0.0.norm"][0][1] = [LAYERS, DEPTH + 1]
     with pytest.raises(NoLayout, match=r"layers\.norm is \(4, 4\) as a whole in the state, \(4, 3\) here"):
         reshard(state((1, 1), 0, trained=False), [odd])
 
 
-def test_what_is_not_cut_as_its_parameter_is_refused() -> None:
+def test_reshard_refuses_state_of_other_shape() -> None:
     odd = state((1, 1), 0)
     odd["optimizer"]["state"][0]["exp_avg"] = torch.zeros(WIDTH, 1)  # factored: one number for each row
     with pytest.raises(NoLayout, match=r"state:exp_avg: 0\.0\.weight is \(12, 3\)"):
         reshard(state((2, 1), 0, trained=False), [odd])
 
 
-def test_shards_of_different_iterations_are_no_state() -> None:
+def test_reshard_refuses_mixed_iterations() -> None:
     mixed = [state((2, 1), 0), {**state((2, 1), 1), "iteration": 8}]
     with pytest.raises(BadState, match="iterations 7 and 8"):
         reshard(state((1, 1), 0, trained=False), mixed)
 
 
-def test_without_a_layout_it_cannot_be() -> None:
+def test_reshard_needs_layout() -> None:
     with pytest.raises(NoLayout, match="does not say where its tensors lie"):
         reshard(state((1, 1), 0, trained=False), [{**state((2, 1), 0), "layout": None}])
     with pytest.raises(BadState, match="cannot read its layout"):
         reshard(state((1, 1), 0, trained=False), [{**state((2, 1), 0), "layout": {"tp": 2}}])
 
 
-def test_a_plain_model_has_none() -> None:
+def test_plain_model_has_no_layout() -> None:
     model = torch.nn.Linear(3, 2)
     assert layout_of([model], torch.optim.Adam(model.parameters()), 1, 1) is None

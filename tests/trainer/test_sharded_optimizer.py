@@ -30,7 +30,7 @@ def optimizer() -> Iterator[ShardedOptimizer]:
     dist.destroy_process_group()
 
 
-def test_a_state_that_is_refused_changes_nothing(optimizer: ShardedOptimizer) -> None:
+def test_refused_state_leaves_optimizer_unchanged(optimizer: ShardedOptimizer) -> None:
     whole = optimizer.whole_tree(optimizer.initial(StatePart(1, 0)).rows)
     spans = optimizer.spans()
     assert spans

@@ -14,25 +14,26 @@ from hypothesis import strategies as st
 
 from unicrond.agents.protocol import injection
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
-from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
+from unicrond.agents.protocol.messages import MAX_FRAME_BYTES, Quit, ToWorker
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, ReplicaAccount, Total
 from unicrond.agents.trainer.loop import corpus
+from unicrond.events.vocabulary import WorkerReady
 
 
-def test_ordered_faults_are_parsed() -> None:
+def test_fault_parser_reads_orders() -> None:
     (first, second) = injection.parse("kill@iteration=3,micro_batch=2; stop@worker=t.2,at=reducing")
     assert (first.action, first.iteration, first.at, first.micro_batch) == ("kill", 3, "micro_batch", 2)
     assert (second.action, second.worker, second.at, second.iteration) == ("stop", "t.2", "reducing", None)
 
 
 @pytest.mark.parametrize("text", ["explode@iteration=1", "kill@iteration=x", "kill@at=lunch", "kill@color=red"])
-def test_wrong_orders_are_named(text: str) -> None:
+def test_fault_parser_names_wrong_order(text: str) -> None:
     with pytest.raises(ValueError, match="UNICRON_FAULT"):
         injection.parse(text)
 
 
-def test_an_ordered_fault_fires_once_and_only_there() -> None:
+def test_ordered_fault_fires_once_at_its_point() -> None:
     ordered = injection.FaultInjector("t.1", "raise@iteration=3,at=agreed")
     ordered.fire("agreed", 2, 1)
     ordered.fire("reduced", 3, 1)
@@ -43,20 +44,20 @@ def test_an_ordered_fault_fires_once_and_only_there() -> None:
 
 
 @given(st.floats(allow_nan=False), st.integers(0, 2**61 - 1))
-def test_accounts_travel_exactly(loss_sum: float, digest: int) -> None:
+def test_replica_account_survives_round_trip(loss_sum: float, digest: int) -> None:
     account = ReplicaAccount(5, 2, 4, digest, loss_sum, 128, 1)
     assert ReplicaAccount.from_row(account.row()) == account
 
 
-def test_the_total_is_of_exactly_all_micro_batches() -> None:
+def test_total_covers_exactly_all_micro_batches() -> None:
     sampling = Sampling(1, 4, 1, None)
     ledgers = [
         IterationLedger(2, [0, 2], finished=2, loss_sum=3.0, tokens=8),
-        IterationLedger(2, [1, 3], 2, 1.0, 8, redone=1),
+        IterationLedger(2, [1, 3], 2, 1.0, 8, repeated=1),
     ]
     total = Total(1, tuple(ledger.account(sampling) for ledger in ledgers))
     total.check(2, 4)
-    assert (total.loss, total.samples, total.redone, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))
+    assert (total.loss, total.samples, total.repeated, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))
     with pytest.raises(RuntimeError, match="4 of 5"):
         total.check(2, 5)
     with pytest.raises(RuntimeError):
@@ -64,7 +65,7 @@ def test_the_total_is_of_exactly_all_micro_batches() -> None:
 
 
 @given(st.lists(st.text(max_size=40), max_size=6), st.integers(1, 7))
-def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
+def test_unframer_accepts_any_split(reasons: list[str], piece_bytes: int) -> None:
     messages = [Quit(reason=reason) for reason in reasons]
     stream = b"".join(map(frame, messages))
     incoming: Unframer[ToWorker] = Unframer(ToWorker)
@@ -75,14 +76,20 @@ def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [frame(Ready()), (MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\2\x92\xc0"]
+    "data",
+    [
+        frame(WorkerReady(node="n", task="t", worker="t.1")),
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\2\x92\xc0",
+    ],
 )
-def test_bad_frames_are_refused(data: bytes) -> None:
+def test_unframer_refuses_bad_frames(data: bytes) -> None:
     with pytest.raises(BadFrame):
         Unframer[ToWorker](ToWorker).feed(data)
 
 
-def test_the_corpus_is_the_standard_library_in_windows(tmp_path: Path) -> None:
+def test_corpus_holds_standard_library_in_windows(tmp_path: Path) -> None:
     prefix = tmp_path / "deep" / "stdlib"
     corpus.build(prefix)
     before = prefix.with_name("stdlib.bin").read_bytes()
@@ -96,12 +103,23 @@ def test_the_corpus_is_the_standard_library_in_windows(tmp_path: Path) -> None:
     assert prefix.with_name("stdlib.bin").read_bytes() == before
 
 
-def test_missing_data_is_named(tmp_path: Path) -> None:
+def test_corpus_names_missing_data(tmp_path: Path) -> None:
     with pytest.raises(corpus.DataError, match="nowhere"):
         corpus.Corpus(tmp_path / "nowhere", 8)
 
 
-def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
+def test_preload_imports_what_a_worker_needs() -> None:
+    """A child of the fork server imports no module of ours, of torch or of Megatron that its parent could have had."""
+    look = (
+        "import sys, unicrond.agents.trainer.entry.preload; before = set(sys.modules);"
+        "import unicrond.agents.trainer.entry.worker, unicrond.agents.trainer.loop.pretrain_gpt;"
+        "print(sorted(set(sys.modules) - before), 'megatron.core.models.gpt' in before)"
+    )
+    look_run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
+    assert look_run.stdout.split() == ["[]", "True"]
+
+
+def test_preload_leaves_process_fit_for_fork() -> None:
     look = (
         "import unicrond.agents.trainer.entry.preload, os, torch, torch.distributed as dist;"
         "print(len(os.listdir('/proc/self/task')), dist.is_initialized(), torch.cuda.is_initialized())"
@@ -115,7 +133,7 @@ def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
     assert (told.stdout.split(), said) == (["1", "False", "False"], [])
 
 
-def test_what_a_younger_peer_says_beyond_is_set_aside() -> None:
+def test_unframer_sets_newer_fields_aside() -> None:
     def framed(message: dict[str, object]) -> bytes:
         body = msgspec.msgpack.encode(message)
         return len(body).to_bytes(4, "big") + body

@@ -23,12 +23,12 @@ told = st.fixed_dictionaries(
 
 
 @given(told)
-def test_rows_travel(one: dict[Kind, list[int]]) -> None:
+def test_source_rows_survive_round_trip(one: dict[Kind, list[int]]) -> None:
     assert {kind: set(found) for kind, found in split(row_of(one)).items()} == {k: set(i) for k, i in one.items()}
 
 
 @given(st.lists(told, min_size=1, max_size=4))
-def test_the_newest_first_and_of_the_same_iteration_the_nearest(all_told: list[dict[Kind, list[int]]]) -> None:
+def test_sources_sort_by_iteration_then_distance(all_told: list[dict[Kind, list[int]]]) -> None:
     rows = [row_of(one) for one in all_told]
     order = ordered(rows)
     nearness = {"memory": 0, "peer": 1, "checkpoint": 2}
@@ -39,7 +39,7 @@ def test_the_newest_first_and_of_the_same_iteration_the_nearest(all_told: list[d
     assert newest(rows, "checkpoint") == max((i for one in all_told for i in one["checkpoint"]), default=0)
 
 
-def test_an_example() -> None:
+def test_sources_sort_as_in_example() -> None:
     rows = [row_of({"peer": [7], "checkpoint": [7, 5]}), row_of({"memory": [7, 6]}), row_of({"memory": [8]})]
     assert ordered(rows) == [
         Candidate(8, "memory", 2),
@@ -63,7 +63,7 @@ def kept(states: dict[int, Shape]) -> Memory:
 
 
 @pytest.mark.parametrize("other", [Shape(2, 2), Shape(2, 2, vpp=2), Shape(2, 2, ep=2)], ids=str)
-def test_as_many_workers_cut_otherwise_are_another_layout(other: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layout_of_same_size_needs_all_shards(other: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of it in this node's own memory is none of its own, but one with the other shards' on other nodes."""
     monkeypatch.setattr(sources, "read", lambda view, copy: {"iteration": 7, "kept": bytes(view).decode()})
     own = Shape(2, 2, vpp=2, ep=2)

@@ -60,7 +60,7 @@ class Training:
 
 @pytest.mark.parametrize("percent", [10, 20, 30])
 @pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_who_is_slow_from_birth_is_found_within_50_iterations(replicas: int, percent: int) -> None:
+def test_straggler_from_start_is_found_within_50_iterations(replicas: int, percent: int) -> None:
     for seed in range(10):
         training = Training(replicas, seed=seed)
         training.factors[1] = 1 + percent / 100
@@ -72,7 +72,7 @@ def test_who_is_slow_from_birth_is_found_within_50_iterations(replicas: int, per
 
 
 @pytest.mark.parametrize("percent", [20, 30])
-def test_noise_as_measured_does_not_hide_20_percent(percent: int) -> None:
+def test_measured_noise_hides_no_20_percent_straggler(percent: int) -> None:
     found = 0
     for seed in range(40):
         training = Training(noise=noisy, seed=seed)
@@ -82,14 +82,14 @@ def test_noise_as_measured_does_not_hide_20_percent(percent: int) -> None:
 
 
 @pytest.mark.parametrize(("noise", "most"), [(quiet, 0), (noisy, 1)])
-def test_false_alarms_are_rare(noise: Noise, most: int) -> None:
+def test_straggler_false_alarms_are_rare(noise: Noise, most: int) -> None:
     """Beside noise as large as was ever measured: in an hour of quarter seconds at most one."""
     training = Training(noise=noise, seed=3)
     alarms = [found for _, found in training.run(14_400) if not found.over]
     assert len(alarms) <= most
 
 
-def test_who_becomes_slow_later_is_found_and_since_when() -> None:
+def test_late_straggler_is_found_with_start() -> None:
     training = Training()
     assert not list(training.run(200))
     training.factors[0] = 1.2
@@ -99,7 +99,7 @@ def test_who_becomes_slow_later_is_found_and_since_when() -> None:
     assert training.now_us() - found.since_us == pytest.approx((250 - found.since_iteration + 1) * ITERATION_US)
 
 
-def test_it_is_told_once_then_when_it_changes_then_when_it_is_over() -> None:
+def test_straggler_is_reported_at_start_change_and_end() -> None:
     training = Training()
     training.factors[1] = 1.2
     assert [found.over for _, found in training.run(400)] == [False]
@@ -114,7 +114,7 @@ def test_it_is_told_once_then_when_it_changes_then_when_it_is_over() -> None:
 
 
 @pytest.mark.parametrize("length", [5, 9])
-def test_a_burst_is_no_straggler(length: int) -> None:
+def test_burst_is_no_straggler(length: int) -> None:
     training = Training()
     list(training.run(100))
     for _ in range(10):
@@ -124,40 +124,40 @@ def test_a_burst_is_no_straggler(length: int) -> None:
         assert not list(training.run(40))
 
 
-def test_what_slows_all_down_is_nobodys_fault() -> None:
+def test_common_slowdown_is_no_straggler() -> None:
     training = Training(3)
     list(training.run(60))
     training.factors = [1.5, 1.5, 1.5]
     assert not list(training.run(200))
 
 
-def test_uneven_hands_are_compared_by_micro_batch() -> None:
+def test_stragglers_compare_per_micro_batch() -> None:
     training = Training()
     assert not list(training.run(100, dealt=[6, 2]))
     training.factors[1] = 1.2
     assert [found.worker for _, found in training.run(PROMPT, dealt=[6, 2])] == ["t.2"]
 
 
-def test_who_was_dealt_nothing_is_not_compared() -> None:
+def test_idle_replica_is_not_compared() -> None:
     training = Training(3)
     training.factors[1] = 1.3
     assert [found.worker for _, found in training.run(PROMPT, dealt=[4, 4, 0])] == ["t.2"]
 
 
-def test_one_alone_has_nobody_to_compare_with() -> None:
+def test_single_replica_is_not_compared() -> None:
     training = Training(1)
     training.factors[0] = 2.0
     assert not list(training.run(200))
 
 
-def test_quick_iterations_are_summed_up_until_they_say_something() -> None:
+def test_quick_iterations_are_aggregated() -> None:
     training = Training(iteration_us=SAMPLE_US // 10)
     training.factors[1] = 1.3
     iteration, _ = next(iter(training.run(2000)))
     assert 20 * 10 <= iteration <= 43 * 10
 
 
-def test_a_new_group_does_not_tell_again_of_who_is_still_there() -> None:
+def test_new_group_repeats_no_straggler() -> None:
     training = Training(3)
     training.factors[2] = 1.3
     assert len(list(training.run(60))) == 1
@@ -172,7 +172,7 @@ def test_a_new_group_does_not_tell_again_of_who_is_still_there() -> None:
 @given(
     st.lists(st.lists(st.tuples(st.integers(-1, 2**62), st.integers(-1, 2**53)), min_size=3, max_size=3), max_size=60)
 )
-def test_any_numbers_are_borne(rows: list[list[tuple[int, int]]]) -> None:
+def test_stragglers_accept_any_numbers(rows: list[list[tuple[int, int]]]) -> None:
     stragglers = Stragglers()
     for iteration, row in enumerate(rows):
         computed = {f"t.{rank}": one for rank, one in enumerate(row)}

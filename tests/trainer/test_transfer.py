@@ -14,7 +14,7 @@ sizes_of_tensors = st.lists(st.integers(0, 2 * CHUNK_BYTES) | st.integers(0, 100
 
 
 @given(sizes_of_tensors)
-def test_each_tensor_once_in_order_and_few_broadcasts(sizes: list[int]) -> None:
+def test_transfer_sends_each_tensor_once_in_few_broadcasts(sizes: list[int]) -> None:
     chunks = list(transfer._chunks(sizes))
     assert [number for chunk in chunks for number in range(len(sizes))[chunk]] == list(range(len(sizes)))
     assert all(sum(sizes[chunk]) <= CHUNK_BYTES or len(sizes[chunk]) == 1 for chunk in chunks)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.agents.trainer.lifecycle.assignment import assign
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import assign_evenly
 from unicrond.agents.trainer.lifecycle.verdict import (
     GroupVerdict,
     Position,
@@ -33,7 +33,7 @@ positions = st.builds(
 
 
 @given(positions)
-def test_rows_carry_positions(position: Position) -> None:
+def test_position_survives_row_round_trip(position: Position) -> None:
     row = position.row(200, 100)
     assert len(row) == len(Position(False, 0, False, ()).row(200, 100))
     assert all(-(2**63) <= value < 2**63 for value in row)
@@ -47,31 +47,31 @@ def at(iteration: int, held: tuple[int, ...] = (), sums: bool = False) -> Positi
 JOINER = Position(has_state=False, iteration=0, sums_complete=False, assignment=())
 
 
-def test_incomplete_sums_are_thrown_away_and_the_lost_work_is_dealt() -> None:
+def test_incomplete_sums_are_dropped_and_lost_work_dealt() -> None:
     verdict = judge([at(7, (0, 3), sums=True), at(7, (1, 4))], 6)
     assert (verdict.iteration, verdict.step_first, verdict.additions) == (7, frozenset(), ((2,), (5,)))
 
 
-def test_complete_sums_everywhere_step_first() -> None:
+def test_complete_sums_step_first() -> None:
     verdict = judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 6)
     assert (verdict.iteration, verdict.step_first, verdict.additions) == (8, frozenset({0, 1}), ((0, 2, 4), (1, 3, 5)))
 
 
-def test_who_is_behind_a_commit_steps_first() -> None:
+def test_member_behind_commit_steps_first() -> None:
     verdict = judge([at(7, (0, 2), sums=True), at(8, (1, 3))], 6)
     assert (verdict.iteration, verdict.step_first) == (8, frozenset({0}))
     assert verdict.additions == ((0, 2, 4), (5,))
 
 
-def test_what_is_done_again_is_counted_per_member() -> None:
+def test_repeated_work_is_counted_per_member() -> None:
     """Only where a member goes on with what it holds: all else is its first share of an iteration."""
-    assert judge([at(7, (0, 3)), at(7, (1,)), JOINER], 9).redone == (1, 2, 0)
-    assert judge([at(7, (0, 2), sums=True), at(8, (1, 3))], 6).redone == (0, 1)
-    assert judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 6).redone == (0, 0)
-    assert not sum(judge([JOINER, JOINER], 4).redone)
+    assert judge([at(7, (0, 3)), at(7, (1,)), JOINER], 9).repeated == (1, 2, 0)
+    assert judge([at(7, (0, 2), sums=True), at(8, (1, 3))], 6).repeated == (0, 1)
+    assert judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 6).repeated == (0, 0)
+    assert not sum(judge([JOINER, JOINER], 4).repeated)
 
 
-def test_buckets_that_are_complete_everywhere_are_final() -> None:
+def test_buckets_complete_at_all_members_are_final() -> None:
     one = Position(True, 7, False, (0, 3), complete=(2, 1))
     other = Position(True, 7, True, (1, 4), complete=(2, 1, 0))
     assert judge([one, other], 6).final == {1, 2}
@@ -80,19 +80,19 @@ def test_buckets_that_are_complete_everywhere_are_final() -> None:
     assert judge([other, at(8)], 6).final == frozenset(), "the buckets of an iteration that is over"
 
 
-def test_joiners_receive_from_the_lowest_with_state() -> None:
+def test_joiners_receive_from_lowest_member_with_state() -> None:
     verdict = judge([JOINER, at(7), at(7)], 6)
     assert (verdict.source, verdict.receivers, verdict.fresh) == (1, frozenset({0}), False)
     assert verdict.additions == ((0, 3), (1, 4), (2, 5))
 
 
-def test_nobody_has_state() -> None:
+def test_joiners_alone_start_from_seed() -> None:
     verdict = judge([JOINER, JOINER], 4)
     assert (verdict.source, verdict.receivers, verdict.fresh) == (0, frozenset({0, 1}), True)
 
 
 @pytest.mark.parametrize("behind", [at(7, (0,)), at(6, (0,), sums=True)])
-def test_positions_that_no_training_leads_to(behind: Position) -> None:
+def test_verdict_refuses_contradicting_positions(behind: Position) -> None:
     with pytest.raises(PositionsContradict):
         judge([behind, at(8)], 6)
 
@@ -100,14 +100,14 @@ def test_positions_that_no_training_leads_to(behind: Position) -> None:
 @pytest.mark.parametrize(
     "late", [at(8, (1, 5)), at(7, (1, 5)), at(6, (1, 5), sums=True)], ids=["dealt anew", "committed", "long ago"]
 )
-def test_who_was_left_behind_receives(late: Position) -> None:
+def test_late_member_receives_state(late: Position) -> None:
     """It stands last; what it holds has been dealt anew, and counts once."""
     verdict = judge([at(8, (0, 1)), at(8, (2,)), late], 6)
     assert (verdict.iteration, verdict.receivers, verdict.source) == (8, frozenset({2}), 0)
     assert sorted(n for held in ((0, 1), (2,), *verdict.additions) for n in held) == [0, 1, 2, 3, 4, 5]
 
 
-def test_parts_of_who_was_left_behind_count_for_nothing() -> None:
+def test_parts_of_late_member_do_not_count() -> None:
     late = replace(at(7, (1,)), spans=((64, 128),))
     verdict = judge([replace(at(8, (0, 1)), spans=((0, 128),)), late], 4)
     assert verdict.shares == (((0, 128),), ())
@@ -121,12 +121,12 @@ def having(iteration: int, done: tuple[int, ...], dealt: tuple[int, ...]) -> Pos
 
 
 @given(positions, st.sets(st.integers(0, 199)).map(lambda done: tuple(sorted(done))))
-def test_rows_carry_what_stands_in_sums(position: Position, done: tuple[int, ...]) -> None:
+def test_position_row_carries_sums(position: Position, done: tuple[int, ...]) -> None:
     position = replace(position, in_sums=done)
     assert Position.from_row(position.row(200, 100, lanes=True), 200, lanes=True) == position
 
 
-def test_what_stands_in_sums_stays_and_all_else_is_dealt_anew() -> None:
+def test_valid_sums_stay_and_rest_is_dealt() -> None:
     verdict = judge([having(7, (0, 1), (0, 1, 2, 3)), having(7, (4, 5, 6, 7), (4, 5, 6, 7))], 12, lanes=Lanes(12, 3))
     assert (
         verdict.lane_assignment is not None
@@ -134,10 +134,10 @@ def test_what_stands_in_sums_stays_and_all_else_is_dealt_anew() -> None:
         and verdict.valid_sums(1) == {4, 5, 6, 7}
     )
     assert verdict.additions == ((8, 9, 2, 3), (10, 11))
-    assert verdict.redone == (2, 2), "what was another's; 2 and 3 were its own"
+    assert verdict.repeated == (2, 2), "what was another's; 2 and 3 were its own"
 
 
-def test_of_a_running_sum_at_two_members_the_longer_one_counts() -> None:
+def test_longer_running_sum_wins() -> None:
     verdict = judge([having(7, (2,), (0, 1, 2)), having(7, (2, 3), (3, 4, 5))], 6, lanes=Lanes(6, 3))
     assert (verdict.valid_sums(0), verdict.valid_sums(1)) == (frozenset(), {2, 3})
     assert sorted(
@@ -145,7 +145,7 @@ def test_of_a_running_sum_at_two_members_the_longer_one_counts() -> None:
     ) == list(range(6))
 
 
-def test_who_was_left_behind_in_the_same_iteration_has_as_good_sums_as_any() -> None:
+def test_late_member_of_same_iteration_keeps_its_sums() -> None:
     """But not one that cannot follow to the others' iteration."""
     others = [having(8, (0, 1), (0, 1, 2)), having(8, (), (3, 4, 5))]
     verdict = judge([*others, having(8, (4, 5), (4, 5))], 6, lanes=Lanes(6, 3))
@@ -199,7 +199,7 @@ class Model:
         self.draw, self.micro_batches = draw, micro_batches
         self.members = [Member() for _ in range(members)]
         self.group = list(self.members)
-        for member, hand in zip(self.members, assign([()] * members, micro_batches), strict=True):
+        for member, hand in zip(self.members, assign_evenly([()] * members, micro_batches), strict=True):
             member.begin(1, hand)
         self.kept = 0
 
@@ -228,7 +228,7 @@ class Model:
     def commit(self, member: Member) -> None:
         once = Counter(range(self.micro_batches))
         assert all(total == once for total in member.complete.values()), member.complete
-        hands = assign([()] * len(self.group), self.micro_batches)
+        hands = assign_evenly([()] * len(self.group), self.micro_batches)
         member.begin(member.iteration + 1, hands[self.group.index(member)])
 
     def die(self, member: Member) -> None:
@@ -273,11 +273,11 @@ class Model:
 
 
 @given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 14))
-def test_whoever_dies_whenever_the_survivors_agree(seed: int, members: int, micro_batches: int) -> None:
+def test_survivors_agree_after_any_death(seed: int, members: int, micro_batches: int) -> None:
     weather(seed, members, micro_batches)
 
 
-def test_final_buckets_do_occur_in_the_model() -> None:
+def test_training_model_produces_final_buckets() -> None:
     assert sum(weather(seed, 3, 6).kept for seed in range(50)) > 50
 
 
@@ -297,7 +297,7 @@ def weather(seed: int, members: int, micro_batches: int) -> Model:
 # --- sharded optimizer state -------------------------------------------------------------------------
 
 
-def test_who_has_stepped_waits_for_the_others_step() -> None:
+def test_stepped_member_waits_for_step_of_others() -> None:
     stepped = Position(True, 7, True, (0, 3), has_stepped=True, spans=((0, 64),))
     verdict = judge([stepped, at(7, (1, 4), sums=True), JOINER], 6)
     assert (verdict.iteration, verdict.step_first, verdict.shares) == (8, frozenset({0, 1}), (((0, 64),), (), ()))
@@ -306,14 +306,14 @@ def test_who_has_stepped_waits_for_the_others_step() -> None:
         judge([stepped, at(7, (1, 4))], 6)
 
 
-def test_where_a_part_is_lost_nobody_has_state() -> None:
+def test_lost_part_leaves_no_state() -> None:
     verdict = judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 4, whole=False)
     assert (verdict.fresh, verdict.receivers, verdict.shares) == (True, frozenset({0, 1}), ())
     assert verdict.additions == ((0, 2), (1, 3))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**20)).map(lambda two: (two[0], two[0] + two[1]))))
-def test_rows_carry_spans(spans: list[tuple[int, int]]) -> None:
+def test_position_row_carries_spans(spans: list[tuple[int, int]]) -> None:
     row = span_row(spans, len(spans) + 2)
     assert len(row) == 2 * len(spans) + 4
     assert spans_of(row) == tuple(spans)

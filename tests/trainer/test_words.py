@@ -65,7 +65,7 @@ def meet(stores: list[Counted]) -> list[list[bytes] | None]:
     return heard
 
 
-def test_all_hear_all_at_a_few_messages_a_member() -> None:
+def test_store_exchange_takes_few_messages_per_member() -> None:
     inner = dist.HashStore()
     stores = [Counted(inner) for _ in range(SIZE)]
     assert meet(stores) == [[f"member {rank}".encode() for rank in range(SIZE)]] * SIZE
@@ -76,7 +76,7 @@ def test_all_hear_all_at_a_few_messages_a_member() -> None:
     assert inner.num_keys() == 2, "what was told, and the teller; nothing of each member"
 
 
-def test_it_is_given_up_between_two_looks() -> None:
+def test_store_exchange_can_be_abandoned() -> None:
     given_up = threading.Event()
     words = StoreExchange(dist.HashStore(), 0, 2, given_up.is_set)
     given_up.set()

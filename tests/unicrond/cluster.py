@@ -26,7 +26,7 @@ from unicrond.core.state.policy import Policy, Settings
 from unicrond.core.state.state import ClusterState, NodeStatus, TaskStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import joiners_of, members_of, starts
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, schema_of, told_version
 
 SECOND_US = 1_000_000
@@ -89,7 +89,7 @@ class Host:
     up: bool = True
     boot: int = 0
     processes: dict[str, Process] = field(default_factory=dict)
-    commands: list[Recorded] = field(default_factory=list)
+    commands: list[RecordedEvent] = field(default_factory=list)
     #: What its agent reads, and the tasks that it has ever had a worker of.
     reads: int = SCHEMA
     follows: set[str] = field(default_factory=set)
@@ -111,7 +111,7 @@ class MiniCluster:
         self.random = random.Random(seed)
         self.policy = policy or Policy()
         self.state = ClusterState()
-        self.log: list[Recorded] = []
+        self.log: list[RecordedEvent] = []
         self.now_us = 1_000_000_000 * SECOND_US
         self.hosts: dict[str, Host] = {}
         self.iterations: dict[str, int] = {}
@@ -128,7 +128,7 @@ class MiniCluster:
 
     # --- the log -----------------------------------------------------------------------------
 
-    def append(self, event: v.AnyEvent, producer: str, boot: int) -> Recorded:
+    def append(self, event: v.AnyEvent, producer: str, boot: int) -> RecordedEvent:
         self.now_us += 1000
         key = (producer, boot)
         self._numbers[key] = self._numbers.get(key, 0) + 1
@@ -144,7 +144,7 @@ class MiniCluster:
             observed_at_us=self.now_us,
             event=event,
         )
-        entry = Recorded(len(self.log) + 1, self.now_us, envelope)
+        entry = RecordedEvent(len(self.log) + 1, self.now_us, envelope)
         self.log.append(entry)
         self.state = fold(self.state, entry)
         check(self.state)
@@ -240,8 +240,8 @@ class MiniCluster:
         process = host.processes.pop(worker)
         iteration, computed = self.computed.get(worker, (0, 0))
         exited = v.WorkerExited(
-            node=host.name, task=process.task, worker=worker, exit_code=None, signal=9, expected=False,
-            iteration=iteration, computed=computed,
+            node=host.name, task=process.task, worker=worker, exit_code=None, signal=9, is_expected=False,
+            iteration=iteration, micro_batches_finished=computed,
         )  # fmt: skip
         if host.up:
             self.say(host, exited)
@@ -268,7 +268,7 @@ class MiniCluster:
             phase="reduce",
             message=f"{kind} at {worker}",
             peer=peer,
-            lost=lost,
+            lost_peers=lost,
         )
         self.say(host, error)
 
@@ -309,9 +309,9 @@ class MiniCluster:
                     worker=command.worker,
                     exit_code=0,
                     signal=None,
-                    expected=True,
+                    is_expected=True,
                     iteration=iteration,
-                    computed=computed,
+                    micro_batches_finished=computed,
                 )
                 self.say(host, exited)
         elif isinstance(command, v.LeaveCluster):
@@ -345,7 +345,11 @@ class MiniCluster:
         self.say(
             host,
             v.NodeChecked(
-                node=host.name, command_id=command.command_id, passed=passed, duration_us=9, detail="as the test wants"
+                node=host.name,
+                command_id=command.command_id,
+                has_passed=passed,
+                duration_us=9,
+                detail="as the test wants",
             ),
         )
 
@@ -395,10 +399,10 @@ class MiniCluster:
                 worker=name,
                 generation=newest.generation,
                 iteration=iteration + 1,
-                dealt=1,
+                micro_batches_assigned=1,
                 duration_us=1000,
                 source=self.source,
-                peers_assigned=len(quiet) if name == lead else 0,
+                micro_batches_assigned_elsewhere=len(quiet) if name == lead else 0,
             )
             self.say(host, regrouped)
         return True

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.core.state.policy import Policy
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.snapshots import Snapshots
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 @asynccontextmanager
@@ -28,11 +29,10 @@ async def running(
     coordinator = Coordinator(
         log,
         beats or MemoryBeatLog(),
-        policy or Policy(),
-        heartbeat_s,
-        severity=severity,
+        HeadSettings(
+            policy=policy or Policy(), heartbeat_s=heartbeat_s, severity=severity or {}, adopted_us=adopted_us
+        ),
         snapshots=snapshots,
-        adopted_us=adopted_us,
     )
     task = asyncio.create_task(coordinator.run())
     try:

@@ -10,19 +10,19 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.state.state import ClusterState
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.queries.collectives import Collective
-from unicrond.events.queries.worker_queries import LogsReply, WorkerMark
+from unicrond.events.queries.worker_queries import Collective, LogsReply, WorkerMark
 from unicrond.events.vocabulary import AnyEvent, CoordinatorStarted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.intake.config import Config
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.worker_output import LogsUnavailable
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 class Files:
@@ -59,7 +59,7 @@ class Files:
         marks = {
             member.worker: WorkerMark(
                 worker=member.worker, phase="reduce" if rank else "forward", generation=2, iteration=11,
-                micro_batch=rank, entered=7, waiting=bool(rank), still_us=40_000 * (rank + 1),
+                micro_batch=rank, collectives_entered=7, is_waiting=bool(rank), still_us=40_000 * (rank + 1),
             )
             for rank, member in enumerate(members)
         }  # fmt: skip
@@ -116,7 +116,9 @@ class Served:
     async def start(self) -> None:
         # A heartbeat of a minute: no node is given up for lost while a test runs.
         policy = self._config.policy
-        self.coordinator = Audible(self.log, self._beats, policy, heartbeat_s=60, schema=self._schema)
+        self.coordinator = Audible(
+            self.log, self._beats, HeadSettings(policy=policy, heartbeat_s=60, schema=self._schema)
+        )
         self._task = asyncio.create_task(self.coordinator.run())
         await asyncio.wait_for(self.coordinator.live.wait(), 10)
         api = Api(self._config, self.coordinator, self.log, self.files, self._access)  # type: ignore[arg-type]
@@ -132,7 +134,7 @@ class Served:
         with suppress(asyncio.CancelledError):
             await self._task
 
-    async def tell(self, story: list[Recorded]) -> None:
+    async def tell(self, story: list[RecordedEvent]) -> None:
         """Copy a MiniCluster's log into ours."""
         for entry in story:
             if isinstance(entry.envelope.event, CoordinatorStarted):
@@ -145,7 +147,7 @@ class Served:
         while True:
             async with asyncio.timeout(10):
                 entry = await self.coordinator.folded.get()
-            if isinstance(entry, Recorded) and entry.seq > after and isinstance(entry.envelope.event, kind):
+            if isinstance(entry, RecordedEvent) and entry.seq > after and isinstance(entry.envelope.event, kind):
                 return entry.seq
 
 
@@ -172,7 +174,7 @@ def healed_cluster() -> MiniCluster:
 @asynccontextmanager
 async def serving(
     logs: Path,
-    story: list[Recorded] | None = None,
+    story: list[RecordedEvent] | None = None,
     token: str = "",
     config: Config | None = None,
     schema: int = SCHEMA,

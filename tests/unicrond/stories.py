@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.fold import fold
+from unicrond.core.replayer import steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events.wire.envelope import Entry
 
@@ -24,11 +24,7 @@ def trained(seed: int, nodes: int = 4, slots: int = 1) -> MiniCluster:
 
 def states_of(entries: Sequence[Entry]) -> list[ClusterState]:
     """The state after each entry."""
-    states, state = [], ClusterState()
-    for entry in entries:
-        state = fold(state, entry)
-        states.append(state)
-    return states
+    return [step.after for step in steps(entries)]
 
 
 def random_life(cluster: MiniCluster, seed: int, blows: int = 12) -> Iterator[None]:
@@ -58,7 +54,7 @@ def random_life(cluster: MiniCluster, seed: int, blows: int = 12) -> Iterator[No
                 cluster.now_us += draw.randrange(3_000_000)  # time passes
             case 7:
                 node = draw.choice(list(cluster.hosts))
-                if cluster.state.nodes[node].cordoned:
+                if cluster.state.nodes[node].cordon.active:
                     cluster.uncordon(node)
                 else:
                     cluster.cordon(node, drain=draw.random() < 0.5)

@@ -25,7 +25,7 @@ def node_of(cluster: MiniCluster, worker: str) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_broken_one_takes_its_node_out_of_service(seed: int) -> None:
+def test_broken_gpu_takes_node_out_of_service(seed: int) -> None:
     cluster = two_tasks(seed)
     worker = members(cluster, "big")[1]
     node = node_of(cluster, worker)
@@ -33,7 +33,7 @@ def test_a_broken_one_takes_its_node_out_of_service(seed: int) -> None:
     cluster.run_but_isolation()
     (isolated,) = said(cluster, v.NodeIsolated)
     assert isolated.node == node and "GPU-1: XID 79" in isolated.reason
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.severity, incident.kind, incident.response) == (Severity.SEV1, "gpu_broken", "reconfigure")
     assert node not in {w.node for task in cluster.state.tasks.values() for w in task.workers.values()}
     cluster.run()
@@ -41,7 +41,7 @@ def test_a_broken_one_takes_its_node_out_of_service(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_fault_restarts_the_process_on_it(seed: int) -> None:
+def test_gpu_fault_restarts_its_process(seed: int) -> None:
     cluster = two_tasks(seed)
     worker = members(cluster, "big")[1]
     node = node_of(cluster, worker)
@@ -49,11 +49,11 @@ def test_a_fault_restarts_the_process_on_it(seed: int) -> None:
     cluster.run()
     cluster.assert_whole()
     assert not said(cluster, v.NodeIsolated) and worker not in members(cluster, "big")
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.severity, incident.worker, incident.node) == (Severity.SEV2, worker, node)
 
 
-def test_what_the_process_says_of_the_same_fault_is_its_symptom() -> None:
+def test_worker_report_of_same_gpu_fault_counts_as_symptom() -> None:
     cluster = two_tasks(1)
     worker = members(cluster, "big")[0]
     report(cluster, node_of(cluster, worker), "gpu_fault", worker, 94)
@@ -64,7 +64,7 @@ def test_what_the_process_says_of_the_same_fault_is_its_symptom() -> None:
     assert incident.symptoms == 2 and incident.severity is Severity.SEV1
 
 
-def test_the_node_that_is_isolated_is_the_one_with_the_broken_accelerator() -> None:
+def test_isolation_picks_node_with_broken_gpu() -> None:
     """Though a peer on another node was the first to report, and that was no mere symptom."""
     cluster = two_tasks(1)
     peer, worker = members(cluster, "big")[:2]
@@ -78,7 +78,7 @@ def test_the_node_that_is_isolated_is_the_one_with_the_broken_accelerator() -> N
     cluster.assert_whole()
 
 
-def test_one_that_nobody_runs_on() -> None:
+def test_idle_broken_gpu_isolates_its_node() -> None:
     cluster = two_tasks(1)
     cluster.add_host("idle")
     cluster.run()
@@ -86,7 +86,7 @@ def test_one_that_nobody_runs_on() -> None:
     report(cluster, "idle", "gpu_fault", xid=94)
     assert not cluster.state.incidents, "there is nothing to restart"
     nobody = "idle" if "idle" not in workers else next(iter(workers))
-    before = len(cluster.state.closed)
+    before = len(cluster.state.closed_incidents)
     for _ in range(3):
         report(cluster, nobody, "gpu_broken", xid=79)
     (incident,) = cluster.state.incidents.values()
@@ -94,12 +94,14 @@ def test_one_that_nobody_runs_on() -> None:
     cluster.run_but_isolation()
     assert [event.node for event in said(cluster, v.NodeIsolated)] == [nobody]
     report(cluster, nobody, "gpu_broken", xid=79)
-    assert not cluster.state.incidents and len(cluster.state.closed) == before + 1, "it is out of service already"
+    assert not cluster.state.incidents and len(cluster.state.closed_incidents) == before + 1, (
+        "it is out of service already"
+    )
     cluster.run()
     cluster.assert_whole()
 
 
-def test_news_and_what_is_stale_change_nothing() -> None:
+def test_fold_ignores_harmless_and_stale_gpu_reports() -> None:
     cluster = two_tasks(1)
     worker = members(cluster, "big")[1]
     node = node_of(cluster, worker)

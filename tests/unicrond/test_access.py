@@ -48,7 +48,7 @@ def bearer(token: str) -> dict[str, str]:
         (f"ci read {'0' * 64}\nann submit {'0' * 64}", "line 2: ann is there twice"),
     ],
 )
-def test_a_bad_list_names_its_line(line: str, why: str) -> None:
+def test_token_list_error_names_line(line: str, why: str) -> None:
     with pytest.raises(BadTokens, match=why):
         read_tokens(line)
 
@@ -68,11 +68,11 @@ def test_a_bad_list_names_its_line(line: str, why: str) -> None:
         ("DELETE", "/v1/state", Scope.OPERATE),
     ],
 )
-def test_what_a_request_needs(method: str, path: str, scope: Scope | None) -> None:
+def test_request_needs_scope_of_route(method: str, path: str, scope: Scope | None) -> None:
     assert scope_of(method, path) == scope
 
 
-def test_the_list_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
+def test_access_reloads_token_list_and_keeps_last_valid(tmp_path: Path) -> None:
     path = listed(tmp_path / "tokens")
     access = Access(path=path)
 
@@ -94,7 +94,7 @@ def test_the_list_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) ->
     assert may(READS) and not may(new) and not access.alarms()
 
 
-def test_requests_with_a_right_token_are_not_limited(tmp_path: Path) -> None:
+def test_access_never_throttles_valid_token(tmp_path: Path) -> None:
     """docs/operate/security.md says so."""
     access = Access(path=listed(tmp_path / "tokens"))
     assert {access.grant("POST", "/v1/plan/whatif", READS, "10.0.0.1", 0.0).name for _ in range(1000)} == {"ci"}
@@ -103,7 +103,7 @@ def test_requests_with_a_right_token_are_not_limited(tmp_path: Path) -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_wrong_tokens_are_logged_and_throttled_and_right_ones_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_access_logs_and_throttles_wrong_tokens(caplog: pytest.LogCaptureFixture) -> None:
     access, now_s = Access("s3cret"), 100.0
 
     def asked(token: str, address: str = "10.0.0.1") -> int:
@@ -142,7 +142,7 @@ async def statuses(served: Served, token: str) -> dict[str, int]:
     return found
 
 
-async def test_each_scope_opens_its_routes_and_the_event_says_who_asked(tmp_path: Path) -> None:
+async def test_scope_opens_its_routes_and_event_names_caller(tmp_path: Path) -> None:
     config = Config(api=ApiConfig(tokens_file=str(listed(tmp_path / "tokens"))))
     async with serving(tmp_path, config=config) as served:
         shut = {"read": 403, "metrics": 403, "health": 200, "submit": 403, "operate": 403}
@@ -152,7 +152,7 @@ async def test_each_scope_opens_its_routes_and_the_event_says_who_asked(tmp_path
         assert await statuses(served, SUBMITS) == shut | {"read": 200, "submit": 202}
         await served.until(v.TaskCancelled)
         asked = {
-            type(each.envelope.event): each.envelope.event.by
+            type(each.envelope.event): each.envelope.event.requester
             async for each in served.log.read(until_seq=await served.log.last_seq())
             if isinstance(each.envelope.event, v.NodeCordoned | v.TaskCancelled)  # type: ignore[union-attr]
         }
@@ -162,7 +162,7 @@ async def test_each_scope_opens_its_routes_and_the_event_says_who_asked(tmp_path
 # --- people ---------------------------------------------------------------------------------------
 
 
-def test_a_token_is_made_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_command_creates_and_lists_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens, config, out = listed(tmp_path / "tokens"), tmp_path / "unicron.yaml", tmp_path / "new.token"
     config.write_text(f"api: {{tokens_file: {tokens}}}\n")
     words = ["token", "new", "--scopes", "read,operate", "--out", str(out)]
@@ -177,7 +177,7 @@ def test_a_token_is_made_and_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["token", "new", "--scopes", "write"]) == 2
 
 
-def test_a_wide_api_wants_tokens_that_can_be_read(tmp_path: Path) -> None:
+def test_public_api_requires_readable_tokens(tmp_path: Path) -> None:
     tokens = listed(tmp_path / "tokens")
     check(Config(api=ApiConfig(host="0.0.0.0", tokens_file=str(tokens))), "file")
     tokens.write_text("nonsense")
@@ -186,7 +186,7 @@ def test_a_wide_api_wants_tokens_that_can_be_read(tmp_path: Path) -> None:
             check(Config(api=api), "file")
 
 
-def test_the_client_takes_the_token_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_takes_token_from_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").write_text("one\n")
     (tmp_path / "given").write_text("other\n")
     monkeypatch.setenv("UNICRON_TOKEN_FILE", str(tmp_path / "mine"))

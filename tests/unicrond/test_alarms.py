@@ -18,18 +18,18 @@ from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.fold import fold
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
 from unicrond.service.coordinator.alarms import STANDS_US, Alarms, unsaved_lines, written_by
 
 NOW_US = 1_700_000_000_000_000
 
 
-def refused(subject: str, seq: int = 9, at_us: int = NOW_US) -> Quarantined:
-    return Quarantined(seq, at_us, subject, "$.event.node: unreadable", 100)
+def refused(subject: str, seq: int = 9, at_us: int = NOW_US) -> QuarantinedMessage:
+    return QuarantinedMessage(seq, at_us, subject, "$.event.node: unreadable", 100)
 
 
-def test_who_wrote_it_follows_from_the_subject() -> None:
+def test_alarm_takes_producer_from_subject() -> None:
     assert written_by("unicron.v1.obs.n1.WorkerExited") == ("n1", "WorkerExited")
     assert written_by("unicron.v1.obs.api.TaskSubmitted") == ("api", "TaskSubmitted")
     for subject, kind in (("command.n1.StartWorker", "StartWorker"), ("decision.big.PlanAdopted", "PlanAdopted")):
@@ -39,7 +39,7 @@ def test_who_wrote_it_follows_from_the_subject() -> None:
         assert written_by(nobody) == ("", "")
 
 
-def test_a_known_producers_message_raises_an_alarm_for_an_hour() -> None:
+def test_known_producer_message_raises_alarm_for_an_hour() -> None:
     state = healed_cluster().state
     alarms = Alarms()
     assert not alarms.quarantined(refused("unicron.v1.obs.stranger.NodeJoined"), state)
@@ -54,7 +54,7 @@ def test_a_known_producers_message_raises_an_alarm_for_an_hour() -> None:
     assert not alarms.standing(NOW_US + STANDS_US + 5)
 
 
-def test_an_alarm_names_the_newer_version() -> None:
+def test_alarm_names_newer_schema() -> None:
     cluster = MiniCluster(seed=1)
     cluster.add_host("n1")
     cluster.say(cluster.hosts["n1"], replace(cluster.log[-1].envelope.event, version="9+schema9"))
@@ -62,7 +62,7 @@ def test_an_alarm_names_the_newer_version() -> None:
     assert line.endswith(f"its agent is of schema 9, this coordinator reads {SCHEMA}")
 
 
-def test_a_checkpoint_that_was_not_saved_is_an_alarm_until_a_later_one_is() -> None:
+def test_failed_save_raises_alarm_until_later_save() -> None:
     cluster = healed_cluster()
 
     def told() -> list[str]:
@@ -88,13 +88,13 @@ def test_a_checkpoint_that_was_not_saved_is_an_alarm_until_a_later_one_is() -> N
     assert told() == []
 
 
-def test_alarms_are_no_part_of_the_state() -> None:
+def test_state_holds_no_alarms() -> None:
     state = healed_cluster().state
     known, unknown = (
         fold(state, refused(f"unicron.v1.obs.{name}.X", seq=state.seq + 1, at_us=state.now_us)) for name in ("n1", "x")
     )
     assert digest(known) == digest(unknown)
-    assert known.quarantined == state.quarantined + 1
+    assert known.quarantined_messages == state.quarantined_messages + 1
 
 
 async def write(served: Served, entry: Entry) -> None:
@@ -105,7 +105,7 @@ async def write(served: Served, entry: Entry) -> None:
         pass
 
 
-async def test_people_are_told_wherever_they_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_alarm_shows_in_health_page_and_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path) as served, aiohttp.ClientSession(served.url) as http:
         async with http.get("/healthz") as response:
             assert (await response.json())["alarms"] == []

@@ -18,13 +18,13 @@ from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.state.state_bytes import digest, from_json
 from unicrond.events import vocabulary as v
 from unicrond.events.trust.keys import make_key
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.intake.config import Config, NatsConfig
 
 
 @asynccontextmanager
 async def api(
-    tmp_path: Path, *, token: str = "", story: list[Recorded] | None = None, config: Config | None = None
+    tmp_path: Path, *, token: str = "", story: list[RecordedEvent] | None = None, config: Config | None = None
 ) -> AsyncIterator[tuple[Served, aiohttp.ClientSession]]:
     async with serving(tmp_path, story, token, config) as served, aiohttp.ClientSession(served.url) as session:
         yield served, session
@@ -50,7 +50,7 @@ def strictly(text: str) -> Any:
 TASK = {"name": "new", "max_workers": 2, "iterations": 5}
 
 
-async def test_submit_and_cancel(tmp_path: Path) -> None:
+async def test_api_submits_and_cancels_task(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         async with http.post("/v1/tasks", json=TASK) as response:
             assert response.status == 201
@@ -69,7 +69,7 @@ async def test_submit_and_cancel(tmp_path: Path) -> None:
             await refused(response, 404, "new", "not active")
 
 
-async def test_the_stages_of_megatron_are_as_its_flags_say(tmp_path: Path) -> None:
+async def test_api_takes_pipeline_stages_from_megatron_flags(tmp_path: Path) -> None:
     flags = (
         "x.py --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
         " --vocab-size 64 --global-batch-size 4 --train-iters 9 --pipeline-model-parallel-size 2"
@@ -99,12 +99,12 @@ async def test_the_stages_of_megatron_are_as_its_flags_say(tmp_path: Path) -> No
         ('{"name": "a", "weight": "2"}', ["weight"]),
     ],
 )
-async def test_a_bad_task_is_refused_by_field(tmp_path: Path, body: str, words: list[str]) -> None:
+async def test_api_refuses_invalid_task_by_field(tmp_path: Path, body: str, words: list[str]) -> None:
     async with api(tmp_path) as (_, http), http.post("/v1/tasks", data=body) as response:
         await refused(response, 400, *words)
 
 
-async def test_what_looks_like_a_secret_is_warned_of(tmp_path: Path) -> None:
+async def test_api_warns_of_env_that_looks_like_secret(tmp_path: Path) -> None:
     env = {"HF_TOKEN": "hf_abc", "COLOUR": "red"}
     secrets = {"WANDB_API_KEY": "file:/etc/secrets/wandb"}
     async with api(tmp_path) as (served, http):
@@ -118,7 +118,7 @@ async def test_what_looks_like_a_secret_is_warned_of(tmp_path: Path) -> None:
     assert spec["env"]["HF_TOKEN"] == "(hidden)" and spec["secrets"] == secrets
 
 
-async def test_a_reason_must_be_text_and_not_too_long(tmp_path: Path) -> None:
+async def test_api_refuses_reason_of_wrong_type_or_length(tmp_path: Path) -> None:
     async with api(tmp_path) as (_, http):
         for body, word in (({"reason": 5}, "reason"), ({"reason": "x" * 2000}, "1024"), ({"why": ""}, "why")):
             async with http.post("/v1/tasks/big/cancel", json=body) as response:
@@ -128,7 +128,7 @@ async def test_a_reason_must_be_text_and_not_too_long(tmp_path: Path) -> None:
 # --- who may ask ---------------------------------------------------------------------------------
 
 
-async def test_without_the_token_only_health_is_told(tmp_path: Path) -> None:
+async def test_api_rejects_unknown_token(tmp_path: Path) -> None:
     async with api(tmp_path, token="s3cret") as (_, http):
         for path in ("/v1/state", "/v1/events", "/metrics", "/v1/logs/big"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \u00e9"}):
@@ -140,7 +140,7 @@ async def test_without_the_token_only_health_is_told(tmp_path: Path) -> None:
             assert response.status == 200
 
 
-async def test_nodes_are_enrolled_and_revoked(tmp_path: Path) -> None:
+async def test_api_enrolls_and_revokes_nodes(tmp_path: Path) -> None:
     key = make_key("agent-new").user.key
     config = Config(nats=NatsConfig(auth="keys"))
     async with api(tmp_path, config=config) as (served, http):
@@ -166,12 +166,12 @@ async def test_nodes_are_enrolled_and_revoked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7470", "10.0.0.7", "127.0.0.1.evil.example"])
-async def test_a_name_that_was_rebound_to_loopback_is_refused(tmp_path: Path, host: str) -> None:
+async def test_api_refuses_rebound_host_name(tmp_path: Path, host: str) -> None:
     async with api(tmp_path) as (_, http), http.get("/v1/state", headers={"Host": host}) as response:
         await refused(response, 403, "host", "not loopback")
 
 
-async def test_a_page_in_a_browser_cannot_submit_a_form(tmp_path: Path) -> None:
+async def test_api_refuses_form_of_foreign_origin(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
         async with http.post("/v1/tasks", data=json.dumps(TASK), headers=headers) as response:
@@ -183,7 +183,7 @@ async def test_a_page_in_a_browser_cannot_submit_a_form(tmp_path: Path) -> None:
     "path", ["/v1/tasks", "/v1/tasks/big/cancel", "/v1/plan/whatif", "/v1/faults", "/v1/nodes/n1/cordon"]
 )
 @pytest.mark.parametrize("depth", [200, 900, 5_000, 100_000])
-async def test_deep_json_is_refused(tmp_path: Path, path: str, depth: int) -> None:
+async def test_api_refuses_deep_json(tmp_path: Path, path: str, depth: int) -> None:
     async with api(tmp_path) as (_, http):
         objects = min(depth, 30_000)  # within the size that a request may have
         for body in ("[" * depth, "[" * depth + "]" * depth, '{"env":' * objects + "{}" + "}" * objects):
@@ -196,18 +196,18 @@ async def test_deep_json_is_refused(tmp_path: Path, path: str, depth: int) -> No
     ("path", "field"),
     [("/v1/events", "after"), ("/v1/logs/big", "rank"), ("/v1/logs/big", "tail_bytes"), ("/v1/logs/big", "offset")],
 )
-async def test_what_is_no_number_is_refused(tmp_path: Path, path: str, field: str, number: str) -> None:
+async def test_api_refuses_invalid_number(tmp_path: Path, path: str, field: str, number: str) -> None:
     async with api(tmp_path) as (_, http), http.get(path, params={field: number}) as response:
         await refused(response, 400, f"{field}:", "integer")
 
 
-async def test_a_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
+async def test_api_refuses_token_that_is_not_text(tmp_path: Path) -> None:
     async with api(tmp_path, token="s3cret") as (served, _):
         request = b"GET /v1/state HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
         assert await raw_status(served.port, request) == 401
 
 
-async def test_a_host_that_is_no_text_is_refused(tmp_path: Path) -> None:
+async def test_api_refuses_host_that_is_not_text(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, _):
         assert await raw_status(served.port, b"GET /v1/state HTTP/1.1\r\nHost: \xff\r\n\r\n") == 403
 
@@ -249,7 +249,7 @@ def with_nan() -> MiniCluster:
     return cluster
 
 
-async def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+async def test_api_shows_nan_loss_as_null(tmp_path: Path) -> None:
     async with api(tmp_path, story=with_nan().log) as (_, http):
         async with http.get("/v1/state") as response:
             assert response.content_type == "application/json"
@@ -277,7 +277,7 @@ def with_secrets() -> MiniCluster:
     return cluster
 
 
-async def test_no_token_and_no_password_leaves_by_the_api(tmp_path: Path) -> None:
+async def test_api_hides_tokens_and_passwords(tmp_path: Path) -> None:
     cluster = with_secrets()
     async with api(tmp_path, story=cluster.log) as (served, http):
         for path in ("/v1/state", "/v1/events"):
@@ -291,7 +291,7 @@ async def test_no_token_and_no_password_leaves_by_the_api(tmp_path: Path) -> Non
         assert from_json(body["state"]).tasks["big"].spec.env["HF_TOKEN"] == "(hidden)"
 
 
-async def test_until_the_log_is_folded_nobody_is_given_part_of_the_state(tmp_path: Path) -> None:
+async def test_api_refuses_state_until_log_is_folded(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         served.coordinator.live.clear()
         served.coordinator.caught_up.clear()
@@ -303,7 +303,7 @@ async def test_until_the_log_is_folded_nobody_is_given_part_of_the_state(tmp_pat
                 assert response.status == 200
 
 
-async def test_events_are_the_log_from_a_number_on(tmp_path: Path) -> None:
+async def test_api_streams_events_from_sequence(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         async with http.get("/v1/events", params={"after": "3"}) as response:
             assert response.content_type == "text/event-stream"
@@ -316,7 +316,7 @@ async def test_events_are_the_log_from_a_number_on(tmp_path: Path) -> None:
             await refused(response, 400, "after")
 
 
-async def test_events_follow_what_is_yet_to_happen(tmp_path: Path) -> None:
+async def test_api_follows_new_events(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         last = await served.log.last_seq()
         async with http.get("/v1/events", params={"after": str(last), "follow": "1"}) as response:
@@ -326,7 +326,7 @@ async def test_events_follow_what_is_yet_to_happen(tmp_path: Path) -> None:
             assert (await response.content.readline()).decode() == "event: TaskCancelled\n"
 
 
-async def test_logs(tmp_path: Path) -> None:
+async def test_api_serves_worker_logs(tmp_path: Path) -> None:
     (tmp_path / "1").write_text("hello from rank 1\n")
     async with api(tmp_path) as (_, http):
         async with http.get("/v1/logs/big", params={"rank": "1", "tail_bytes": "7"}) as response:
@@ -340,7 +340,7 @@ async def test_logs(tmp_path: Path) -> None:
 # --- nodes ---------------------------------------------------------------------------------------
 
 
-async def test_forget(tmp_path: Path) -> None:
+async def test_api_forgets_node(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         async with http.post("/v1/nodes/n1/forget") as response:
             await refused(response, 409, "unicronctl forget --leave n1")
@@ -353,17 +353,17 @@ async def test_forget(tmp_path: Path) -> None:
         await served.until(v.ForgetRequested)
         await served.until(v.LeaveCluster)
         node = served.coordinator.state.nodes["n1"]
-        assert (node.draining, node.forgetting) == (True, "sold")
+        assert (node.cordon.draining, node.departure.removal) == (True, "sold")
 
 
-async def test_cordon_drain_uncordon(tmp_path: Path) -> None:
+async def test_api_cordons_drains_and_uncordons_node(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         async with http.post("/v1/nodes/n1/cordon", json={"drain": True, "reason": "new fan"}) as response:
             assert response.status == 202
             seq = (await response.json())["seq"]
         await served.until(v.NodeCordoned, after=seq - 1)
         node = served.coordinator.state.nodes["n1"]
-        assert (node.cordoned, node.draining, node.cordon_reason) == (True, True, "new fan")
+        assert (node.cordon.active, node.cordon.draining, node.cordon.reason) == (True, True, "new fan")
         await served.until(v.PlanAdopted, after=seq)
         assert all(
             "n1" not in nodes for a in served.coordinator.state.plan.assignments.values() for nodes in a.replicas
@@ -378,13 +378,13 @@ async def test_cordon_drain_uncordon(tmp_path: Path) -> None:
             await refused(response, 400, "drain")
 
 
-async def test_drain_by_a_time_and_maintenance(tmp_path: Path) -> None:
+async def test_api_drains_by_deadline_and_opens_maintenance_window(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         async with http.post("/v1/nodes/n1/cordon", json={"drain": True, "by": {"in_s": 3600}}) as response:
             assert response.status == 202
             by_us = (await response.json())["empty_by_us"]
         await served.until(v.NodeCordoned)
-        assert served.coordinator.state.nodes["n1"].empty_by_us == by_us
+        assert served.coordinator.state.nodes["n1"].cordon.empty_by_us == by_us
         async with http.post("/v1/nodes/n2/cordon", json={"by": {"in_s": 3600}}) as response:
             await refused(response, 400, "by: only a drain has a time")
         about = {"nodes": ["n2", "n3"], "begins": {"in_s": 7200}, "for_s": 600, "reason": "new cables"}
@@ -412,7 +412,7 @@ async def test_drain_by_a_time_and_maintenance(tmp_path: Path) -> None:
 ALLOWED = Config(injection=True)
 
 
-async def test_no_fault_can_be_ordered_unless_the_coordinator_was_started_for_it(tmp_path: Path) -> None:
+async def test_api_refuses_fault_without_allow_injection(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         before = await served.log.last_seq()
         async with http.post("/v1/faults", json={"kind": "kill", "task": "big"}) as response:
@@ -420,7 +420,7 @@ async def test_no_fault_can_be_ordered_unless_the_coordinator_was_started_for_it
         assert await served.log.last_seq() == before
 
 
-async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: Path) -> None:
+async def test_fault_order_becomes_command_to_node_of_worker(tmp_path: Path) -> None:
     async with api(tmp_path, config=ALLOWED) as (served, http):
         task = served.coordinator.state.tasks["big"]
         assert task.membership is not None
@@ -432,11 +432,11 @@ async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: 
         assert (answer["worker"], answer["node"]) == (member.worker, member.node)
         seq = await served.until(v.InjectFault)
         (entry,) = [e async for e in served.log.read(seq - 1, until_seq=seq)]
-        assert isinstance(entry, Recorded)
+        assert isinstance(entry, RecordedEvent)
         command = entry.envelope.event
         assert isinstance(command, v.InjectFault) and command.injection == f"f{answer['seq']}"
         assert command.node == member.node
-        assert command.agent_boot == served.coordinator.state.nodes[member.node].agent_boot > 0
+        assert command.agent_boot == served.coordinator.state.nodes[member.node].agent.boot > 0
         assert command.fault == v.Fault(
             kind="nan", worker=member.worker, at_iteration=99, phase="forward", excluded_from_blame=True
         )
@@ -462,14 +462,14 @@ async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: 
         ({"kind": "kill", "task": "big", "xid": 79}, 400, ["xid"]),
     ],
 )
-async def test_a_fault_that_cannot_be_is_refused(
+async def test_api_refuses_impossible_fault(
     tmp_path: Path, order: dict[str, Any], status: int, words: list[str]
 ) -> None:
     async with api(tmp_path, config=ALLOWED) as (_, http), http.post("/v1/faults", json=order) as response:
         await refused(response, status, *words)
 
 
-async def test_a_node_that_is_away_takes_no_orders(tmp_path: Path) -> None:
+async def test_api_refuses_fault_for_absent_node(tmp_path: Path) -> None:
     cluster = healed_cluster()
     cluster.kill_host(cluster.hosts["n4"])
     cluster.lose(cluster.hosts["n4"])

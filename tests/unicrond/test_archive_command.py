@@ -23,6 +23,7 @@ from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import NANOS, api, create_streams, event_stream_config
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 def unicrond(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -62,15 +63,17 @@ async def caught_up(coordinator: Coordinator) -> str:
             await running
 
 
-async def test_a_coordinator_and_a_replay_read_the_archive_first(
+async def test_coordinator_and_replay_read_archive_first(
     nats_server: EmbeddedServer, nats_connection: Connection, tmp_path: Path
 ) -> None:
     directory = tmp_path / "archive"
     log = await trimmed(nats_connection, directory)
-    alone = Coordinator(log, NatsBeatLog(nats_connection), Policy(), heartbeat_s=30.0)
+    alone = Coordinator(log, NatsBeatLog(nats_connection), HeadSettings(policy=Policy(), heartbeat_s=30.0))
     with pytest.raises(LogDamaged, match="were trimmed and are in the archive"):
         await alone.run()
-    coordinator = Coordinator(ArchivedLog(log, directory), NatsBeatLog(nats_connection), Policy(), heartbeat_s=30.0)
+    coordinator = Coordinator(
+        ArchivedLog(log, directory), NatsBeatLog(nats_connection), HeadSettings(policy=Policy(), heartbeat_s=30.0)
+    )
     live = await caught_up(coordinator)
     ask = ("digest", "--nats", nats_server.url, "--at", coordinator.state.seq)
     done = await asyncio.to_thread(unicron_replay, *ask, "--archive", directory)
@@ -79,7 +82,7 @@ async def test_a_coordinator_and_a_replay_read_the_archive_first(
     assert without.returncode == 1 and "were trimmed and are in the archive" in without.stderr
 
 
-async def test_the_command(tmp_path: Path) -> None:
+async def test_archive_command_archives_and_trims(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     config = tmp_path / "unicron.yaml"
     config.write_text(f"state_dir: {state_dir}\n")
@@ -99,7 +102,7 @@ async def test_the_command(tmp_path: Path) -> None:
         done = await asyncio.to_thread(unicrond, "archive", "--config", config, "--keep", "1h")
         assert done.stdout.endswith(f"entries 1 to {count}, 0 of them new; 0 removed from NATS\n"), done.stderr
         done = await asyncio.to_thread(unicron_replay, "digest", "--state-dir", state_dir)
-        same = await asyncio.to_thread(unicron_replay, "digest", "--file", state_dir / "archive")
+        same = await asyncio.to_thread(unicron_replay, "digest", "--log", state_dir / "archive")
         assert done.stdout == same.stdout != "", done.stderr
         done = await asyncio.to_thread(unicrond, "archive", "--config", config, "--keep", "5 minutes")
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "like 12h or 30d" in done.stderr

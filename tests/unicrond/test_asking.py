@@ -21,10 +21,10 @@ from unicrond.core.state.state_bytes import to_json
 from unicrond.ctl import past_state as past
 from unicrond.ctl.client import Client
 from unicrond.ctl.main import main
-from unicrond.display.derived_figures import derived_values
+from unicrond.display.cluster_tables import derived_values
 from unicrond.events.log.point import AtSeq, AtTime, BeforeEnd
 from unicrond.events.vocabulary import NodeLost, TaskCancelled, TaskSubmitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.events.wire.selection import Selection
 from unicrond.replay.reading.export import Export
 
@@ -48,7 +48,7 @@ Ctl = Callable[..., "asyncio.Future[Outcome]"]
 
 
 @pytest.fixture(scope="module")
-def story() -> list[Recorded]:
+def story() -> list[RecordedEvent]:
     """Of four nodes, two tasks and a worker's death; `big` has a secret, one node is lost."""
     cluster = healed_cluster()
     cluster.kill_host(cluster.hosts["n4"])
@@ -61,7 +61,7 @@ def story() -> list[Recorded]:
 
 
 @pytest.fixture
-async def served(tmp_path: Path, story: list[Recorded]) -> AsyncIterator[Served]:
+async def served(tmp_path: Path, story: list[RecordedEvent]) -> AsyncIterator[Served]:
     async with serving(tmp_path, story) as served:
         yield served
 
@@ -84,7 +84,7 @@ async def entries_in(served: Served) -> list[Entry]:
 # --- the present ---------------------------------------------------------------------------------
 
 
-async def test_workers_have_rank_node_and_process(ctl: Ctl, served: Served) -> None:
+async def test_workers_command_shows_rank_node_and_process(ctl: Ctl, served: Served) -> None:
     outcome = await ctl("workers")
     rows = {line.split()[0]: line.split() for line in outcome.out.splitlines()[1:]}
     known = served.coordinator.state.tasks
@@ -99,38 +99,41 @@ async def test_workers_have_rank_node_and_process(ctl: Ctl, served: Served) -> N
     assert (await ctl("workers", "nothing")).code == 1
 
 
-async def test_one_thing_in_full(ctl: Ctl, served: Served) -> None:
+async def test_describe_command_shows_task_node_and_incident(ctl: Ctl, served: Served) -> None:
     state = served.coordinator.state
     task, node = await ctl("describe", "task", "big"), await ctl("describe", "node", "n4")
-    incident = await ctl("describe", "incident", state.closed[0].id)
+    incident = await ctl("describe", "incident", state.closed_incidents[0].id)
     assert [task.code, node.code, incident.code] == [0, 0, 0], (task, node, incident)
-    assert "iteration" in task.out and state.closed[0].id in task.out and "last events" in task.out
+    assert "iteration" in task.out and state.closed_incidents[0].id in task.out and "last events" in task.out
     assert all(worker in task.out for worker in state.tasks["big"].workers)
     assert "lost" in node.out and "last events" in node.out and "node n4 joined" in node.out
-    assert state.closed[0].message in incident.out and f"unicronctl story {state.closed[0].id}" in incident.out
+    assert (
+        state.closed_incidents[0].message in incident.out
+        and f"unicronctl story incident {state.closed_incidents[0].id}" in incident.out
+    )
     data = json.loads((await ctl("describe", "task", "big", "--json")).out)
     assert data["task"]["iteration"] == state.tasks["big"].progress.iteration and len(data["workers"]) >= 1
     refused = await ctl("describe", "node", "n9")
     assert refused == Outcome(1, "", "unicronctl: no node n9; known: n1, n2, n3, n4\n")
 
 
-async def test_doctor_finds_the_lost_node(ctl: Ctl) -> None:
+async def test_doctor_reports_lost_node(ctl: Ctl) -> None:
     outcome = await ctl("doctor", "--quick", "--json")
     found = {one["about"]: one["what"] for one in json.loads(outcome.out)}
     assert outcome.code == 1 and "is lost" in found["n4"] and "--quick" in outcome.err
     assert "its clock is behind" in found["n1"], "the story is of another year"
     whole = await ctl("doctor")
-    assert "unicronctl story node:n4" in whole.out and "does not answer: no answer within 10 s" in whole.out
+    assert "unicronctl story node n4" in whole.out and "does not answer: no answer within 10 s" in whole.out
 
 
-async def test_top_shows_tasks_and_workers_once_where_nobody_watches(ctl: Ctl, served: Served) -> None:
+async def test_top_prints_once_without_terminal(ctl: Ctl, served: Served) -> None:
     outcome = await ctl("top")
     assert outcome.code == 0 and outcome.out.startswith("tasks\n") and "\nworkers\n" in outcome.out
     worker = next(iter(served.coordinator.state.tasks["big"].workers.values()))
     assert str(worker.pid) in outcome.out
 
 
-async def test_stacks_of_all_ranks(ctl: Ctl) -> None:
+async def test_stacks_command_shows_all_ranks(ctl: Ctl) -> None:
     outcome = await ctl("stacks", "big")
     assert outcome.code == 0
     assert "--- rank 1, worker big.2 on n1, process 4711\nThread of rank 1" in outcome.out
@@ -141,7 +144,7 @@ async def test_stacks_of_all_ranks(ctl: Ctl) -> None:
     assert alone.code == 1 and "pip install 'unicrond[stacks]'" in alone.err
 
 
-async def test_a_worker_that_has_ended_has_a_log(ctl: Ctl, served: Served) -> None:
+async def test_logs_command_reads_log_of_exited_worker(ctl: Ctl, served: Served) -> None:
     (served.files.directory / "big.1").write_text("Traceback: here it is\n")
     assert (await ctl("logs", "big", "--worker", "big.1")).out == "Traceback: here it is\n"
     assert (await ctl("logs", "big", "--worker", "big.1", "--rank", "0")).code == 2
@@ -150,7 +153,7 @@ async def test_a_worker_that_has_ended_has_a_log(ctl: Ctl, served: Served) -> No
 # --- waiting -------------------------------------------------------------------------------------
 
 
-async def test_wait_says_by_its_exit_code_what_came_of_it(ctl: Ctl, served: Served) -> None:
+async def test_wait_command_tells_outcome_by_exit_code(ctl: Ctl, served: Served) -> None:
     assert (await ctl("wait", "small", "--for", "training", "--timeout-s", 5)).code == 0
     assert (await ctl("wait", "big", "--timeout-s", "0")) == Outcome(
         3, "", "unicronctl: task big is active, not completed after 0 s\n"
@@ -169,13 +172,13 @@ async def test_wait_says_by_its_exit_code_what_came_of_it(ctl: Ctl, served: Serv
 # --- the past ------------------------------------------------------------------------------------
 
 
-async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
+async def test_views_answer_for_past_entries(ctl: Ctl, served: Served) -> None:
     entries = await entries_in(served)
-    begun = next(entry.seq for entry in entries if isinstance(entry, Recorded) and kind_of(entry.envelope.event))
+    begun = next(entry.seq for entry in entries if isinstance(entry, RecordedEvent) and kind_of(entry.envelope.event))
     state = replay(entries, AtSeq(begun - 1))
     for view in ("nodes", "tasks"):
         told = json.loads((await ctl(view, "--json", "--at", begun - 1)).out)
-        assert set(told) == set(to_json(state)[view])
+        assert [row["name"] for row in told] == list(to_json(state)[view])
     then = json.loads((await ctl("status", "--json", "--at", begun - 1)).out)
     assert then["state"] == json.loads(json.dumps(to_json(state)))
     assert then["derived"] == derived_values(state, state.now_us)["derived"]
@@ -187,7 +190,7 @@ async def test_every_view_has_a_past(ctl: Ctl, served: Served) -> None:
     assert late.code == 2 and "is not in the log, which ends at entry" in late.err
 
 
-async def test_points_in_time_are_found_by_halves(served: Served) -> None:
+async def test_past_finds_entry_by_bisection(served: Served) -> None:
     client, entries = Client(served.url), await entries_in(served)
     for wanted in (entries[0], entries[7], entries[-1]):
         at = AtTime(wanted.recorded_at_us)
@@ -198,7 +201,7 @@ async def test_points_in_time_are_found_by_halves(served: Served) -> None:
     assert await asyncio.to_thread(past.seq_at, client, AtSeq(10**9), len(entries)) == len(entries)
 
 
-async def test_a_reader_that_has_seen_enough_leaves_no_error(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_closed_event_stream_leaves_no_error(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     client = Client(served.url)
     for _ in range(3):
         following = client.events(0, follow=True)
@@ -218,9 +221,9 @@ def numbers(outcome: Outcome) -> list[int]:
     return [int(line.split()[0]) for line in outcome.out.splitlines()]
 
 
-async def test_the_part_of_the_log_that_is_wanted(ctl: Ctl, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_command_selects_part_of_log(ctl: Ctl, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past, "_PIECE", 3)  # looked for in several pieces
-    entries = [entry for entry in await entries_in(served) if isinstance(entry, Recorded)]
+    entries = [entry for entry in await entries_in(served) if isinstance(entry, RecordedEvent)]
     of_big = [entry.seq for entry in entries if Selection(task="big").takes(entry)]
     lost = [entry.seq for entry in entries if isinstance(entry.envelope.event, NodeLost)]
     assert len(lost) == 1 and len(of_big) > 20
@@ -237,7 +240,7 @@ async def test_the_part_of_the_log_that_is_wanted(ctl: Ctl, served: Served, monk
     assert (await ctl("events", "--type", "NodeLots")).err.startswith("unicronctl: --type: no event type")
 
 
-async def test_story_and_verify_are_those_of_the_exported_log(
+async def test_story_and_verify_match_exported_log(
     ctl: Ctl, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unicrond.replay.cli import main as replayed
@@ -247,33 +250,33 @@ async def test_story_and_verify_are_those_of_the_exported_log(
 
     async def of_file(*arguments: str) -> str:
         capsys.readouterr()
-        await asyncio.to_thread(replayed, [*arguments, "--file", str(tmp_path / "log")])
+        await asyncio.to_thread(replayed, [*arguments, "--log", str(tmp_path / "log")])
         return capsys.readouterr().out
 
-    incident = served.coordinator.state.closed[0].id
-    for subject in (incident, "task:big", "node:n4"):
-        told = await ctl("story", subject)
-        assert told.code == 0 and told.out == await of_file("story", subject) != ""
-    assert (await ctl("story", "task:big", "--at", 12)).out != (await ctl("story", "task:big")).out
-    assert (await ctl("story", "nothing")).code == 2
+    incident = served.coordinator.state.closed_incidents[0].id
+    for subject in (("incident", incident), ("task", "big"), ("node", "n4")):
+        told = await ctl("story", *subject)
+        assert told.code == 0 and told.out == await of_file("story", *subject) != ""
+    assert (await ctl("story", "task", "big", "--until", 12)).out != (await ctl("story", "task", "big")).out
+    assert (await ctl("story", "nothing")).code == 2 and (await ctl("story", "node", "nothing")).code == 2
     by_api, by_file = json.loads((await ctl("verify", "--json")).out), json.loads(await of_file("verify", "--json"))
     assert by_api == by_file
 
 
-def test_verify_stops_at_any_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_stops_at_any_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from unicrond.replay.cli import main as replayed
 
     log = troubled(3, faults=4).log
     with Export(tmp_path / "log") as export:
         export.write(list(log))
     for seq in range(1, 30):
-        assert replayed(["verify", "--file", str(tmp_path / "log"), "--at", str(seq)]) == 0, capsys.readouterr().out
+        assert replayed(["verify", "--log", str(tmp_path / "log"), "--until", str(seq)]) == 0, capsys.readouterr().out
 
 
 # --- a report ------------------------------------------------------------------------------------
 
 
-async def test_a_report_opens_in_replay_and_holds_no_secret(
+async def test_report_opens_in_replay_without_secrets(
     ctl: Ctl, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unicrond.replay.cli import main as replayed
@@ -285,12 +288,12 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     (tmp_path / "big.1").write_text("the last words\n")
     out = tmp_path / "report.zip"
     outcome = await ctl("debug", "--out", out)
-    assert outcome.code == 0 and f"unicron-replay state --file {out}" in outcome.out, outcome
+    assert outcome.code == 0 and f"unicron-replay state --log {out}" in outcome.out, outcome
     assert out.stat().st_mode & 0o777 == 0o600
     with zipfile.ZipFile(out) as bundle:
         members = {name: bundle.read(name) for name in bundle.namelist()}
     assert {
-        "unicrond.events.log.event_log",
+        "events.log",
         "state.json",
         "health.json",
         "metrics.txt",
@@ -299,7 +302,7 @@ async def test_a_report_opens_in_replay_and_holds_no_secret(
     } <= set(members)
     assert not [name for name, content in members.items() if TOKEN.encode() in content]
     capsys.readouterr()
-    assert await asyncio.to_thread(replayed, ["state", "--file", str(out), "--json"]) == 0
+    assert await asyncio.to_thread(replayed, ["state", "--log", str(out), "--json"]) == 0
     state = json.loads(capsys.readouterr().out)["state"]
     assert "secret" in state["tasks"] and state["seq"] >= await served.log.last_seq() - 5
     with os.scandir(tmp_path) as left:

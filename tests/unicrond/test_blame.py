@@ -49,7 +49,7 @@ def pairs(bad: list[int], count: int, draw: random.Random | None = None) -> set[
 
 
 @given(draws, st.integers(2, 8), st.data())
-def test_the_order_of_the_reports_says_nothing(draw: random.Random, count: int, data: st.DataObject) -> None:
+def test_verdict_ignores_order_of_reports(draw: random.Random, count: int, data: st.DataObject) -> None:
     """Any reports at all, true or not, of the same break, in any order, added one by one as the log brings them."""
     lists = st.lists(st.sampled_from(names(count)), unique=True).map(tuple)
     told = data.draw(st.dictionaries(st.sampled_from(names(count)), lists, min_size=1))
@@ -59,7 +59,7 @@ def test_the_order_of_the_reports_says_nothing(draw: random.Random, count: int, 
 
 
 @given(draws, st.permutations(range(4)), st.permutations(range(4)))
-def test_a_break_folds_to_one_verdict_whoever_is_quicker(draw: random.Random, one: list[int], other: list[int]) -> None:
+def test_fold_reaches_same_verdict_in_any_order(draw: random.Random, one: list[int], other: list[int]) -> None:
     """The whole way: reports into the log, the fold's incident, the verdict."""
     found = []
     told: dict[str, tuple[str, ...]] = {}
@@ -81,7 +81,7 @@ def test_a_break_folds_to_one_verdict_whoever_is_quicker(draw: random.Random, on
     assert found[0] == found[1] and found[0].blamed == found[0].clear == (task.workers[workers[1]].node,)
 
 
-def test_the_word_of_one_alone_is_clear_of_nobody() -> None:
+def test_single_report_gives_no_clear_verdict() -> None:
     """The others may have left because of somebody else, and not have told yet."""
     cluster = MiniCluster(1)
     for number in range(3):
@@ -101,9 +101,7 @@ def test_the_word_of_one_alone_is_clear_of_nobody() -> None:
 
 
 @given(draws, st.integers(3, 12), st.booleans())
-def test_a_single_bad_node_is_found_whatever_the_topology_of_reports(
-    draw: random.Random, count: int, all_links: bool
-) -> None:
+def test_verdict_blames_single_bad_node_in_any_topology(draw: random.Random, count: int, all_links: bool) -> None:
     """It breaks links to two others or more; who notices first, who hears only of the leaving, is drawn."""
     guilty = draw.randrange(count)
     told = told_of(draw, count, pairs([guilty], count, None if all_links else draw))
@@ -115,7 +113,7 @@ def test_a_single_bad_node_is_found_whatever_the_topology_of_reports(
 
 
 @given(draws, st.integers(3, 8))
-def test_who_breaks_one_link_at_a_time_is_found_by_the_record(draw: random.Random, count: int) -> None:
+def test_verdict_blames_node_by_record_of_single_breaks(draw: random.Random, count: int) -> None:
     """Each single break fits two nodes as well; the one that is an end each time stands out after some."""
     guilty = draw.randrange(count)
     node, record = places(count)[names(count)[guilty]], Counter[str]()
@@ -131,7 +129,7 @@ def test_who_breaks_one_link_at_a_time_is_found_by_the_record(draw: random.Rando
 
 @pytest.mark.parametrize("guilty", range(3))
 @pytest.mark.parametrize("whole_first", [True, False])
-def test_echoes_never_add_up_to_a_fault(guilty: int, whole_first: bool) -> None:
+def test_echoes_never_blame_innocent_node(guilty: int, whole_first: bool) -> None:
     """Once both links are told of; once whoever has lost one leaves so soon that the third hears only of that."""
     workers, nodes = names(3), places(3)
     one, other = (worker for worker in workers if worker != workers[guilty])
@@ -142,7 +140,7 @@ def test_echoes_never_add_up_to_a_fault(guilty: int, whole_first: bool) -> None:
 
 
 @given(draws, st.integers(5, 12))
-def test_two_bad_nodes_of_five_or_more_are_found(draw: random.Random, count: int) -> None:
+def test_verdict_blames_two_bad_nodes_of_five_or_more(draw: random.Random, count: int) -> None:
     bad = draw.sample(range(count), 2)
     told = told_of(draw, count, pairs(bad, count) | {frozenset(names(count)[one] for one in bad)})
     found = judged(told, count)
@@ -150,7 +148,7 @@ def test_two_bad_nodes_of_five_or_more_are_found(draw: random.Random, count: int
 
 
 @given(draws, st.integers(2, 8), st.integers(2, 8))
-def test_of_two_sides_the_smaller_is_given_up(draw: random.Random, one: int, other: int) -> None:
+def test_verdict_gives_up_smaller_side(draw: random.Random, one: int, other: int) -> None:
     """All links between them are broken: the larger side trains on; of equal ones the one with the first name."""
     count = one + other
     workers = draw.sample(names(count), count)
@@ -162,7 +160,7 @@ def test_of_two_sides_the_smaller_is_given_up(draw: random.Random, one: int, oth
 
 
 @given(draws, st.integers(2, 6))
-def test_of_equal_sides_the_one_with_the_better_state_trains_on(draw: random.Random, half: int) -> None:
+def test_verdict_keeps_side_with_better_state(draw: random.Random, half: int) -> None:
     workers = draw.sample(names(2 * half), 2 * half)
     near, far = workers[:half], workers[half:]
     told = told_of(draw, 2 * half, {frozenset((a, b)) for a in near for b in far})
@@ -174,13 +172,13 @@ def test_of_equal_sides_the_one_with_the_better_state_trains_on(draw: random.Ran
 
 
 @given(draws, st.integers(2, 8))
-def test_one_link_alone_is_clear_of_nobody(draw: random.Random, count: int) -> None:
+def test_single_link_gives_no_clear_verdict(draw: random.Random, count: int) -> None:
     one, other = draw.sample(names(count), 2)
     assert judged({one: (other,), other: (one,)}, count).clear == ()
 
 
 @given(draws, st.integers(3, 12))
-def test_the_innocent_are_never_clearly_to_blame(draw: random.Random, count: int) -> None:
+def test_innocent_node_is_never_clearly_blamed(draw: random.Random, count: int) -> None:
     """Whatever part of its links one node breaks, time after time, nobody else is ever called clearly guilty."""
     guilty, record = draw.randrange(count), Counter[str]()
     node = places(count)[names(count)[guilty]]
@@ -192,9 +190,7 @@ def test_the_innocent_are_never_clearly_to_blame(draw: random.Random, count: int
 
 
 @given(draws, st.integers(3, 12))
-def test_the_innocent_are_not_clearly_to_blame_where_some_cannot_tell_whom_they_lost(
-    draw: random.Random, count: int
-) -> None:
+def test_partial_reports_never_clearly_blame_innocent_node(draw: random.Random, count: int) -> None:
     """The agents of an older version tell of the break alone."""
     guilty, record = draw.randrange(count), dict[str, int]()
     node = places(count)[names(count)[guilty]]
@@ -209,28 +205,28 @@ def test_the_innocent_are_not_clearly_to_blame_where_some_cannot_tell_whom_they_
 
 
 @pytest.mark.parametrize("told", [{}, {"t.0": ()}, {"t.0": (), "t.1": ()}, {"t.0": ("t.9",)}, {"t.9": ("t.0",)}])
-def test_without_evidence_nobody_is_to_blame(told: dict[str, tuple[str, ...]]) -> None:
+def test_verdict_blames_no_node_without_evidence(told: dict[str, tuple[str, ...]]) -> None:
     assert judged(told, 3) == BlameVerdict()
 
 
-def test_all_links_broken_are_clear_of_nobody() -> None:
+def test_break_of_all_links_gives_no_clear_verdict() -> None:
     workers = names(4)
     told = {worker: tuple(peer for peer in workers if peer != worker) for worker in workers}
     found = judged(told, 4)
     assert len(found.blamed) == 1 and not found.clear
 
 
-def test_workers_of_one_node_are_no_link() -> None:
+def test_workers_of_same_node_form_no_link() -> None:
     assert links({"t.0": ("t.1",)}, {"t.0": "n0", "t.1": "n0"}) == {}
 
 
-def test_sixty_four_members_are_judged_at_once() -> None:
+def test_verdict_of_64_members_is_immediate() -> None:
     workers = names(64)
     told = {worker: tuple(peer for peer in workers if (int(peer[2:]) ^ int(worker[2:])) & 1) for worker in workers}
     assert judged(told, 64).blamed == tuple(f"n{number:02}" for number in range(1, 64, 2))
 
 
-def test_the_lost_one_of_a_thousand_is_found_among_those_that_left() -> None:
+def test_verdict_blames_lost_worker_of_1024() -> None:
     """The first 64 name it and all that have left before them, later ones the one whose leaving has stopped them."""
     told: dict[str, tuple[str, ...]] = {}
     for worker in names(1024):
@@ -239,13 +235,13 @@ def test_the_lost_one_of_a_thousand_is_found_among_those_that_left() -> None:
     assert judged(told, 1024) == BlameVerdict(("n07",), ("n07",))
 
 
-def test_members_of_which_many_are_lost_are_judged_at_once() -> None:
+def test_verdict_of_many_lost_members_is_immediate() -> None:
     workers = names(300)
     told = {worker: tuple(workers[:12]) for worker in workers[12:]}
     assert judged(told, 300).blamed == tuple(f"n{number:02}" for number in range(12))
 
 
-def test_two_replicas_that_name_nobody_have_lost_each_other() -> None:
+def test_two_replicas_without_names_count_as_one_link() -> None:
     cluster = MiniCluster(3)
     cluster.add_host("n0")
     cluster.add_host("n1")
@@ -270,7 +266,7 @@ def test_two_replicas_that_name_nobody_have_lost_each_other() -> None:
 
 
 @given(st.lists(st.sampled_from(names(3)), max_size=3, unique=True))
-def test_what_a_report_names_that_is_no_member_is_left_out(lost: list[str]) -> None:
+def test_fold_drops_lost_peers_that_are_no_members(lost: list[str]) -> None:
     assume(lost)
     cluster = MiniCluster(3)
     for number in range(3):
@@ -285,10 +281,10 @@ def test_what_a_report_names_that_is_no_member_is_left_out(lost: list[str]) -> N
     assert isinstance(cluster.log[-1].envelope.event, v.ErrorReported)
 
 
-def test_with_a_readmitted_node_its_peers_record_is_forgotten_but_for_equals() -> None:
-    held = Troubles(ends={"n1": 6, "n3": 6, "n5": 1}, breaks={"n3": 3}, unclear={"n3": 3})
+def test_readmission_clears_record_of_node_and_its_peers() -> None:
+    held = Troubles(ends={"n1": 6, "n3": 6, "n5": 1}, breaks={"n3": 3}, unclear_breaks={"n3": 3})
     forgiven = readmit(held, "n3")
-    assert forgiven.ends == {"n1": 1, "n5": 1} and not forgiven.breaks and not forgiven.unclear
+    assert forgiven.ends == {"n1": 1, "n5": 1} and not forgiven.breaks and not forgiven.unclear_breaks
     verdict = judge({("n1", "n3"): PLAIN}, forgiven.ends, {})
     assert verdict.blamed == ("n1",) and verdict.clear == ()
     assert readmit(held, "n4") == held

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.replay.logs import eventful
-from unicrond.core.fold import fold
+from unicrond.core.replayer import steps
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.survey import Survey, of_nodes
 from unicrond.core.state import ordered_map
@@ -18,7 +18,7 @@ from unicrond.core.state.state import ClusterState, NodeStatus, Tally, Task, Wor
 from unicrond.core.state.workers_by_node import ByNode
 from unicrond.core.tasks.reconcile import all_in, staffing
 from unicrond.events.vocabulary import WorkerJoinedGroup
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 
 COUNTS = Tally._COUNTS
 
@@ -28,21 +28,19 @@ def states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Those of a log in which nearly everything happens; in maps of several chunks, too."""
     monkeypatch.setattr(ordered_map, "SMALL", request.param)
     monkeypatch.setattr(ordered_map, "CHUNK", max(1, request.param // 2))
-    state, found = ClusterState(), []
-    for entry in eventful(5):
-        state = fold(state, entry)
+    found = []
+    for _, _, state in steps(eventful(5)):
         _ = state.by_node, [task.tally for task in state.tasks.values()]
         found.append(state)
     yield found
 
 
-def test_generations_by_the_leads_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_by_leader_report_matches_each_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each member had said for itself what its lead says for it."""
     monkeypatch.setattr(ordered_map, "SMALL", 2)
-    state, joined, vouched = ClusterState(), dict[str, int](), 0
-    for entry in eventful(5):
-        before, state = state, fold(state, entry)
-        event = entry.envelope.event if isinstance(entry, Recorded) and state.tasks is not before.tasks else None
+    joined, vouched = dict[str, int](), 0
+    for before, entry, state in steps(eventful(5)):
+        event = entry.envelope.event if isinstance(entry, RecordedEvent) and state.tasks is not before.tasks else None
         if isinstance(event, WorkerJoinedGroup):
             task = state.tasks[event.task]
             assert task.membership is not None
@@ -63,7 +61,7 @@ def leavers(task: Task) -> list[str]:
     return [w.worker for w in task.workers.values() if w.status is WorkerStatus.MEMBER and w.worker not in members]
 
 
-def test_tallies(states: list[ClusterState]) -> None:
+def test_tally_matches_full_count(states: list[ClusterState]) -> None:
     for state in states:
         for task in state.tasks.values():
             anew = Tally(task.workers, task.membership, None)
@@ -80,7 +78,7 @@ def test_tallies(states: list[ClusterState]) -> None:
             )
 
 
-def test_who_is_where(states: list[ClusterState]) -> None:
+def test_node_index_matches_task_workers(states: list[ClusterState]) -> None:
     for state in states:
         anew = ByNode(state.tasks)
         for node in state.nodes:
@@ -90,7 +88,7 @@ def test_who_is_where(states: list[ClusterState]) -> None:
                 assert state.by_node.of_task(node, task) == [worker for name, worker in here if name == task]
 
 
-def test_surveys(states: list[ClusterState]) -> None:
+def test_incremental_survey_matches_new_survey(states: list[ClusterState]) -> None:
     survey = None
     for state in states:
         survey = Survey(state, Policy(), survey)
@@ -108,7 +106,7 @@ def test_surveys(states: list[ClusterState]) -> None:
             assert survey.settled(task) == (plain.fits and all_in(task))
 
 
-def test_a_check_of_what_differs_finds_what_a_check_of_everything_does(states: list[ClusterState]) -> None:
+def test_incremental_check_matches_full_check(states: list[ClusterState]) -> None:
     before = ClusterState()
     for state in states:
         check(state)

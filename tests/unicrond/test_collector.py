@@ -13,7 +13,7 @@ class Thing:
         self.me: Thing | None = None
 
 
-def test_what_survived_is_not_looked_at_again_until_all_is() -> None:
+def test_collector_skips_frozen_objects_until_thaw() -> None:
     gc.collect()
     with short_pauses(thaw_after=3):
         kept = Thing()

@@ -36,14 +36,14 @@ def settings(*where: str) -> dict[str, str]:
     return {name: default for name, place, default, _ in ROW.findall(TEXT) if place in where}
 
 
-def test_every_row_is_read_and_stands_once() -> None:
+def test_document_has_each_setting_once() -> None:
     _, _, section = TEXT.partition("## All settings")
     rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     names = [name for name, *_ in ROW.findall(TEXT)]
     assert len(rows) == len(names) == len(set(names))
 
 
-def test_the_file_has_these_settings_with_these_defaults() -> None:
+def test_document_matches_file_settings_and_defaults() -> None:
     def flat(struct: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for name in struct.__struct_fields__:
             value = getattr(struct, name)
@@ -56,12 +56,12 @@ def test_the_file_has_these_settings_with_these_defaults() -> None:
     assert documented == dict(flat(Config()))
 
 
-def test_the_example_is_a_configuration() -> None:
+def test_document_example_is_valid_configuration() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     msgspec.convert(parse(block).value, Config, strict=True)
 
 
-def test_the_agent_has_these_flags_with_these_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_matches_agent_flags_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[argparse.ArgumentParser] = []
 
     def stop(self: argparse.ArgumentParser, *_: Any) -> Any:
@@ -82,7 +82,7 @@ def test_the_agent_has_these_flags_with_these_defaults(monkeypatch: pytest.Monke
     }
 
 
-def test_a_worker_has_these_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_matches_worker_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     documented = {
         name: default for name, default in settings("worker").items() if name.startswith("UNICRON_") and default
     }
@@ -111,5 +111,5 @@ def variables_of_the_code() -> set[str]:
     return found - NO_VARIABLES
 
 
-def test_these_are_the_environment_variables_of_the_code() -> None:
+def test_document_lists_environment_variables_of_code() -> None:
     assert set(settings("worker", "node", "client", "study", "given")) == variables_of_the_code()

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.coordinators import running
-from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
+from unicrond.core.replayer import replay
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import MAX_BATCH, Fenced
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.replay.views.verify import Verifier, bases
 from unicrond.service.coordinator import coordinator
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.views.view import steps
+from unicrond.service.coordinator.surroundings import HeadSettings
+from unicrond.views.view import feed_all
 
 
 def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelope:
@@ -37,19 +37,19 @@ def joined(node: str = "n1") -> v.NodeJoined:
     return v.NodeJoined(node=node, address="127.0.0.1", slots=1, store=store, agent_boot=1, version="test")
 
 
-async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> list[Recorded]:
+async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> list[RecordedEvent]:
     """The whole log, up to the first entry for which `found` holds."""
-    read: list[Recorded] = []
+    read: list[RecordedEvent] = []
     async with asyncio.timeout(30):
         async for entry in log.read():
-            assert isinstance(entry, Recorded)
+            assert isinstance(entry, RecordedEvent)
             read.append(entry)
             if found(entry.envelope.event):
                 return read
     raise AssertionError("the log ended")
 
 
-async def test_it_plans_and_starts_workers() -> None:
+async def test_coordinator_plans_and_starts_workers() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -57,24 +57,22 @@ async def test_it_plans_and_starts_workers() -> None:
         read = await entries_until(log, lambda e: isinstance(e, v.StartWorker))
         (started,) = [e.envelope for e in read if isinstance(e.envelope.event, v.StartWorker)]
         assert started.term == 1
-        state = ClusterState()
-        for entry in read:
-            state = fold(state, entry)
+        state = replay(read)
         assert state.plan.assignments["a"].workers == 1
 
 
-async def test_a_persons_word_on_the_log_is_said_by_every_later_coordinator() -> None:
+async def test_successor_repeats_adoption_in_its_claim() -> None:
     """Also by another head, which has not heard it itself."""
     log = MemoryLog()
     for adopted_us, said_us in ((0, 0), (70, 70), (0, 70), (50, 70)):
         async with running(log, adopted_us=adopted_us) as coordinator:
             newest = [e async for e in log.read(0, until_seq=await log.last_seq())]
-            claims = [e.envelope.event for e in newest if isinstance(e, Recorded)]
+            claims = [e.envelope.event for e in newest if isinstance(e, RecordedEvent)]
             claim = [claim for claim in claims if isinstance(claim, v.CoordinatorStarted)][-1]
             assert (claim.term, claim.adopted_us) == (coordinator.state.term, said_us)
 
 
-async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
+async def test_restart_folds_log_and_repeats_no_decision() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -90,7 +88,7 @@ async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
     assert not again
 
 
-async def test_curves_that_take_a_while_are_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_coordinator_makes_slow_curves_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by: list[threading.Thread] = []
     make = Survey.make_curves
 
@@ -111,9 +109,9 @@ async def test_curves_that_take_a_while_are_made_in_a_thread(monkeypatch: pytest
     assert made_by and threading.main_thread() not in made_by
 
 
-async def test_a_new_coordinator_fences_the_old_one() -> None:
+async def test_new_coordinator_fences_predecessor() -> None:
     log = MemoryLog()
-    old = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2)
+    old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
     await asyncio.wait_for(old.live.wait(), 5)
     async with running(log) as new:
@@ -124,12 +122,12 @@ async def test_a_new_coordinator_fences_the_old_one() -> None:
             await asyncio.wait_for(running_old, 5)
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
     plans = [e async for e in log.read(until_seq=await log.last_seq())]
-    assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, Recorded)) == 1
+    assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, RecordedEvent)) == 1
 
 
-async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_in_its_name() -> None:
+async def test_coordinator_stops_before_deciding_in_newer_term() -> None:
     log = MemoryLog()
-    old = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2)
+    old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
     await asyncio.wait_for(old.live.wait(), 5)
     await log.claim_term(
@@ -147,7 +145,7 @@ async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_
     assert await log.last_seq() == 2
 
 
-async def test_a_silent_node_is_declared_lost() -> None:
+async def test_coordinator_declares_silent_node_lost() -> None:
     log, beats = MemoryLog(), MemoryBeatLog()
     async with running(log, beats) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -158,7 +156,7 @@ async def test_a_silent_node_is_declared_lost() -> None:
         assert coordinator.state.term == 1
 
 
-async def test_the_live_state_is_the_fold_of_the_log() -> None:
+async def test_live_state_matches_fold_of_log() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -166,13 +164,11 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
         async with asyncio.timeout(30):
             while coordinator.state.seq < await log.last_seq():  # noqa: ASYNC110  (its own loop is what we wait for)
                 await asyncio.sleep(0)
-        state = ClusterState()
-        async for entry in log.read(until_seq=coordinator.state.seq):
-            state = fold(state, entry)
+        state = replay([entry async for entry in log.read(until_seq=coordinator.state.seq)])
         assert digest(state) == digest(coordinator.state)
 
 
-async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_successive_node_losses_make_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unicrond.core.nodes.liveness.RECONNECT_US", 0)  # or both would be late from the same moment on
     log, beats = MemoryLog(), MemoryBeatLog()
     names = [f"n{number}" for number in range(1, 6)]
@@ -205,7 +201,7 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
         lost: set[str] = set()
         async with asyncio.timeout(20):
             async for entry in log.read():
-                assert isinstance(entry, Recorded)
+                assert isinstance(entry, RecordedEvent)
                 event = entry.envelope.event
                 if isinstance(event, v.NodeLost):
                     lost.add(event.node)
@@ -216,7 +212,7 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
         beating.cancel()
 
 
-async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
+async def test_log_holds_severities_of_configuration() -> None:
     log = MemoryLog()
     async with running(log, severity={"nan_loss": 1}) as coordinator:
         read = await entries_until(log, lambda e: isinstance(e, v.CoordinatorStarted))
@@ -226,7 +222,7 @@ async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
 
 
 @given(st.lists(st.integers(0, 1200), max_size=6))
-def test_a_decision_and_its_commands_are_one_batch(commands: list[int]) -> None:
+def test_batch_holds_decision_and_its_commands(commands: list[int]) -> None:
     events: list[v.AnyEvent] = []
     for task, count in enumerate(commands):
         events.append(v.DeadlineExpired(deadline_id=f"start:{task}"))
@@ -240,7 +236,7 @@ def test_a_decision_and_its_commands_are_one_batch(commands: list[int]) -> None:
         assert not torn or commands[int(batch[0].command_id.rpartition(".")[2])] >= MAX_BATCH
 
 
-async def test_it_begins_another_term_when_it_is_asked_to_and_goes_on() -> None:
+async def test_coordinator_begins_new_term_on_request() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
@@ -252,6 +248,5 @@ async def test_it_begins_another_term_when_it_is_asked_to_and_goes_on() -> None:
         assert coordinator.live.is_set() and not coordinator.fault
     assert [e.envelope.term for e in read if isinstance(e.envelope.event, v.StartWorker)] == [2]
     verifier = Verifier(bases(read))
-    for step in steps(read):
-        verifier.feed(step)
+    feed_all(verifier, read)
     assert verifier.finish().decisions >= 3

@@ -94,14 +94,14 @@ def assert_as_the_accountant_says(states: list[ClusterState]) -> Ledger:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_microsecond_is_delivered_or_lost_to_something(seed: int) -> None:
+def test_ledger_accounts_every_microsecond(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed):
         assert_identity(cluster.state.ledger)
     assert_as_the_accountant_says(states_of(list(cluster.log)))
 
 
-def test_the_faults_of_the_stories_do_cost_something() -> None:
+def test_story_faults_cost_something() -> None:
     """Or the test above would say nothing."""
     spent: dict[str, int] = defaultdict(int)
     for seed in range(20):
@@ -113,11 +113,11 @@ def test_the_faults_of_the_stories_do_cost_something() -> None:
     assert all(count >= 10 for count in spent.values()), spent
 
 
-def test_the_golden_log_balances() -> None:
+def test_golden_log_matches_accountant() -> None:
     assert_as_the_accountant_says(states_of(list(read_entries(LOGS[1]))))
 
 
-def test_a_killed_worker_costs_its_task_until_it_goes_on() -> None:
+def test_killed_worker_costs_task_until_it_resumes() -> None:
     cluster = trained(1)
     cluster.train("big")
     before = cluster.state
@@ -128,14 +128,14 @@ def test_a_killed_worker_costs_its_task_until_it_goes_on() -> None:
     died_us = cluster.now_us
     cluster.now_us += 2 * SECOND_US
     cluster.run()
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     assert closed.transition_us > 2 * SECOND_US and closed.detected_us == died_us
     # What is charged is what the task did not achieve, to the microsecond.
     assert closed.transition_flop == rate * closed.transition_us / SECOND_US
     assert closed.detection_flop == rate * closed.detection_us / SECOND_US
 
 
-def test_a_node_lost_late_takes_its_silence_out_of_what_was_delivered() -> None:
+def test_late_node_loss_subtracts_silence_from_delivered() -> None:
     cluster = trained(2)
     cluster.now_us += 10 * SECOND_US
     host = cluster.hosts[cluster.state.tasks["big"].membership.members[1].node]
@@ -143,13 +143,13 @@ def test_a_node_lost_late_takes_its_silence_out_of_what_was_delivered() -> None:
     cluster.kill_host(host)
     cluster.lose(host)  # its last beat was a second ago
     cluster.run()
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     assert closed.detection_us >= SECOND_US
     assert closed.detection_flop == rate * closed.detection_us / SECOND_US
     assert closed.sub_health_flops == cluster.state.plan.waf_if_healthy - cluster.state.plan.waf > 0
 
 
-def test_a_lost_node_takes_over_what_its_dead_worker_has_cost() -> None:
+def test_lost_node_inherits_cost_of_dead_worker() -> None:
     cluster = trained(4)
     cluster.train("big")
     victim = cluster.state.tasks["big"].membership.members[1]
@@ -160,13 +160,13 @@ def test_a_lost_node_takes_over_what_its_dead_worker_has_cost() -> None:
     cluster.kill_host(host)
     cluster.lose(host)
     cluster.run()
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     assert closed.kind == "node_lost" and closed.detected_us == died_us
     assert closed.transition_flop == rate * closed.transition_us / SECOND_US > 5 * rate
     assert closed.detection_flop * SECOND_US == cluster.state.ledger.detection
 
 
-def test_without_faults_nothing_is_lost_once_all_train() -> None:
+def test_training_without_faults_loses_nothing() -> None:
     cluster = trained(3)
     now_us = cluster.now_us
     start, end = costs_at(cluster.state, now_us), costs_at(cluster.state, now_us + 3600 * SECOND_US)
@@ -175,5 +175,5 @@ def test_without_faults_nothing_is_lost_once_all_train() -> None:
     assert end.sub_health_flop == start.sub_health_flop
 
 
-def test_sums_stay_exact_beyond_what_a_decimal_adds() -> None:
+def test_ledger_sum_stays_exact_beyond_decimal() -> None:
     assert int(plus(plus(ZERO, 10**40), 1)) == 10**40 + 1

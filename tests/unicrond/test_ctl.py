@@ -29,6 +29,7 @@ from unicrond.events.vocabulary import (
     TaskCancelled,
     TaskReshaped,
     TaskSubmitted,
+    TaskUpdated,
 )
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope
@@ -94,7 +95,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 # --- looking -------------------------------------------------------------------------------------
 
 
-async def test_the_cluster_at_a_glance(served: Served) -> None:
+async def test_status_commands_show_cluster(served: Served) -> None:
     status, nodes, tasks, plan = await asyncio.gather(
         *(ctl(*words, url=served.url) for words in (["status"], ["nodes"], ["tasks"], ["plan", "show"]))
     )
@@ -114,7 +115,7 @@ async def test_the_cluster_at_a_glance(served: Served) -> None:
         assert all(char.isprintable() or char == "\n" for char in outcome.out)
 
 
-async def test_json_is_for_programs(served: Served) -> None:
+async def test_json_output_matches_state(served: Served) -> None:
     lead = served.coordinator.state.tasks["small"].membership.members[0]  # type: ignore[union-attr]
     nan = StepCommitted(
         node=lead.node, task="small", worker=lead.worker, generation=served.coordinator.state.tasks["small"].generation,
@@ -133,31 +134,32 @@ async def test_json_is_for_programs(served: Served) -> None:
             ["--json", "nodes"],
             ["tasks", "--json"],
             ["plan", "show", "--json"],
-            ["events", "--json", "--after", str(seq - 1)],
+            ["events", "--json", "--since", str(seq - 1)],
         )
     ]
     assert status["state"]["seq"] >= seq  # type: ignore[index]
-    assert set(nodes) == {"n1", "n2", "n3", "n4"}  # type: ignore[call-overload]
-    assert tasks["small"]["loss"] is None  # type: ignore[index]
-    assert tasks["big"]["waf"] >= 0  # type: ignore[index]
+    assert {node["name"] for node in nodes} == {"n1", "n2", "n3", "n4"}  # type: ignore[attr-defined]
+    by_name = {task["name"]: task for task in tasks}  # type: ignore[attr-defined]
+    assert by_name["small"]["loss"] is None
+    assert by_name["big"]["waf"] >= 0
     assert plan["assignments"]["big"]["workers"] == 3  # type: ignore[index]
     assert events["type"] == "StepCommitted"  # type: ignore[index]
 
 
-async def test_events_are_sentences(served: Served) -> None:
+async def test_events_command_prints_sentences(served: Served) -> None:
     everything = (await ctl("events", url=served.url)).out.splitlines()
     assert len(everything) == await served.log.last_seq()
     assert everything[0].split()[0] == "1"
-    some = await ctl("events", "--after", "3", "--type", "TaskSubmitted", "--type", "PlanAdopted", url=served.url)
+    some = await ctl("events", "--since", "3", "--type", "TaskSubmitted", "--type", "PlanAdopted", url=served.url)
     kinds = [line.split()[2] for line in some.out.splitlines()]
     assert set(kinds) == {"TaskSubmitted", "PlanAdopted"}
     assert "task big submitted: weight 2, 1 to 3 workers" in some.out
-    assert (await ctl("events", "--after", "999999", url=served.url)) == Outcome(0, "", "")
+    assert (await ctl("events", "--since", "999999", url=served.url)) == Outcome(0, "", "")
 
 
-async def test_events_are_followed_across_a_restart(served: Served) -> None:
+async def test_events_command_follows_across_restart(served: Served) -> None:
     last = await served.log.last_seq()
-    process = await start("events", "-f", "--after", str(last - 1), "--url", served.url)
+    process = await start("events", "-f", "--since", str(last - 1), "--url", served.url)
     await read_until(process, f"{last}  ")
     await served.stop()
     await served.start()
@@ -170,7 +172,7 @@ async def test_events_are_followed_across_a_restart(served: Served) -> None:
     assert "trying again" in await interrupt(process)
 
 
-async def test_a_reader_that_has_seen_enough_is_no_error(served: Served) -> None:
+async def test_closed_pipe_is_no_error(served: Served) -> None:
     command = f"{sys.executable} -m unicrond.ctl.main events --url {served.url} | head -n 1; exit ${{PIPESTATUS[0]}}"
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -179,7 +181,7 @@ async def test_a_reader_that_has_seen_enough_is_no_error(served: Served) -> None
     assert (process.returncode, out.count(b"\n"), err) == (0, 1, b"")
 
 
-async def test_watch_prints_lines_where_there_is_no_terminal(served: Served) -> None:
+async def test_watch_prints_lines_without_terminal(served: Served) -> None:
     process = await start("watch", url=served.url)
     lines = await read_until(process, "coordinator started term 2")
     assert any("incident" in line and "closed by restart the process" in line for line in lines)
@@ -190,7 +192,7 @@ async def test_watch_prints_lines_where_there_is_no_terminal(served: Served) -> 
 # --- asking for something ------------------------------------------------------------------------
 
 
-async def test_submit_and_cancel(served: Served) -> None:
+async def test_ctl_submits_and_cancels_task(served: Served) -> None:
     last = await served.log.last_seq()
     done = await ctl("submit", "-", url=served.url, stdin=b"name: third\nweight: 9\n")
     assert (done.code, done.err) == (0, "")
@@ -207,7 +209,22 @@ async def test_submit_and_cancel(served: Served) -> None:
     assert "task: nobody is not active" in one_line(await ctl("cancel", "nobody", url=served.url), 1)
 
 
-async def test_more_replicas_than_lanes_are_warned_of(served: Served) -> None:
+async def test_ctl_sets_worth_and_bounds_of_running_task(served: Served) -> None:
+    name = next(iter(served.coordinator.state.tasks))
+    last = await served.log.last_seq()
+    done = await ctl("set", name, "--weight", "3", "--preemptible", "yes", "--reason", "test", url=served.url)
+    assert (done.code, done.err) == (0, ""), done
+    assert f"task {name} goes on with weight 3, preemptible yes, from sequence" in done.out
+    await served.until(TaskUpdated, last)
+    spec = served.coordinator.state.tasks[name].spec
+    assert spec.weight == 3 and spec.preemptible
+    both = await ctl("set", name, "--weight", "3", "--lr", "1e-4", url=served.url)
+    assert "--lr: waits for the end of an iteration" in one_line(both, 2)
+    assert "min_workers" in one_line(await ctl("set", name, "--min-workers", "99", url=served.url), 1)
+    assert "give --weight" in one_line(await ctl("set", name, url=served.url), 2)
+
+
+async def test_submit_warns_of_more_replicas_than_lanes(served: Served) -> None:
     task = b"name: third\nmax_workers: 2\nglobal_batch: 8\nenv: {UNICRON_LANES: '1'}\n"
     done = await ctl("submit", "-", url=served.url, stdin=task)
     assert done.code == 0 and "warning: env.UNICRON_LANES: 1 lanes for up to 2 replicas" in done.err
@@ -216,7 +233,7 @@ async def test_more_replicas_than_lanes_are_warned_of(served: Served) -> None:
     assert grown.code == 0 and "2 lanes for up to 3 replicas: those that share a lane compute one after" in grown.err
 
 
-async def test_reshape(served: Served) -> None:
+async def test_reshape_command_changes_workers(served: Served) -> None:
     last = await served.log.last_seq()
     done = await ctl("reshape", "big", "--max-workers", "1", "--reason", "small for a day", url=served.url)
     assert (done.code, done.err) == (0, "")
@@ -229,7 +246,7 @@ async def test_reshape(served: Served) -> None:
     assert "--tp: '0' is not a whole number of 1 or more" in one_line(await ctl("reshape", "big", "--tp", "0"), 2)
 
 
-async def test_a_token_is_given_in_a_file(tmp_path: Path) -> None:
+async def test_ctl_reads_token_from_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     (tmp_path / "wrong").write_text("guess\n")
     async with serving(tmp_path, story=[], token="s3cret") as served:
@@ -243,7 +260,7 @@ async def test_a_token_is_given_in_a_file(tmp_path: Path) -> None:
 # --- logs ----------------------------------------------------------------------------------------
 
 
-async def test_logs(served: Served, tmp_path: Path) -> None:
+async def test_logs_command_prints_log_of_rank(served: Served, tmp_path: Path) -> None:
     (tmp_path / "0").write_text("zero\n")
     (tmp_path / "1").write_text("one\ntwo\n")
     assert (await ctl("logs", "big", url=served.url)).out == "zero\n"
@@ -252,7 +269,7 @@ async def test_logs(served: Served, tmp_path: Path) -> None:
     assert "has no worker of rank 7" in one_line(await ctl("logs", "big", "--rank", "7", url=served.url), 1)
 
 
-async def test_logs_are_followed_into_the_next_worker(served: Served, tmp_path: Path) -> None:
+async def test_logs_command_follows_into_next_worker(served: Served, tmp_path: Path) -> None:
     log = tmp_path / "0"
     log.write_text("first\n")
     process = await start("logs", "big", "-f", url=served.url)
@@ -277,19 +294,19 @@ BAD_USAGE = [
     (["logs"], "arguments are required: TASK"),
     (["logs", "big", "--rank", "one"], "--rank: 'one' is not a whole number of 0 or more"),
     (["logs", "big", "--tail-bytes", "0"], "--tail-bytes: '0' is not a whole number of 1 or more"),
-    (["events", "--after", "-1"], "--after: '-1' is not a whole number of 0 or more"),
+    (["events", "--since", "x"], "--since: 'x' is not a point of a log"),
     (["events", "--type", "PlanAdoptd"], "--type: no event type 'PlanAdoptd'; did you mean PlanAdopted?"),
     (["tasks", "--url", "head:7470"], "--url: 'head:7470' is not an http address; give one like http://127.0.0.1:7470"),
     (["tasks", "--token-file", "/nowhere"], "--token-file: /nowhere: No such file or directory"),
     (["submit", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
     (["plan", "shw"], "no command 'shw'; did you mean show?"),
-    (["--json", "plan", "solve"], "arguments are required: PROBLEM.json"),
+    (["--json", "plan", "solve"], "arguments are required: FILE"),
     (["plan", "solve", "/nowhere.json"], "/nowhere.json"),
     (["throughput", "--gpus", "8"], "--model: missing"),
 ]
 
 
-async def test_bad_usage_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+async def test_bad_usage_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
     task = tmp_path / "task.yaml"
     task.write_text("name: a\nmodel:\n  layerz: 2\n")
     cases = [*BAD_USAGE, (["submit", str(task)], f"{task}:3: model.layerz: unknown field; did you mean layers?")]
@@ -322,14 +339,14 @@ async def answer_with(body: bytes) -> asyncio.Server:
         (b"", "no coordinator at"),
     ],
 )  # fmt: skip
-async def test_what_is_no_coordinator_is_told_in_one_line(body: bytes, said: str) -> None:
+async def test_ctl_reports_foreign_server_in_one_line(body: bytes, said: str) -> None:
     server = await answer_with(body)
     async with server:
         port = server.sockets[0].getsockname()[1]
         assert said in one_line(await ctl("tasks", "--url", f"http://127.0.0.1:{port}"), 1)
 
 
-async def test_a_stream_that_breaks_off_is_an_error_not_an_end() -> None:
+async def test_broken_stream_is_error_not_end() -> None:
     event = b'id: 1\nevent: NodeLeft\ndata: {"seq":1,"recorded_at_us":1,"summary":"x"}\n\n'
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     server = await answer_with(head + f"{len(event):x}\r\n".encode() + event + b"\r\n")
@@ -340,7 +357,7 @@ async def test_a_stream_that_breaks_off_is_an_error_not_an_end() -> None:
     assert "no coordinator at" in outcome.err
 
 
-async def test_nobody_there() -> None:
+async def test_ctl_names_unreachable_coordinator() -> None:
     server = await answer_with(b"")
     port = server.sockets[0].getsockname()[1]
     server.close()
@@ -349,7 +366,7 @@ async def test_nobody_there() -> None:
     assert f"no coordinator at http://127.0.0.1:{port} (Connection refused); check that `unicrond run` is up" in line
 
 
-async def test_every_command_has_help_with_an_example() -> None:
+async def test_command_help_has_example() -> None:
     commands = ["status", "nodes", "tasks", "submit", "cancel", "logs", "events", "watch", "plan"]
     some = [[], *([command] for command in commands), ["plan", "show"]]
     for words in some:
@@ -379,7 +396,7 @@ def imported_by(code: str, stdin: bytes = b"") -> set[str]:
     return {name.partition(".")[0] for name in done.stderr.decode().split()}
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_ctl_imports_nothing_heavy() -> None:
     heavy = {"torch", "megatron", "numba", "numpy", "aiohttp", "rich", "nats", "uvloop", "asyncio"}
     assert not imported_by("import unicrond.ctl.main, unicrond.ctl.parser, unicrond.ctl.commands") & heavy
     body = encode(healed_cluster().log[1].envelope)
@@ -387,7 +404,7 @@ def test_nothing_heavy_is_imported() -> None:
     assert not quick & (heavy | {"argparse", "http", "yaml", "unicrond.core.state.state"})
 
 
-async def test_events_decode_is_for_the_nats_cli() -> None:
+async def test_events_decode_reads_message_of_nats_cli() -> None:
     body = encode(healed_cluster().log[1].envelope)
     decoded = await ctl("events", "decode", stdin=body)
     assert (decoded.code, decoded.err) == (0, "")
@@ -395,11 +412,13 @@ async def test_events_decode_is_for_the_nats_cli() -> None:
     assert await ctl("events", "decode", stdin=b"") == Outcome(0, "\n", "")
 
 
-async def test_nodes_are_emptied_by_a_time_and_in_windows(served: Served) -> None:
+async def test_ctl_drains_by_deadline_and_in_windows(served: Served) -> None:
     drained = await ctl("drain", "n3", "--by", "2h", "--reason", "new fan", url=served.url)
     assert drained.code == 0 and "node n3 will be empty by 20" in drained.out, drained
     await served.until(NodeCordoned)
-    window = await ctl("maintain", "n1,n2", "--from", "3h", "--for", "90m", "--reason", "cables", url=served.url)
+    window = await ctl(
+        "maintain", "n1", "n2", "--from", "3h", "--duration", "90m", "--reason", "cables", url=served.url
+    )
     assert window.code == 0 and " of n1, n2: 20" in window.out, window
     name = window.out.split()[1]
     await served.until(MaintenancePlanned)
@@ -419,16 +438,16 @@ async def test_nodes_are_emptied_by_a_time_and_in_windows(served: Served) -> Non
     for wrong, told in (
         (("drain", "n3", "--by", "-2h"), "is no time to come"),
         (("drain", "n3", "--by", "1234"), "is no time to come"),
-        (("maintain", "n1", "--from", "3h"), "--from and --for"),
-        (("maintain", "n1", "--from", "3h", "--for", "tomorrow"), "is no duration"),
-        (("maintain", "--for", "3h"), "NODE: name the nodes"),
+        (("maintain", "n1", "--from", "3h"), "--from and --duration"),
+        (("maintain", "n1", "--from", "3h", "--duration", "tomorrow"), "is no duration"),
+        (("maintain", "--duration", "3h"), "NODE: name the nodes"),
         (("maintain", "n1", "--cancel", "w1"), "--cancel: "),
     ):
         refused = await ctl(*wrong, url=served.url)
         assert refused.code == 2 and told in refused.err, refused
 
 
-async def test_forget(served: Served) -> None:
+async def test_forget_command_forgets_node(served: Served) -> None:
     refused = one_line(await ctl("forget", "n1", url=served.url), 1)
     assert "n1 is up; unicronctl forget --leave n1 has it leave for good first" in refused
     told = await ctl("forget", "n1", "--leave", "--reason", "sold", url=served.url)

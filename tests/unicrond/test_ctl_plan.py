@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unicrond.serving import Served, serving
-from tests.unicrond.test_ctl import ctl, one_line
+from tests.unicrond.test_ctl import Outcome, ctl, one_line
 from unicrond.core.state.policy import Policy
 from unicrond.events.vocabulary import Evidence, NodeLost, PlanAdopted
 from unicrond.intake.config import Config
@@ -51,7 +51,7 @@ def lost_n1(served: Served) -> None:
     served.coordinator._post(NodeLost(node="n1", evidence=evidence, reason="the test says so"))
 
 
-async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Served) -> None:
+async def test_plan_show_tells_assignments_reason_method_and_cost(served: Served) -> None:
     text, data = await asyncio.gather(*(ctl("plan", "show", *more, url=served.url) for more in ([], ["--json"])))
     plan = served.coordinator.state.plan
     assert (text.code, data.code) == (0, 0), (text, data)
@@ -71,7 +71,7 @@ async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Serv
     assert "delivered" in status.out and "sub-health" in status.out
 
 
-async def test_the_table_says_what_each_next_event_leads_to(served: Served) -> None:
+async def test_plan_table_tells_plan_of_each_next_event(served: Served) -> None:
     text, data = await asyncio.gather(*(ctl("plan", "table", *more, url=served.url) for more in ([], ["--json"])))
     assert (text.code, data.code) == (0, 0), (text, data)
     told = json.loads(data.out)
@@ -87,18 +87,23 @@ async def test_the_table_says_what_each_next_event_leads_to(served: Served) -> N
     assert "small 1 -> 2" in text.out and "and 2 alike" in text.out
 
 
-async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
+def workers_then(outcome: Outcome) -> dict[str, int]:
+    return {name: share["workers"] for name, share in json.loads(outcome.out)["then"]["assignments"].items()}
+
+
+async def test_whatif_answers_and_changes_nothing(served: Served) -> None:
     before = await served.log.last_seq()
+    weights = ("--set", "tasks.small.weight=3", "--set", "tasks.small.max_workers=2")
     lose, add, weigh = await asyncio.gather(
         ctl("plan", "whatif", "--lose", "n1", "--lose", "n2", "--json", url=served.url),
         ctl("plan", "whatif", "--add-nodes", "1", "--slots", "2", url=served.url),
-        ctl("plan", "whatif", "--task", "small:weight=3", "--task", "small:max_workers=2", "--json", url=served.url),
+        ctl("plan", "whatif", *weights, "--json", url=served.url),
     )
     assert [outcome.code for outcome in (lose, add, weigh)] == [0, 0, 0], (lose, add, weigh)
-    assert {a["task"]: a["workers"] for a in json.loads(lose.out)["then"]["assignments"]} == {"big": 1, "small": 1}
+    assert workers_then(lose) == {"big": 1, "small": 1}
     assert json.loads(lose.out)["then"]["transition_flop"] > 0
     assert "small" in add.out and "3*" in add.out and "WAF 7 weighted workers now, 9 weighted workers then" in add.out
-    assert {a["task"]: a["workers"] for a in json.loads(weigh.out)["then"]["assignments"]} == {"big": 2, "small": 2}
+    assert workers_then(weigh) == {"big": 2, "small": 2}
     assert await served.log.last_seq() == before
 
 
@@ -106,26 +111,22 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
     ("words", "told"),
     [
         (["--lose", "n9"], "unicronctl: --lose: n9 is not a node that is up; choose from n1, n2, n3, n4"),
-        (["--task", "bgi:weight=2"], "unicronctl: --task: bgi is not active; did you mean big?"),
-        (
-            ["--task", "big:weight=-1"],
-            "unicronctl: --task: 'big:weight=-1': '-1' is not a number; give one like 3 or 0.5",
-        ),
-        (["--task", "big:weight=0"], "unicronctl: --task: big:weight: "),
-        (["--task", "big:max_workers=99"], "unicronctl: --task: big:max_workers: "),
-        (
-            ["--task", "big:color=3"],
-            "unicronctl: --task: 'big:color=3'; give NAME:weight=3",
-        ),
-        (["--add-nodes", "x"], "unicronctl: --add-nodes: 'x' is not a whole number of 0 or more"),
+        (["--set", "tasks.bgi.weight=2"], "unicronctl: --set: tasks.bgi.weight: bgi is not active; did you mean big?"),
+        (["--set", "tasks.big.weight=-1"], "unicronctl: --set: tasks.big.weight=-1: Expected `float` > 0.0"),
+        (["--set", "tasks.big.weight=0"], "unicronctl: --set: tasks.big.weight=0: "),
+        (["--set", "tasks.big.max_workers=99"], "unicronctl: --set: tasks.big.max_workers: "),
+        (["--set", "tasks.big.color=3"], "unicronctl: --set: tasks.big.color: no such field; choose from name, "),
+        (["--set", "policy.strikes_max=0"], "unicronctl: --set: policy.strikes_max=0: Expected `int` >= 1"),
+        (["--set", "big=3"], "unicronctl: --set: 'big=3' is not a setting; give tasks.TASK.FIELD=VALUE"),
+        (["--add-nodes", "x"], "unicronctl: --add-nodes: 'x' is not a whole number of 0 to 10000"),
     ],
 )
-async def test_a_wrong_question_gets_one_line_and_exit_code_2(served: Served, words: list[str], told: str) -> None:
+async def test_invalid_question_prints_one_line_and_exits_with_2(served: Served, words: list[str], told: str) -> None:
     outcome = await ctl("plan", "whatif", *words, url=served.url)
     assert one_line(outcome, 2).startswith(told)
 
 
-async def test_it_says_how_many_spares_pay(served: Served) -> None:
+async def test_plan_spares_tells_how_many_pay_off(served: Served) -> None:
     before = await served.log.last_seq()
     asked = ("plan", "spares", "--repair-s", "86400", "--mtbf-s", "8640000")
     text, data = await asyncio.gather(*(ctl(*asked, *more, url=served.url) for more in ([], ["--json"])))
@@ -142,7 +143,7 @@ async def test_it_says_how_many_spares_pay(served: Served) -> None:
     assert await served.log.last_seq() == before
 
 
-async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:
+async def test_lost_node_takes_plan_from_table(tmp_path: Path) -> None:
     """The whole way: foreseen in a thread, looked up when it happens, told in the log, and the next one foreseen."""
     async with serving(tmp_path) as served:
         await table_of(served, served.coordinator.state.plan.epoch)
@@ -150,15 +151,13 @@ async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:
         lost_n1(served)
         await served.until(PlanAdopted, seq)
         plan = served.coordinator.state.plan
-        assert plan.method == "table" and plan.took_us < 50_000
+        assert plan.method == "table" and plan.duration_us < 50_000
         assert plan.waf_if_healthy > plan.waf, "one node of four is missing"
         await table_of(served, plan.epoch)
 
 
 @pytest.mark.parametrize("words", PAST, ids=lambda words: words[1])
-async def test_the_past_has_the_plans_that_the_coordinator_would_have_told(
-    reluctant: Served, words: tuple[str, ...]
-) -> None:
+async def test_past_plan_views_match_views_of_that_time(reluctant: Served, words: tuple[str, ...]) -> None:
     served, before = reluctant, reluctant.coordinator.state.seq
     data, text = await ctl(*words, "--json", url=served.url), await ctl(*words, url=served.url)
     assert (data.code, text.code) == (0, 0), (data, text)
@@ -173,7 +172,7 @@ async def test_the_past_has_the_plans_that_the_coordinator_would_have_told(
     assert told.out == text.out.replace("workers now,", f"workers at entry {before},")
 
 
-async def test_the_past_has_no_table_before_a_plan_that_fits(served: Served) -> None:
+async def test_past_table_needs_fitting_plan(served: Served) -> None:
     before, epoch = served.coordinator.state.seq, served.coordinator.state.plan.epoch
     lost_n1(served)
     lost = await served.until(NodeLost, before)

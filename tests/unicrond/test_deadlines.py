@@ -11,7 +11,7 @@ from unicrond.core.state.policy import Policy
 
 
 @pytest.mark.parametrize(("of_the_task", "length_s"), [(None, 120), (600.0, 600), (5, 5)])
-def test_a_task_may_say_how_long_its_workers_take_to_start(of_the_task: float | None, length_s: int) -> None:
+def test_task_sets_start_timeout_of_its_workers(of_the_task: float | None, length_s: int) -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0")
     cluster.submit("big", start_timeout_s=of_the_task)

@@ -27,14 +27,14 @@ def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:
     return cluster
 
 
-def test_tasks_get_what_the_plan_says() -> None:
+def test_tasks_match_plan() -> None:
     cluster = two_tasks(1)
     assert len(members(cluster, "big")) == 3
     assert len(members(cluster, "small")) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_killed_worker_is_one_incident_and_is_replaced_on_its_node(seed: int) -> None:
+def test_killed_worker_opens_one_incident_and_restarts_on_node(seed: int) -> None:
     cluster = two_tasks(seed)
     victim = members(cluster, "big")[1]
     node = cluster.state.tasks["big"].workers[victim].node
@@ -43,14 +43,14 @@ def test_a_killed_worker_is_one_incident_and_is_replaced_on_its_node(seed: int) 
     cluster.run()
     cluster.assert_whole()
     assert cluster.state.incidents_total == 1
-    assert cluster.state.closed[0].severity is Severity.SEV2
+    assert cluster.state.closed_incidents[0].severity is Severity.SEV2
     assert cluster.state.plan.epoch == epoch, "a restart in place needs no new plan"
     assert victim not in members(cluster, "big")
     assert node in {w.node for w in cluster.state.tasks["big"].workers.values()}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_lost_node_is_one_incident_with_a_new_plan_and_its_return_restores_it(seed: int) -> None:
+def test_lost_node_changes_plan_and_its_return_restores_it(seed: int) -> None:
     cluster = two_tasks(seed)
     host = cluster.hosts["n1"]
     cluster.kill_host(host)
@@ -58,7 +58,7 @@ def test_a_lost_node_is_one_incident_with_a_new_plan_and_its_return_restores_it(
     cluster.run()
     cluster.assert_whole()
     assert cluster.state.incidents_total == 1
-    assert cluster.state.closed[0].severity is Severity.SEV1
+    assert cluster.state.closed_incidents[0].severity is Severity.SEV1
     assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 3
     cluster.add_host("n1")
     cluster.run()
@@ -67,7 +67,7 @@ def test_a_lost_node_is_one_incident_with_a_new_plan_and_its_return_restores_it(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_newcomers_do_not_wait_for_a_replica_with_state_that_is_gone(seed: int) -> None:
+def test_newcomers_never_wait_for_lost_replica_with_state(seed: int) -> None:
     """It falls between the plan that they join and the boundary; the next plan wants just them."""
     cluster = MiniCluster(seed)
     cluster.add_host("n0")
@@ -87,7 +87,7 @@ def test_newcomers_do_not_wait_for_a_replica_with_state_that_is_gone(seed: int) 
     assert {member.node for member in cluster.state.tasks["t"].membership.members} == {"n2", "n3"}  # type: ignore[union-attr]
 
 
-def test_the_last_replica_starts_again_from_a_checkpoint() -> None:
+def test_last_replica_resumes_from_checkpoint() -> None:
     cluster = two_tasks(3)
     (victim,) = members(cluster, "small")
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["small"].workers[victim].node], victim)
@@ -98,7 +98,7 @@ def test_the_last_replica_starts_again_from_a_checkpoint() -> None:
     assert membership.joiners == tuple(members(cluster, "small"))
 
 
-def test_a_task_that_fails_everywhere_is_failed_and_its_nodes_are_readmitted() -> None:
+def test_task_that_fails_everywhere_ends_and_frees_nodes() -> None:
     cluster = two_tasks(4)
     for _ in range(30):
         task = cluster.state.tasks["small"]
@@ -113,17 +113,17 @@ def test_a_task_that_fails_everywhere_is_failed_and_its_nodes_are_readmitted() -
         "ended" in cluster.state.tasks["small"].ending.reason or "failed" in cluster.state.tasks["small"].ending.reason
     )
     cluster.run()
-    assert not any(node.isolated for node in cluster.state.nodes.values())
+    assert not any(node.isolation.active for node in cluster.state.nodes.values())
     assert cluster.state.plan.assignments["big"].workers == 3
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_random_faults_converge(seed: int) -> None:
+def test_decisions_converge_under_random_faults(seed: int) -> None:
     cluster = two_tasks(seed)
     for _ in random_life(cluster, seed):
         pass
     for node in cluster.state.nodes.values():
-        if node.cordoned:
+        if node.cordon.active:
             cluster.uncordon(node.name)
     for host in cluster.hosts.values():
         if not host.up:
@@ -137,7 +137,7 @@ def test_random_faults_converge(seed: int) -> None:
     assert digest(replayed) == digest(cluster.state)
 
 
-def test_a_stop_of_a_worker_that_never_ran_ends_with_its_answer() -> None:
+def test_stop_of_unstarted_worker_ends_with_answer() -> None:
     cluster = two_tasks(5)
     host = cluster.hosts["n0"]
     victim = next(w for task in cluster.state.tasks.values() for w in task.workers.values() if w.node == "n0")
@@ -149,7 +149,7 @@ def test_a_stop_of_a_worker_that_never_ran_ends_with_its_answer() -> None:
     assert victim.worker not in cluster.state.tasks[stop.task].workers
 
 
-def test_a_group_that_breaks_again_after_a_reattempt_costs_one_worker() -> None:
+def test_second_break_after_reattempt_costs_one_worker() -> None:
     cluster = two_tasks(6)
     first, second, _ = members(cluster, "big")
 
@@ -208,7 +208,7 @@ def squeezed_out(seed: int) -> MiniCluster:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_surplus_newcomer_does_not_wait_for_a_state_that_is_gone(seed: int) -> None:
+def test_surplus_newcomer_never_waits_for_lost_state(seed: int) -> None:
     """The survivor's node is gone and back before the newcomer has met it: the newcomer holds a slot of another."""
     cluster = squeezed_out(seed)
     survivor, _ = members(cluster)
@@ -221,7 +221,7 @@ def test_a_surplus_newcomer_does_not_wait_for_a_state_that_is_gone(seed: int) ->
     assert not cluster.state.tasks["big"].workers and not cluster.state.incidents
 
 
-def test_a_surplus_group_that_broke_meets_again_before_it_leaves() -> None:
+def test_broken_surplus_group_regroups_before_leaving() -> None:
     """Nothing else would bring its members together: they wait for another membership."""
     cluster = squeezed_out(0)
     survivor, _ = before = members(cluster)

@@ -48,7 +48,7 @@ def pass_time(cluster: MiniCluster, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: int) -> None:
+def test_drain_keeps_workers_until_lead_time_and_boundary(seed: int) -> None:
     cluster = two_tasks(seed)
     node = node_of(cluster, members(cluster, "big")[0])
     before = len(cluster.log)
@@ -68,7 +68,7 @@ def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: 
     assert_nothing_was_lost(cluster, before)
     assert "drained (empty by " in cluster.state.plan.trigger
     pass_time(cluster, f"empty:{node}")
-    assert cluster.state.nodes[node].overdue and not of(cluster, v.IncidentEscalated)
+    assert cluster.state.nodes[node].cordon.overdue and not of(cluster, v.IncidentEscalated)
     cluster.uncordon(node)
     cluster.run()
     cluster.assert_whole()
@@ -76,7 +76,7 @@ def test_workers_stay_until_the_time_is_near_and_then_leave_at_a_boundary(seed: 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_where_there_is_room_elsewhere_they_leave_at_once(seed: int) -> None:
+def test_drain_moves_workers_at_once_if_room_elsewhere(seed: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(4):
         cluster.add_host(f"n{number}")
@@ -100,7 +100,7 @@ def assert_nothing_was_lost_but_newcomers(cluster: MiniCluster, since: int) -> N
     assert cluster.state.incidents_total == 0 and cluster.state.tasks["big"].progress.iteration == 2
 
 
-def test_an_end_of_another_task_makes_the_room() -> None:
+def test_drain_begins_when_other_task_makes_room() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.drain_by(node, _HOUR_S)
@@ -112,15 +112,15 @@ def test_an_end_of_another_task_makes_the_room() -> None:
     assert len(members(cluster, "big")) == 3
 
 
-def test_an_empty_node_is_drained_at_once() -> None:
+def test_drain_of_empty_node_begins_at_once() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0")
     cluster.drain_by("n0", _HOUR_S)
     cluster.run()
-    assert of(cluster, v.DrainStarted)[0].reason == "no worker is on it" and cluster.state.nodes["n0"].draining
+    assert of(cluster, v.DrainStarted)[0].reason == "no worker is on it" and cluster.state.nodes["n0"].cordon.draining
 
 
-def test_what_is_still_there_when_the_time_is_over_is_ended() -> None:
+def test_drain_deadline_stops_remaining_workers() -> None:
     """The group does not come to its boundary: the node is empty all the same, and the others train on."""
     cluster = two_tasks(1)
     stubborn = members(cluster, "big")[-1]
@@ -139,7 +139,7 @@ def test_what_is_still_there_when_the_time_is_over_is_ended() -> None:
     assert len(members(cluster, "big")) == 2 and cluster.state.incidents_total == 0
 
 
-def test_another_cordon_or_an_uncordon_ends_the_old_deadlines() -> None:
+def test_new_cordon_or_uncordon_voids_old_deadlines() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.drain_by(node, _HOUR_S)
@@ -150,10 +150,10 @@ def test_another_cordon_or_an_uncordon_ends_the_old_deadlines() -> None:
     cluster.drain_by(node, 2 * _HOUR_S)
     for name in late:
         cluster.append(v.DeadlineExpired(deadline_id=name), "coordinator", cluster.state.term)
-    assert not cluster.state.nodes[node].draining and not cluster.state.nodes[node].overdue
+    assert not cluster.state.nodes[node].cordon.draining and not cluster.state.nodes[node].cordon.overdue
 
 
-def test_it_outlives_a_coordinator_and_an_agent() -> None:
+def test_drain_outlives_coordinator_and_agent() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.drain_by(node, _HOUR_S)
@@ -170,13 +170,13 @@ def test_it_outlives_a_coordinator_and_an_agent() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_window_empties_its_nodes_before_it_begins_and_gives_them_back(seed: int) -> None:
+def test_window_empties_nodes_before_start_and_returns_them(seed: int) -> None:
     cluster = two_tasks(seed)
     nodes = [node_of(cluster, members(cluster, "big")[0]), node_of(cluster, members(cluster, "big")[1])]
     before = len(cluster.log)
     window = cluster.maintain(*nodes, after_s=_HOUR_S, for_s=600)
     cluster.run()
-    assert not any(cluster.state.nodes[node].cordoned for node in nodes), "in full use until it is near"
+    assert not any(cluster.state.nodes[node].cordon.active for node in nodes), "in full use until it is near"
     pass_time(cluster, f"window:{window}#near")
     cluster.assert_whole()
     assert [on_node(cluster, node) for node in nodes] == [[], []]
@@ -190,15 +190,15 @@ def test_a_window_empties_its_nodes_before_it_begins_and_gives_them_back(seed: i
     cluster.add_host(rebooted.name)
     cluster.run()
     back = cluster.state.nodes[nodes[0]]
-    assert back.status is NodeStatus.UP and back.cordoned and not back.returns_us
+    assert back.status is NodeStatus.UP and back.cordon.active and not back.health.returns_us
     assert cluster.state.incidents_total == 0, "it was expected to be away"
     pass_time(cluster, f"window:{window}#end")
     cluster.assert_whole()
-    assert not cluster.state.windows and not any(cluster.state.nodes[node].cordoned for node in nodes)
+    assert not cluster.state.windows and not any(cluster.state.nodes[node].cordon.active for node in nodes)
     assert all(len(on_node(cluster, node)) == 1 for node in nodes)
 
 
-def test_a_cancelled_window_gives_its_nodes_back() -> None:
+def test_cancelled_window_returns_nodes() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     first = cluster.maintain(node, after_s=_HOUR_S, for_s=600)
@@ -212,17 +212,17 @@ def test_a_cancelled_window_gives_its_nodes_back() -> None:
     assert len(on_node(cluster, node)) == 1
 
 
-def test_a_node_that_a_person_has_cordoned_stays_so_after_a_window() -> None:
+def test_window_leaves_manual_cordon_in_place() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     cluster.cordon(node, drain=True)
     window = cluster.maintain(node, after_s=_HOUR_S, for_s=600)
     for which in ("near", "end"):
         pass_time(cluster, f"window:{window}#{which}")
-    assert cluster.state.nodes[node].cordoned and cluster.state.nodes[node].cordon_reason == "test"
+    assert cluster.state.nodes[node].cordon.active and cluster.state.nodes[node].cordon.reason == "test"
 
 
-def test_of_two_windows_the_second_keeps_the_node() -> None:
+def test_later_window_keeps_shared_node() -> None:
     cluster = two_tasks(1)
     node = node_of(cluster, members(cluster, "big")[0])
     first = cluster.maintain(node, after_s=_HOUR_S, for_s=600)
@@ -230,12 +230,12 @@ def test_of_two_windows_the_second_keeps_the_node() -> None:
     for window in (first, second):
         pass_time(cluster, f"window:{window}#near")
     pass_time(cluster, f"window:{first}#end")
-    assert cluster.state.nodes[node].window == second and on_node(cluster, node) == []
+    assert cluster.state.nodes[node].cordon.window == second and on_node(cluster, node) == []
     pass_time(cluster, f"window:{second}#end")
-    assert not cluster.state.nodes[node].cordoned
+    assert not cluster.state.nodes[node].cordon.active
 
 
-def test_the_lead_grows_with_what_runs_there() -> None:
+def test_lead_time_grows_with_workload() -> None:
     """A window over nodes without work begins to empty them at its beginning; a task that comes meanwhile counts."""
     cluster = MiniCluster(1)
     cluster.add_host("n0")
@@ -250,7 +250,7 @@ def test_the_lead_grows_with_what_runs_there() -> None:
     assert second[0].startswith(f"window:{window}#near.") and not second[0].endswith(".0")
 
 
-def test_windows_that_cannot_be_are_refused() -> None:
+def test_fold_refuses_impossible_windows() -> None:
     cluster = two_tasks(1)
     now_us = cluster.state.now_us
     for nodes, from_us, until_us, wrong in (
@@ -260,9 +260,9 @@ def test_windows_that_cannot_be_are_refused() -> None:
     ):
         asked = v.MaintenancePlanned(nodes=nodes, from_us=from_us, until_us=until_us, reason="test")
         assert request_problem(cluster.state, asked).startswith(wrong)
-        seen = len(cluster.state.refused)
+        seen = len(cluster.state.refusals)
         cluster.append(asked, "api", cluster.state.term)
-        assert len(cluster.state.refused) == seen + 1 and not cluster.state.windows
+        assert len(cluster.state.refusals) == seen + 1 and not cluster.state.windows
 
 
 # --- foretold failures ---------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def foretell(cluster: MiniCluster, node: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_that_is_expected_to_fail_is_emptied_checked_and_comes_back(seed: int) -> None:
+def test_failure_forecast_drains_checks_and_readmits_node(seed: int) -> None:
     cluster = two_tasks(seed)
     cluster.limits_s = (60.0, 0.0)
     cluster.take_over()
@@ -293,10 +293,10 @@ def test_a_node_that_is_expected_to_fail_is_emptied_checked_and_comes_back(seed:
     cluster.run()
     assert of(cluster, v.CheckNode) and of(cluster, v.NodeReadmitted)
     assert phase(cluster.state, cluster.state.nodes[node]) is IsolationPhase.IN_SERVICE
-    assert not cluster.state.nodes[node].foretold and len(on_node(cluster, node)) == 1
+    assert not cluster.state.nodes[node].health.failure_forecast and len(on_node(cluster, node)) == 1
 
 
-def test_it_is_not_checked_while_workers_are_on_it() -> None:
+def test_node_check_waits_until_workers_leave() -> None:
     cluster = two_tasks(1)
     cluster.limits_s = (60.0, 0.0)
     cluster.take_over()
@@ -304,13 +304,13 @@ def test_it_is_not_checked_while_workers_are_on_it() -> None:
     cluster.group_up = lambda task: False  # type: ignore[method-assign]  # no group meets
     foretell(cluster, node)
     cluster.run()
-    assert on_node(cluster, node) and cluster.state.nodes[node].isolation_over and not of(cluster, v.CheckNode)
+    assert on_node(cluster, node) and cluster.state.nodes[node].isolation.over and not of(cluster, v.CheckNode)
     del cluster.group_up  # type: ignore[method-assign]
     cluster.run()
     assert of(cluster, v.CheckNode)
 
 
-def test_no_task_is_stopped_for_what_has_not_happened() -> None:
+def test_failure_forecast_stops_no_task() -> None:
     cluster = MiniCluster(1)
     for number in range(2):
         cluster.add_host(f"n{number}")
@@ -325,18 +325,18 @@ def test_no_task_is_stopped_for_what_has_not_happened() -> None:
     assert on_node(cluster, "n0") == [] and len(members(cluster, "big")) == 2 and not cluster.state.incidents_total
 
 
-def test_a_person_may_say_that_all_is_well() -> None:
+def test_uncordon_clears_failure_forecast() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0")
     cluster.submit("big")
     cluster.run()
     foretell(cluster, "n0")
-    assert cluster.state.nodes["n0"].foretold
+    assert cluster.state.nodes["n0"].health.failure_forecast
     cluster.uncordon("n0")
-    assert not cluster.state.nodes["n0"].foretold
+    assert not cluster.state.nodes["n0"].health.failure_forecast
 
 
-def test_every_decision_is_made_again_from_the_log() -> None:
+def test_verify_repeats_every_departure_decision() -> None:
     cluster = two_tasks(3)
     cluster.limits_s = (60.0, 0.0)
     cluster.take_over()
@@ -362,7 +362,7 @@ def test_every_decision_is_made_again_from_the_log() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_heavier_task_takes_workers_at_a_boundary(seed: int) -> None:
+def test_heavier_task_takes_workers_at_boundary(seed: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(4):
         cluster.add_host(f"n{number}")

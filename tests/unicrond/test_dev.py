@@ -13,7 +13,7 @@ import pytest
 from unicrond.local.dev import DevCluster, DevError, check_port, free_port, working_directory
 
 
-def test_a_bystander_that_names_our_files_is_not_ours(tmp_path: Path) -> None:
+def test_supervisor_spares_foreign_processes(tmp_path: Path) -> None:
     cluster = DevCluster(tmp_path, nodes=1, slots=1, api_port=0)
     run_dir, state = str(tmp_path / "run" / "node1"), str(tmp_path / "state" / "nats" / "nats-server.conf")
     wait = "import sys; sys.stdin.read()"
@@ -25,22 +25,22 @@ def test_a_bystander_that_names_our_files_is_not_ours(tmp_path: Path) -> None:
         bystander.stdin.close()
 
 
-def test_a_taken_port_is_refused() -> None:
+def test_supervisor_refuses_occupied_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(DevError, match=r"--api-port: .* is not free"):
+        with pytest.raises(DevError, match=r"--port: .* is not free"):
             check_port(taken.getsockname()[1])
 
 
-def test_no_port_is_named_twice() -> None:
+def test_free_port_never_repeats() -> None:
     """Two servers of one cluster once got the same."""
     ports = [free_port() for _ in range(300)]
     assert len(set(ports)) == 300
     assert max(ports) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
-def test_a_directory_that_cannot_be_made_is_refused() -> None:
+def test_supervisor_refuses_unusable_directory() -> None:
     arguments = argparse.Namespace(dir=Path("/proc/nope"), keep=False)
     with pytest.raises(DevError, match="--dir: cannot use /proc/nope"), working_directory(arguments):
         pass

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unicrond.serving import healed_cluster
+from unicrond.core.state.node_parts import AgentIdentity, Isolation
 from unicrond.core.state.state import ClusterState, NodeLogin, NodeStatus
 from unicrond.display.doctor import findings
 from unicrond.display.event_lines import EventLine
@@ -35,7 +36,7 @@ def said(node: str, late_s: float, count: int = 3) -> list[EventLine]:
     return [EventLine(seq=n, recorded_at_us=at_us, type="StepCommitted", envelope=envelope) for n in range(count)]
 
 
-def test_a_cluster_in_order_has_none(state: ClusterState) -> None:
+def test_doctor_finds_nothing_in_healthy_cluster(state: ClusterState) -> None:
     assert findings(state, HEALTH, [*said("n1", 0.01), *said("n2", 1.0)]) == []
     one_machine = replace(state, nodes={n: replace(node, address="127.0.0.1") for n, node in state.nodes.items()})
     assert findings(one_machine, HEALTH, []) == []
@@ -46,38 +47,38 @@ def test_a_cluster_in_order_has_none(state: ClusterState) -> None:
     [
         ({"address": "127.0.0.1"}, "where no other node reaches it", "--address"),
         ({"memory": None}, "takes no copies of states", "--memory-gib"),
-        ({"status": NodeStatus.LOST, "reason": "no heartbeat"}, "is lost: no heartbeat", "unicronctl story node:n2"),
-        ({"isolated": True}, "is isolated", "unicronctl story node:n2"),
+        ({"status": NodeStatus.LOST, "reason": "no heartbeat"}, "is lost: no heartbeat", "unicronctl story node n2"),
+        ({"isolation": Isolation(active=True)}, "is isolated", "unicronctl story node n2"),
         ({"slots_max": 8}, "has 1 slots, and had 8", "nvidia-smi"),
     ],
 )
-def test_what_is_wrong_with_a_node(state: ClusterState, fields: dict[str, object], what: str, fix: str) -> None:
+def test_doctor_names_problem_of_node(state: ClusterState, fields: dict[str, object], what: str, fix: str) -> None:
     [found] = findings(with_node(state, "n2", **fields), HEALTH, [])
-    assert found.about == "n2" and what in found.what and fix in found.fix
+    assert found.about == "n2" and what in found.problem and fix in found.fix
 
 
-def test_what_nodes_have_in_common_or_not(state: ClusterState) -> None:
+def test_doctor_compares_addresses_versions_and_logins(state: ClusterState) -> None:
     [same] = findings(with_node(state, "n2", address="10.0.0.1"), HEALTH, [])
     assert "n1, n2 say the same address" in same.what
-    [versions] = findings(with_node(state, "n2", version="0.0.9+x"), HEALTH, [])
+    [versions] = findings(with_node(state, "n2", agent=AgentIdentity(boot=1, version="0.0.9+x")), HEALTH, [])
     assert "run several versions" in versions.what and "0.0.9: n2" in versions.what
     keys = {name: NodeLogin(key="U", is_used=True) for name in ("n1", "n2", "n3")}
     [login] = findings(replace(state, logins=keys), HEALTH, [])
     assert (login.about, login.fix) == ("n4", "unicrond enroll n4")
 
 
-def test_clocks_by_what_nodes_said(state: ClusterState) -> None:
+def test_doctor_finds_clock_skew(state: ClusterState) -> None:
     [ahead] = findings(state, HEALTH, [*said("n1", -2.0), *said("n2", 0.1), *said("stranger", -9)])
-    assert ahead.about == "n1" and "ahead of the log's by 2.0 s" in ahead.what and "chrony" in ahead.fix
+    assert ahead.about == "n1" and "ahead of the log's by 2.0 s" in ahead.problem and "chrony" in ahead.fix
     assert findings(state, HEALTH, said("n1", -2.0, count=2)) == [], "too few"
     [behind] = findings(state, HEALTH, [*said("n1", 9.0), *said("n1", 7.0)])
-    assert "behind the log's by up to 7.0 s" in behind.what
+    assert "behind the log's by up to 7.0 s" in behind.problem
 
 
-def test_the_head(state: ClusterState) -> None:
+def test_doctor_finds_problems_of_head(state: ClusterState) -> None:
     health = {"status": "log takes nothing", "trouble": "disk full", "alarms": ["the shared login"]}
     kept = {"n3": {"entries": 4.0, "oldest_s": 12.0}}
     found = findings(state, {**health, "outbox_backlog": kept}, [])
     assert [one.about for one in found] == ["coordinator", "coordinator", "n3"]
-    assert "disk full" in found[0].what and "holds back 4 observations, the oldest for 12 s" in found[2].what
-    assert findings(ClusterState(), HEALTH, [])[0].what == "none has joined"
+    assert "disk full" in found[0].problem and "holds back 4 observations, the oldest for 12 s" in found[2].problem
+    assert findings(ClusterState(), HEALTH, [])[0].problem == "none has joined"

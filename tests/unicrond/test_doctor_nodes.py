@@ -76,23 +76,25 @@ class Agents(LogReader):
                 return NodeFacts(**told)
             case LinksCheck():
                 lost = [
-                    UnreachablePort(peer=peer.node, what=what, at=f"10.0.0.{peer.node[1:]}:7", why="connection refused")
+                    UnreachablePort(
+                        peer=peer.node, service=what, address=f"10.0.0.{peer.node[1:]}:7", reason="connection refused"
+                    )
                     for peer in check.peers
                     for what in peer.ports
                     if (node, peer.node) in self.cut
                 ]
                 sums = [
-                    PairSum(peer=pair.peer, trouble=self.bad_sums.get((node, pair.peer), ""), took_us=9)
+                    PairSum(peer=pair.peer, trouble=self.bad_sums.get((node, pair.peer), ""), duration_us=9)
                     for pair in check.pairs
                 ]
-                return LinksReport(unreached=tuple(lost), sums=tuple(sums))
+                return LinksReport(unreachable_ports=tuple(lost), sums=tuple(sums))
             case StorageCheck():
                 return self.stores(node, check)
 
     def stores(self, node: str, check: StorageCheck) -> StorageReport:
         more = {"directory": check.directory, "runs_as_others": self.runs_as_others}
         if node in self.refusing:
-            return StorageReport(result="refused", why="Permission denied", writable=False, **more)
+            return StorageReport(result="refused", reason="Permission denied", writable=False, **more)
         there = self.marks.setdefault(self.storage[node], set())
         if check.part == "write":
             there.add(check.token)
@@ -137,12 +139,12 @@ async def test_sound_nodes_have_no_findings(state: ClusterState, agents: Agents)
     assert Counter(summed) == Counter([("n1", "n2"), ("n2", "n3"), ("n3", "n4"), ("n1", "n4")] * 2)
 
 
-async def test_one_finding_for_each_bad_link(state: ClusterState, agents: Agents) -> None:
+async def test_bad_link_makes_one_finding(state: ClusterState, agents: Agents) -> None:
     agents.cut = {("n1", "n3"), ("n3", "n1"), ("n4", "n2")}
     found, _ = await look(state, agents)
     assert [one.about for one in found] == ["n1, n3", "n2, n4"]
-    assert found[0].what.startswith("do not reach each other (") and "firewall" in found[0].fix
-    assert found[1].what == "n4 does not reach n2 (store at 10.0.0.2:7: connection refused)"
+    assert found[0].problem.startswith("do not reach each other (") and "firewall" in found[0].fix
+    assert found[1].problem == "n4 does not reach n2 (store at 10.0.0.2:7: connection refused)"
 
 
 @pytest.mark.parametrize(
@@ -153,15 +155,15 @@ async def test_one_finding_for_each_bad_link(state: ClusterState, agents: Agents
         ("both", "no other node reaches it, and it reaches none ("),
     ],
 )
-async def test_a_node_that_is_cut_off_is_one_finding(state: ClusterState, agents: Agents, ways: str, what: str) -> None:
+async def test_unreachable_node_makes_one_finding(state: ClusterState, agents: Agents, ways: str, what: str) -> None:
     others = ("n1", "n3", "n4")
     agents.cut = {link for o in others for link in (("n2", o), (o, "n2"))}
     agents.cut = {link for link in agents.cut if ways == "both" or (link[1] == "n2") == (ways == "to")}
     found, _ = await look(state, agents)
-    assert [one.about for one in found] == ["n2"] and found[0].what.startswith(what)
+    assert [one.about for one in found] == ["n2"] and found[0].problem.startswith(what)
 
 
-async def test_sums_that_fail_though_connections_stand(state: ClusterState, agents: Agents) -> None:
+async def test_doctor_finds_failing_sums_over_open_connections(state: ClusterState, agents: Agents) -> None:
     agents.bad_sums = {
         ("n1", "n2"): "the sum failed: Timed out", ("n2", "n1"): "the sum did not end in time",
         ("n3", "n4"): "the sum is wrong", ("n4", "n1"): "the two have not met in the store",
@@ -169,19 +171,19 @@ async def test_sums_that_fail_though_connections_stand(state: ClusterState, agen
     agents.cut = {("n4", "n1")}
     found, _ = await look(state, agents)
     assert [one.about for one in found] == ["n1, n4", "n1, n2", "n3, n4"]
-    assert "does not reach" in found[0].what
-    assert found[1].what == "connect, but a sum of 4 MiB between them fails: the sum failed: Timed out (on n1)"
+    assert "does not reach" in found[0].problem
+    assert found[1].problem == "connect, but a sum of 4 MiB between them fails: the sum failed: Timed out (on n1)"
     assert "ping -M do" in found[1].fix
-    assert "is wrong (on n3)" in found[2].what and "drain" in found[2].fix
+    assert "is wrong (on n3)" in found[2].problem and "drain" in found[2].fix
 
 
-async def test_a_link_has_one_name_whichever_way_it_was_tried(state: ClusterState, agents: Agents) -> None:
+async def test_link_has_same_name_in_both_directions(state: ClusterState, agents: Agents) -> None:
     agents.bad_sums = {("n4", "n1"): "the sum failed: Timed out"}  # the ring closes from n4 to n1
     found, _ = await look(state, agents)
     assert [one.about for one in found] == ["n1, n4"]
 
 
-async def test_what_agents_find_on_their_nodes_and_what_has_to_be_alike(state: ClusterState, agents: Agents) -> None:
+async def test_doctor_collects_agent_findings_and_differences(state: ClusterState, agents: Agents) -> None:
     agents.facts = {
         "n2": {"findings": (Finding("--slots", "9 slots, but 8 visible GPUs", "look for GPUs that are gone"),)},
         "n3": {"mtu": 1500, "driver": "580.95", "torch": "2.12.1"},
@@ -189,9 +191,9 @@ async def test_what_agents_find_on_their_nodes_and_what_has_to_be_alike(state: C
     }
     found, _ = await look(state, agents)
     told = {one.about: one for one in found}
-    assert told["n2"].what == "--slots: 9 slots, but 8 visible GPUs"
-    assert told["n4"].what.startswith("its clock is 7.") and "ahead of the head's" in told["n4"].what
-    several = [one.what for one in found if one.about == "nodes"]
+    assert told["n2"].problem == "--slots: 9 slots, but 8 visible GPUs"
+    assert told["n4"].problem.startswith("its clock is 7.") and "ahead of the head's" in told["n4"].problem
+    several = [one.problem for one in found if one.about == "nodes"]
     assert several == [
         "have several MTUs of the training network: 1500: n3; 9000: n1, n2, n4",
         "have several GPU drivers: 570.1: n4; 580.95: n3",
@@ -199,35 +201,35 @@ async def test_what_agents_find_on_their_nodes_and_what_has_to_be_alike(state: C
     ]
 
 
-async def test_nodes_that_do_not_answer(state: ClusterState, agents: Agents) -> None:
+async def test_doctor_reports_silent_nodes(state: ClusterState, agents: Agents) -> None:
     agents.silent = {"n1": "no answer within 10 s", "n2": "bad request: unknown field `check`"}
     found, _ = await look(state, agents)
-    assert [(one.about, one.what) for one in found] == [
+    assert [(one.about, one.problem) for one in found] == [
         ("n1", "does not answer: no answer within 10 s"),
         ("n2", "does not answer: runs an agent that is too old for this; upgrade it"),
     ]
 
 
-async def test_storage_that_is_not_shared(state: ClusterState, agents: Agents) -> None:
+async def test_doctor_finds_storage_that_is_not_shared(state: ClusterState, agents: Agents) -> None:
     agents.storage = {**SHARED, "n3": "b", "n4": "c"}
     found, _ = await look(state, agents)
     assert [one.about for one in found] == ["task big", "task small"]
-    assert found[0].what == "n3, n4 do not see what n1 writes to /ckpt/big" and "mount" in found[0].fix
+    assert found[0].problem == "n3, n4 do not see what n1 writes to /ckpt/big" and "mount" in found[0].fix
 
 
-async def test_storage_that_agents_may_not_write(state: ClusterState, agents: Agents) -> None:
+async def test_doctor_finds_storage_without_write_access(state: ClusterState, agents: Agents) -> None:
     agents.refusing = {"n1"}
     found, _ = await look(state, agents)
-    assert found[0].what == "n1 may not write to /ckpt/big", "the others can"
+    assert found[0].problem == "n1 may not write to /ckpt/big", "the others can"
     agents.refusing = set(SHARED)
     found, notes = await look(state, agents)
-    assert "no agent may write to /ckpt/big: Permission denied" in found[0].what and not notes
+    assert "no agent may write to /ckpt/big: Permission denied" in found[0].problem and not notes
     agents.runs_as_others = True
     found, notes = await look(state, agents)
     assert not found and "whether all nodes share it is not known" in notes[0]
 
 
-async def test_one_looks_at_a_time(state: ClusterState, agents: Agents) -> None:
+async def test_checks_refuse_second_run_meanwhile(state: ClusterState, agents: Agents) -> None:
     checks = NodeChecks(agents)
     first = asyncio.create_task(checks.look(state, ChecksRequest()))
     await asyncio.sleep(0)
@@ -237,14 +239,14 @@ async def test_one_looks_at_a_time(state: ClusterState, agents: Agents) -> None:
     assert scope_of("POST", "/v1/checks") is Scope.OPERATE
 
 
-async def test_nodes_that_are_not_up_are_not_asked(state: ClusterState, agents: Agents) -> None:
+async def test_checks_skip_nodes_that_are_not_up(state: ClusterState, agents: Agents) -> None:
     nodes = {n: replace(node, status=NodeStatus.LOST) for n, node in state.nodes.items() if n != "n1"}
     await look(replace(state, nodes={**state.nodes, **nodes}), agents)
     assert {node for node, _ in agents.asked} == {"n1"} and len(agents.asked) == 1
 
 
 @given(st.integers(0, 200))
-def test_every_link_is_tried_from_both_ends_and_no_node_is_in_two_pairs_of_a_turn(count: int) -> None:
+def test_link_checks_cover_both_ends_without_overlap(count: int) -> None:
     names = [f"n{number}" for number in range(count)]
     tried = to_try(names)
     assert all(one in tried[other] and one != other for one in names for other in tried[one])

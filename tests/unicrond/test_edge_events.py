@@ -23,7 +23,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.worth.costs import costs_at
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.faults.boundary_events import KINDS, Edges
 from unicrond.service.api.metrics import exposition
 
@@ -83,14 +83,14 @@ def require_alive(state: ClusterState) -> None:
 
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.lists(st.sampled_from(KINDS), min_size=1, max_size=8))
-def test_any_valid_events_in_any_order(drawn: random.Random, kinds: list[type]) -> None:
+def test_core_survives_valid_events_in_any_order(drawn: random.Random, kinds: list[type]) -> None:
     cluster = trained()
     state, log = cluster.state, list[Entry](cluster.log)
     for kind in kinds:
         envelope = edges(drawn, state).envelope(kind)
         if envelope is None:
             continue
-        entry = Recorded(state.seq + 1, state.now_us + 1, next_identity(state, envelope, drawn))
+        entry = RecordedEvent(state.seq + 1, state.now_us + 1, next_identity(state, envelope, drawn))
         state = fold(state, entry)
         log.append(entry)
         require_alive(state)
@@ -104,14 +104,14 @@ def test_any_valid_events_in_any_order(drawn: random.Random, kinds: list[type]) 
     st.sampled_from([1, 2, 3, 2**52 - 1]),
     st.lists(st.sampled_from(KINDS), max_size=2),
 )
-def test_claims_of_nobody(term: int, boot: int, kinds: list[type]) -> None:
+def test_forged_term_never_blocks_next_claim(term: int, boot: int, kinds: list[type]) -> None:
     """A forged term neither poisons the numbers nor stops the next claim."""
     state = trained().state
     drawn = random.Random(term)
-    state = fold(state, Recorded(state.seq + 1, state.now_us, edges(drawn, state).claim(term, boot)))
+    state = fold(state, RecordedEvent(state.seq + 1, state.now_us, edges(drawn, state).claim(term, boot)))
     assert state.term in (trained().state.term, trained().state.term + 1)
     claim = edges(drawn, state).claim(state.term + 1, state.term + 1)
-    state = fold(state, Recorded(state.seq + 1, state.now_us, claim))
+    state = fold(state, RecordedEvent(state.seq + 1, state.now_us, claim))
     assert state.term == claim.term, "the next claim counts"
     assert state.last_numbers["coordinator"] == (claim.term, 1)
     require_alive(state)

@@ -29,7 +29,7 @@ def leave_early(cluster: MiniCluster) -> None:
     cluster.run()
 
 
-def test_a_program_that_leaves_again_and_again_fails_its_task_and_accuses_no_node(cluster: MiniCluster) -> None:
+def test_repeated_early_exit_fails_task_and_blames_no_node(cluster: MiniCluster) -> None:
     for _ in range(2):
         leave_early(cluster)
         assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
@@ -42,36 +42,38 @@ def test_a_program_that_leaves_again_and_again_fails_its_task_and_accuses_no_nod
     assert not [e for e in cluster.log if isinstance(e.envelope.event, v.NodeIsolated)]
 
 
-def test_a_program_that_leaves_strikes_no_node(cluster: MiniCluster) -> None:
+def test_early_exit_strikes_no_node(cluster: MiniCluster) -> None:
     """Nothing that ends with it is held against the nodes, and the next blow is: it is of another time."""
     first = cluster.state.tasks["big"]
     node = first.workers[members(cluster)[0]].node
     for _ in range(2):
         leave_early(cluster)
         task = cluster.state.tasks["big"]
-        assert not task.troubles.strikes and not task.troubles.breaks and not task.troubles.unclear
-    assert task.troubles.early == 2
+        assert not task.troubles.strikes and not task.troubles.breaks and not task.troubles.unclear_breaks
+    assert task.troubles.early_ends == 2
     worker = next(name for name in members(cluster) if task.workers[name].node == node)
     cluster.kill_worker(cluster.hosts[node], worker)
     cluster.run()
     assert cluster.state.tasks["big"].troubles.strikes == {node: 1}
 
 
-def test_ten_iterations_without_it_are_forgiven(cluster: MiniCluster) -> None:
+def test_ten_iterations_clear_early_exits(cluster: MiniCluster) -> None:
     for _ in range(5):
         leave_early(cluster)
         cluster.train("big", 12)
         cluster.run()
-    assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].troubles.early == 0
+    assert (
+        cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].troubles.early_ends == 0
+    )
 
 
 def stop(cluster: MiniCluster, worker: str, *, left: bool) -> None:
     node = cluster.state.tasks["big"].workers[worker].node
-    asked = v.StopRequested(node=node, task="big", worker=worker, iteration=3, reason="enough", left=left)
+    asked = v.StopRequested(node=node, task="big", worker=worker, iteration=3, reason="enough", has_left_loop=left)
     cluster.say(cluster.hosts[node], asked)
 
 
-def test_where_all_have_left_after_one_iteration_the_task_is_complete(cluster: MiniCluster) -> None:
+def test_task_completes_when_all_workers_leave(cluster: MiniCluster) -> None:
     one, other = members(cluster)
     stop(cluster, one, left=True)
     assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
@@ -81,7 +83,7 @@ def test_where_all_have_left_after_one_iteration_the_task_is_complete(cluster: M
     assert task.ending.reason == "stopped by its program after iteration 3 of 100: enough"
 
 
-def test_the_next_membership_says_that_training_is_to_end(cluster: MiniCluster) -> None:
+def test_next_membership_carries_stop(cluster: MiniCluster) -> None:
     one, other = members(cluster)
     stop(cluster, one, left=True)
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[one].node], one)
@@ -91,7 +93,7 @@ def test_the_next_membership_says_that_training_is_to_end(cluster: MiniCluster) 
 
 
 @pytest.mark.parametrize("asked_first", [True, False])
-def test_the_reason_is_the_programs_whoever_is_told_of_first(cluster: MiniCluster, asked_first: bool) -> None:
+def test_stop_reason_comes_from_program_in_either_order(cluster: MiniCluster, asked_first: bool) -> None:
     one, other = members(cluster)
     node = cluster.state.tasks["big"].workers[one].node
     if asked_first:

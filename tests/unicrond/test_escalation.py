@@ -15,7 +15,7 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Severity, TaskStatus, WorkerStatus
 from unicrond.core.state.task_parts import CALM_ITERATIONS
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 SEEDS = range(20)
 
@@ -44,7 +44,7 @@ def two_survivors(seed: int) -> tuple[MiniCluster, list[str]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_broken_connection_is_reattempted_by_the_same_processes(seed: int) -> None:
+def test_broken_connection_is_reattempted_in_place(seed: int) -> None:
     cluster = two_tasks(seed)
     before = members(cluster, "big")
     break_group(cluster, "big", before[1])
@@ -53,12 +53,12 @@ def test_a_broken_connection_is_reattempted_by_the_same_processes(seed: int) -> 
     cluster.assert_whole()
     assert members(cluster, "big") == before
     assert not said(cluster, v.StartWorker, mark) and not said(cluster, v.StopWorker, mark)
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.severity, incident.response, incident.symptoms) == (Severity.SEV3, "reattempt in place", 2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_failed_reattempt_restarts_who_is_at_fault_and_a_failed_restart_isolates_its_node(seed: int) -> None:
+def test_failed_reattempt_restarts_and_failed_restart_isolates(seed: int) -> None:
     cluster = two_tasks(seed)
     suspect = cluster.random.choice(members(cluster, "big"))
     node = cluster.state.tasks["big"].workers[suspect].node
@@ -72,7 +72,7 @@ def test_a_failed_reattempt_restarts_who_is_at_fault_and_a_failed_restart_isolat
     (escalated,) = said(cluster, v.IncidentEscalated)
     assert (escalated.severity, escalated.worker) == (2, suspect)
     assert f"after reattempts in place: once; {node} is an endpoint of " in escalated.reason
-    assert [i.severity for i in cluster.state.closed] == [Severity.SEV3, Severity.SEV2]
+    assert [i.severity for i in cluster.state.closed_incidents] == [Severity.SEV3, Severity.SEV2]
     successor = next(w.worker for w in cluster.state.tasks["big"].workers.values() if w.node == node)
     assert successor != suspect and len(members(cluster, "big")) == 3
 
@@ -81,7 +81,7 @@ def test_a_failed_reattempt_restarts_who_is_at_fault_and_a_failed_restart_isolat
         cluster.run_but_isolation()
     (isolated,) = said(cluster, v.NodeIsolated)
     assert isolated.node == node and "groups of big broke here again and again" in isolated.reason
-    assert cluster.state.closed[-1].severity is Severity.SEV1
+    assert cluster.state.closed_incidents[-1].severity is Severity.SEV1
     assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 3
     cluster.run()
     cluster.assert_whole()
@@ -115,7 +115,9 @@ def found_guilty(cluster: MiniCluster, task: str, bad: list[str], steps: int, br
 @pytest.mark.parametrize("guilty", range(4))
 @pytest.mark.parametrize("workers", [3, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_breaks_connections_is_found_and_nobody_else(seed: int, workers: int, guilty: int, steps: int) -> None:
+def test_escalation_isolates_only_node_that_breaks_connections(
+    seed: int, workers: int, guilty: int, steps: int
+) -> None:
     """The node alone breaks its links at each iteration's start: once its neighbours were isolated for it, and the
     task was failed although it made steps."""
     cluster = MiniCluster(seed)
@@ -134,7 +136,7 @@ def test_whoever_breaks_connections_is_found_and_nobody_else(seed: int, workers:
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_two_bad_nodes_of_five_are_found_and_nobody_else(seed: int, steps: int) -> None:
+def test_escalation_isolates_exactly_two_bad_nodes_of_five(seed: int, steps: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(5):
         cluster.add_host(f"n{number}")
@@ -156,9 +158,7 @@ def test_two_bad_nodes_of_five_are_found_and_nobody_else(seed: int, steps: int) 
     ],
 )
 @pytest.mark.parametrize("seed", range(5))
-def test_behind_a_bad_switch_the_larger_side_trains_on(
-    seed: int, far: list[str], isolated: list[str], steps: int
-) -> None:
+def test_bad_switch_leaves_larger_side_training(seed: int, far: list[str], isolated: list[str], steps: int) -> None:
     cluster = MiniCluster(seed)
     near = [f"n{number}" for number in range(5) if f"n{number}" not in far]
     assert switched(cluster, near, far, steps) == isolated
@@ -167,15 +167,13 @@ def test_behind_a_bad_switch_the_larger_side_trains_on(
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize(("far", "isolated"), [(["n0", "n3"], ["n1", "n2"]), (["n2", "n3"], ["n2", "n3"])])
 @pytest.mark.parametrize("seed", range(5))
-def test_of_two_equal_sides_the_one_with_the_first_name_trains_on(
-    seed: int, far: list[str], isolated: list[str], steps: int
-) -> None:
+def test_equal_sides_keep_side_with_first_name(seed: int, far: list[str], isolated: list[str], steps: int) -> None:
     cluster = MiniCluster(seed)
     near = [f"n{number}" for number in range(4) if f"n{number}" not in far]
     assert switched(cluster, near, far, steps) == isolated
 
 
-def test_of_two_equal_sides_the_one_that_keeps_the_newer_state_trains_on() -> None:
+def test_equal_sides_keep_side_with_newer_state() -> None:
     cluster = MiniCluster(1)
     for number in range(4):
         cluster.add_host(f"n{number}")
@@ -208,9 +206,7 @@ def switched(cluster: MiniCluster, near: list[str], far: list[str], steps: int) 
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("seed", range(5))
-def test_of_two_replicas_neither_is_isolated_while_the_task_gets_on_and_no_other_node_is_free(
-    seed: int, steps: int, nodes: int
-) -> None:
+def test_two_replicas_lose_no_node_while_task_progresses(seed: int, steps: int, nodes: int) -> None:
     """Either may be at fault. Else one of them is tried; its successor then shows who it was."""
     cluster = MiniCluster(seed)
     for number in range(nodes):
@@ -225,7 +221,7 @@ def test_of_two_replicas_neither_is_isolated_while_the_task_gets_on_and_no_other
         assert 1 <= len(isolated) <= 2 and isolated[-1] == guilty
 
 
-def test_after_a_rollback_calm_is_counted_from_where_it_went_on() -> None:
+def test_calm_counts_from_iteration_after_rollback() -> None:
     cluster = two_tasks(2)
     cluster.train("big", 500)
     break_group(cluster, "big", members(cluster, "big")[0])
@@ -236,7 +232,7 @@ def test_after_a_rollback_calm_is_counted_from_where_it_went_on() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_both_shards_of_a_replica_are_on_the_node_that_is_found(seed: int) -> None:
+def test_verdict_isolates_node_with_both_shards(seed: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(4):
         cluster.add_host(f"n{number}", slots=2)
@@ -264,9 +260,7 @@ def test_both_shards_of_a_replica_are_on_the_node_that_is_found(seed: int) -> No
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_while_a_task_gets_on_broken_connections_of_all_nodes_neither_fail_it_nor_cost_nodes(
-    seed: int, named: bool
-) -> None:
+def test_breaks_of_all_nodes_never_fail_progressing_task(seed: int, named: bool) -> None:
     """The network is sick, or the task is: no node is to blame."""
     cluster = MiniCluster(seed)
     for number in range(6):
@@ -286,7 +280,7 @@ def test_while_a_task_gets_on_broken_connections_of_all_nodes_neither_fail_it_no
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_connections_that_break_for_ever_without_a_step_end_the_task(seed: int) -> None:
+def test_endless_breaks_without_step_end_task(seed: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(6):
         cluster.add_host(f"n{number}")
@@ -300,11 +294,11 @@ def test_connections_that_break_for_ever_without_a_step_end_the_task(seed: int) 
     task = cluster.state.tasks["big"]
     assert task.status is TaskStatus.FAILED and "without a new iteration" in task.ending.reason
     cluster.run()
-    assert not any(node.isolated for node in cluster.state.nodes.values()), "no node was at fault"
+    assert not any(node.isolation.active for node in cluster.state.nodes.values()), "no node was at fault"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nobody_joins_a_broken_group_before_it_has_met_again(seed: int) -> None:
+def test_broken_group_regroups_before_newcomers_join(seed: int) -> None:
     """A connection may be broken for one end alone: the other waits in the collective, and would for ever."""
     cluster, survivors = two_survivors(seed)
     mark = len(cluster.log)
@@ -317,7 +311,7 @@ def test_nobody_joins_a_broken_group_before_it_has_met_again(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_first_group_that_does_not_form_is_tried_again(seed: int) -> None:
+def test_first_group_retries_after_failure(seed: int) -> None:
     cluster = MiniCluster(seed)
     cluster.add_host("n0")
     cluster.add_host("n1")
@@ -334,11 +328,11 @@ def test_a_first_group_that_does_not_form_is_tried_again(seed: int) -> None:
     assert members(cluster, "big") == first and cluster.state.tasks["big"].generation == 2
     cluster.run()
     cluster.assert_whole()
-    assert [(i.kind, i.response) for i in cluster.state.closed] == [("store_error", "reattempt in place")]
+    assert [(i.kind, i.response) for i in cluster.state.closed_incidents] == [("store_error", "reattempt in place")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(seed: int) -> None:
+def test_break_before_close_opens_own_incident(seed: int) -> None:
     """The coordinator has decided to close the first, and not read yet that the new group broke: the same worker says
     so, and nobody would say it again."""
     cluster = two_tasks(seed)
@@ -352,7 +346,7 @@ def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(se
     assert [type(event) for event in decided] == [v.TransitionCompleted]
     cluster.report(first, "connection_broken")
     cluster.append(decided[0], "coordinator", cluster.state.term)
-    assert len(cluster.state.incidents) == len(cluster.state.closed) == 1
+    assert len(cluster.state.incidents) == len(cluster.state.closed_incidents) == 1
     cluster.run()
     cluster.assert_whole()
     assert cluster.state.tasks["big"].generation > 2
@@ -360,7 +354,7 @@ def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(se
 
 @pytest.mark.parametrize("read", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_group_that_breaks_while_a_planned_one_is_awaited_meets_at_once(seed: int, read: bool) -> None:
+def test_break_before_planned_group_regroups_at_once(seed: int, read: bool) -> None:
     """One end has noticed, and follows the planned membership; the other waits in the old group for a boundary. The
     report stands in the log behind that membership, or just before it, and was not `read` when it was decided."""
     cluster, survivors = two_survivors(seed)
@@ -388,7 +382,7 @@ def test_a_group_that_breaks_while_a_planned_one_is_awaited_meets_at_once(seed: 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_loses_a_worker_that_is_to_leave_has_no_incident_of_its_own(seed: int) -> None:
+def test_loss_of_leaving_worker_opens_no_incident(seed: int) -> None:
     """It is left out at the next boundary, and ends before it: what its peers lose is its doing."""
     cluster = two_tasks(seed)
     culprit, *survivors = members(cluster, "big")
@@ -400,13 +394,13 @@ def test_who_loses_a_worker_that_is_to_leave_has_no_incident_of_its_own(seed: in
     for worker in survivors:
         cluster.report(worker, "connection_broken", generation=generation - 1)
     cluster.run_but_isolation()
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.severity, incident.worker) == ("ecc_error", Severity.SEV1, culprit)
     assert incident.symptoms >= 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_where_a_node_is_isolated_the_reporter_of_an_answered_break_leaves_by_the_plan(seed: int) -> None:
+def test_isolation_lets_reporter_of_answered_break_leave_by_plan(seed: int) -> None:
     """The reattempt has held, and the incident waits for another worker to join: its reporter has done nothing."""
     cluster, (reporter, _) = two_survivors(seed)
     cluster.report(reporter, "connection_broken")
@@ -426,7 +420,7 @@ def test_where_a_node_is_isolated_the_reporter_of_an_answered_break_leaves_by_th
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_where_a_node_is_isolated_the_reporter_of_an_unanswered_break_is_given_up(seed: int) -> None:
+def test_isolation_gives_up_reporter_of_unanswered_break(seed: int) -> None:
     """The incident is no symptom any more, so there is no reattempt: something has to answer the break."""
     cluster = two_tasks(seed)
     reporter = members(cluster, "big")[0]
@@ -442,17 +436,17 @@ def isolate(cluster: MiniCluster, node: str) -> None:
     cluster.append(v.NodeIsolated(node=node, until_us=None, reason="test"), "coordinator", cluster.state.term)
 
 
-def test_a_calm_between_two_breaks_makes_the_second_a_first() -> None:
+def test_calm_resets_count_of_breaks() -> None:
     cluster = two_tasks(2)
     for _ in range(6):
         break_group(cluster, "big", members(cluster, "big")[0])
         cluster.run()
         cluster.train("big", CALM_ITERATIONS)
-    assert not said(cluster, v.IncidentEscalated) and len(cluster.state.closed) == 6
+    assert not said(cluster, v.IncidentEscalated) and len(cluster.state.closed_incidents) == 6
 
 
 @pytest.mark.parametrize("kind", sorted(kind for kind, severity in SEVERITY.items() if severity is Severity.SEV2))
-def test_who_reports_an_error_and_lives_on_is_restarted(kind: str) -> None:
+def test_erroneous_worker_that_survives_is_restarted(kind: str) -> None:
     """A hang does not end by itself, nor does a process whose exit hangs."""
     cluster = two_tasks(3)
     culprit = members(cluster, "big")[2]
@@ -462,11 +456,11 @@ def test_who_reports_an_error_and_lives_on_is_restarted(kind: str) -> None:
     (escalated,) = said(cluster, v.IncidentEscalated)
     assert escalated.worker == culprit and "still runs" in escalated.reason
     assert culprit not in members(cluster, "big") and len(members(cluster, "big")) == 3
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.severity, incident.place) == (kind, Severity.SEV2, "rank 2, iteration 1, reduce")
 
 
-def test_a_hang_is_acted_upon_at_once_and_an_exception_is_let_end() -> None:
+def test_hang_gets_short_deadline_and_exception_exit_time() -> None:
     cluster = two_tasks(3)
     cluster.report(members(cluster, "big")[0], "hang")
     cluster.report(members(cluster, "small")[0], "exception")
@@ -476,19 +470,19 @@ def test_a_hang_is_acted_upon_at_once_and_an_exception_is_let_end() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["ecc_error", "driver_error", "nvlink_error"])
-def test_a_broken_machine_is_isolated_at_once(kind: str, seed: int) -> None:
+def test_broken_machine_is_isolated_at_once(kind: str, seed: int) -> None:
     cluster = two_tasks(seed)
     culprit = members(cluster, "big")[0]
     node = cluster.state.tasks["big"].workers[culprit].node
     cluster.report(culprit, kind)
     cluster.run_but_isolation()
-    assert cluster.state.nodes[node].isolated
+    assert cluster.state.nodes[node].isolation.active
     assert not [w for t in cluster.state.tasks.values() for w in t.workers.values() if w.node == node]
-    assert cluster.state.closed[-1].response == "reconfigure"
+    assert cluster.state.closed_incidents[-1].response == "reconfigure"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_work_that_fails_wherever_it_runs_ends_the_task_with_its_place(seed: int) -> None:
+def test_poisoned_work_ends_task_with_its_place(seed: int) -> None:
     """A poisoned sample: whoever gets it dies, in the same iteration, for ever."""
     cluster = two_tasks(seed)
     for _ in range(60):
@@ -506,10 +500,10 @@ def test_work_that_fails_wherever_it_runs_ends_the_task_with_its_place(seed: int
     assert "nan_loss" in task.ending.reason and "iteration 17" in task.ending.reason
     assert len(said(cluster, v.StartWorker)) < 30
     cluster.run()
-    assert not any(node.isolated for node in cluster.state.nodes.values()), "the task was at fault"
+    assert not any(node.isolation.active for node in cluster.state.nodes.values()), "the task was at fault"
 
 
-def test_workers_that_end_together_are_one_blow() -> None:
+def test_simultaneous_exits_count_as_one_strike() -> None:
     """Eight processes of one node that go down with each other are no eight failed restarts."""
     cluster = MiniCluster(4, Policy(stuck_max=4))
     cluster.add_host("n0", slots=8)
@@ -529,7 +523,7 @@ def test_workers_that_end_together_are_one_blow() -> None:
     assert not said(cluster, v.NodeIsolated)
 
 
-def test_a_start_that_fails_again_and_again_is_counted_each_time() -> None:
+def test_repeated_start_failures_each_count() -> None:
     cluster = MiniCluster(4, Policy(strikes_max=3))
     cluster.add_host("n0")
     cluster.submit("bad")
@@ -540,7 +534,7 @@ def test_a_start_that_fails_again_and_again_is_counted_each_time() -> None:
     assert cluster.decide() and said(cluster, v.NodeIsolated)
 
 
-def test_the_last_node_is_not_isolated_for_what_may_be_the_tasks_fault() -> None:
+def test_last_node_is_never_isolated_for_task_fault() -> None:
     cluster = MiniCluster(4)
     cluster.add_host("n0")
     cluster.submit("bad")
@@ -565,7 +559,7 @@ def fail_start(cluster: MiniCluster) -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_on_which_healthy_replicas_train_is_not_isolated_for_one_that_ends(seed: int, more: int) -> None:
+def test_node_with_healthy_replicas_is_not_isolated(seed: int, more: int) -> None:
     """Its third process ends as often as it is started, quicker than a step is made. It is started no more than twice
     between two steps, and the task neither stops nor fails."""
     cluster = MiniCluster(seed)
@@ -590,7 +584,7 @@ def test_a_node_on_which_healthy_replicas_train_is_not_isolated_for_one_that_end
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_task_that_gets_on_is_not_failed_for_what_ends_on_two_other_nodes(seed: int) -> None:
+def test_progressing_task_survives_failures_on_two_other_nodes(seed: int) -> None:
     """They are isolated: that it trains elsewhere says whose fault it is."""
     cluster = MiniCluster(seed)
     for number in range(3):
@@ -616,12 +610,14 @@ def test_a_task_that_gets_on_is_not_failed_for_what_ends_on_two_other_nodes(seed
 # --- severities that the configuration sets ------------------------------------------------------
 
 
-def started(severity: dict) -> Recorded:
+def started(severity: dict) -> RecordedEvent:
     event = v.CoordinatorStarted(term=1, version="t", severity=severity)
-    return Recorded(10**6, 1, Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=event))
+    return RecordedEvent(
+        10**6, 1, Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=event)
+    )
 
 
-def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
+def test_severity_overrides_last_for_coordinator_term() -> None:
     state = fold(ClusterState(), started({"nan_loss": 1}))
     assert severity_of("nan_loss", state.severity) is Severity.SEV1
     assert severity_of("exception", state.severity) is Severity.SEV2
@@ -630,15 +626,15 @@ def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
     assert severity_of("nan_loss", state.severity) is Severity.SEV2
 
 
-def _next(state: ClusterState) -> Recorded:
+def _next(state: ClusterState) -> RecordedEvent:
     event = v.CoordinatorStarted(term=state.term + 1, version="t")
     envelope = Envelope(
         producer="coordinator", boot=state.term + 1, number=1, term=state.term + 1, observed_at_us=1, event=event
     )
-    return Recorded(state.seq + 1, 1, envelope)
+    return RecordedEvent(state.seq + 1, 1, envelope)
 
 
-def test_an_override_changes_the_response() -> None:
+def test_severity_override_changes_response() -> None:
     cluster = two_tasks(5)
     term = cluster.state.term + 1
     cluster.append(v.CoordinatorStarted(term=term, version="test", severity={"exception": 1}), "coordinator", term)
@@ -646,10 +642,10 @@ def test_an_override_changes_the_response() -> None:
     node = cluster.state.tasks["big"].workers[culprit].node
     cluster.report(culprit, "exception")
     cluster.run_but_isolation()
-    assert cluster.state.nodes[node].isolated
+    assert cluster.state.nodes[node].isolation.active
 
 
-def test_a_planned_group_that_does_not_meet_is_called_at_once_though_another_cause_is_open() -> None:
+def test_missing_planned_group_is_called_despite_open_incident() -> None:
     """The worker at fault is on its way out by plan; the one that stays hangs, and its agent does not tell."""
     cluster = trained(2)
     leaving, staying = members(cluster, "big")
@@ -668,7 +664,7 @@ def test_a_planned_group_that_does_not_meet_is_called_at_once_though_another_cau
     assert task.membership.urgent or not task.workers[staying].alive
 
 
-def test_a_cause_on_another_node_that_breaks_a_later_group_is_an_incident_of_its_own() -> None:
+def test_cause_on_other_node_in_later_group_opens_own_incident() -> None:
     cluster = trained(3)
     first, second, _ = members(cluster, "big")
     cluster.report(first, "nvlink_error")

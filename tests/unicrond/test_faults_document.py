@@ -25,22 +25,22 @@ def rows(columns: int) -> list[tuple[str, ...]]:
     return [tuple(text.strip() for text in row) for row in found if row[0].strip().startswith("`")]
 
 
-def test_the_severity_table_is_the_codes() -> None:
+def test_document_severity_table_matches_code() -> None:
     table = {kind.strip("`"): (severity, response) for kind, severity, response in rows(3)}
     assert table == {kind: (severity.name, RESPONSE[severity]) for kind, severity in SEVERITY.items()}
 
 
-def test_every_error_kind_has_a_severity() -> None:
+def test_severity_covers_every_error_kind() -> None:
     assert set(SEVERITY) == set(get_args(ErrorKind))
 
 
-def test_every_fault_and_phase_is_told() -> None:
+def test_document_tells_every_fault_and_phase() -> None:
     assert [kind.strip("`") for kind, _ in rows(2)] == [kind.replace("_", "-") for kind in get_args(FaultKind)]
     for phase in filter(None, get_args(FaultPhase)):
         assert f"`{phase}` (" in " ".join(FAULTS.split())
 
 
-def test_every_field_of_the_policy_that_it_names_exists() -> None:
+def test_document_names_existing_policy_fields() -> None:
     named = set(re.findall(r"`(?:policy\.)?(\w+_(?:s|max))`", FAULTS + DETECTION))
     assert named <= set(Policy.__struct_fields__) and len(named) > 6
 
@@ -54,7 +54,7 @@ def config(tmp_path: Path, text: str) -> Config:
     return load(path)
 
 
-def test_severities_are_read(tmp_path: Path) -> None:
+def test_configuration_reads_severities(tmp_path: Path) -> None:
     assert config(tmp_path, "severity: {nan_loss: 1, store_error: 2}").severity == {"nan_loss": 1, "store_error": 2}
     assert config(tmp_path, "injection: true").injection
 
@@ -70,7 +70,7 @@ def test_severities_are_read(tmp_path: Path) -> None:
         ("policy: {flaps_max: 99}", ["flaps_max"]),
     ],
 )
-def test_a_bad_one_is_refused_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_configuration_refuses_bad_severity_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config(tmp_path, text)
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value

@@ -53,7 +53,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-def test_every_plan_is_that_of_a_fresh_solve_and_of_its_problem_alone() -> None:
+def test_foresight_matches_fresh_solve_of_own_problem() -> None:
     situation = at_rest(cluster())
     table = ahead.fill(Planner().refresh(situation))
     assert unforeseen(table) == 0
@@ -70,7 +70,7 @@ def test_every_plan_is_that_of_a_fresh_solve_and_of_its_problem_alone() -> None:
             assert table.answer(other) is None, event
 
 
-def test_the_likeliest_come_first_and_no_more_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foresight_solves_likeliest_events_first_within_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     situation = at_rest(cluster())
     kinds = [type(event) for event in ahead.likeliest(situation)]
     assert kinds == sorted(kinds, key=[NodeLoss, NodeArrival, TaskEnd, WorkerLoss].index)
@@ -84,7 +84,7 @@ def test_the_likeliest_come_first_and_no_more_than_there_is_time_for(monkeypatch
     assert unforeseen(table) == len(list(situation.expected(distinct=True))) - 3
 
 
-async def test_a_lost_node_finds_its_plan() -> None:
+async def test_foresight_holds_plan_of_lost_node() -> None:
     made = cluster()
     sight = Foresight(lambda: time.monotonic_ns() // 1000)
     sight.look_from(Survey(made.state, made.policy))
@@ -98,7 +98,7 @@ async def test_a_lost_node_finds_its_plan() -> None:
     running.cancel()
 
 
-async def test_what_is_asked_ends_a_solve_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_interrupts_solve_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both would wait for one processor."""
     begun, ended = threading.Event(), []
 
@@ -138,7 +138,7 @@ async def test_what_is_asked_ends_a_solve_ahead(monkeypatch: pytest.MonkeyPatch)
     running.cancel()
 
 
-def test_a_solve_ends_between_two_pools() -> None:
+def test_solve_ahead_stops_between_pools() -> None:
     problem = at_rest(cluster()).after(TaskEnd("line"))
     asked: list[int] = []
 
@@ -152,12 +152,12 @@ def test_a_solve_ends_between_two_pools() -> None:
     assert ahead.interruptible(problem, lambda: False) == solve(problem)
 
 
-def test_both_types_are_in_the_rows() -> None:
+def test_foresight_rows_cover_both_gpu_types() -> None:
     rows = foreseen(ahead.fill(Planner().refresh(at_rest(cluster()))))
     assert {gpu for row in rows for gpu in row.gpus.values()} == {SLOW, FAST}
 
 
-async def test_a_coordinator_looks_the_plan_up_and_its_log_verifies(tmp_path: Path) -> None:
+async def test_coordinator_takes_plan_from_table_and_log_verifies(tmp_path: Path) -> None:
     """The whole way; `plan table` says how many events have no plan yet."""
     made = cluster()
     async with serving(tmp_path, list(made.log), config=Config(policy=made.policy)) as served:

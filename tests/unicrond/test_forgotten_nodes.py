@@ -7,22 +7,22 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
+from tests.contracts.memory_log import MemoryLog
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.coordinators import running
-from unicrond.core.fold import fold
 from unicrond.core.nodes.node_removal import is_planned_for, refusal
+from unicrond.core.replayer import replay
 from unicrond.core.rules.invariants import check
 from unicrond.core.rules.plan_problems import present_replicas
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy, Settings, settings_of
-from unicrond.core.state.state import ClusterState, NodeStatus
+from unicrond.core.state.state import NodeStatus
 from unicrond.core.state.state_bytes import digest, from_json, to_json
 from unicrond.events import vocabulary as v
-from unicrond.events.log.memory_log import MemoryLog
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Verifier, bases
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 NODE = "n0"
 DAY_US = 86_400_000_000
@@ -67,7 +67,7 @@ def left(cluster: MiniCluster) -> None:
 
 @pytest.mark.parametrize("gone", [lost, left])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_node_that_has_gone_is_forgotten_when_a_person_asks(gone: object, seed: int) -> None:
+def test_departed_node_is_forgotten_on_request(gone: object, seed: int) -> None:
     cluster = training(seed)
     gone(cluster)  # type: ignore[operator]
     assert NODE in cluster.state.nodes
@@ -82,17 +82,17 @@ def test_a_node_that_has_gone_is_forgotten_when_a_person_asks(gone: object, seed
     assert digest(from_json(to_json(cluster.state))) == digest(cluster.state)
 
 
-def test_one_that_is_up_is_not_forgotten() -> None:
+def test_node_that_is_up_is_not_forgotten() -> None:
     cluster = training()
     node = cluster.state.nodes[NODE]
     assert "n0 is up; unicronctl forget --leave n0 has it leave for good first" in refusal(node, leave=False)
     assert not refusal(node, leave=True)
     ask(cluster)
-    assert cluster.state.nodes[NODE].status is NodeStatus.UP and not cluster.state.nodes[NODE].draining
+    assert cluster.state.nodes[NODE].status is NodeStatus.UP and not cluster.state.nodes[NODE].cordon.draining
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_node_is_told_to_leave_for_good(seed: int) -> None:
+def test_leave_command_drains_node_without_loss(seed: int) -> None:
     """Drained first: nothing is lost, and nothing is an incident."""
     cluster = training(seed)
     ask(cluster, leave=True)
@@ -105,7 +105,7 @@ def test_a_node_is_told_to_leave_for_good(seed: int) -> None:
     cluster.assert_whole()
 
 
-def test_the_next_agent_of_a_name_that_is_to_leave_is_told_too() -> None:
+def test_next_agent_of_leaving_name_gets_leave_command() -> None:
     cluster = training()
     cluster.append(v.ForgetRequested(node=NODE, leave=True, reason="test"), "api", cluster.state.term)
     cluster.decide()
@@ -118,7 +118,7 @@ def test_the_next_agent_of_a_name_that_is_to_leave_is_told_too() -> None:
     assert NODE not in cluster.state.nodes
 
 
-def test_a_new_address_under_an_old_name_is_no_incident() -> None:
+def test_new_address_under_old_name_opens_no_incident() -> None:
     cluster = training()
     left(cluster)
     before = cluster.state.nodes[NODE].address
@@ -141,12 +141,12 @@ def test_a_new_address_under_an_old_name_is_no_incident() -> None:
         cluster.run()
         assert cluster.state.nodes[NODE].address == address != before
         assert len(cluster.state.tasks["t"].member_names) == 3
-        assert not cluster.state.incidents_total and not cluster.state.nodes[NODE].returns_us
+        assert not cluster.state.incidents_total and not cluster.state.nodes[NODE].health.returns_us
         assert not cluster.state.ledger.failures
         cluster.assert_whole()
 
 
-def test_time_forgets_a_node_that_has_left() -> None:
+def test_departed_node_is_forgotten_after_time() -> None:
     cluster = training(policy=Policy(forget_s=86_400.0))
     left(cluster)
     (standing,) = [item for item in cluster.standing().items() if item[0].startswith("forget:")]
@@ -160,7 +160,7 @@ def test_time_forgets_a_node_that_has_left() -> None:
     assert NODE not in cluster.state.nodes and not [d for d in cluster.standing() if d.startswith("forget:")]
 
 
-def test_time_alone_forgets_no_node_that_a_person_or_an_isolation_holds() -> None:
+def test_forget_timeout_spares_cordoned_and_isolated_nodes() -> None:
     cluster = training()
     cluster.cordon(NODE)
     left(cluster)
@@ -176,7 +176,7 @@ def deadlines_of(policy: Policy) -> dict[str, int]:
     return cluster.standing()
 
 
-def test_a_name_that_joins_again_before_it_is_forgotten_is_a_new_node() -> None:
+def test_name_that_rejoins_before_forget_is_new_node() -> None:
     cluster = training()
     cluster.cordon(NODE)
     left(cluster)
@@ -184,11 +184,11 @@ def test_a_name_that_joins_again_before_it_is_forgotten_is_a_new_node() -> None:
     cluster.add_host(NODE)
     cluster.run()
     node = cluster.state.nodes[NODE]
-    assert node.status is NodeStatus.UP and not (node.cordoned or node.forgetting)
+    assert node.status is NodeStatus.UP and not (node.cordon.active or node.departure.removal)
     assert len(cluster.state.tasks["t"].member_names) == 3
 
 
-def test_a_node_that_the_plan_still_names_waits_for_the_next_plan() -> None:
+def test_forget_waits_until_plan_drops_node() -> None:
     cluster = training()
     host = cluster.hosts[NODE]
     cluster.kill_host(host)
@@ -205,7 +205,7 @@ def test_a_node_that_the_plan_still_names_waits_for_the_next_plan() -> None:
     check(cluster.state)
 
 
-def test_what_a_forgotten_node_says_later_changes_nothing() -> None:
+def test_fold_ignores_late_events_of_forgotten_node() -> None:
     cluster = training()
     lost(cluster)
     worker = "t.1"
@@ -213,7 +213,7 @@ def test_what_a_forgotten_node_says_later_changes_nothing() -> None:
     before = cluster.state
     host = cluster.hosts[NODE]
     for event in (
-        v.WorkerExited(node=NODE, task="t", worker=worker, exit_code=None, signal=9, expected=False),
+        v.WorkerExited(node=NODE, task="t", worker=worker, exit_code=None, signal=9, is_expected=False),
         v.CommandApplied(node=NODE, command_id="1.1.n0.9"),
         v.NodeLeaving(node=NODE, grace_us=1, reason="test"),
         v.NodeLeft(node=NODE, reason="test"),
@@ -223,13 +223,13 @@ def test_what_a_forgotten_node_says_later_changes_nothing() -> None:
     assert not cluster.decide()
 
 
-def test_the_number_goes_into_the_log_only_where_it_is_another() -> None:
+def test_log_holds_forget_time_only_if_changed() -> None:
     assert "forget_s" not in Settings(Policy(), 1.0).numbers()
     numbers = Settings(Policy(forget_s=60.0), 1.0).numbers()
     assert settings_of(numbers).policy.forget_s == 60.0
 
 
-async def test_the_log_replays_and_verifies() -> None:
+async def test_log_with_forgotten_node_replays_and_verifies() -> None:
     log = MemoryLog()
     store = v.StoreAddress(host="127.0.0.1", port=1)
     joined = v.NodeJoined(
@@ -239,22 +239,19 @@ async def test_the_log_replays_and_verifies() -> None:
     async with running(log, policy=Policy(forget_s=0.2)) as coordinator:
         for number, event in enumerate(events, 1):
             await log.append([Envelope(producer="n1", boot=1, number=number, observed_at_us=1, event=event)])
-        read: list[Recorded] = []
+        read: list[RecordedEvent] = []
         async for entry in log.read():
-            assert isinstance(entry, Recorded)
+            assert isinstance(entry, RecordedEvent)
             read.append(entry)
             if isinstance(entry.envelope.event, v.NodeForgotten):
                 break
         while coordinator.state.seq < read[-1].seq:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
         assert not coordinator.state.nodes
-        state = ClusterState()
-        for entry in read:
-            state = fold(state, entry)
+        state = replay(read)
         assert digest(state) == digest(coordinator.state)
     assert [type(e.envelope.event) for e in read][-2:] == [v.DeadlineExpired, v.NodeForgotten]
     verifier = Verifier(bases(read))
-    for step in steps(read):
-        verifier.feed(step)
+    feed_all(verifier, read)
     verified = verifier.finish()
     assert verified.deadlines == 1 and verified.decisions >= 1

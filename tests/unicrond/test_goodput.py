@@ -18,6 +18,7 @@ from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from tests.unicrond.stories import random_life, trained
+from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.work import iteration_flop
 from unicrond.core.worth.costs import costs_at, settle
@@ -32,7 +33,6 @@ from unicrond.views.goodput import GoodputTotals, account_step, kinds_of, settle
 from unicrond.views.goodput_keeper import READING_US, GoodputKeeper
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
 from unicrond.views.lemons import COUNT_MAX, count_signals, scores
-from unicrond.views.view import LogStep, steps
 
 GROUPS = ("detection", "transition", "sub-health")
 
@@ -56,7 +56,7 @@ def assert_adds_up(state: ClusterState, books: GoodputTotals) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_parts_are_the_ledger_at_every_entry(seed: int) -> None:
+def test_goodput_parts_sum_to_ledger_at_every_entry(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed):
         pass
@@ -64,7 +64,7 @@ def test_the_parts_are_the_ledger_at_every_entry(seed: int) -> None:
 
 
 @pytest.mark.parametrize("schema", sorted(LOGS))
-def test_the_parts_of_the_golden_logs_are_their_ledgers(schema: int) -> None:
+def test_goodput_parts_match_ledger_in_golden_logs(schema: int) -> None:
     follow(read_entries(LOGS[schema]), check=True)
 
 
@@ -79,7 +79,7 @@ def told(cluster: MiniCluster, **options: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_report_adds_up_to_the_flop(seed: int) -> None:
+def test_goodput_report_adds_up_to_flop(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed):
         pass
@@ -94,7 +94,7 @@ def test_a_report_adds_up_to_the_flop(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_interval_is_the_difference_of_its_ends(seed: int) -> None:
+def test_goodput_interval_is_difference_of_its_ends(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed):
         pass
@@ -111,7 +111,7 @@ def test_an_interval_is_the_difference_of_its_ends(seed: int) -> None:
         assert sum(one["interruptions"] for one in parts) == task["interruptions"]
 
 
-def test_a_killed_worker_is_one_interruption_with_its_time_and_kind() -> None:
+def test_killed_worker_counts_as_one_interruption() -> None:
     cluster = trained(1)
     cluster.train("big")
     victim = cluster.state.tasks["big"].membership.members[1]
@@ -120,17 +120,17 @@ def test_a_killed_worker_is_one_interruption_with_its_time_and_kind() -> None:
     cluster.run()
     cluster.now_us += 6 * SECOND_US
     cluster.train("big")
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     big = next(task for task in told(cluster)["tasks"] if task["task"] == "big")
     assert big["interruptions_by_kind"] == {"process_exit": 1}
     assert big["times_us"]["transition: process_exit"] == closed.transition_us
     assert big["wall_us"] == cluster.state.now_us - cluster.state.tasks["big"].submitted_us
     assert big["ettr"] == big["times_us"]["productive"] / big["wall_us"] < 0.8
-    assert big["micro_batches_redone"] == closed.redone
+    assert big["micro_batches_repeated"] == closed.micro_batches_repeated
     assert sum(big["times_us"].values()) == big["wall_us"]
 
 
-def test_sub_health_is_of_the_nodes_that_are_missing() -> None:
+def test_sub_health_names_missing_nodes() -> None:
     cluster = trained(2)
     host = cluster.hosts[cluster.state.tasks["big"].membership.members[1].node]
     cluster.kill_host(host)
@@ -144,7 +144,7 @@ def test_sub_health_is_of_the_nodes_that_are_missing() -> None:
     assert abs(after["nodes lost"] - before.get("nodes lost", 0) - 10 * rate) <= rate / 1000 > 0
 
 
-def test_mfu_is_committed_flop_over_worker_time_and_peak() -> None:
+def test_mfu_divides_committed_flop_by_worker_time_and_peak() -> None:
     cluster = trained(3)
     cluster.now_us += 10 * SECOND_US
     cluster.train("big")
@@ -155,7 +155,7 @@ def test_mfu_is_committed_flop_over_worker_time_and_peak() -> None:
     assert told(cluster)["tasks"][0]["mfu"] is None
 
 
-def test_the_goodput_keeper_remembers_sums_for_intervals() -> None:
+def test_goodput_keeper_remembers_sums_of_intervals() -> None:
     cluster = trained(3)
     for _ in range(8):
         cluster.now_us += 400 * SECOND_US
@@ -180,7 +180,7 @@ def test_the_goodput_keeper_remembers_sums_for_intervals() -> None:
 # --- lemons --------------------------------------------------------------------------------------
 
 
-def test_a_node_that_fails_again_and_again_is_a_lemon_and_says_why() -> None:
+def test_repeatedly_failing_node_is_lemon_with_reason() -> None:
     cluster = trained(5)
     for _ in range(3):
         cluster.kill_host(cluster.hosts["n1"])
@@ -194,7 +194,7 @@ def test_a_node_that_fails_again_and_again_is_a_lemon_and_says_why() -> None:
     assert "unicronctl drain n1" in hints(told(cluster))[0]
 
 
-def test_one_signal_or_one_failure_makes_no_lemon() -> None:
+def test_single_signal_or_failure_makes_no_lemon() -> None:
     (one,) = scores({"n1": {"lost": 100}})
     assert one.score == 2.0 * COUNT_MAX and not one.is_lemon
     usual = scores({f"n{number}": {"lost": 4, "strike": 1} for number in range(5)})
@@ -202,7 +202,7 @@ def test_one_signal_or_one_failure_makes_no_lemon() -> None:
 
 
 @pytest.mark.parametrize(("sign", "points"), [("checksum", 3), ("gradient_norm", 1), ("loss", 1)])
-def test_numbers_that_data_may_explain_weigh_little(sign: v.CorruptionSign, points: int) -> None:
+def test_explainable_losses_weigh_little(sign: v.CorruptionSign, points: int) -> None:
     cluster = trained(5)
     state = cluster.state
     worker = next(iter(state.tasks["big"].workers.values()))
@@ -226,28 +226,28 @@ def test_numbers_that_data_may_explain_weigh_little(sign: v.CorruptionSign, poin
 # --- where it is shown ---------------------------------------------------------------------------
 
 
-async def test_the_coordinator_and_a_replay_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_coordinator_and_replay_report_same_goodput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = troubled(3)
     path = write_log(tmp_path / "some.log", cluster.log)
     state, books = follow(cluster.log)
     said = report(reading(books, state), state)
-    assert await asyncio.to_thread(replay_main, ["goodput", "--file", str(path), "--json"]) == 0
+    assert await asyncio.to_thread(replay_main, ["goodput", "--log", str(path), "--json"]) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert replayed == json.loads(json.dumps(said))
-    assert await asyncio.to_thread(replay_main, ["goodput", "--file", str(path)]) == 0
+    assert await asyncio.to_thread(replay_main, ["goodput", "--log", str(path)]) == 0
     assert "badput: transition" in capsys.readouterr().out
 
 
-async def test_unicronctl_and_replay_cut_the_same_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_ctl_and_replay_cut_same_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = healed_cluster()
     log = list(cluster.log)
     after, at = str(len(log) // 2), str(len(log) - 1)
     async with serving(tmp_path, log) as served:
         url = ["--url", served.url]
-        assert await asyncio.to_thread(ctl_main, [*url, "goodput", "--after", after, "--at", at, "--json"]) == 0
+        assert await asyncio.to_thread(ctl_main, [*url, "goodput", "--since", after, "--until", at, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     path = write_log(tmp_path / "some.log", cluster.log)
-    asked = ["goodput", "--file", str(path), "--after", after, "--at", at, "--json"]
+    asked = ["goodput", "--log", str(path), "--since", after, "--until", at, "--json"]
     assert await asyncio.to_thread(replay_main, asked) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert shown["since_seq"] == int(after) and shown["seq"] == int(at)
@@ -256,7 +256,7 @@ async def test_unicronctl_and_replay_cut_the_same_interval(tmp_path: Path, capsy
     assert [task["highest_step"] for task in shown["tasks"]] == [task["highest_step"] for task in replayed["tasks"]]
 
 
-async def test_the_api_and_unicronctl_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_api_and_ctl_show_goodput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served:
         assert await asyncio.to_thread(ctl_main, ["--url", served.url, "goodput", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
@@ -276,7 +276,7 @@ async def test_the_api_and_unicronctl_show_it(tmp_path: Path, capsys: pytest.Cap
     assert "unicron_task_interruptions_total{" in metrics and "unicron_incidents_closed_total{" in metrics
 
 
-def test_a_snapshot_keeps_the_books() -> None:
+def test_snapshot_keeps_goodput_ledger() -> None:
     cluster = trained(1)
     state, books = follow(cluster.log)
     body = encode_snapshot(state, mark_of(cluster.log[-1]), books=books)

@@ -19,7 +19,8 @@ from unicrond.core.worth.waf import throughput
 from unicrond.display.cluster_tables import nodes_table, plan_table
 from unicrond.events import vocabulary as v
 from unicrond.replay.simulation.checks.invariants import types_stay_apart
-from unicrond.views.plan_preview import ClusterChanges, foreseen, what_if
+from unicrond.views.plan_preview import foreseen
+from unicrond.views.what_if import ClusterChanges, what_if
 
 SEEDS = range(8)
 SLOW, FAST = "a100-80g", "h100-80g"
@@ -59,7 +60,7 @@ def where(cluster: MiniCluster, task: str = "big") -> tuple[set[str], int]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_of_the_better_type_dies(seed: int) -> None:
+def test_loss_of_fast_node_keeps_task_on_fast_type(seed: int) -> None:
     """Half as many of the fast ones are still better than all of the slow."""
     cluster = with_task(cluster_of(seed, 2, 2))
     assert where(cluster) == ({FAST}, 4)
@@ -70,7 +71,7 @@ def test_a_node_of_the_better_type_dies(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_last_node_of_the_better_type_dies(seed: int) -> None:
+def test_loss_of_last_fast_node_moves_task_to_slow_type_and_back(seed: int) -> None:
     """The task goes on with the other type, and back when the node is."""
     cluster = with_task(cluster_of(seed, 2, 1))
     assert where(cluster) == ({FAST}, 2)
@@ -87,7 +88,7 @@ def test_the_last_node_of_the_better_type_dies(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_fewer_of_the_better_type_may_be_worse(seed: int) -> None:
+def test_plan_prefers_slow_type_over_too_few_fast_gpus(seed: int) -> None:
     """1.5 times as fast, and half as many left."""
     cluster = MiniCluster(seed)
     for n, gpu in enumerate((SLOW, SLOW, FAST, FAST)):
@@ -102,7 +103,7 @@ def test_fewer_of_the_better_type_may_be_worse(seed: int) -> None:
     assert where(cluster) == ({SLOW}, 4)
 
 
-def test_a_task_gets_no_workers_where_its_file_says_that_it_achieves_nothing() -> None:
+def test_plan_gives_no_workers_on_type_with_zero_throughput() -> None:
     """Not even to meet its floor: it may find no memory there. Nor where that type is the only one left."""
     nothing = v.GpuSpec(gpu=SLOW, layouts=(v.LayoutSpec(throughput={"1": 0, "4": 0}),))
     cluster = with_task(cluster_of(1, 2, 1), gpus=(nothing, faster(3)[1]))
@@ -117,7 +118,7 @@ def test_a_task_gets_no_workers_where_its_file_says_that_it_achieves_nothing() -
     assert not survey.types and solve(problem_of(survey)).workers == (0,)
 
 
-def test_a_floor_is_met_by_workers_that_achieve_something_where_one_type_is_left_too() -> None:
+def test_plan_meets_floor_on_only_remaining_type() -> None:
     needs_two = v.GpuSpec(gpu=SLOW, layouts=(v.LayoutSpec(throughput={"1": 0, "2": 200, "4": 400}),))
     cluster = with_task(cluster_of(1, 1, 0), gpus=(needs_two, faster(3)[1]))
     assert where(cluster) == ({SLOW}, 2)
@@ -125,7 +126,7 @@ def test_a_floor_is_met_by_workers_that_achieve_something_where_one_type_is_left
     assert asked.floor == 2
 
 
-def test_a_task_that_must_have_the_same_bits_stays_on_its_type() -> None:
+def test_deterministic_task_stays_on_its_type() -> None:
     """Its workers would end with an error on any other (`deterministic: require`)."""
     cluster = with_task(cluster_of(1, 2, 1), env={v.DETERMINISTIC: "require"})
     assert where(cluster) == ({FAST}, 2)
@@ -138,7 +139,7 @@ def test_a_task_that_must_have_the_same_bits_stays_on_its_type() -> None:
     assert where(cluster) == ({FAST}, 2)
 
 
-def test_one_told_type_changes_nothing() -> None:
+def test_single_type_leaves_problem_unchanged() -> None:
     """The very problem of a cluster that tells none."""
     problems = []
     for gpu in ("", FAST):
@@ -153,7 +154,7 @@ def test_one_told_type_changes_nothing() -> None:
     assert problems[0][0].pools == ()
 
 
-def test_an_upgrade_node_by_node_makes_no_second_type() -> None:
+def test_rolling_upgrade_makes_no_second_type() -> None:
     """Nodes that tell none count as the only one that is told."""
     cluster = cluster_of(1, 0, 0)
     for n in range(3):
@@ -168,7 +169,7 @@ def test_an_upgrade_node_by_node_makes_no_second_type() -> None:
     assert node_types(cluster.state.nodes.values()) == (FAST, {})
 
 
-def test_a_node_that_comes_back_with_other_gpus_asks_for_a_plan() -> None:
+def test_node_with_other_gpus_triggers_new_plan() -> None:
     cluster = with_task(cluster_of(1, 2, 1))
     cluster.add_host("slow0", gpu=FAST)
     cluster.run()
@@ -176,7 +177,7 @@ def test_a_node_that_comes_back_with_other_gpus_asks_for_a_plan() -> None:
     assert where(cluster) == ({FAST}, 4)
 
 
-def test_what_was_measured_stays_with_its_type() -> None:
+def test_measurement_stays_with_its_type() -> None:
     cluster = with_task(cluster_of(2, 2, 1))
     task = cluster.state.tasks["big"]
     cluster.append(
@@ -197,7 +198,7 @@ def test_what_was_measured_stays_with_its_type() -> None:
     assert on_type(on_type(task, FAST), SLOW) == task
 
 
-def test_what_was_measured_before_types_were_told_is_of_the_first() -> None:
+def test_measurement_without_type_belongs_to_first_type() -> None:
     cluster = with_task(cluster_of(2, 1, 0))
     task = cluster.state.tasks["big"]
     pace = replace(task.pace, gpu="", measurements={"2": 7})
@@ -206,7 +207,7 @@ def test_what_was_measured_before_types_were_told_is_of_the_first() -> None:
     assert on_type(told, SLOW).pace.measurements == {}
 
 
-def test_layouts_keep_their_tables_on_each_type() -> None:
+def test_layouts_keep_tables_of_each_type() -> None:
     one, two = v.LayoutSpec(tp=1, throughput={"1": 5}), v.LayoutSpec(tp=2, throughput={"2": 20})
     spec = v.TaskSpec(name="t", throughput={"1": 1}, layouts=(one, two), gpus=(v.GpuSpec(gpu=FAST, layouts=(two,)),))
     there = spec_on(spec, FAST)
@@ -215,7 +216,7 @@ def test_layouts_keep_their_tables_on_each_type() -> None:
     assert spec_on(spec, SLOW) is spec
 
 
-def test_micro_batches_may_have_tables_of_their_own_on_a_type() -> None:
+def test_micro_batches_have_own_tables_of_each_type() -> None:
     def spec(*layouts: v.LayoutSpec) -> v.TaskSpec:
         told = [v.LayoutSpec(throughput={"1": 1}), v.LayoutSpec(micro_batch=2, throughput={"1": 2})]
         gpus = (v.GpuSpec(gpu=FAST, layouts=tuple(told)),)
@@ -226,7 +227,7 @@ def test_micro_batches_may_have_tables_of_their_own_on_a_type() -> None:
     assert spec_on(spec(), FAST).throughput == {"1": 2}, "as where a person has asked for its layout"
 
 
-def test_what_is_foreseen_is_what_is_asked() -> None:
+def test_foresight_matches_problem_of_each_event() -> None:
     """Of every next event: the problem, with its pools, and so the plan."""
     for seed in SEEDS:
         cluster = with_task(with_task(cluster_of(seed, 2, 2)), "other", times=2)
@@ -251,7 +252,7 @@ def test_what_is_foreseen_is_what_is_asked() -> None:
         assert Planner().answer(asked).solution == solve(asked)
 
 
-def test_the_table_the_plan_and_the_nodes_name_the_type() -> None:
+def test_plan_table_and_nodes_table_name_gpu_type() -> None:
     cluster = with_task(cluster_of(3, 2, 1))
     situation = situation_of(Survey(cluster.state, cluster.policy))
     assert situation is not None
@@ -264,16 +265,16 @@ def test_the_table_the_plan_and_the_nodes_name_the_type() -> None:
     assert not any(row.layouts for row in rows.values())
 
 
-def test_what_if_adds_nodes_of_a_type() -> None:
+def test_whatif_adds_nodes_of_type() -> None:
     cluster = with_task(cluster_of(3, 2, 1))
-    more = what_if(cluster.state, cluster.policy, ClusterChanges(add_nodes=1, gpu=FAST))
-    assert [each.workers for each in more.assignments] == [4]
-    assert "fast0" in {node for replica in more.assignments[0].replicas for node in replica}
-    fewer = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("fast0",)))
+    more = what_if(cluster.state, cluster.policy, ClusterChanges(add_nodes=1, gpu=FAST)).plan
+    assert more.workers == {"big": 4}
+    assert "fast0" in {node for replica in more.assignments["big"].replicas for node in replica}
+    fewer = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("fast0",))).plan
     assert f"on {SLOW}" in fewer.reason
 
 
-def test_in_health_the_task_is_on_its_better_type() -> None:
+def test_healthy_plan_uses_better_type() -> None:
     """What is lost to fewer nodes is told from there."""
     cluster = with_task(cluster_of(4, 1, 2))
     lose(cluster, "fast0")
@@ -285,7 +286,7 @@ def test_in_health_the_task_is_on_its_better_type() -> None:
     assert plan.waf == 200
 
 
-def test_the_simulation_sees_a_plan_that_mixes_types() -> None:
+def test_simulation_detects_plan_that_mixes_types() -> None:
     """Where nodes tell one type alone, the others count as it, and no plan mixes types."""
     cluster = with_task(cluster_of(1, 2, 1))
     plan = v.PlanAdopted(

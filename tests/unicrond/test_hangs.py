@@ -37,9 +37,9 @@ def suspicion(cluster: MiniCluster, member: str, **changes: object) -> v.HangSus
         iteration=4,
         phase="reduce",
         micro_batch=4,
-        entered=9,
-        waiting=True,
-        stopped=False,
+        collectives_entered=9,
+        is_waiting=True,
+        is_stopped=False,
         still_us=LIMIT_US - 100_000,
         limit_us=LIMIT_US,
     )
@@ -51,17 +51,17 @@ def suspect(cluster: MiniCluster, member: str, **changes: object) -> None:
     cluster.say(cluster.hosts[told.node], told)
 
 
-def test_who_has_not_entered_the_collective_is_the_culprit_and_is_replaced(cluster: MiniCluster) -> None:
+def test_verdict_replaces_worker_absent_from_collective(cluster: MiniCluster) -> None:
     one, culprit, other = members(cluster)
     suspect(cluster, one)
     suspect(cluster, other)
     cluster.run()
     assert not cluster.state.incidents_total, "two victims alone say nothing"
-    suspect(cluster, culprit, phase="backward", entered=8, waiting=False, still_us=800_000)
+    suspect(cluster, culprit, phase="backward", collectives_entered=8, is_waiting=False, still_us=800_000)
     before = cluster.state.tasks["big"].generation
     cluster.run()
     cluster.assert_whole()
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.severity, incident.worker) == ("hang", Severity.SEV2, culprit)
     assert incident.detected_us - incident.occurred_us == pytest.approx(800_000, abs=2000)
     assert "backward of iteration 4" in incident.message and "2 others wait in collective 9" in incident.message
@@ -71,46 +71,46 @@ def test_who_has_not_entered_the_collective_is_the_culprit_and_is_replaced(clust
     assert [(stop.worker, stop.kill) for stop in stops] == [(culprit, True)], "a victim was stopped, or not by force"
 
 
-def test_who_is_behind_but_moves_is_slow(cluster: MiniCluster) -> None:
+def test_worker_that_moves_behind_others_is_slow(cluster: MiniCluster) -> None:
     one, slow, other = members(cluster)
     suspect(cluster, one)
     suspect(cluster, other)
-    suspect(cluster, slow, phase="forward", entered=8, waiting=False, still_us=20_000)
+    suspect(cluster, slow, phase="forward", collectives_entered=8, is_waiting=False, still_us=20_000)
     assert not cluster.state.incidents
-    suspect(cluster, slow, phase="forward", entered=8, waiting=False, still_us=1_900_000)
+    suspect(cluster, slow, phase="forward", collectives_entered=8, is_waiting=False, still_us=1_900_000)
     assert [incident.worker for incident in cluster.state.incidents.values()] == [slow]
 
 
-def test_a_stopped_process_is_the_culprit_though_it_has_entered(cluster: MiniCluster) -> None:
+def test_verdict_blames_stopped_process_in_collective(cluster: MiniCluster) -> None:
     one, stopped, _ = members(cluster)
     suspect(cluster, one)
-    suspect(cluster, stopped, stopped=True)
+    suspect(cluster, stopped, is_stopped=True)
     assert [incident.worker for incident in cluster.state.incidents.values()] == [stopped]
 
 
-def test_where_all_wait_the_group_is_tried_again_in_place(cluster: MiniCluster) -> None:
+def test_group_retries_in_place_if_all_wait(cluster: MiniCluster) -> None:
     before = members(cluster)
     for worker in before:
         suspect(cluster, worker)
     cluster.run()
     cluster.assert_whole()
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.severity) == ("collective_timeout", Severity.SEV3)
     assert members(cluster) == before
 
 
-def test_where_nobody_waits_patience_is_longer(cluster: MiniCluster) -> None:
+def test_hang_without_waiters_has_longer_limit(cluster: MiniCluster) -> None:
     for worker in members(cluster):
-        suspect(cluster, worker, phase="data", entered=8, waiting=False)
+        suspect(cluster, worker, phase="data", collectives_entered=8, is_waiting=False)
     assert not cluster.state.incidents
     for worker in members(cluster):
-        suspect(cluster, worker, phase="data", entered=8, waiting=False, still_us=3 * LIMIT_US)
+        suspect(cluster, worker, phase="data", collectives_entered=8, is_waiting=False, still_us=3 * LIMIT_US)
     cluster.run()
     cluster.assert_whole()
-    assert {incident.kind for incident in cluster.state.closed} == {"hang"}
+    assert {incident.kind for incident in cluster.state.closed_incidents} == {"hang"}
 
 
-def test_who_does_not_come_into_the_group_makes_it_meet_again(cluster: MiniCluster) -> None:
+def test_worker_missing_from_group_triggers_regroup(cluster: MiniCluster) -> None:
     """Its connections are gone, and it does not know; it has no limit yet, so its agent tells nothing of it."""
     victim, one, _ = members(cluster)
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
@@ -124,8 +124,8 @@ def test_who_does_not_come_into_the_group_makes_it_meet_again(cluster: MiniClust
     for name in others:
         worker = task.workers[name]
         regrouped = v.WorkerJoinedGroup(
-            node=worker.node, task="big", worker=name, generation=task.generation, iteration=4, dealt=0, duration_us=1,
-            source="own",
+            node=worker.node, task="big", worker=name, generation=task.generation, iteration=4,
+            micro_batches_assigned=0, duration_us=1, source="own",
         )  # fmt: skip
         cluster.say(cluster.hosts[worker.node], regrouped)
         cluster.hosts[worker.node].processes[name].generation = task.generation
@@ -141,7 +141,7 @@ def test_who_does_not_come_into_the_group_makes_it_meet_again(cluster: MiniClust
     assert late in members(cluster), "the same processes"
 
 
-def test_a_group_that_has_gone_back_may_hang_before_its_first_step(cluster: MiniCluster) -> None:
+def test_hang_before_first_step_after_rollback_is_found(cluster: MiniCluster) -> None:
     """Nobody had state: it trains iterations that the log has seen committed, by a group that is gone."""
     cluster.train("big", 97)
     cluster.kill_worker(cluster.hosts["n0"], next(iter(cluster.hosts["n0"].processes)))
@@ -153,41 +153,41 @@ def test_a_group_that_has_gone_back_may_hang_before_its_first_step(cluster: Mini
     assert [incident.kind for incident in cluster.state.incidents.values()] == ["collective_timeout"]
 
 
-def test_a_step_makes_suspicions_void(cluster: MiniCluster) -> None:
+def test_step_voids_suspicions(cluster: MiniCluster) -> None:
     one, culprit, other = members(cluster)
     suspect(cluster, one)
     suspect(cluster, other)
     cluster.train("big")
     assert not cluster.state.tasks["big"].group.suspicions
-    suspect(cluster, culprit, entered=8, waiting=False)
+    suspect(cluster, culprit, collectives_entered=8, is_waiting=False)
     assert not cluster.state.incidents and not cluster.state.tasks["big"].group.suspicions
 
 
 @pytest.mark.parametrize("changes", [{"generation": 99}, {"generation": 0}, {"iteration": 2}, {"worker": "big.99"}])
-def test_stale_suspicions_are_ignored(cluster: MiniCluster, changes: dict[str, object]) -> None:
+def test_fold_ignores_stale_suspicions(cluster: MiniCluster, changes: dict[str, object]) -> None:
     one, *_ = members(cluster)
-    suspect(cluster, one, stopped=True, **changes)
+    suspect(cluster, one, is_stopped=True, **changes)
     assert not cluster.state.incidents and not cluster.state.tasks["big"].group.suspicions
 
 
-def test_who_stops_between_the_agreement_and_the_step_is_found(cluster: MiniCluster) -> None:
+def test_verdict_blames_worker_stopped_after_agreement(cluster: MiniCluster) -> None:
     """The others have committed iteration 3, and it is in it for ever."""
     stopped = members(cluster)[1]
-    suspect(cluster, stopped, iteration=3, stopped=True)
+    suspect(cluster, stopped, iteration=3, is_stopped=True)
     assert [incident.worker for incident in cluster.state.incidents.values()] == [stopped]
 
 
-def test_who_hangs_between_the_agreement_and_the_step_is_found(cluster: MiniCluster) -> None:
+def test_verdict_blames_worker_that_hangs_after_agreement(cluster: MiniCluster) -> None:
     one, culprit, other = members(cluster)
     suspect(cluster, one)
     suspect(cluster, other)
-    suspect(cluster, culprit, iteration=3, entered=7)
+    suspect(cluster, culprit, iteration=3, collectives_entered=7)
     assert not cluster.state.incidents, "it may be a report that is late"
-    suspect(cluster, culprit, iteration=3, entered=7, still_us=4 * LIMIT_US)
+    suspect(cluster, culprit, iteration=3, collectives_entered=7, still_us=4 * LIMIT_US)
     assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]
 
 
-def test_a_death_between_suspicions_does_not_disturb(cluster: MiniCluster) -> None:
+def test_death_between_suspicions_opens_only_exit_incident(cluster: MiniCluster) -> None:
     one, two, three = members(cluster)
     suspect(cluster, one)
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[one].node], one)
@@ -196,7 +196,7 @@ def test_a_death_between_suspicions_does_not_disturb(cluster: MiniCluster) -> No
     suspect(cluster, three)
     cluster.run()
     cluster.assert_whole()
-    assert [incident.kind for incident in cluster.state.closed] == ["process_exit"]
+    assert [incident.kind for incident in cluster.state.closed_incidents] == ["process_exit"]
 
 
 def corrupt(cluster: MiniCluster, suspect: str, sign: v.CorruptionSign) -> None:
@@ -209,25 +209,25 @@ def corrupt(cluster: MiniCluster, suspect: str, sign: v.CorruptionSign) -> None:
     cluster.say(cluster.hosts[node], told)
 
 
-def test_a_replica_with_other_parameters_is_replaced(cluster: MiniCluster) -> None:
+def test_replica_with_deviating_parameters_is_replaced(cluster: MiniCluster) -> None:
     culprit = members(cluster)[2]
     corrupt(cluster, culprit, "checksum")
     cluster.run()
     cluster.assert_whole()
-    (incident,) = cluster.state.closed
+    (incident,) = cluster.state.closed_incidents
     assert (incident.kind, incident.worker, incident.severity) == ("corruption", culprit, Severity.SEV2)
     assert culprit not in members(cluster)
 
 
 @pytest.mark.parametrize(("sign", "known"), [("loss", True), ("gradient_norm", True), ("checksum", False)])
-def test_a_suspicion_alone_changes_nothing(cluster: MiniCluster, sign: v.CorruptionSign, known: bool) -> None:
+def test_single_corruption_suspicion_changes_nothing(cluster: MiniCluster, sign: v.CorruptionSign, known: bool) -> None:
     before = members(cluster)
     corrupt(cluster, before[2] if known else "", sign)
     cluster.run()
     assert members(cluster) == before and not cluster.state.incidents_total
 
 
-def test_news_of_statistics_are_folded_from_anybody() -> None:
+def test_fold_takes_degradation_of_unknown_task() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0")
     told = v.DegradationObserved(
@@ -241,34 +241,36 @@ def test_news_of_statistics_are_folded_from_anybody() -> None:
 # --- by the reports that are there ----------------------------------------------------------------
 
 
-def test_who_is_late_by_its_own_mark_is_judged_without_the_silent(cluster: MiniCluster) -> None:
+def test_verdict_blames_worker_late_by_own_mark(cluster: MiniCluster) -> None:
     """The third has joined a moment ago, and its limit may be longer; or its agent is away."""
     one, culprit, _ = members(cluster)
-    suspect(cluster, one, told=1)
+    suspect(cluster, one, report_number=1)
     assert not cluster.state.incidents
-    suspect(cluster, culprit, phase="backward", entered=8, waiting=False, still_us=800_000, told=1)
+    suspect(
+        cluster, culprit, phase="backward", collectives_entered=8, is_waiting=False, still_us=800_000, report_number=1
+    )
     assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]
 
 
-def test_victims_alone_say_nothing_of_who_is_silent(cluster: MiniCluster) -> None:
+def test_victims_alone_never_blame_silent_worker(cluster: MiniCluster) -> None:
     one, other, _ = members(cluster)
     for times in (1, 2, 3, 4):
-        suspect(cluster, one, told=times, still_us=LIMIT_US * 2**times)
-        suspect(cluster, other, told=times, still_us=LIMIT_US * 2**times)
+        suspect(cluster, one, report_number=times, still_us=LIMIT_US * 2**times)
+        suspect(cluster, other, report_number=times, still_us=LIMIT_US * 2**times)
     assert not cluster.state.incidents
 
 
-def test_who_waits_in_an_earlier_collective_is_a_victim_as_well(cluster: MiniCluster) -> None:
+def test_worker_in_earlier_collective_is_victim(cluster: MiniCluster) -> None:
     one, other, third = members(cluster)
-    suspect(cluster, one, told=1)
-    suspect(cluster, other, told=1, entered=8)
-    suspect(cluster, third, told=1)
+    suspect(cluster, one, report_number=1)
+    suspect(cluster, other, report_number=1, collectives_entered=8)
+    suspect(cluster, third, report_number=1)
     assert [incident.kind for incident in cluster.state.incidents.values()] == ["collective_timeout"]
 
 
-def test_busy_for_longer_than_declared_is_a_hang_and_named_so(cluster: MiniCluster) -> None:
+def test_busy_overrun_is_hang_with_section_name(cluster: MiniCluster) -> None:
     culprit = members(cluster)[1]
-    suspect(cluster, culprit, phase="busy", busy="evaluation", iteration=3, waiting=False, told=1)
+    suspect(cluster, culprit, phase="busy", section="evaluation", iteration=3, is_waiting=False, report_number=1)
     (incident,) = cluster.state.incidents.values()
     assert (incident.kind, incident.worker) == ("hang", culprit)
     assert "busy with evaluation for longer than it has declared" in incident.message
@@ -302,7 +304,7 @@ def wait_for_others(cluster: MiniCluster, worker: str) -> None:
     cluster.say(cluster.hosts[node], waits)
 
 
-def test_only_who_does_not_answer_is_ended(cluster: MiniCluster) -> None:
+def test_regroup_deadline_stops_only_silent_worker(cluster: MiniCluster) -> None:
     silent, others = regroup_without_an_answer(cluster)
     task = cluster.state.tasks["big"]
     assert not task.confirmed and task.generation == 2
@@ -313,10 +315,10 @@ def test_only_who_does_not_answer_is_ended(cluster: MiniCluster) -> None:
     assert not workers[silent].alive and all(workers[name].alive for name in others)
 
 
-def test_who_has_declared_to_be_busy_is_waited_for(cluster: MiniCluster) -> None:
+def test_regroup_waits_for_busy_worker(cluster: MiniCluster) -> None:
     silent, others = regroup_without_an_answer(cluster)
     node = cluster.state.tasks["big"].workers[silent].node
-    busy = v.WorkerBusy(node=node, task="big", worker=silent, what="evaluation", at_most_us=600 * SECOND_US)
+    busy = v.WorkerBusy(node=node, task="big", worker=silent, section="evaluation", limit_us=600 * SECOND_US)
     cluster.say(cluster.hosts[node], busy)
     for worker in others:
         wait_for_others(cluster, worker)
@@ -324,12 +326,12 @@ def test_who_has_declared_to_be_busy_is_waited_for(cluster: MiniCluster) -> None
     pass_meeting(cluster)
     task = cluster.state.tasks["big"]
     assert all(task.workers[name].alive for name in (silent, *others)) and task.group.meetings == 1
-    cluster.say(cluster.hosts[node], replace(busy, what="", at_most_us=0))
+    cluster.say(cluster.hosts[node], replace(busy, section="", limit_us=0))
     pass_meeting(cluster)
     assert not cluster.state.tasks["big"].workers[silent].alive
 
 
-def test_where_all_have_answered_all_meet_again(cluster: MiniCluster) -> None:
+def test_regroup_repeats_if_all_answer(cluster: MiniCluster) -> None:
     silent, others = regroup_without_an_answer(cluster)
     for worker in (silent, *others):
         wait_for_others(cluster, worker)
@@ -342,13 +344,13 @@ def test_where_all_have_answered_all_meet_again(cluster: MiniCluster) -> None:
     assert {silent, *others} < set(members(cluster))
 
 
-def test_where_nobody_answers_all_are_replaced(cluster: MiniCluster) -> None:
+def test_regroup_replaces_all_if_none_answers(cluster: MiniCluster) -> None:
     silent, others = regroup_without_an_answer(cluster)
     pass_meeting(cluster)
     assert not [name for name in (silent, *others) if cluster.state.tasks["big"].workers[name].alive]
 
 
-def test_a_worker_that_hangs_while_all_are_to_hand_over_is_found(cluster: MiniCluster) -> None:
+def test_hang_during_handover_is_found(cluster: MiniCluster) -> None:
     """Their newest membership has no members, and the group that is to reach its boundary is still at work."""
     order = v.ReshapeRequested(task="big", tp=1, pp=2, min_workers=2, max_workers=2, reason="test")
     cluster.append(order, "api", cluster.state.term)
@@ -357,8 +359,17 @@ def test_a_worker_that_hangs_while_all_are_to_hand_over_is_found(cluster: MiniCl
     membership = cluster.state.tasks["big"].membership
     assert membership is not None and not membership.members
     for victim in others:
-        suspect(cluster, victim, generation=1, told=1)
-    suspect(cluster, culprit, generation=1, told=1, phase="forward", entered=8, waiting=False, still_us=800_000)
+        suspect(cluster, victim, generation=1, report_number=1)
+    suspect(
+        cluster,
+        culprit,
+        generation=1,
+        report_number=1,
+        phase="forward",
+        collectives_entered=8,
+        is_waiting=False,
+        still_us=800_000,
+    )
     assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]
 
 
@@ -367,7 +378,7 @@ def test_a_worker_that_hangs_while_all_are_to_hand_over_is_found(cluster: MiniCl
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_the_reports_add_up_to_hides_no_verdict(data: st.DataObject) -> None:
+def test_tally_hides_no_verdict(data: st.DataObject) -> None:
     """Reports and ends in any order, of a task in maps of several chunks: a plain look at all finds no more."""
     worker = Worker(worker="", node="n", replica=0, shard=0, status=WorkerStatus.MEMBER, generation=2)
     names = [f"a.{number}" for number in range(6)]
@@ -393,22 +404,23 @@ def test_what_the_reports_add_up_to_hides_no_verdict(data: st.DataObject) -> Non
             task = replace(task, workers=without(task.workers, [name]))
         told = v.HangSuspected(
             node="n", task="a", worker=name, generation=data.draw(st.sampled_from([2, 2, 2, 1])), iteration=4,
-            phase="reduce", micro_batch=0, entered=data.draw(st.integers(7, 9)), waiting=data.draw(st.booleans()),
-            stopped=data.draw(st.integers(0, 12)) == 0, still_us=data.draw(st.sampled_from([0, 300, 400, 2999, 3000])),
-            limit_us=1000, busy="x" if data.draw(st.integers(0, 12)) == 0 else "",
-            told=data.draw(st.sampled_from([1, 1, 1, 1, 1, 0])),
+            phase="reduce", micro_batch=0, collectives_entered=data.draw(st.integers(7, 9)),
+            is_waiting=data.draw(st.booleans()), is_stopped=data.draw(st.integers(0, 12)) == 0,
+            still_us=data.draw(st.sampled_from([0, 300, 400, 2999, 3000])), limit_us=1000,
+            section="x" if data.draw(st.integers(0, 12)) == 0 else "",
+            report_number=data.draw(st.sampled_from([1, 1, 1, 1, 1, 0])),
         )  # fmt: skip
         task = replace(task, group=replace(task.group, suspicions=put(task.group.suspicions, name, told)))
         assert task.lateness.counts == Lateness(task.group.suspicions, task.workers, 2, None).counts
         assert judge(task) == judge_all(task, 2)
 
 
-def test_a_report_that_changes_nothing_looks_at_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_report_skips_full_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trained(5)
     looks: list[str] = []
     monkeypatch.setattr(hangs, "judge_all", lambda task, _: looks.append(task.name))
     for worker in members(made)[:4]:
-        suspect(made, worker, told=1)
+        suspect(made, worker, report_number=1)
     assert not looks
-    suspect(made, members(made)[4], told=1)
+    suspect(made, members(made)[4], report_number=1)
     assert looks == ["big"], "all wait"

@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, cast
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from unicrond.core.state.policy import Policy
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import EventLog, LogUnavailable
-from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView, MemoryLease
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.log.lease import Holder, LeaseEntry, LeaseView
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
+from unicrond.replay.simulation.cluster.lease import MemoryLease
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
-from unicrond.service.coordinator import same_machine
+from unicrond.service.coordinator import other_processes
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head import head as heads
 from unicrond.service.head.head import Head
 
@@ -93,7 +95,12 @@ class Run:
         self.lease = Away(lease)
         self.log = Late(log)
         clock = HostClock(asyncio.get_running_loop())
-        self.coordinator = Coordinator(cast("EventLog", self.log), MemoryBeatLog(), Policy(), 1.0, clock, process=name)
+        self.coordinator = Coordinator(
+            cast("EventLog", self.log),
+            MemoryBeatLog(),
+            HeadSettings(policy=Policy(), heartbeat_s=1.0, process=name),
+            clock,
+        )
         me = Holder(head=name, process=name)
         self.head = Head(
             self.coordinator,
@@ -142,12 +149,12 @@ async def site() -> AsyncIterator[tuple[MemoryLog, MemoryLease, Callable[..., Ru
 async def terms(log: MemoryLog) -> list[str]:
     """Who claimed them."""
     read = [entry async for entry in log.read(until_seq=await log.last_seq())]
-    claims = [e.envelope.event for e in read if isinstance(e, Recorded)]
+    claims = [e.envelope.event for e in read if isinstance(e, RecordedEvent)]
     return [event.process for event in claims if isinstance(event, v.CoordinatorStarted)]
 
 
 @in_virtual_time
-async def test_the_second_stands_by_folds_and_takes_over_from_one_that_is_killed() -> None:
+async def test_standby_head_folds_and_replaces_killed_leader() -> None:
     async with site() as (log, _, start):
         one = start("one")
         await one.leads()
@@ -167,7 +174,7 @@ async def test_the_second_stands_by_folds_and_takes_over_from_one_that_is_killed
 
 
 @in_virtual_time
-async def test_one_that_leaves_is_followed_at_once() -> None:
+async def test_standby_head_follows_leaving_leader_at_once() -> None:
     async with site() as (log, _, start):
         one = start("one")
         await one.leads()
@@ -182,7 +189,7 @@ async def test_one_that_leaves_is_followed_at_once() -> None:
 
 
 @in_virtual_time
-async def test_two_that_start_again_and_again_make_one_takeover_each_time() -> None:
+async def test_repeated_restarts_make_one_takeover_each() -> None:
     async with site() as (log, _, start):
         one, two = start("one"), start("two")
         for number in range(4):
@@ -199,7 +206,7 @@ async def test_two_that_start_again_and_again_make_one_takeover_each_time() -> N
 
 
 @in_virtual_time
-async def test_a_leader_begins_another_term_and_leads_on() -> None:
+async def test_leader_begins_new_term_and_keeps_lead() -> None:
     async with site() as (log, _, start):
         one = start("one")
         await one.leads()
@@ -216,7 +223,7 @@ async def test_a_leader_begins_another_term_and_leads_on() -> None:
 
 
 @in_virtual_time
-async def test_a_leader_that_cannot_renew_is_not_deposed_while_the_log_is_away() -> None:
+async def test_leader_keeps_lead_while_log_is_unreachable() -> None:
     async with site() as (log, lease, start):
         one = start("one")
         await one.leads()
@@ -235,7 +242,7 @@ async def test_a_leader_that_cannot_renew_is_not_deposed_while_the_log_is_away()
 
 
 @in_virtual_time
-async def test_a_leader_that_is_cut_off_alone_is_deposed_and_stands_by() -> None:
+async def test_isolated_leader_is_deposed_and_stands_by() -> None:
     async with site() as (log, _, start):
         one = start("one")
         await one.leads()
@@ -254,7 +261,7 @@ async def test_a_leader_that_is_cut_off_alone_is_deposed_and_stands_by() -> None
 
 
 @in_virtual_time
-async def test_a_deposed_leader_that_finds_the_lease_forgotten_leaves_it_to_the_other() -> None:
+async def test_deposed_leader_leaves_lost_lease_to_successor() -> None:
     """It reaches the lease before it hears of the newer term."""
     async with site() as (log, lease, start):
         one = start("one")
@@ -276,7 +283,7 @@ async def test_a_deposed_leader_that_finds_the_lease_forgotten_leaves_it_to_the_
 
 
 @in_virtual_time
-async def test_a_head_without_leases_takes_over_once_and_is_left_alone() -> None:
+async def test_head_without_lease_takes_over_only_once() -> None:
     async with site() as (log, lease, start):
         one = start("one")
         await one.leads()
@@ -295,7 +302,7 @@ async def test_a_head_without_leases_takes_over_once_and_is_left_alone() -> None
 
 
 @in_virtual_time
-async def test_what_no_head_wrote_deposes_nobody() -> None:
+async def test_foreign_lease_entry_deposes_no_head() -> None:
     async with site() as (log, lease, start):
         one = start("one")
         await one.leads()
@@ -311,7 +318,7 @@ async def test_what_no_head_wrote_deposes_nobody() -> None:
 
 
 @in_virtual_time
-async def test_a_restart_on_the_same_machine_does_not_wait_for_its_own_lease() -> None:
+async def test_restart_on_same_machine_skips_wait_for_own_lease() -> None:
     async with site() as (_, lease, start):
         await lease.acquire_or_renew(Holder(head="before", process="me:1", machine="gone"), 0)
         loop = asyncio.get_running_loop()
@@ -320,9 +327,9 @@ async def test_a_restart_on_the_same_machine_does_not_wait_for_its_own_lease() -
         assert loop.time() - began_s < 0.1
 
 
-def test_a_process_is_known_by_its_beginning() -> None:
+def test_process_identity_includes_start_time() -> None:
     me = heads.this_process()
     assert me.machine and me.began and not heads.is_gone(me)
-    assert same_machine.is_gone(me.machine, 2**22 + 1, 5) and not same_machine.is_gone("another", 2**22 + 1, 5)
-    assert same_machine.is_gone(me.machine, 1, (same_machine.began(1) or 0) + 1)
-    assert not same_machine.is_gone("", 2**22 + 1, 5)
+    assert other_processes.is_gone(me.machine, 2**22 + 1, 5) and not other_processes.is_gone("another", 2**22 + 1, 5)
+    assert other_processes.is_gone(me.machine, 1, (other_processes.began(1) or 0) + 1)
+    assert not other_processes.is_gone("", 2**22 + 1, 5)

@@ -14,12 +14,11 @@ from tests.unicrond.test_escalation import said
 from unicrond.core.decide import decide
 from unicrond.core.nodes.isolation import BACK_OFF_MAX, IsolationPhase, Repair, phase, repairs_due, waits_for
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.policy import Policy, Settings, settings_of
+from unicrond.core.state.policy import Policy, Readmission, Settings, settings_of
 from unicrond.core.state.state import TaskStatus
 from unicrond.core.state.task_parts import Troubles
 from unicrond.events import vocabulary as v
 from unicrond.intake.config import ConfigError, load
-from unicrond.intake.readmission import Readmission
 from unicrond.service.coordinator.repairs import Repairs, command
 
 NODE = "n0"
@@ -40,7 +39,7 @@ def cluster_of(*, check_s: float = 60.0, repair_s: float = 0.0) -> MiniCluster:
 
 def break_gpu(cluster: MiniCluster, kind: v.ErrorKind = "ecc_error", needs: v.RepairNeed = "") -> None:
     event = v.AcceleratorReported(
-        node=NODE, accelerator="GPU-1", worker="", kind=kind, xid=79, message="XID 79: test", needs=needs
+        node=NODE, accelerator="GPU-1", worker="", kind=kind, xid=79, message="XID 79: test", repair_need=needs
     )
     cluster.say(cluster.hosts[NODE], event)
     cluster.run_but_isolation()
@@ -57,13 +56,13 @@ def where(cluster: MiniCluster) -> IsolationPhase:
 
 
 def repaired(cluster: MiniCluster, *, passed: bool) -> None:
-    nth = cluster.state.nodes[NODE].isolations
+    nth = cluster.state.nodes[NODE].isolation.count
     ended = v.RepairEnded(node=NODE, isolation=nth, passed=passed, duration_us=1, detail="exit code 0")
     cluster.append(ended, "coordinator", cluster.state.term)
     cluster.run_but_isolation()
 
 
-def test_it_rests_is_checked_and_works_again() -> None:
+def test_isolation_rests_checks_and_readmits_node() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
     assert where(cluster) is IsolationPhase.RESTING and not said(cluster, v.CheckNode)
@@ -72,10 +71,10 @@ def test_it_rests_is_checked_and_works_again() -> None:
     assert asked.node == NODE and "XID 79" in asked.reason and asked.limit_us == 60 * SECOND_US
     (readmitted,) = said(cluster, v.NodeReadmitted)
     assert readmitted.reason == "its health check passed: as the test wants"
-    assert cluster.state.nodes[NODE].isolation is None and where(cluster) is IsolationPhase.IN_SERVICE
+    assert cluster.state.nodes[NODE].isolation.probation is None and where(cluster) is IsolationPhase.IN_SERVICE
 
 
-def test_a_failed_check_is_repeated_at_growing_distances_and_the_log_stays_small() -> None:
+def test_failed_check_backs_off_and_keeps_log_small() -> None:
     cluster = cluster_of()
     cluster.hosts[NODE].ill = True
     break_gpu(cluster)
@@ -95,7 +94,7 @@ def test_a_failed_check_is_repeated_at_growing_distances_and_the_log_stays_small
 
 
 @pytest.mark.parametrize("gone", ["silence", "agent", "lost", "left", "refused"])
-def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
+def test_endless_check_counts_as_failure(gone: str) -> None:
     cluster = cluster_of()
     host = cluster.hosts[NODE]
     host.ill = None
@@ -114,7 +113,7 @@ def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
     else:
         cluster.say(host, v.CommandFailed(node=NODE, command_id=asked.command_id, reason="test"))
     cluster.run_but_isolation()
-    assert where(cluster) is IsolationPhase.RESTING and cluster.state.nodes[NODE].isolation.attempts == 1  # type: ignore[union-attr]
+    assert where(cluster) is IsolationPhase.RESTING and cluster.state.nodes[NODE].isolation.probation.attempts == 1  # type: ignore[union-attr]
     cluster.checked(host, asked, passed=True)
     cluster.run_but_isolation()
     assert where(cluster) is IsolationPhase.RESTING, "an answer that comes too late"
@@ -128,7 +127,7 @@ def test_a_check_without_an_end_is_a_failed_one(gone: str) -> None:
 
 
 @pytest.mark.parametrize("needs", ["reboot", "replace", "other"])
-def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
+def test_isolation_with_manual_repair_waits_for_person(needs: v.RepairNeed) -> None:
     cluster = cluster_of()
     break_gpu(cluster, "gpu_broken", needs)
     rest(cluster)
@@ -139,10 +138,10 @@ def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
     cluster.uncordon(NODE)
     cluster.run()
     (readmitted,) = said(cluster, v.NodeReadmitted)
-    assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].needs
+    assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].health.repair_need
 
 
-def test_a_repair_leads_to_the_check() -> None:
+def test_repair_leads_to_check() -> None:
     cluster = cluster_of(repair_s=60.0)
     break_gpu(cluster, "gpu_broken", "reboot")
     assert not due_now(cluster), "it rests first"
@@ -158,7 +157,7 @@ def test_a_repair_leads_to_the_check() -> None:
     assert len(said(cluster, v.CheckNode)) == 1 and where(cluster) is IsolationPhase.IN_SERVICE
 
 
-def test_a_check_that_fails_after_a_repair_asks_for_another() -> None:
+def test_failed_check_after_repair_requests_another_repair() -> None:
     cluster = cluster_of(repair_s=60.0)
     cluster.hosts[NODE].ill = True
     break_gpu(cluster, "gpu_broken", "replace")
@@ -169,28 +168,30 @@ def test_a_check_that_fails_after_a_repair_asks_for_another() -> None:
     assert where(cluster) is IsolationPhase.IN_REPAIR
 
 
-def test_a_repair_of_an_isolation_that_is_over_changes_nothing() -> None:
+def test_late_repair_changes_nothing() -> None:
     cluster = cluster_of(repair_s=60.0)
     break_gpu(cluster, "gpu_broken", "reboot")
     cluster.uncordon(NODE)
     cluster.run()
     before = cluster.state.nodes[NODE]
     cluster.append(
-        v.RepairEnded(node=NODE, isolation=1, passed=True, duration_us=1, detail=""), "coordinator", cluster.state.term
+        v.RepairEnded(node=NODE, isolation=1, has_passed=True, duration_us=1, detail=""),
+        "coordinator",
+        cluster.state.term,
     )
     assert cluster.state.nodes[NODE] == before
 
 
-def test_what_a_driver_says_later_is_heard() -> None:
+def test_isolation_records_later_driver_reports() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
     break_gpu(cluster, "gpu_broken", "replace")
     break_gpu(cluster, "ecc_error", "reset")
     rest(cluster)
-    assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].needs == "replace"
+    assert where(cluster) is IsolationPhase.AWAITS_PERSON and cluster.state.nodes[NODE].health.repair_need == "replace"
 
 
-def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:
+def test_strikes_trigger_check_and_task_fault_triggers_none() -> None:
     cluster = MiniCluster(1, check_s=60.0)
     for name in (NODE, "n1", "n2"):
         cluster.add_host(name)
@@ -205,10 +206,10 @@ def test_strikes_ask_for_a_check_and_a_task_at_fault_for_none() -> None:
     assert cluster.state.tasks["big"].status == "failed"
     assert said(cluster, v.NodeIsolated)
     assert all("was at fault" in event.reason for event in said(cluster, v.NodeReadmitted))
-    assert not said(cluster, v.CheckNode) and not any(node.isolated for node in cluster.state.nodes.values())
+    assert not said(cluster, v.CheckNode) and not any(node.isolation.active for node in cluster.state.nodes.values())
 
 
-def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
+def test_failed_task_never_clears_hardware_fault() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
     task = cluster.state.tasks["big"]
@@ -218,15 +219,15 @@ def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
     assert not [e for e in decide(Survey(cluster.state, cluster.policy), {}) if isinstance(e, v.NodeReadmitted)]
 
 
-def test_a_coordinator_without_checks_decides_as_ever() -> None:
+def test_coordinator_without_checks_readmits_by_time() -> None:
     cluster = cluster_of(check_s=0.0)
     break_gpu(cluster, "gpu_broken", "reboot")
-    assert cluster.state.nodes[NODE].isolation is None
+    assert cluster.state.nodes[NODE].isolation.probation is None
     rest(cluster)
     assert [event.reason for event in said(cluster, v.NodeReadmitted)] == ["its isolation is over"]
 
 
-def test_limits_come_back_out_of_the_log() -> None:
+def test_settings_survive_log_round_trip() -> None:
     settings = Settings(Policy(), 1.0, 30.0, 900.0)
     assert settings_of(settings.numbers()) == settings
     assert "check_timeout_s" not in Settings(Policy(), 1.0).numbers(), "old logs keep their bytes"
@@ -237,13 +238,13 @@ def test_limits_come_back_out_of_the_log() -> None:
 DUE = Repair("n0#1", NODE, "10.0.0.7", 1, "reboot", "XID 79")
 
 
-async def test_the_repair_command_is_told_the_node_and_the_reason() -> None:
+async def test_repair_command_gets_node_and_reason() -> None:
     script = "import os, sys; print(sys.argv[1:], os.environ['UNICRON_ADDRESS'], os.environ['UNICRON_REASON'])"
     passed, said_last = await command((sys.executable, "-c", script, "--now"), 30.0)(DUE)
     assert passed and said_last == "exit code 0: ['--now', 'n0', 'reboot'] 10.0.0.7 XID 79"
 
 
-async def test_a_repair_that_fails_hangs_or_cannot_be_run_has_failed() -> None:
+async def test_repair_fails_on_error_timeout_or_missing_command() -> None:
     assert await command(("/bin/sh", "-c", "echo no; exit 3"), 30.0)(DUE) == (False, "exit code 3: no")
     passed, why = await command(("/bin/sh", "-c", "sleep 600"), 0.2)(DUE)
     assert not passed and "did not end within 0.2 s" in why
@@ -251,7 +252,7 @@ async def test_a_repair_that_fails_hangs_or_cannot_be_run_has_failed() -> None:
     assert not passed and "cannot be run" in why
 
 
-async def test_a_due_repair_runs_once_and_its_outcome_is_told() -> None:
+async def test_due_repair_runs_once_and_reports_outcome() -> None:
     cluster = cluster_of(repair_s=60.0)
     break_gpu(cluster, "gpu_broken", "reboot")
     rest(cluster)
@@ -268,7 +269,7 @@ async def test_a_due_repair_runs_once_and_its_outcome_is_told() -> None:
     ended = await asyncio.wait_for(told.get(), 10.0)
     repairs.look(Survey(cluster.state, cluster.policy))  # before its outcome has been read back
     await asyncio.sleep(0)
-    assert (ended.node, ended.isolation, ended.passed, ended.detail) == (NODE, 1, True, "rebooted")
+    assert (ended.node, ended.isolation, ended.has_passed, ended.detail) == (NODE, 1, True, "rebooted")
     assert len(ran) == 1 and told.empty()
     await repairs.close()
 
@@ -282,7 +283,7 @@ async def test_a_due_repair_runs_once_and_its_outcome_is_told() -> None:
         ('readmission: {repair: [""]}', "readmission.repair"),
     ],
 )
-def test_a_wrong_configuration_is_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
+def test_configuration_refuses_bad_readmission_in_one_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text + "\n")
     with pytest.raises(ConfigError, match=says) as raised:
@@ -290,7 +291,7 @@ def test_a_wrong_configuration_is_one_clear_error(tmp_path: Path, text: str, say
     assert "\n" not in str(raised.value)
 
 
-def test_a_configuration(tmp_path: Path) -> None:
+def test_configuration_reads_readmission(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("readmission: {check: [/bin/true, -x], timeout_s: 9, repair: [ipmi]}\n")
     asked = Readmission(check=("/bin/true", "-x"), timeout_s=9.0, repair=("ipmi",))

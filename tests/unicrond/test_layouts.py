@@ -6,15 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unicrond.cluster import MiniCluster, membership_of
-from unicrond.core.fold import fold
 from unicrond.core.planning.situation import NodeArrival, NodeLoss, TaskEnd
 from unicrond.core.planning.table import Planner
+from unicrond.core.replayer import replay
 from unicrond.core.rules.fault_targets import OrderRefused
 from unicrond.core.rules.plan_problems import problem_of, situation_of
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.policy import Policy
-from unicrond.core.state.state import ClusterState, Task, TaskStatus
+from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest
 from unicrond.core.state.task_parts import Pace
 from unicrond.core.tasks.reshaping import layout_key, most_workers, reshaped
@@ -25,7 +25,8 @@ from unicrond.display.plan_explanation import explain_layouts
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import LayoutSpec
 from unicrond.events.vocabulary.shape import Shape
-from unicrond.views.plan_preview import ClusterChanges, foreseen, what_if
+from unicrond.views.plan_preview import foreseen
+from unicrond.views.what_if import ClusterChanges, what_if
 
 SEEDS = range(12)
 #: tp 2 is much the faster; tp 1 goes anywhere.
@@ -66,7 +67,7 @@ def decided(cluster: MiniCluster, kind: type, since: int = 0) -> list:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_dies_and_the_task_trains_on_in_what_is_left_and_returns(seed: int) -> None:
+def test_layout_shrinks_on_node_loss_and_returns(seed: int) -> None:
     cluster = cluster_of(seed, 2, 1)
     assert layout(cluster) == (2, 1, 2)
     before = len(cluster.log)
@@ -88,7 +89,7 @@ def test_a_node_dies_and_the_task_trains_on_in_what_is_left_and_returns(seed: in
     assert "in tp 2, pp 1" in cluster.state.plan.reason
 
 
-def test_a_micro_batch_is_that_of_the_layout() -> None:
+def test_layout_sets_micro_batch() -> None:
     layouts = (replace(PAIRS, micro_batch=1), replace(SINGLES, micro_batch=4))
     cluster = cluster_of(1, 2, 1, layouts=layouts)
     spec = cluster.state.tasks["big"].spec
@@ -108,7 +109,7 @@ def test_a_micro_batch_is_that_of_the_layout() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS[:4])
 @pytest.mark.parametrize("other", [{"vpp": 2}, {"micro_batch": 2}], ids=["stages", "micro-batches"])
-def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int], seed: int) -> None:
+def test_layout_change_covers_single_size(other: dict[str, int], seed: int) -> None:
     """One is the best on four workers, the other on two. What was measured belongs to its own."""
     four = LayoutSpec(pp=2, throughput={"2": 100, "4": 400}, micro_batch=int("micro_batch" in other))
     two = replace(four, throughput={"2": 150, "4": 300}, **other)
@@ -127,7 +128,7 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     assert (task.spec.vpp, task.spec.micro_batch) == (other.get("vpp", 0), other.get("micro_batch", 1))
     assert not {*task.member_names} & {*was.member_names}, "a worker has its layout from its birth"
     assert [event.shape for event in decided(cluster, v.TaskReshaped, before)] == [two.shape]
-    assert (task.pace.measurements, task.pace.elsewhere) == ({}, {layout_key(four.shape): {"4": 200}})
+    assert (task.pace.measurements, task.pace.other_layouts) == ({}, {layout_key(four.shape): {"4": 200}})
     assert flops_of(task)(2) == 75, "presumed, by the ratio that the other has"
     cluster.submit("small", max_workers=1, weight=1e-9)
     cluster.run()
@@ -138,7 +139,7 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     cluster.run()
     cluster.assert_whole()
     task = cluster.state.tasks["big"]
-    assert (task.spec.shape, task.pace.measurements, task.pace.elsewhere) == (four.shape, {"4": 200}, {})
+    assert (task.spec.shape, task.pace.measurements, task.pace.other_layouts) == (four.shape, {"4": 200}, {})
     assert len(decided(cluster, v.TaskReshaped, before)) == 2
     assert "reshaped" not in cluster.state.plan.trigger
     asked = reshape_request(cluster.state, task, ReshapeOrder(**other))
@@ -150,16 +151,16 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     assert "task big reshaped" in cluster.state.plan.trigger
 
 
-def test_the_nearest_layout_that_was_measured_is_so_by_all_its_sizes() -> None:
+def test_nearest_measured_layout_compares_all_sizes() -> None:
     layouts = tuple(LayoutSpec(pp=2, vpp=vpp, throughput={"2": 100}) for vpp in (1, 2, 4))
     spec = v.TaskSpec(name="big", pp=2, min_workers=2, max_workers=2, layouts=layouts, throughput={"2": 100})
-    pace = Pace(measurements={"2": 50}, elsewhere={layout_key(layouts[1].shape): {"2": 80}})
+    pace = Pace(measurements={"2": 50}, other_layouts={layout_key(layouts[1].shape): {"2": 80}})
     task = Task(spec=spec, status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=1, pace=pace)
     assert flops_of(task, shape=layouts[2].shape)(2) == 80
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_survivors_hand_over_before_they_end(seed: int) -> None:
+def test_survivors_hand_over_before_exit(seed: int) -> None:
     """Two pairs; one node of three slots is left, and the table says that three singles beat a pair."""
     pairs = replace(PAIRS, throughput={"2": 150, "4": 600})
     cluster = cluster_of(seed, 3, 2, throughput=pairs.throughput, layouts=(pairs, SINGLES))
@@ -176,7 +177,7 @@ def test_survivors_hand_over_before_they_end(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_anything_dies_during_a_reshape(seed: int) -> None:
+def test_reshape_survives_any_death(seed: int) -> None:
     cluster = cluster_of(seed, 2, 2, 1)
     lose(cluster, "n0")
     for _ in range(cluster.random.randrange(14)):
@@ -199,7 +200,7 @@ def test_anything_dies_during_a_reshape(seed: int) -> None:
     assert cluster.state.tasks["big"].progress.iteration > at
 
 
-def test_a_newer_plan_takes_a_layout_back() -> None:
+def test_newer_plan_reverts_layout() -> None:
     """The node is there again before anybody has left."""
     cluster = cluster_of(1, 2, 3, layouts=(PAIRS, replace(SINGLES, throughput={"3": 500})), max_workers=4)
     lose(cluster, "n0")
@@ -214,7 +215,7 @@ def test_a_newer_plan_takes_a_layout_back() -> None:
     assert layout(cluster) == (2, 1, 2) and not cluster.state.tasks["big"].reshaping.plan
 
 
-def test_a_plan_that_gives_nothing_takes_a_layout_back() -> None:
+def test_empty_plan_reverts_layout() -> None:
     cluster = cluster_of(1, 2, 3, layouts=(PAIRS, replace(SINGLES, throughput={"3": 500})), max_workers=4)
     lose(cluster, "n0")
     while cluster.decide():
@@ -228,7 +229,7 @@ def test_a_plan_that_gives_nothing_takes_a_layout_back() -> None:
 
 
 @pytest.mark.parametrize(("worker_mtbf_s", "tp"), [(1e7, 2), (40.0, 1)])
-def test_back_again_if_that_pays(worker_mtbf_s: float, tp: int) -> None:
+def test_layout_returns_only_if_worthwhile(worker_mtbf_s: float, tp: int) -> None:
     """Where the next failure is near, the better layout is not worth its reshape."""
     near = (replace(SINGLES, throughput={"1": 100, "2": 200}), replace(PAIRS, throughput={"2": 210}))
     policy = Policy(worker_mtbf_s=worker_mtbf_s)
@@ -245,7 +246,7 @@ def test_back_again_if_that_pays(worker_mtbf_s: float, tp: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_reshape_of_one_task_frees_a_worker_for_another(seed: int) -> None:
+def test_reshape_frees_worker_for_other_task(seed: int) -> None:
     """big needs two workers as a pair, one as a single; small has waited for one."""
     pairs, singles = replace(PAIRS, throughput={"2": 210}), replace(SINGLES, throughput={"1": 200})
     cluster = cluster_of(seed, 2, max_workers=2, throughput=pairs.throughput, layouts=(pairs, singles))
@@ -257,7 +258,7 @@ def test_a_reshape_of_one_task_frees_a_worker_for_another(seed: int) -> None:
     assert cluster.state.plan.workers == {"big": 1, "small": 1}
 
 
-def test_a_person_has_the_last_word() -> None:
+def test_manual_reshape_overrides_layouts_of_plan() -> None:
     cluster = cluster_of(1, 2, 2)
     asked = reshape_request(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=1))
     cluster.append(asked, "api", cluster.state.term)
@@ -269,7 +270,7 @@ def test_a_person_has_the_last_word() -> None:
         reshape_request(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=3))
 
 
-def test_a_person_who_asks_for_what_is_there_stops_no_plan() -> None:
+def test_manual_reshape_to_current_layout_stops_no_plan() -> None:
     cluster = cluster_of(1, 2, 1)
     lose(cluster, "n0")
     while cluster.decide():
@@ -283,7 +284,7 @@ def test_a_person_who_asks_for_what_is_there_stops_no_plan() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS[:4])
-def test_a_wish_that_is_taken_back_leaves_what_the_plan_has_chosen(seed: int) -> None:
+def test_withdrawn_reshape_keeps_layout_of_plan(seed: int) -> None:
     """Or workers of the present layout were started for the other's places, and stopped, without end."""
     pairs = replace(PAIRS, throughput={"2": 150, "4": 600})
     cluster = cluster_of(seed, 3, 2, throughput=pairs.throughput, layouts=(pairs, SINGLES))
@@ -299,7 +300,7 @@ def test_a_wish_that_is_taken_back_leaves_what_the_plan_has_chosen(seed: int) ->
     assert layout(cluster) == (1, 1, 3)
 
 
-def test_other_bounds_leave_the_choice_to_the_plan() -> None:
+def test_reshape_of_bounds_leaves_layout_to_plan() -> None:
     cluster = cluster_of(1, 2, 2)
     asked = reshape_request(cluster.state, cluster.state.tasks["big"], ReshapeOrder(max_workers=3))
     cluster.append(asked, "api", cluster.state.term)
@@ -309,7 +310,7 @@ def test_other_bounds_leave_the_choice_to_the_plan() -> None:
     assert [len(one.throughput) for one in cluster.state.tasks["big"].spec.layouts] == [1, 3]
 
 
-def test_what_was_measured_in_one_layout_corrects_the_others_and_is_kept() -> None:
+def test_measurement_in_one_layout_corrects_others() -> None:
     cluster = cluster_of(1, 2, 1)
     task = cluster.state.tasks["big"]
     assert [flops_of(task, shape=Shape(1, 1))(n) for n in (1, 2, 3)] == [100, 200, 290]
@@ -321,15 +322,15 @@ def test_what_was_measured_in_one_layout_corrects_the_others_and_is_kept() -> No
     lose(cluster, "n0")
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert (task.pace.measurements, task.pace.elsewhere) == ({}, {"2x1": {"2": 150}})
+    assert (task.pace.measurements, task.pace.other_layouts) == ({}, {"2x1": {"2": 150}})
     assert [flops_of(task)(n) for n in (1, 2)] == [50, 100]
     cluster.add_host("n0", slots=2)
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert (task.pace.measurements, task.pace.elsewhere) == ({"2": 150}, {})
+    assert (task.pace.measurements, task.pace.other_layouts) == ({"2": 150}, {})
 
 
-def test_what_a_reshape_took_is_its_price_from_then_on() -> None:
+def test_measured_reshape_time_becomes_its_price() -> None:
     cluster = cluster_of(1, 2, 1)
     (task,) = problem_of(Survey(cluster.state, cluster.policy)).tasks
     assert task.prices.reshape_us == 3 * 5_000_000, "three transitions, until one was seen"
@@ -342,7 +343,7 @@ def test_what_a_reshape_took_is_its_price_from_then_on() -> None:
     assert (task.shape, task.shape_of(1)) == (Shape(1, 1), Shape(2, 1))
 
 
-def test_curves_are_made_once_and_again_when_something_is_learnt() -> None:
+def test_curves_are_recomputed_only_after_learning() -> None:
     cluster = cluster_of(1, 2, 2)
     survey = Survey(cluster.state, cluster.policy)
     assert survey.points_to_make == 2 + 4, "two counts of pairs, four of singles"
@@ -354,7 +355,7 @@ def test_curves_are_made_once_and_again_when_something_is_learnt() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_foreseen_is_what_is_asked(seed: int) -> None:
+def test_foresight_matches_problem_of_each_event(seed: int) -> None:
     """The table answers the very problems that come, seats and layouts among them."""
     for event, happen in (
         (NodeLoss("n0"), lambda cluster: lose(cluster, "n0")),
@@ -374,7 +375,7 @@ def test_what_is_foreseen_is_what_is_asked(seed: int) -> None:
     assert situation.after(TaskEnd("small")) == problem_of(Survey(cluster.state, cluster.policy))
 
 
-def test_two_half_free_nodes_hold_no_pair() -> None:
+def test_two_half_free_nodes_seat_no_pair() -> None:
     """Six slots on two nodes: a third pair would add up, and finds no seat."""
     cluster = MiniCluster(1)
     for name in ("n0", "n1"):
@@ -387,17 +388,15 @@ def test_two_half_free_nodes_hold_no_pair() -> None:
     assert "no seat" not in cluster.state.plan.reason
 
 
-def test_a_replay_comes_to_the_same_state() -> None:
+def test_replay_reaches_same_state() -> None:
     cluster = cluster_of(1, 2, 1)
     lose(cluster, "n0")
     cluster.run()
-    state = ClusterState()
-    for entry in cluster.log:
-        state = fold(state, entry)
+    state = replay(cluster.log)
     assert digest(state) == digest(cluster.state)
 
 
-def test_a_description_goes_there_and_back() -> None:
+def test_reshape_description_survives_round_trip() -> None:
     spec = v.TaskSpec(name="a", tp=2, min_workers=1, max_workers=4, **TABLES)
     there = v.TaskReshaped(task="a", tp=1, pp=1, min_workers=1, max_workers=4, reason="", plan=3)
     gone = reshaped(spec, there)
@@ -406,19 +405,19 @@ def test_a_description_goes_there_and_back() -> None:
     assert reshaped(spec, replace(there, plan=0)).layouts == ()
 
 
-def test_the_plan_says_what_another_layout_would_be_worth() -> None:
+def test_plan_explains_worth_of_other_layouts() -> None:
     cluster = cluster_of(1, 2, 1)
     assert explain_layouts(cluster.state) == ("big on 2 workers in tp 2, pp 1: 300 FLOP/s; in tp 1, pp 1 200 FLOP/s")
     rows = plan_table(cluster.state)
     assert (rows.headers[-1], rows.rows[0][-1]) == ("layout", "tp 2, pp 1")
     then = what_if(cluster.state, cluster.policy, ClusterChanges(lose=("n0",)))
-    assert [(one.workers, one.tp, one.pp) for one in then.assignments] == [(1, 1, 1)]
+    assert [(one.workers, one.tp, one.pp) for one in then.plan.assignments.values()] == [(1, 1, 1)]
     lose(cluster, "n0")
     cluster.run()
     assert explain_layouts(cluster.state) == "big on 1 worker in tp 1, pp 1: 100 FLOP/s; in tp 2, pp 1 nothing"
 
 
-def test_the_table_of_plans_says_which_layout_would_come() -> None:
+def test_plan_table_names_next_layout() -> None:
     cluster = cluster_of(1, 2, 1)
     situation = situation_of(Survey(cluster.state, cluster.policy))
     assert situation is not None

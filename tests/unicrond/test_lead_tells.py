@@ -40,7 +40,14 @@ def until_decided(made: MiniCluster, generation: int) -> Task:
 def regrouped(made: MiniCluster, worker: str, generation: int, **fields: object) -> None:
     node = made.state.tasks["big"].workers[worker].node
     event = v.WorkerJoinedGroup(
-        node=node, task="big", worker=worker, generation=generation, iteration=4, dealt=0, duration_us=1, source="own"
+        node=node,
+        task="big",
+        worker=worker,
+        generation=generation,
+        iteration=4,
+        micro_batches_assigned=0,
+        duration_us=1,
+        source="own",
     )
     made.say(made.hosts[node], replace(event, **fields))
 
@@ -54,7 +61,7 @@ def membership(made: MiniCluster) -> Membership:
 # --- which memberships -----------------------------------------------------------------------------
 
 
-def test_a_fault_writes_one_report_per_membership_and_newcomer() -> None:
+def test_fault_writes_one_report_per_membership_and_newcomer() -> None:
     made = trained(6)
     assert leader_confirms(made) == [False], "who has no state tells for itself"
     victim = killed(made, 3)
@@ -65,11 +72,11 @@ def test_a_fault_writes_one_report_per_membership_and_newcomer() -> None:
     (newcomer,) = {*members(made)} - {*before}
     assert reported(made, 2) == before[:1]
     assert sorted(reported(made, 3)) == sorted([before[0], newcomer])
-    (incident,) = made.state.closed
-    assert incident.redone == 5, "what fell to the others counts, too: each says 1"
+    (incident,) = made.state.closed_incidents
+    assert incident.micro_batches_repeated == 5, "what fell to the others counts, too: each says 1"
 
 
-def test_after_a_group_that_did_not_meet_each_member_tells() -> None:
+def test_members_report_individually_after_failed_group() -> None:
     made = trained(4)
     killed(made, 1)
     until_decided(made, 2)
@@ -83,7 +90,7 @@ def test_after_a_group_that_did_not_meet_each_member_tells() -> None:
 # --- what the word means ---------------------------------------------------------------------------
 
 
-def test_the_word_is_the_leads_alone_and_of_the_newest_group() -> None:
+def test_only_leader_of_newest_group_confirms() -> None:
     made = trained(4)
     killed(made, 3)
     lead, second, third = until_decided(made, 2) and members(made)
@@ -96,7 +103,7 @@ def test_the_word_is_the_leads_alone_and_of_the_newest_group() -> None:
     assert task.confirmed and task.has_joined(task.workers[third])
 
 
-def test_it_is_no_word_for_who_joins() -> None:
+def test_leader_report_never_covers_joiner() -> None:
     made = trained(3)
     killed(made, 2)
     while made.state.tasks["big"].generation < 3:
@@ -111,19 +118,19 @@ def test_it_is_no_word_for_who_joins() -> None:
     assert made.state.tasks["big"].confirmed
 
 
-def test_it_ends_what_members_were_busy_with() -> None:
+def test_leader_report_ends_busy_section_of_members() -> None:
     made = trained(3)
     busy, lead = members(made)[1], members(made)[0]
     node = made.state.tasks["big"].workers[busy].node
-    what = v.WorkerBusy(node=node, task="big", worker=busy, what="evaluation", at_most_us=9 * SECOND_US)
+    what = v.WorkerBusy(node=node, task="big", worker=busy, section="evaluation", limit_us=9 * SECOND_US)
     made.say(made.hosts[node], what)
     killed(made, 2)
     until_decided(made, 2)
     regrouped(made, lead, 2)
-    assert not made.state.tasks["big"].workers[busy].busy_us
+    assert not made.state.tasks["big"].workers[busy].section_limit_us
 
 
-def test_an_old_error_of_a_member_that_did_not_speak_is_stale() -> None:
+def test_old_error_of_silent_member_is_stale() -> None:
     made = trained(3)
     killed(made, 2)
     made.run()
@@ -135,7 +142,7 @@ def test_an_old_error_of_a_member_that_did_not_speak_is_stale() -> None:
     assert made.state.incidents_total == opened + 1
 
 
-def test_who_is_left_out_is_remembered_in_its_group() -> None:
+def test_group_remembers_removed_member() -> None:
     """It still trains in generation 2, whose lead alone has spoken, and hangs on its way out."""
     made = trained(4)
     killed(made, 3)
@@ -145,12 +152,12 @@ def test_who_is_left_out_is_remembered_in_its_group() -> None:
     made.cordon(made.state.tasks["big"].workers[quiet].node, drain=True)
     task = until_decided(made, generation + 1)
     assert not task.is_member(quiet) and task.generation_of(task.workers[quiet]) == generation
-    assert task.group.before is not None
+    assert task.group.last_membership is not None
     again = decode(encode(made.state))
     assert again == made.state and digest(again) == digest(made.state)
     regrouped(made, members(made)[0], generation + 1)
     task = made.state.tasks["big"]
-    assert task.group.before is None and task.generation_of(task.workers[quiet]) == generation
+    assert task.group.last_membership is None and task.generation_of(task.workers[quiet]) == generation
 
 
 # --- where the word does not come ------------------------------------------------------------------
@@ -163,7 +170,7 @@ def pass_meeting(made: MiniCluster) -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_nobody_is_ended_for_a_lead_that_is_silent_until_each_has_been_asked(silent: int) -> None:
+def test_silent_leader_ends_no_member_until_each_is_asked(silent: int) -> None:
     made = trained(4)
     killed(made, 3)
     task = until_decided(made, 2)
@@ -184,13 +191,13 @@ def test_nobody_is_ended_for_a_lead_that_is_silent_until_each_has_been_asked(sil
     assert [name for name in members(made) if not task.workers[name].alive] == [culprit]
 
 
-def test_an_incident_that_has_taken_the_silence_over_does_not_end_it() -> None:
+def test_open_incident_keeps_silence_deadline() -> None:
     made = trained(4)
     killed(made, 3)
     until_decided(made, 2)
     made.report(members(made)[0], "exception", generation=2)
     pass_meeting(made)
-    assert made.state.tasks["big"].group.overdue == 2
+    assert made.state.tasks["big"].group.overdue_generation == 2
     until_decided(made, 3)
 
 
@@ -200,7 +207,7 @@ LIMIT_US = SECOND_US
 
 
 @pytest.mark.parametrize(("stepped", "found"), [(False, True), (True, False)])
-def test_who_stands_in_the_exchange_that_the_others_have_left_is_found(stepped: bool, found: bool) -> None:
+def test_worker_stuck_in_finished_exchange_is_found(stepped: bool, found: bool) -> None:
     """Only until all have made a step: then all are in, and the hanging one's own agent tells of it."""
     made = trained(4)
     killed(made, 3)
@@ -215,15 +222,15 @@ def test_who_stands_in_the_exchange_that_the_others_have_left_is_found(stepped: 
             made.hosts[node],
             v.HangSuspected(
                 node=node, task="big", worker=worker, generation=2, iteration=made.iterations["big"] + 1,
-                phase="reduce", micro_batch=0, entered=1, waiting=True, stopped=False, still_us=4 * LIMIT_US,
-                limit_us=LIMIT_US, told=2,
+                phase="reduce", micro_batch=0, collectives_entered=1, is_waiting=True, is_stopped=False,
+                still_us=4 * LIMIT_US, limit_us=LIMIT_US, report_number=2,
             ),
         )  # fmt: skip
     kinds = [incident.kind for incident in made.state.incidents.values()]
     assert ("collective_timeout" in kinds) is found
 
 
-def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
+def test_deal_to_both_shards_counts_once() -> None:
     made = MiniCluster(3)
     for number in range(4):
         made.add_host(f"n{number}")
@@ -237,5 +244,5 @@ def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
         generation = until_decided(made, 2).generation
     (incident,) = made.state.incidents
     for worker in replica:
-        regrouped(made, worker, generation, dealt=4)
-    assert made.state.incidents[incident].redone == 4
+        regrouped(made, worker, generation, micro_batches_assigned=4)
+    assert made.state.incidents[incident].micro_batches_repeated == 4

@@ -23,38 +23,38 @@ def first_us(standing: Candidacy, held: LeaseEntry | None, from_us: int, until_u
     return None
 
 
-def test_a_lease_that_another_holds_is_never_taken() -> None:
+def test_head_never_takes_lease_of_another() -> None:
     assert first_us(candidacy(), OTHER, LOOK_US) is None
 
 
-def test_a_head_that_starts_alone_waits_for_nobody() -> None:
+def test_lone_head_takes_lease_at_once() -> None:
     assert candidacy().answered(None, LOOK_US) == "no head leads"
 
 
-def test_a_head_that_was_told_to_stand_by_gives_others_time() -> None:
+def test_patient_head_waits_grace_period() -> None:
     assert first_us(candidacy(is_patient=True), None, LOOK_US) == LOOK_US + GRACE_US
 
 
-def test_the_end_of_a_lease_that_was_seen_is_enough() -> None:
+def test_observed_end_of_lease_suffices() -> None:
     standing = candidacy(is_patient=True)
     first_us(standing, OTHER, LOOK_US, 3 * GRACE_US)
     assert standing.answered(None, 3 * GRACE_US)
 
 
-def test_a_holder_that_has_left_is_not_waited_for() -> None:
+def test_head_skips_wait_for_departed_holder() -> None:
     left = LeaseEntry(8, Holder(head="b", process="head2:2", has_left=True))
     standing = candidacy(is_patient=True)
     standing.beat(LOOK_US)
     assert standing.answered(left, LOOK_US) == "the head head2:2 has left"
 
 
-def test_nor_is_a_process_of_this_machine_that_runs_no_more() -> None:
+def test_head_skips_wait_for_dead_process_of_same_machine() -> None:
     standing = candidacy()
     assert "of this machine has ended" in standing.answered(OTHER, LOOK_US, is_gone=True)
 
 
 @pytest.mark.parametrize("how", ["unanswered", "another connection", "no look for long"])
-def test_after_an_interruption_the_holder_has_time_to_come_back(how: str) -> None:
+def test_holder_gets_grace_period_after_interruption(how: str) -> None:
     standing = candidacy()
     assert first_us(standing, OTHER, LOOK_US, 2 * GRACE_US) is None
     back_us = 2 * GRACE_US + 100_000
@@ -69,7 +69,7 @@ def test_after_an_interruption_the_holder_has_time_to_come_back(how: str) -> Non
     assert not standing.answered(OTHER, found_us + LOOK_US)
 
 
-def test_a_coordinator_that_is_heard_is_not_deposed_without_a_lease() -> None:
+def test_beating_coordinator_keeps_lead_without_lease() -> None:
     standing = candidacy()
     for now_us in range(0, 10 * SILENT_US, LOOK_US):
         standing.beat(now_us)
@@ -77,11 +77,11 @@ def test_a_coordinator_that_is_heard_is_not_deposed_without_a_lease() -> None:
     assert first_us(standing, None, 10 * SILENT_US) is not None
 
 
-def test_rare_beats_are_waited_for() -> None:
+def test_head_waits_longer_for_rare_beats() -> None:
     standing = candidacy(heartbeat_us=60_000_000)
     standing.beat(0)
     assert first_us(standing, None, LOOK_US, 30_000_000) is None
 
 
-def test_what_no_head_wrote_counts_for_nothing() -> None:
+def test_head_ignores_foreign_lease_entry() -> None:
     assert candidacy().answered(LeaseEntry(9, None), LOOK_US) == "no head leads"

@@ -18,7 +18,7 @@ from unicrond.core.state.state import ClusterState, Severity, Task
 from unicrond.display.link_table import links_table
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
-from unicrond.events.wire.envelope import Quarantined, Recorded
+from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
 from unicrond.views.notifications import Notice, step_notices
 from unicrond.views.view import LogStep
 
@@ -42,7 +42,7 @@ class LinkedCluster(MiniCluster):
         self.train("t")
         self.run()
 
-    def append(self, event: v.AnyEvent, producer: str, boot: int) -> Recorded:
+    def append(self, event: v.AnyEvent, producer: str, boot: int) -> RecordedEvent:
         return super().append(
             replace(event, probe_port=9) if isinstance(event, v.NodeJoined) else event, producer, boot
         )
@@ -86,12 +86,12 @@ class LinkedCluster(MiniCluster):
                 iteration=task.progress.iteration + 1,
                 phase="reduce",
                 micro_batch=0,
-                entered=5,
-                waiting=True,
-                stopped=False,
+                collectives_entered=5,
+                is_waiting=True,
+                is_stopped=False,
                 still_us=3 * SECOND_US,
                 limit_us=3 * SECOND_US,
-                told=1,
+                report_number=1,
             )
             self.say(self.hosts[member.node], late)
 
@@ -128,7 +128,10 @@ def test_a_silent_link_costs_one_end_once(seed: int) -> None:
     assert cluster.members == sorted({"n0", "n1", "n2"} - {withdrawn.node})
     assert not cluster.said(v.NodeIsolated) and not cluster.said(v.IncidentEscalated)
     assert not cluster.state.incidents
-    assert (cluster.state.closed[-1].kind, cluster.state.closed[-1].severity) == ("link_fault", Severity.SEV2)
+    assert (cluster.state.closed_incidents[-1].kind, cluster.state.closed_incidents[-1].severity) == (
+        "link_fault",
+        Severity.SEV2,
+    )
     assert not cluster.state.tasks["t"].troubles.of_nodes, "nothing is held against either node"
     cluster.train("t", steps=3)
     cluster.run()
@@ -340,4 +343,4 @@ def test_a_slow_link_is_left_where_the_rest_would_be_faster() -> None:
 
 
 def notices_between(before: ClusterState, after: ClusterState) -> list[Notice]:
-    return step_notices(LogStep(before, Quarantined(1, 0, "unicron.v1.obs.n1.X", "not JSON", 0), after))
+    return step_notices(LogStep(before, QuarantinedMessage(1, 0, "unicron.v1.obs.n1.X", "not JSON", 0), after))

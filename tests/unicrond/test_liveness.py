@@ -16,6 +16,7 @@ from unicrond.core.nodes.liveness import (
     Pauses,
     VerdictLimiter,
 )
+from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.state import Node, NodeStatus
 from unicrond.events import vocabulary as v
 
@@ -25,7 +26,14 @@ BEAT_US = 1_000_000
 def node(name: str, status: NodeStatus = NodeStatus.UP) -> Node:
     store = v.StoreAddress(host="127.0.0.1", port=1)
     return Node(
-        name=name, status=status, slots=1, slots_max=1, address="127.0.0.1", store=store, agent_boot=7, joined_us=0
+        name=name,
+        status=status,
+        slots=1,
+        slots_max=1,
+        address="127.0.0.1",
+        store=store,
+        agent=AgentIdentity(boot=7),
+        joined_us=0,
     )
 
 
@@ -74,7 +82,7 @@ class Bus:
 NAMES = ["a", "b", "c", "d", "e"]
 
 
-def test_a_silent_node_is_lost_within_the_limit_and_returns_with_its_beats() -> None:
+def test_silent_node_is_lost_and_returns_with_beats() -> None:
     bus = Bus(NAMES)
     assert bus.run(5, NAMES) == []
     silent_from_us = bus.now_us
@@ -85,7 +93,7 @@ def test_a_silent_node_is_lost_within_the_limit_and_returns_with_its_beats() -> 
     assert isinstance(returned, v.NodeReturned) and returned.node == "a"
 
 
-def test_it_is_lost_no_later_than_the_limit() -> None:
+def test_silent_node_is_lost_at_limit() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     assert bus.run(2.5, NAMES[1:]) == []
@@ -93,7 +101,7 @@ def test_it_is_lost_no_later_than_the_limit() -> None:
 
 
 @pytest.mark.parametrize("outage_s", [0.7, 1.5, 3, 10, 60])
-def test_an_outage_of_the_bus_loses_nobody(outage_s: float) -> None:
+def test_bus_outage_loses_no_node(outage_s: float) -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.own = False
@@ -102,7 +110,7 @@ def test_an_outage_of_the_bus_loses_nobody(outage_s: float) -> None:
     assert bus.run(20, NAMES) == []
 
 
-def test_after_an_outage_a_node_that_stays_away_is_lost() -> None:
+def test_node_absent_after_outage_is_lost() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.own = False
@@ -112,7 +120,7 @@ def test_after_an_outage_a_node_that_stays_away_is_lost() -> None:
     assert [verdict.node for verdict in lost] == ["a"]  # type: ignore[union-attr]
 
 
-def test_an_outage_that_swallows_one_own_beat_gives_everybody_time_to_connect_again() -> None:
+def test_short_outage_gives_all_nodes_time_to_reconnect() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus._numbers[OWN_NAME] += 1
@@ -120,7 +128,7 @@ def test_an_outage_that_swallows_one_own_beat_gives_everybody_time_to_connect_ag
     assert bus.run(1, NAMES) == []
 
 
-def test_a_pause_of_ours_is_nobodys_silence() -> None:
+def test_own_pause_counts_as_no_silence() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.now_us += 4_000_000  # nothing was read, nothing was judged
@@ -129,7 +137,7 @@ def test_a_pause_of_ours_is_nobodys_silence() -> None:
     assert len(bus.run(3, NAMES[1:])) == 1
 
 
-def test_who_is_late_is_a_suspect_before_it_is_lost() -> None:
+def test_late_node_is_suspect_before_loss() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.run(1.4, NAMES[1:])
@@ -141,7 +149,7 @@ def test_who_is_late_is_a_suspect_before_it_is_lost() -> None:
     assert bus.liveness.suspects(bus.nodes, bus.now_us) == [], "now it is the bus"
 
 
-def test_a_plan_waits_while_others_are_late_and_no_longer_than_a_node_may_be_silent() -> None:
+def test_plan_waits_for_suspects_up_to_limit() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.run(1.8, NAMES[1:])
@@ -158,13 +166,13 @@ def test_a_plan_waits_while_others_are_late_and_no_longer_than_a_node_may_be_sil
     assert gathers(lost_us, lost_us + limit_us) and not gathers(lost_us, lost_us + limit_us + 1)
 
 
-def test_a_plan_waits_for_nobody_where_all_others_are_heard() -> None:
+def test_plan_waits_for_no_suspect_if_all_beat() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     assert not bus.liveness.gathers(bus.now_us, bus.nodes, bus.now_us)
 
 
-def test_a_verdict_is_said_once_and_again_only_a_second_later() -> None:
+def test_verdict_repeats_only_after_a_second() -> None:
     said = VerdictLimiter()
     evidence = v.Evidence(beat_seq=1, beat_at_us=1)
     lost, other = (v.NodeLost(node=name, evidence=evidence, reason="silent") for name in "ab")
@@ -174,7 +182,7 @@ def test_a_verdict_is_said_once_and_again_only_a_second_later() -> None:
     assert said.news([lost, other], SAY_AGAIN_US) == [lost]
 
 
-def test_when_most_fall_silent_they_are_given_longer() -> None:
+def test_mass_silence_extends_limit() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     limit_s = bus.liveness.limit_us / 1e6
@@ -182,7 +190,7 @@ def test_when_most_fall_silent_they_are_given_longer() -> None:
     assert len(bus.run(1, NAMES[:1])) == 4
 
 
-def test_a_beat_of_another_boot_returns_nobody() -> None:
+def test_beat_of_other_boot_returns_no_node() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.run(4, NAMES[1:])
@@ -191,7 +199,7 @@ def test_a_beat_of_another_boot_returns_nobody() -> None:
     assert bus.liveness.verdicts(bus.nodes, bus.now_us) == []
 
 
-def test_a_newer_agent_that_came_and_went_without_a_word_leaves_the_name_to_the_older() -> None:
+def test_brief_newer_agent_leaves_name_to_older() -> None:
     bus = Bus(["a"])
     bus.run(3, ["a"])
     newer = v.Heartbeat(node="a", agent_boot=8, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
@@ -199,7 +207,7 @@ def test_a_newer_agent_that_came_and_went_without_a_word_leaves_the_name_to_the_
     assert [type(verdict) for verdict in bus.run(30, ["a"])] == [v.NodeLost, v.NodeReturned]
 
 
-def test_an_older_agent_of_a_name_does_not_speak_for_the_newer_one() -> None:
+def test_older_agent_never_beats_for_newer() -> None:
     bus = Bus(["a", "b"])
     bus.run(4, ["a", "b"])
 
@@ -235,7 +243,7 @@ def fault(bus: Bus) -> tuple[bool, bool]:
     return bus.liveness.bus_works, bus.liveness.is_silent
 
 
-def test_a_bus_over_which_nothing_comes_does_not_work() -> None:
+def test_silent_bus_counts_as_broken() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     late_own(bus, 0.9, nodes=False)
@@ -246,7 +254,7 @@ def test_a_bus_over_which_nothing_comes_does_not_work() -> None:
     assert fault(bus) == (True, False)
 
 
-def test_own_beats_that_stand_behind_others_unread_are_not_the_bus_s_fault() -> None:
+def test_unread_own_beats_blame_no_bus() -> None:
     """This process reads slower than beats come: no node is judged, and nobody is blamed."""
     bus = Bus(NAMES)
     bus.run(5, NAMES)
@@ -258,14 +266,14 @@ def test_own_beats_that_stand_behind_others_unread_are_not_the_bus_s_fault() -> 
     assert len(bus.run(1, NAMES[1:])) == 1
 
 
-def test_own_beats_that_others_overtake_are_missing() -> None:
+def test_overtaken_own_beats_count_as_missing() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     late_own(bus, 1.3)
     assert fault(bus) == (False, False)
 
 
-def test_own_beats_that_were_sent_late_are_late() -> None:
+def test_delayed_own_beats_count_as_late() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.liveness.on_own_beat(bus.now_us)
@@ -277,7 +285,7 @@ def test_own_beats_that_were_sent_late_are_late() -> None:
     assert fault(bus) == (True, False)
 
 
-def test_where_anything_comes_own_beats_may_be_late_for_longer() -> None:
+def test_event_traffic_extends_limit_of_own_beats() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     late_own(bus, 9.5, events=True, nodes=False)
@@ -350,7 +358,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_oldest_alone_tell_what_a_look_at_all_tells(seed: int) -> None:
+def test_incremental_judgement_matches_full_scan(seed: int) -> None:
     drawn = random.Random(seed)
     now_us = drawn.randrange(10_000_000)
     names = [f"n{number}" for number in range(drawn.randrange(1, 12))]
@@ -399,7 +407,7 @@ def test_the_oldest_alone_tell_what_a_look_at_all_tells(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_running_totals_of_pauses_are_their_sum(seed: int) -> None:
+def test_pause_totals_match_sum(seed: int) -> None:
     drawn = random.Random(seed)
     pauses, plain, now_us = Pauses(), [], 0
     for _ in range(300):
@@ -412,7 +420,7 @@ def test_running_totals_of_pauses_are_their_sum(seed: int) -> None:
         assert pauses.since(since_us) == sum(min(long, end - since_us) for end, long in plain if end > since_us)
 
 
-def test_the_oldest_pauses_are_forgotten() -> None:
+def test_pauses_drop_oldest() -> None:
     pauses = Pauses()
     for number in range(1, 3 * PAUSES_MAX):
         pauses.add(10 * number, 3)
@@ -421,7 +429,7 @@ def test_the_oldest_pauses_are_forgotten() -> None:
     assert 3 * PAUSES_MAX // 2 <= pauses.since(0) <= 3 * PAUSES_MAX
 
 
-def test_a_judgement_looks_at_no_node_that_was_just_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judgement_skips_recently_heard_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"n{number}" for number in range(500)]
     bus = Bus(names)
     bus.run(3, names)

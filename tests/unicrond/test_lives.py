@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 
 import pytest
 
 from tests.replay.logs import eventful
 from tests.unicrond.life_diagrams import DOCUMENT, document
 from tests.unicrond.test_decide import random_life, two_tasks
-from unicrond.core.fold import fold
+from unicrond.core.replayer import steps
 from unicrond.core.state import incident_lifecycle as incident_life
 from unicrond.core.state import worker_lifecycle as worker_life
 from unicrond.core.state.incident_lifecycle import TRIGGERS, IncidentPhase, IncidentTrigger, phase
 from unicrond.core.state.state import ClusterState, WorkerStatus
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import Entry
 from unicrond.replay.simulation import run
 
 
@@ -24,15 +24,15 @@ def workers(state: ClusterState) -> dict[str, WorkerStatus]:
 
 
 def phases(state: ClusterState) -> dict[str, IncidentPhase]:
-    return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed]}
+    return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed_incidents]}
 
 
-def played(seed: int) -> list[Recorded]:
+def played(seed: int) -> list[Entry]:
     """The log of one of the fuzzer's histories."""
     with run._world(seed) as world:
         run.arrange(world, run.draw(world.rng("faults"), list(world.hosts)))
         world.loop.run_until_complete(run._play(world))
-        return [entry for entry in world.server.entries if isinstance(entry, Recorded)]
+        return list(world.server.entries)
 
 
 def require_legal(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> set[tuple[object, object, object]]:
@@ -58,32 +58,30 @@ def require_legal(before: ClusterState, after: ClusterState, event: v.AnyEvent) 
     return made
 
 
-def moves_of(entries: list[Recorded]) -> set[tuple[object, object, object]]:
+def moves_of(entries: Sequence[Entry]) -> set[tuple[object, object, object]]:
     made: set[tuple[object, object, object]] = set()
-    state = ClusterState()
-    for entry in entries:
-        after = fold(state, entry)
-        made |= require_legal(state, after, entry.envelope.event)
-        state = after
+    for step in steps(entries):
+        if step.event is not None:
+            made |= require_legal(step.before, step.after, step.event)
     return made
 
 
 @pytest.mark.timeout(300)
-def test_no_move_outside_the_tables() -> None:
+def test_lives_move_only_by_tables() -> None:
     made: set[tuple[object, object, object]] = set()
     for seed in range(24):
         cluster = two_tasks(seed)
         for _ in random_life(cluster, seed):
             pass
-        made |= moves_of(list(cluster.log))
+        made |= moves_of(cluster.log)
     for seed in range(4):
-        made |= moves_of([entry for entry in eventful(seed) if isinstance(entry, Recorded)])
+        made |= moves_of(eventful(seed))
     for seed in range(10):
         made |= moves_of(played(seed))
     assert len(made) >= 30, "too little happened to show anything"
 
 
-def test_the_tables_are_whole() -> None:
+def test_life_tables_are_complete() -> None:
     """Every status can be reached and left; of each open incident all can happen that can happen to one."""
     for status in WorkerStatus:
         assert any(status in row.values() for row in worker_life.MOVES.values())
@@ -95,18 +93,15 @@ def test_the_tables_are_whole() -> None:
         assert any(befalls in may for may in TRIGGERS.values()), befalls
 
 
-def test_the_document_is_current() -> None:
+def test_life_document_is_current() -> None:
     assert DOCUMENT.read_text() == document(), "run python -m tests.unicrond.life_diagrams"
 
 
-def test_consecutive_states_of_one_worker_are_told_apart() -> None:
+def test_life_check_detects_illegal_move() -> None:
     """The check itself: a move that no table holds is found."""
     cluster = two_tasks(1)
     cluster.run()
-    states = [ClusterState()]
-    for entry in cluster.log:
-        states.append(fold(states[-1], entry))
-    before, after = next((b, a) for b, a in pairwise(states) if workers(b) != workers(a))
+    before, _, after = next(step for step in steps(cluster.log) if workers(step.before) != workers(step.after))
     with pytest.raises(AssertionError, match="by Heartbeat"):
         beat = v.Heartbeat(node="n0", agent_boot=1, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
         require_legal(before, after, beat)

@@ -20,9 +20,10 @@ from unicrond.events.nats.connection import Connection, connect
 from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import create_streams
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.event_log_health import SILENT_BUS, LogKeeper, outbox_backlog_lines
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 class SmallServer(EmbeddedServer):
@@ -65,10 +66,10 @@ async def until(holds: Callable[[], bool]) -> None:
 async def stored_ids(log: NatsEventLog) -> list[str]:
     last = await log.last_seq()
     entries = [entry async for entry in log.read(until_seq=last)]
-    return [entry.envelope.event_id for entry in entries if isinstance(entry, Recorded)]
+    return [entry.envelope.event_id for entry in entries if isinstance(entry, RecordedEvent)]
 
 
-async def test_nothing_is_lost_and_an_append_that_waited_goes_through(tmp_path: Path) -> None:
+async def test_full_store_loses_nothing_and_completes_waiting_append(tmp_path: Path) -> None:
     server = SmallServer(tmp_path / "nats")
     await server.start()
     connection: Connection | None = None
@@ -100,7 +101,7 @@ async def test_nothing_is_lost_and_an_append_that_waited_goes_through(tmp_path: 
         await server.kill()
 
 
-async def test_a_coordinator_says_so_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+async def test_coordinator_reports_full_store_and_resumes(tmp_path: Path) -> None:
     server = SmallServer(tmp_path / "nats")
     await server.start()
     connection = await connect(server.url, name="test", timeout_s=10)
@@ -108,7 +109,7 @@ async def test_a_coordinator_says_so_and_goes_on_when_there_is_room(tmp_path: Pa
     try:
         await create_streams(connection)
         log = NatsEventLog(connection)
-        coordinator = Coordinator(log, NatsBeatLog(connection), Policy(), heartbeat_s=0.2)
+        coordinator = Coordinator(log, NatsBeatLog(connection), HeadSettings(policy=Policy(), heartbeat_s=0.2))
         running = asyncio.create_task(coordinator.run())
         await asyncio.wait_for(coordinator.live.wait(), 10)
         other = NatsEventLog(connection)
@@ -150,7 +151,7 @@ class Log:
     trouble = ""
 
 
-async def test_a_server_is_only_ended_when_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keeper_restarts_server_only_if_store_has_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log, server = Log(), Stuck(tmp_path)
     for room, ended in ((2**62, False), (1, True)):
         keeper = LogKeeper(log, Bus(), server, restart_after_s=0.02, look_every_s=0.01, room_bytes=room)
@@ -167,7 +168,7 @@ async def test_a_server_is_only_ended_when_there_is_room(tmp_path: Path, caplog:
     assert caplog.text.count("the coordinator cannot decide: full; appends wait, nothing is lost") == 2
 
 
-async def test_a_bus_that_is_silent_is_trouble_too(tmp_path: Path) -> None:
+async def test_keeper_reports_silent_bus(tmp_path: Path) -> None:
     bus, log = Bus(), Log()
     keeper = LogKeeper(log, bus, None)
     assert keeper.trouble == ""
@@ -202,7 +203,7 @@ async def is_ended(keeper: LogKeeper, server: Stuck, within_s: float) -> bool:
     return True
 
 
-async def test_a_server_that_takes_anything_is_not_ended(tmp_path: Path) -> None:
+async def test_keeper_spares_server_that_takes_appends(tmp_path: Path) -> None:
     """Own heartbeats come late because this process is behind; or an append waits while others' go through."""
     bus, log, nodes, server = Bus(), Log(), Nodes(), Stuck(tmp_path)
     keeper = LogKeeper(log, bus, server, restart_after_s=0.1, look_every_s=0.01, room_bytes=1, nodes=nodes)
@@ -218,7 +219,7 @@ async def test_a_server_that_takes_anything_is_not_ended(tmp_path: Path) -> None
     assert await is_ended(keeper, server, 5)
 
 
-async def test_time_in_which_we_did_not_look_counts_for_nothing(tmp_path: Path) -> None:
+async def test_keeper_ignores_own_pause(tmp_path: Path) -> None:
     """The loop stood still for longer than a server is given: it is looked at again before it is ended."""
     log, server = Log(), Stuck(tmp_path)
     log.trouble = "no answer"
@@ -246,7 +247,7 @@ class Probe:
         self.looks.set()
 
 
-def test_what_nodes_keep_back_is_trouble_of_the_log_where_it_does_not_grow() -> None:
+def test_outbox_backlog_counts_as_trouble_if_log_stalls() -> None:
     nodes = Nodes()
     keeper = LogKeeper(Log(), Bus(), None, nodes=nodes)
     assert keeper.trouble == ""
@@ -266,7 +267,7 @@ def test_what_nodes_keep_back_is_trouble_of_the_log_where_it_does_not_grow() -> 
     assert outbox_backlog_lines(nodes.kept) == []
 
 
-async def test_a_stream_that_refuses_is_told_and_no_server_is_ended_for_it(tmp_path: Path) -> None:
+async def test_refusing_stream_raises_alarm_without_restart(tmp_path: Path) -> None:
     probe, server = Probe(), Stuck(tmp_path)
     probe.trouble, probe.is_settled = "holds 50 messages", True
     log = Log()
@@ -286,7 +287,7 @@ async def test_a_stream_that_refuses_is_told_and_no_server_is_ended_for_it(tmp_p
         watching.cancel()
 
 
-def test_a_store_on_a_small_volume_heals(tmp_path: Path) -> None:
+def test_store_on_small_volume_recovers(tmp_path: Path) -> None:
     """Forty megabytes: more room than all of it has is never there."""
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces here")

@@ -16,10 +16,9 @@ from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
 from unicrond.intake.config import Config, LogConfig, NatsConfig
-from unicrond.service.event_log.append_times import AppendTimes
 from unicrond.service.event_log.archive_command import ArchiveOutcome, ArchiveRequest
 from unicrond.service.event_log.retention import LogLife, archive_apart
-from unicrond.service.event_log.statistics import GIB, Figures, LogVolume, Stream, alarms
+from unicrond.service.event_log.statistics import GIB, AppendTimes, Figures, LogVolume, Stream, alarms
 
 DAY_S = 86_400.0
 
@@ -62,7 +61,7 @@ def keeping(days: float, **more: Any) -> Config:
     return Config(log=LogConfig(keep_d=days, **more))
 
 
-async def test_it_trims_only_what_is_old_enough_for_it() -> None:
+async def test_archiver_trims_only_old_enough_entries() -> None:
     for oldest_d, keep_s in ((3, None), (10, None), (12, 10 * DAY_S)):
         one, asked, _ = life(keeping(10), [ArchiveOutcome(last_seq=15, copied=2, beats=3, removed=4)], oldest_d)
         await one.archive_once()
@@ -71,7 +70,7 @@ async def test_it_trims_only_what_is_old_enough_for_it() -> None:
     assert (figures.archived_seq, figures.archived_beats, figures.removed, figures.failures) == (15, 3, 4, 0)
 
 
-async def test_a_term_that_is_too_old_is_renewed_and_is_no_alarm() -> None:
+async def test_archiver_renews_old_term_without_alarm() -> None:
     too_old = ArchiveOutcome(last_seq=15, trim_error="the coordinator's term began with entry 3", term_too_old=True)
     one, asked, leader = life(keeping(10), [too_old, ArchiveOutcome(last_seq=16, removed=9)], 12)
     await one.archive_once()
@@ -80,7 +79,7 @@ async def test_a_term_that_is_too_old_is_renewed_and_is_no_alarm() -> None:
     assert leader.renewed == 1 and one.figures.removed == 9 and len(asked) == 2
 
 
-async def test_what_fails_is_an_alarm_until_it_succeeds() -> None:
+async def test_archiver_failure_raises_alarm_until_success() -> None:
     one, _, _ = life(
         keeping(10),
         [ArchiveOutcome(error="no server"), ArchiveOutcome(last_seq=1, trim_error="no"), ArchiveOutcome(1)],
@@ -94,7 +93,7 @@ async def test_what_fails_is_an_alarm_until_it_succeeds() -> None:
     assert one.alarms() == [] and one.figures.failures == 2
 
 
-async def test_a_head_that_does_not_lead_archives_nothing() -> None:
+async def test_standby_head_archives_nothing() -> None:
     leader = Leader(leads=False)
     one, asked, _ = life(keeping(10, archive_every_s=0.01), [ArchiveOutcome(last_seq=1)], leader=leader)
     running = asyncio.create_task(one.run())
@@ -112,7 +111,7 @@ async def test_a_head_that_does_not_lead_archives_nothing() -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-def test_what_is_kept_in_nats() -> None:
+def test_retention_follows_configuration() -> None:
     elsewhere = NatsConfig(url="nats://elsewhere:4222")
     assert Config().keep_s == 30 * DAY_S
     assert keeping(7).keep_s == 7 * DAY_S
@@ -140,12 +139,12 @@ FINE = Figures(
         ({"archived_s": 901.0}, "the log is not archived: no success for 901 s"),
     ],
 )
-def test_each_alarm(change: dict[str, Any], line: str) -> None:
+def test_archive_alarm_matches_condition(change: dict[str, Any], line: str) -> None:
     found = alarms(replace(FINE, **change), LogConfig(), 30 * DAY_S)
     assert len(found) == bool(line) and all(line in one for one in found)
 
 
-def test_appends_are_counted_and_their_median_is_of_the_last_minutes() -> None:
+def test_append_times_give_counts_and_recent_median() -> None:
     now_s = 0.0
     times = AppendTimes(lambda: now_s)
     for _ in range(19):
@@ -173,7 +172,7 @@ def where(tmp_path: Path) -> Callable[..., Config]:
     return made
 
 
-async def test_the_process_of_its_own_archives(
+async def test_archive_process_archives_and_reports_failure(
     nats_server: EmbeddedServer, nats_connection: Connection, where: Callable[..., Config]
 ) -> None:
     config = where(nats_server)

@@ -43,7 +43,7 @@ class Asking(LogReader):
         if request.marks:
             at = WorkerMark(
                 worker=f"{request.task}.{node[1:]}", phase="reduce", generation=2, iteration=9, micro_batch=3,
-                entered=14, waiting=True, still_us=1_500_000,
+                collectives_entered=14, is_waiting=True, still_us=1_500_000,
             )  # fmt: skip
             return encode(LogsReply(node=node, data=encode_marks([at])))
         found = self.logs.get(node, {})
@@ -64,7 +64,7 @@ def never_trained(state: ClusterState) -> ClusterState:
     return replace(state, tasks={**state.tasks, "big": task})
 
 
-async def test_a_rank_is_looked_for_where_its_worker_is(state: ClusterState) -> None:
+async def test_log_reader_asks_node_of_rank(state: ClusterState) -> None:
     assert state.tasks["big"].membership is not None
     member = state.tasks["big"].membership.members[1]
     reader = Asking({member.node: {member.worker: b"loss 1.0\n"}})
@@ -77,14 +77,14 @@ async def test_a_rank_is_looked_for_where_its_worker_is(state: ClusterState) -> 
         await reader.read(state, "nothing")
 
 
-async def test_the_newest_log_of_what_never_trained_is_found_on_any_node(state: ClusterState) -> None:
+async def test_log_reader_searches_all_nodes_for_untrained_task(state: ClusterState) -> None:
     reader = Asking({"n1": {"big.9": b"old"}, "n3": {"big.10": b"Traceback (most recent call last)"}})
     piece = await reader.read(never_trained(state), "big")
     assert (piece["worker"], piece["node"], piece["text"]) == ("big.10", "n3", "Traceback (most recent call last)")
     assert sorted(reader.asked) == ["n1", "n2", "n3", "n4"]
 
 
-async def test_a_worker_that_the_state_forgot_is_found_by_its_name(state: ClusterState) -> None:
+async def test_log_reader_finds_forgotten_worker_by_name(state: ClusterState) -> None:
     reader = Asking({"n2": {"big.3": b"killed"}})
     assert (await reader.read(state, "big", worker="big.3"))["text"] == "killed"
     for name in ("small.1", "big.x", "../etc"):
@@ -92,23 +92,23 @@ async def test_a_worker_that_the_state_forgot_is_found_by_its_name(state: Cluste
             await reader.read(state, "big", worker=name)
 
 
-async def test_where_no_node_has_it_the_event_log_may(state: ClusterState) -> None:
+async def test_log_reader_falls_back_to_event_log(state: ClusterState) -> None:
     with pytest.raises(LogsUnavailable, match="no node that is up has a log of any worker of big"):
         await Asking({}).read(never_trained(state), "big")
-    incident = replace(state.closed[0], log_tail="ImportError: no module named data", worker="big.3")
-    told = replace(never_trained(state), closed=(incident,))
+    incident = replace(state.closed_incidents[0], log_tail="ImportError: no module named data", worker="big.3")
+    told = replace(never_trained(state), closed_incidents=(incident,))
     piece = await Asking({}).read(told, "big")
     assert "ImportError" in piece["text"] and piece["worker"] == "big.3"
 
 
-async def test_an_older_agent_has_no_stacks(state: ClusterState) -> None:
+async def test_log_reader_refuses_stacks_of_older_agent(state: ClusterState) -> None:
     with pytest.raises(LogsUnavailable, match="too old for this; upgrade it"):
         await Asking({}).stacks(state, "big", 0)
     with pytest.raises(LookupError):
         await Asking({}).stacks(never_trained(state), "big", 0)
 
 
-async def test_one_of_stacks_and_flight_recorder_is_enough(state: ClusterState) -> None:
+async def test_stacks_answer_needs_stacks_or_flight_recorder(state: ClusterState) -> None:
     reader = Asking({})
     one = Collective(
         library="gloo", group=1, number=2, is_p2p=False, name="all_reduce", state="", is_over=False, sizes="",
@@ -120,12 +120,12 @@ async def test_one_of_stacks_and_flight_recorder_is_enough(state: ClusterState) 
     assert "too old" in told["no_stacks"]
 
 
-def test_stacks_take_the_scope_of_what_acts_on_the_cluster() -> None:
+def test_stacks_need_operate_scope() -> None:
     assert scope_of("GET", "/v1/stacks/big") is Scope.OPERATE
     assert scope_of("GET", "/v1/logs/big") is Scope.READ
 
 
-async def test_marks_of_a_task_are_asked_of_all_its_nodes(state: ClusterState) -> None:
+async def test_marks_query_asks_all_nodes_of_task(state: ClusterState) -> None:
     membership = state.tasks["big"].membership
     assert membership is not None
     nodes = {member.node for member in membership.members}

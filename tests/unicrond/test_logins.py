@@ -22,7 +22,7 @@ from unicrond.events.nats.server import EmbeddedServer
 from unicrond.events.nats.streams import api
 from unicrond.events.trust.keys import BadKey, load_or_create_key, make_key, read_key, write_key
 from unicrond.events.trust.logins import BadLogin, Role, User
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.intake.config import Config, ConfigError, NatsConfig, check, login_as
 from unicrond.service.event_log.consumers import Consumers, following
 from unicrond.service.trust.node_logins import expired, migration_line, remember, remembered
@@ -40,7 +40,7 @@ class Log:
     def say(self, event: v.AnyEvent, producer: str = "api") -> ClusterState:
         seq = self.state.seq + 1
         envelope = Envelope(producer=producer, boot=1, number=seq, observed_at_us=seq, event=event)
-        self.state = fold(self.state, Recorded(seq, seq, envelope))
+        self.state = fold(self.state, RecordedEvent(seq, seq, envelope))
         return self.state
 
 
@@ -56,27 +56,27 @@ def joined(node: str) -> v.NodeJoined:
 # --- the log --------------------------------------------------------------------------------------
 
 
-def test_a_node_is_enrolled_joins_and_is_revoked() -> None:
+def test_login_of_node_is_enrolled_used_and_revoked() -> None:
     log = Log()
     assert log.say(enrolled(expires_us=7)).logins == {"n1": NodeLogin(key=KEY, expires_us=7)}
     assert log.say(joined("n1"), "n1").logins["n1"].is_used
     assert log.say(enrolled(key=OTHER)).logins == {"n1": NodeLogin(key=OTHER)}, "another key is not used yet"
     assert log.say(v.NodeRevoked(node="n1", reason="gone")).logins == {}
-    assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined == 0
+    assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined_messages == 0
 
 
 @pytest.mark.parametrize(
     ("event", "why"), [(enrolled("n2"), "is the key of node n1"), (enrolled("coordinator", OTHER), "not a name")]
 )
-def test_what_is_refused(event: v.NodeEnrolled, why: str) -> None:
+def test_fold_refuses_bad_login_request(event: v.NodeEnrolled, why: str) -> None:
     log = Log()
     before = log.say(enrolled()).logins
     after = log.say(event)
     assert after.logins == before
-    assert why in after.refused[-1].reason
+    assert why in after.refusals[-1].reason
 
 
-def test_a_key_that_is_not_used_in_time_ends() -> None:
+def test_unused_login_expires() -> None:
     logins = {
         "in-time": NodeLogin(key=KEY, expires_us=100),
         "late": NodeLogin(key=KEY, expires_us=50),
@@ -86,7 +86,7 @@ def test_a_key_that_is_not_used_in_time_ends() -> None:
     assert expired(logins, 60) == ["late"]
 
 
-def test_the_alarm_of_a_migration_names_who_has_no_key() -> None:
+def test_migration_alarm_names_nodes_without_key() -> None:
     log = Log()
     assert "enroll the nodes, then set nats.auth" in migration_line(log.state), "no node is there yet"
     log.say(joined("n1"), "n1")
@@ -95,7 +95,7 @@ def test_the_alarm_of_a_migration_names_who_has_no_key() -> None:
     assert "set nats.auth to keys" in migration_line(log.state)
 
 
-def test_the_list_is_kept_for_the_next_start(tmp_path: Path) -> None:
+def test_login_list_survives_restart(tmp_path: Path) -> None:
     path = tmp_path / "nodes"
     assert remembered(path) == []
     users = [User("agent-n1", KEY), User("agent-n2", OTHER)]
@@ -106,7 +106,7 @@ def test_the_list_is_kept_for_the_next_start(tmp_path: Path) -> None:
 # --- keys in files --------------------------------------------------------------------------------
 
 
-def test_a_key_is_its_owner_s_alone(tmp_path: Path) -> None:
+def test_key_file_is_private_to_owner(tmp_path: Path) -> None:
     path = tmp_path / "n1.key"
     key = make_key("agent-n1")
     write_key(path, key)
@@ -119,7 +119,7 @@ def test_a_key_is_its_owner_s_alone(tmp_path: Path) -> None:
         read_key(path)
 
 
-def test_a_link_or_something_else_is_no_key(tmp_path: Path) -> None:
+def test_key_reader_refuses_links_and_other_files(tmp_path: Path) -> None:
     write_key(tmp_path / "n1.key", make_key("agent-n1"))
     (tmp_path / "link").symlink_to(tmp_path / "n1.key")
     os.mkfifo(tmp_path / "fifo", 0o600)
@@ -139,7 +139,7 @@ def given(**nats: object) -> Config:
     return Config(nats=NatsConfig(**nats))  # type: ignore[arg-type]
 
 
-def test_which_way_is_used(tmp_path: Path) -> None:
+def test_configuration_selects_login_method(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("secret\n")
     shared = {"user": "u", "password_file": str(password)}
@@ -155,15 +155,15 @@ def test_which_way_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nats", [{"auth": "migrate"}, {"user": "u"}, {"url": "nats://a:1", "auth": "migrate"}])
-def test_what_cannot_be_configured(nats: dict[str, str]) -> None:
+def test_configuration_refuses_bad_logins(nats: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"nats\.(auth|user)"):
         check(given(**nats), "file")
 
 
-def test_the_configuration_of_servers_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nats_config_command_prints_own_server_setup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nodes, keys = tmp_path / "nodes.txt", tmp_path / "keys"
     nodes.write_text("# ours\ngpu1\n\ngpu2\n")
-    arguments = ["nats-config", "--nodes", str(nodes), "--keys", str(keys)]
+    arguments = ["nats-config", "--nodes-file", str(nodes), "--keys", str(keys)]
     assert main(arguments) == 0
     told = capsys.readouterr().out
     assert "unicron.v1.obs.gpu2.*" in told and "system_account: SYS" in told and "\nSU" not in told
@@ -186,7 +186,7 @@ async def follows(connection: Connection, node: str) -> list[str]:
     return sorted(filters(info["config"]))
 
 
-async def test_consumers_are_there_before_they_are_needed(nats_connection: Connection) -> None:
+async def test_consumers_exist_before_start_command(nats_connection: Connection) -> None:
     log = Log()
     log.say(enrolled())
     read = {"n1": 0}
@@ -208,7 +208,7 @@ async def test_consumers_are_there_before_they_are_needed(nats_connection: Conne
     assert await follows(nats_connection, "n1") == sorted(feed_subjects("n1", ["a", "b", "c"]))
 
 
-async def test_a_server_that_was_started_anew_costs_an_agent_nothing(
+async def test_restarted_server_repeats_nothing_to_agent(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
     """It has forgotten what each agent has read. The coordinator has not, and does not wait for its next look."""
@@ -243,7 +243,7 @@ async def test_a_server_that_was_started_anew_costs_an_agent_nothing(
         await asyncio.gather(*at_work, return_exceptions=True)
 
 
-def test_what_a_node_follows() -> None:
+def test_node_follows_its_tasks() -> None:
     cluster = MiniCluster(1)
     for name in ("n1", "n2"):
         cluster.add_host(name)

@@ -40,7 +40,7 @@ srun torchrun --nproc-per-node 8 --nnodes 4 \
 """
 
 
-def test_a_batch_script_becomes_a_task_file() -> None:
+def test_init_megatron_converts_batch_script() -> None:
     spec = loads(task_file(parse_script(SBATCH), base=Path("/home/me")))
     assert (spec.name, spec.entry, spec.cwd) == ("pretrain-gpt", "megatron-lm", "/opt/Megatron-LM")
     assert (spec.min_workers, spec.max_workers, spec.tp) == (2, 32, 2)
@@ -51,9 +51,9 @@ def test_a_batch_script_becomes_a_task_file() -> None:
     assert "WANDB_API_KEY" not in spec.env  # secrets do not belong in the log
 
 
-def test_a_command_line_becomes_a_task_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_megatron_converts_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["torchrun", "--nproc-per-node", "2", "/opt/Megatron-LM/pretrain_gpt.py", *MODEL.split()]
-    assert main(["init-megatron", "--name", "small", "--", *words]) == 0
+    assert main(["init-megatron", "--task", "small", "--", *words]) == 0
     spec = loads(capsys.readouterr().out)
     assert (spec.name, spec.cwd, spec.max_workers) == ("small", "/opt/Megatron-LM", 2)
     assert spec.args == ("pretrain_gpt.py", *MODEL.split())
@@ -67,17 +67,17 @@ def test_a_command_line_becomes_a_task_file(capsys: pytest.CaptureFixture[str]) 
         ("echo hello\n", "no command with a .py script and --num-layers was found"),
     ],
 )
-def test_what_only_a_shell_knows_is_named(script: str, reason: str) -> None:
+def test_init_megatron_names_shell_expressions(script: str, reason: str) -> None:
     with pytest.raises(BadScript, match=reason):
         parse_script(script)
 
 
-def test_a_launcher_alone_is_no_command() -> None:
+def test_init_megatron_refuses_launcher_without_script() -> None:
     with pytest.raises(BadScript, match=r"no word ends in \.py"):
         parse_words(["torchrun", "--nnodes", "2"])
 
 
-def test_a_bad_flag_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_megatron_reports_bad_flag_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["pretrain_gpt.py", *MODEL.split(), "--context-parallel-size", "2"]
     assert main(["init-megatron", "--", *words]) == 2
     assert "--context-parallel-size: context parallelism is not supported yet" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def task(flags: str = FLAGS, **fields: object) -> str:
     return f"name: lm\nentry: megatron-lm\ncwd: /opt/Megatron-LM\nargs: [{words}]\n{more}"
 
 
-def test_flags_become_the_task() -> None:
+def test_megatron_flags_define_task() -> None:
     spec = loads(task(min_workers=4, max_workers=32))
     assert (spec.tp, spec.pp, spec.global_batch, spec.micro_batch, spec.iterations, spec.seed) == (2, 2, 16, 2, 500, 7)
     model = spec.model
@@ -39,7 +39,7 @@ def test_flags_become_the_task() -> None:
     assert loads(task(FLAGS + " --use-distributed-optimizer", min_workers=4, max_workers=4)).optimizer.distributed
 
 
-def test_samples_and_tokenizers_are_counted_as_megatron_does() -> None:
+def test_megatron_samples_and_vocabulary_match_megatron() -> None:
     flags = FLAGS.replace("--train-iters 500", "--train-samples 1000").replace(
         "32000", "255 --tokenizer-type NullTokenizer"
     )
@@ -48,7 +48,7 @@ def test_samples_and_tokenizers_are_counted_as_megatron_does() -> None:
     assert told.vocab == 256
 
 
-def test_the_last_of_two_equal_flags_counts() -> None:
+def test_megatron_takes_last_of_repeated_flags() -> None:
     told = read_training_flags(CommandLine.parse(["x.py", *FLAGS.split(), "--micro-batch-size", "4"]))
     assert told.micro_batch == 4
 
@@ -74,7 +74,7 @@ def test_the_last_of_two_equal_flags_counts() -> None:
         (FLAGS + " --train-samples 3", "--train-samples: fewer than one global batch of 16"),
     ],
 )
-def test_what_is_refused_is_one_line_that_names_the_flag(flags: str, reason: str) -> None:
+def test_megatron_refuses_unsupported_flag_by_name(flags: str, reason: str) -> None:
     with pytest.raises(TaskFileError, match=r"^task file:4: args: ") as caught:
         loads(task(flags, min_workers=4, max_workers=4))
     assert reason in str(caught.value)
@@ -91,17 +91,17 @@ def test_what_is_refused_is_one_line_that_names_the_flag(flags: str, reason: str
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     ],
 )
-def test_harmless_values_of_refused_flags_pass(flags: str) -> None:
+def test_megatron_accepts_harmless_values_of_unsupported_flags(flags: str) -> None:
     assert loads(task(f"{FLAGS} {flags}", min_workers=4, max_workers=4)).tp == 2
 
 
-def test_what_the_file_says_beside_the_flags_must_agree() -> None:
+def test_task_field_must_agree_with_megatron_flags() -> None:
     assert loads(task(global_batch=16, min_workers=4, max_workers=4)).global_batch == 16
     with pytest.raises(TaskFileError, match=r":5: global_batch: 32, but the flags in args say 16; leave it out here"):
         loads(task(global_batch=32, min_workers=4, max_workers=4))
 
 
-def test_a_checkout_and_a_script_are_asked_for() -> None:
+def test_megatron_task_needs_checkout_and_script() -> None:
     with pytest.raises(TaskFileError, match="cwd: is not given; give the checkout of Megatron-LM"):
         loads(task(min_workers=4, max_workers=4).replace("cwd: /opt/Megatron-LM\n", ""))
     with pytest.raises(TaskFileError, match="args: are missing"):
@@ -112,7 +112,7 @@ def test_a_checkout_and_a_script_are_asked_for() -> None:
         CommandLine.parse(["pretrain_gpt.py", "5"])
 
 
-def test_submit_check_prints_what_it_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_check_prints_interpretation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lm.yaml"
     path.write_text(task(FLAGS + " --save /data/lm --save-interval 100", min_workers=4, max_workers=8))
     assert load(path).max_workers == 8
@@ -127,7 +127,7 @@ def test_submit_check_prints_what_it_understood(tmp_path: Path, capsys: pytest.C
     )
 
 
-def test_the_example_is_valid() -> None:
+def test_megatron_example_is_valid() -> None:
     spec = load(Path(__file__).parents[2] / "examples" / "megatron-lm.yaml")
     assert spec.micro_batches == 16 and spec.model.layers == 24
 
@@ -141,7 +141,7 @@ def layouts_of(flags: str, **fields: object) -> list[tuple[int, int]]:
     return [(one.tp, one.pp) for one in loads(task(flags, min_workers=4, max_workers=8, **fields)).layouts]
 
 
-def test_auto_is_the_rule_and_takes_what_divides_the_model_and_is_small() -> None:
+def test_auto_layouts_divide_model_and_fit_memory() -> None:
     every = [(2, 2), (1, 1), (1, 2), (1, 4), (2, 1), (4, 1)]
     assert layouts_of(SMALL) == layouts_of(SMALL, layouts="auto") == every
     assert layouts_of(SMALL, layouts="fixed") == []
@@ -151,7 +151,7 @@ def test_auto_is_the_rule_and_takes_what_divides_the_model_and_is_small() -> Non
     assert layouts_of(f"{SMALL} --num-experts 100000") == [], "each holds all of them"
 
 
-def test_a_flag_may_bind_a_layout() -> None:
+def test_megatron_flag_restricts_layouts() -> None:
     staged = SMALL + " --num-layers-per-virtual-pipeline-stage 1 --decoupled-lr 1e-3"
     assert layouts_of(staged) == [(2, 2), (1, 2)]
     assert layouts_of(SMALL + " --tp-comm-overlap") == [(2, 2), (2, 1)]
@@ -171,7 +171,7 @@ CHUNKS = " --num-layers-per-virtual-pipeline-stage 1"
 EXPERTS = " --num-experts 4 --moe-ffn-hidden-size 6"
 
 
-def test_virtual_stages_follow_the_stages() -> None:
+def test_virtual_stages_follow_pipeline_stages() -> None:
     """4 layers in 2 stages, a layer to a chunk. Without stages there are no chunks, with 4 stages no layer to spare."""
     staged = SMALL + CHUNKS
     spec = loads(task(staged, min_workers=4, max_workers=8))
@@ -186,7 +186,7 @@ def test_virtual_stages_follow_the_stages() -> None:
     assert Shape(1, 2, 2) not in shapes_of(alone) and Shape(1, 2) in shapes_of(alone)
 
 
-def test_experts_follow_the_tensor_parallel_groups() -> None:
+def test_experts_follow_tensor_parallel_groups() -> None:
     """4 experts of width 6: over 2 workers of tp 2 whole, of tp 4 in halves; over 4 of tp 4 whole."""
     flags = SMALL + EXPERTS + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
     spec = loads(task(flags, min_workers=4, max_workers=8))
@@ -242,27 +242,27 @@ def test_experts_follow_the_tensor_parallel_groups() -> None:
         (FLAGS + " --load /x", "auto", "layouts: auto, but args: --load: can be read in another layout with"),
     ],
 )
-def test_what_cannot_be_restarted_so_is_refused_by_the_flags_name(flags: str, layouts: str, reason: str) -> None:
+def test_layouts_refuse_restart_forbidden_by_flag(flags: str, layouts: str, reason: str) -> None:
     with pytest.raises(TaskFileError) as caught:
         loads(task(flags, min_workers=4, max_workers=8, layouts=layouts))
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_of_other_scripts_nobody_knows() -> None:
+def test_auto_layouts_refuse_unknown_script() -> None:
     text = task(SMALL, min_workers=4, max_workers=8).replace("pretrain_gpt.py", "/opt/mine/pretrain_mine.py")
     assert loads(text).layouts == ()
     with pytest.raises(TaskFileError, match=r"auto, but args: of /opt/mine/pretrain_mine\.py nobody has tried another"):
         loads(f"{text}layouts: auto\n")
 
 
-def test_a_person_may_not_ask_for_what_the_flags_forbid() -> None:
+def test_reshape_refuses_layout_forbidden_by_flags() -> None:
     spec = loads(task(FLAGS, min_workers=4, max_workers=8))
     (fault,) = spec_faults(replace(spec, layouts=(), tp=4, pp=3, min_workers=12, max_workers=12))
     assert str(fault) == "args: --num-layers: 4 does not divide among pp (3); use another pp"
     assert not list(spec_faults(replace(spec, layouts=(), tp=4, pp=2, min_workers=8, max_workers=8)))
 
 
-def test_what_is_nearest_is_so_to_the_task_not_to_its_flags() -> None:
+def test_nearest_layout_compares_with_task() -> None:
     spec = loads(task(SMALL + CHUNKS, min_workers=4, max_workers=8))
     assert [nearest(spec, *cut) for cut in ((2, 2), (1, 2), (2, 1))] == [Shape(2, 2, 2), Shape(1, 2, 2), Shape(2, 1)]
     reshaped = replace(spec, vpp=1)
@@ -275,7 +275,7 @@ def test_what_is_nearest_is_so_to_the_task_not_to_its_flags() -> None:
     ]
 
 
-def test_what_is_said_of_a_type_is_of_the_layout_that_is_nearest() -> None:
+def test_gpu_table_applies_to_nearest_layout() -> None:
     told = "[{gpu: h, layouts: [{tp: 2, pp: 2, throughput: {4: 7}}, {tp: 2, pp: 2, vpp: 1, throughput: {4: 5}}]}]"
     spec = loads(task(SMALL + CHUNKS, min_workers=4, max_workers=8, gpus=told))
     assert [one.shape for one in spec.gpus[0].layouts] == [Shape(2, 2, vpp=2), Shape(2, 2)]
@@ -289,7 +289,7 @@ SEVEN_B = (
 )
 
 
-def test_the_model_of_throughput_is_asked_for_the_chunks_that_the_stages_have() -> None:
+def test_throughput_model_uses_chunks_of_stages() -> None:
     def of(flags: str, **more: str) -> TaskSpec:
         preset = "{model: gpt3-7b, gpu: a100-80g, also: [h100-80g]}"
         return loads(task(SEVEN_B + flags, min_workers=8, max_workers=64, throughput_model=preset, **more))
@@ -302,7 +302,7 @@ def test_the_model_of_throughput_is_asked_for_the_chunks_that_the_stages_have() 
     assert [one.shape for one in free.gpus[0].layouts] == [one.shape for one in free.layouts]
 
 
-def test_a_script_may_begin_in_stages_with_chunks(tmp_path: Path) -> None:
+def test_script_task_starts_in_stages_with_chunks(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     spec = loads(
         f"name: a\nentry: {tmp_path / 'mine.py'}\nmin_workers: 8\nmax_workers: 64\nmicro_batch: 1\n"

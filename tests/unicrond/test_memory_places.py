@@ -49,7 +49,7 @@ def told(cluster: MiniCluster) -> list[tuple[str, ...]]:
     ]
 
 
-def test_copies_go_to_the_same_few_nodes_whoever_comes_or_goes() -> None:
+def test_copies_stay_on_same_nodes_as_cluster_changes() -> None:
     cluster = serving(*(f"n{number}" for number in range(20)))
     cluster.submit("solo")
     cluster.run()
@@ -71,7 +71,7 @@ def target_nodes(cluster: MiniCluster, task: str) -> list[str]:
     return [one.node for one in memory_places.targets(memory_places.services(cluster.state.nodes.values()), task)]
 
 
-def test_a_node_that_joins_later_is_told_as_a_peer() -> None:
+def test_later_node_joins_peer_list() -> None:
     cluster = serving("n1")
     cluster.submit("solo")
     cluster.run()
@@ -84,7 +84,7 @@ def test_a_node_that_joins_later_is_told_as_a_peer() -> None:
     assert len(told(cluster)) == count, "said once"
 
 
-def test_an_agent_that_remembers_other_peers_is_told_again() -> None:
+def test_agent_with_other_peers_gets_list_again() -> None:
     cluster = serving("n1", "n2")
     cluster.submit("solo")
     cluster.run()
@@ -100,7 +100,7 @@ def test_an_agent_that_remembers_other_peers_is_told_again() -> None:
     assert told(cluster)[count:] == [peers]
 
 
-def test_the_last_replica_is_lost_and_the_log_says_what_that_cost() -> None:
+def test_loss_of_last_replica_logs_its_cost() -> None:
     cluster = serving("n1", "n2")
     cluster.submit("solo")
     cluster.run()
@@ -115,10 +115,10 @@ def test_the_last_replica_is_lost_and_the_log_says_what_that_cost() -> None:
     assert decided.reason == f"no member has state: start from the memory of {worker.node} (iteration 3 or later)"
     closed = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.TransitionCompleted)][-1]
     assert closed.reason.endswith("no replica survived: 2 iterations lost, state from memory of a member's node")
-    assert cluster.state.closed[-1].iterations_lost == 2
+    assert cluster.state.closed_incidents[-1].iterations_lost == 2
 
 
-def test_an_ended_tasks_states_are_dropped_everywhere_they_can_be() -> None:
+def test_states_of_finished_task_are_dropped_everywhere() -> None:
     cluster = serving("n1", "n2", "n3")
     cluster.submit("solo")
     cluster.run()
@@ -140,7 +140,7 @@ def test_an_ended_tasks_states_are_dropped_everywhere_they_can_be() -> None:
     )
 
 
-def test_what_the_farther_source_holds_is_named_where_memory_is_older() -> None:
+def test_nearest_source_is_checkpoint_if_memory_is_older() -> None:
     cluster = serving("n1", "n2")
     cluster.submit("solo")
     cluster.run()

@@ -15,11 +15,10 @@ from prometheus_client.core import Metric
 
 from tests.unicrond.serving import healed_cluster
 from unicrond.service.api.metrics import exposition
-from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.service.event_log import statistics as log_figures
-from unicrond.service.event_log.append_times import AppendTimes
-from unicrond.service.event_log.statistics import Figures, LogVolume
-from unicrond.views.view import steps
+from unicrond.service.event_log.statistics import AppendTimes, Figures, LogVolume
+from unicrond.views.view import feed_all
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "unicron.rules.yaml"
@@ -49,8 +48,7 @@ def known() -> dict[str, set[str]]:
     cluster.lose(cluster.hosts["n1"])
     cluster.run()
     views = HeadViews()
-    for step in steps(cluster.log):
-        views.feed(step)
+    feed_all(views, cluster.log)
     assert views.alarms() == []
     text = exposition(lambda: cluster.state, more=of_the_log, views=views)().decode()
     found: dict[str, set[str]] = {}
@@ -59,14 +57,14 @@ def known() -> dict[str, set[str]]:
     return found
 
 
-def test_they_name_what_there_is(known: dict[str, set[str]]) -> None:
+def test_alert_rules_and_board_name_existing_metrics(known: dict[str, set[str]]) -> None:
     for expression in expressions():
         for name, labels in METRIC.findall(expression):
             assert name in known, f"{name} in {expression}"
             assert set(re.findall(r"(\w+)\s*!?=", labels)) <= known[name], expression
 
 
-def test_panels_stand_apart() -> None:
+def test_board_panels_never_overlap() -> None:
     seats = [
         (x, y)
         for panel in json.loads(BOARD.read_text())["panels"]
@@ -86,7 +84,7 @@ def promtool(*arguments: str) -> None:
 
 
 @needs_promtool
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_alert_rules() -> None:
     promtool("check", "rules", str(RULES))
 
 
@@ -142,7 +140,7 @@ COURSES: list[tuple[dict[str, str], str, set[str]]] = [
 
 
 @needs_promtool
-def test_the_alerts_come_when_they_should(tmp_path: Path) -> None:
+def test_alerts_fire_as_expected(tmp_path: Path) -> None:
     names = [rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
     tests = []
     for number, (series, at, expected) in enumerate(COURSES):

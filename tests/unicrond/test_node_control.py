@@ -23,7 +23,7 @@ def node_of(cluster: MiniCluster, worker: str) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_drain_moves_workers_at_a_boundary_and_uncordon_brings_the_room_back(seed: int) -> None:
+def test_drain_moves_workers_at_boundary_and_uncordon_restores(seed: int) -> None:
     cluster = two_tasks(seed)
     lead = members(cluster, "big")[0]
     node = node_of(cluster, lead)
@@ -43,7 +43,7 @@ def test_drain_moves_workers_at_a_boundary_and_uncordon_brings_the_room_back(see
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_drained_node_hands_its_state_to_a_spare(seed: int) -> None:
+def test_drained_node_hands_state_to_spare(seed: int) -> None:
     """The only replica moves: its successor takes the state from it before it leaves."""
     cluster = MiniCluster(seed)
     for name in ("n0", "n1"):
@@ -62,7 +62,7 @@ def test_a_drained_node_hands_its_state_to_a_spare(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new(seed: int) -> None:
+def test_cordoned_node_keeps_workers_and_gets_none(seed: int) -> None:
     cluster = two_tasks(seed)
     worker = members(cluster, "big")[0]
     node = node_of(cluster, worker)
@@ -85,7 +85,7 @@ def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_cordoned_nodes_seat_is_not_inherited_by_another_task(seed: int) -> None:
+def test_other_task_never_inherits_seat_on_cordoned_node(seed: int) -> None:
     cluster = two_tasks(seed)
     (small,) = members(cluster, "small")
     node = node_of(cluster, small)
@@ -99,7 +99,7 @@ def test_a_cordoned_nodes_seat_is_not_inherited_by_another_task(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_seat_that_one_task_gives_up_on_a_cordoned_node_stays_empty(seed: int) -> None:
+def test_vacated_seat_on_cordoned_node_stays_empty(seed: int) -> None:
     cluster = MiniCluster(seed)
     for number in range(4):
         cluster.add_host(f"n{number}")
@@ -116,7 +116,7 @@ def test_a_seat_that_one_task_gives_up_on_a_cordoned_node_stays_empty(seed: int)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_free_room_of_a_cordoned_node_is_not_planned_with(seed: int) -> None:
+def test_plan_skips_free_slots_of_cordoned_node(seed: int) -> None:
     cluster = MiniCluster(seed)
     cluster.add_host("n0", slots=2)
     cluster.add_host("n1", slots=2)
@@ -133,7 +133,7 @@ def test_free_room_of_a_cordoned_node_is_not_planned_with(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_dies_on_a_cordoned_node_takes_nobody_along(seed: int) -> None:
+def test_death_on_cordoned_node_spares_other_tasks(seed: int) -> None:
     cluster = MiniCluster(seed)
     cluster.add_host("n0", slots=2)
     cluster.submit("a")
@@ -149,7 +149,7 @@ def test_who_dies_on_a_cordoned_node_takes_nobody_along(seed: int) -> None:
     assert v.StartWorker not in said and v.MembershipDecided not in said
 
 
-def test_a_cordon_outlives_the_loss_of_its_node_and_is_not_said_of_strangers() -> None:
+def test_cordon_outlives_node_loss_and_ignores_unknown_node() -> None:
     cluster = two_tasks(3)
     cluster.cordon("n1", drain=True)
     cluster.cordon("stranger")
@@ -159,7 +159,7 @@ def test_a_cordon_outlives_the_loss_of_its_node_and_is_not_said_of_strangers() -
     cluster.add_host("n1")
     cluster.run()
     cluster.assert_whole()
-    assert cluster.state.nodes["n1"].draining and not on_node(cluster, "n1")
+    assert cluster.state.nodes["n1"].cordon.draining and not on_node(cluster, "n1")
     assert "stranger" not in cluster.state.nodes
 
 
@@ -173,35 +173,35 @@ def flap(cluster: MiniCluster, node: str, away_s: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_flapping_node_is_isolated_with_a_growing_back_off(seed: int) -> None:
+def test_flapping_node_is_isolated_with_growing_back_off(seed: int) -> None:
     cluster = two_tasks(seed)
     for flaps in range(1, 4):
-        assert not cluster.state.nodes["n1"].isolated, f"after {flaps - 1} returns"
+        assert not cluster.state.nodes["n1"].isolation.active, f"after {flaps - 1} returns"
         flap(cluster, "n1")
     node = cluster.state.nodes["n1"]
-    assert node.isolated and "flapping" in node.reason and "3 times" in node.reason
+    assert node.isolation.active and "flapping" in node.reason and "3 times" in node.reason
     first_us = cluster.standing()["isolation:n1#1"]
     assert cluster.pass_deadlines("isolation")
     cluster.run_but_isolation()
-    assert not cluster.state.nodes["n1"].isolated, "what it did before is forgiven"
+    assert not cluster.state.nodes["n1"].isolation.active, "what it did before is forgiven"
     for _ in range(3):
         flap(cluster, "n1")
-    assert cluster.state.nodes["n1"].isolated
+    assert cluster.state.nodes["n1"].isolation.active
     assert cluster.standing()["isolation:n1#2"] == 2 * first_us
     cluster.run()
     cluster.assert_whole()
 
 
-def test_returns_far_apart_are_no_flapping() -> None:
+def test_rare_returns_are_no_flapping() -> None:
     cluster = two_tasks(5)
     for _ in range(6):
         flap(cluster, "n1", away_s=400)
-    assert not cluster.state.nodes["n1"].isolated
+    assert not cluster.state.nodes["n1"].isolation.active
     cluster.run()
     cluster.assert_whole()
 
 
-def test_a_node_that_is_down_and_up_quicker_than_its_silence_tells_flaps_too() -> None:
+def test_quick_restarts_count_as_flapping() -> None:
     cluster = MiniCluster(1, Policy(flaps_max=2))
     cluster.add_host("n0")
     cluster.add_host("n1")
@@ -212,4 +212,4 @@ def test_a_node_that_is_down_and_up_quicker_than_its_silence_tells_flaps_too() -
         cluster.add_host("n1")
         cluster.run_but_isolation()
         cluster.train("a")
-    assert cluster.state.nodes["n1"].isolated and "flapping" in cluster.state.nodes["n1"].reason
+    assert cluster.state.nodes["n1"].isolation.active and "flapping" in cluster.state.nodes["n1"].reason

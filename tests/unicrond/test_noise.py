@@ -165,7 +165,7 @@ class Weather:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_an_hour_of_noise_loses_nobody(seed: int) -> None:
+def test_hour_of_noise_loses_no_node(seed: int) -> None:
     weather = Weather(seed)
     weather.set_in(HOUR_US)
     weather.run(HOUR_US)
@@ -173,7 +173,7 @@ def test_an_hour_of_noise_loses_nobody(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_in_the_noise_a_death_is_found(seed: int) -> None:
+def test_death_in_noise_is_found(seed: int) -> None:
     """Later than in calm, by what the weather costs; but found, once, and nobody else with it."""
     weather = Weather(seed)
     weather.set_in(HOUR_US)
@@ -185,7 +185,7 @@ def test_in_the_noise_a_death_is_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_calm_a_death_is_found_within_the_limit(seed: int) -> None:
+def test_death_in_calm_is_found_within_limit(seed: int) -> None:
     weather = Weather(seed)
     weather.run(30 * SECOND_US)
     weather.dead.add("n3")
@@ -196,7 +196,7 @@ def test_in_calm_a_death_is_found_within_the_limit(seed: int) -> None:
     assert found_us - died_us <= weather.liveness.limit_us + BEAT_US // JUDGEMENTS + 200_000  # the last beat was late
 
 
-def test_after_an_outage_a_death_is_found_a_reconnection_later() -> None:
+def test_death_after_outage_is_found_after_reconnection() -> None:
     weather = Weather(1)
     weather.run(10 * SECOND_US)
     weather.outage()

@@ -15,18 +15,18 @@ from aiohttp import web
 
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.stories import trained
+from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
 from unicrond.service.export.notifier import Notifier
 from unicrond.service.head.exporters import Exporters
 from unicrond.views.notifications import Notice, standing, step_notices, taken_over
-from unicrond.views.view import LogStep, steps
 
-SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story i7",))
+SEV1 = Notice("i7", "sev1", "error", "SEV1: node_lost on n1", "it is away", ("unicron-replay story incident i7",))
 
 
 def notices(log: list[Entry]) -> list[Notice]:
@@ -39,17 +39,17 @@ def lost(cluster: MiniCluster, name: str) -> None:
     cluster.run()
 
 
-def test_a_lost_node_is_one_matter_from_its_loss_to_its_cure() -> None:
+def test_lost_node_is_one_notice_from_loss_to_return() -> None:
     cluster = trained(2)
     lost(cluster, "n1")
     of_it = [notice for notice in notices(list(cluster.log)) if notice.rule == "sev1"]
     assert [notice.is_over for notice in of_it] == [False, True]
     assert len({notice.key for notice in of_it}) == 1
     assert "n1" in of_it[0].title and "unicron-replay story" in of_it[0].commands[0]
-    assert "micro-batches redone" in of_it[1].text
+    assert "micro-batches repeated" in of_it[1].text
 
 
-def test_spares_used_up_are_told_of_while_they_are() -> None:
+def test_spare_notice_lasts_while_spares_are_used_up() -> None:
     cluster = trained(2)
     assert standing(cluster.state, cluster.now_us, 0, []) == []
     lost(cluster, "n1")
@@ -60,7 +60,7 @@ def test_spares_used_up_are_told_of_while_they_are() -> None:
     assert standing(cluster.state, cluster.now_us, 0, []) == []
 
 
-def test_tasks_that_fail_and_nodes_that_are_isolated_are_told_of() -> None:
+def test_notices_cover_failed_tasks_and_isolated_nodes() -> None:
     cluster = trained(2)
     term = cluster.state.term
     cluster.append(v.NodeIsolated(node="n2", until_us=None, reason="XID 79"), "coordinator", term)
@@ -70,7 +70,7 @@ def test_tasks_that_fail_and_nodes_that_are_isolated_are_told_of() -> None:
     assert told["task_failed"].text == "struck 8 times"
 
 
-def test_no_progress_trouble_and_takeovers() -> None:
+def test_notices_cover_stalls_alarms_and_takeovers() -> None:
     cluster = trained(2)
     cluster.train("big")
     cluster.train("small")
@@ -126,7 +126,7 @@ def sent(one: Notifier) -> list[Notification]:
     return messages
 
 
-def test_one_matter_is_one_message_and_not_again_before_its_time() -> None:
+def test_notifier_sends_one_message_per_matter_and_interval() -> None:
     hands = Hands()
     one = notifier(hands)
     one._take(SEV1)
@@ -152,7 +152,7 @@ def test_one_matter_is_one_message_and_not_again_before_its_time() -> None:
     assert len(sent(one)) == 1, "it is a new matter after the old one was over"
 
 
-def test_no_secret_is_told() -> None:
+def test_notifier_hides_secrets() -> None:
     hands = Hands()
     config = Notify(to=(Destination(kind="command", argv=("x",)),))
     hide = lambda _, text: text.replace("hunter2", "***")  # noqa: E731
@@ -164,7 +164,7 @@ def test_no_secret_is_told() -> None:
     assert "hunter2" not in message.title + message.body + json.dumps(message.to_json())
 
 
-def test_what_is_over_and_was_never_told_is_not() -> None:
+def test_notifier_skips_end_of_unsent_matter() -> None:
     hands = Hands()
     one = notifier(hands)
     one._take(SEV1._replace(is_over=True))
@@ -173,7 +173,7 @@ def test_what_is_over_and_was_never_told_is_not() -> None:
     assert sent(one) == []
 
 
-def test_trouble_is_told_when_it_comes_and_when_it_goes() -> None:
+def test_notifier_reports_start_and_end_of_trouble() -> None:
     hands, lines = Hands(), ["disk: 3 MiB free"]
     one, condition = notifier(hands), CALM | {"alarms": lines}
     for line in ("disk: 3 MiB free", "disk: 2 MiB free"):
@@ -189,13 +189,13 @@ def test_trouble_is_told_when_it_comes_and_when_it_goes() -> None:
     assert [message.last.is_over for message in sent(one)] == [True]
 
 
-def test_only_the_coordinator_that_leads_tells_and_says_when_it_begins_to() -> None:
+def test_only_leading_head_notifies() -> None:
     hands, leads = Hands(), False
     state, lines = ClusterState(term=3), ["disk: 3 MiB free"]
     condition = {"status": "standby", "trouble": "", "alarms": lines}
     config = Notify(to=(Destination(kind="command", argv=("x",)),))
     one = Notifier(config, lambda: leads, hands, hands.take)  # type: ignore[arg-type]
-    one.feed(LogStep(state, Quarantined(9, 0, "unicron.v1.obs.n1.X", "not JSON", 0), state))
+    one.feed(LogStep(state, QuarantinedMessage(9, 0, "unicron.v1.obs.n1.X", "not JSON", 0), state))
     one._take(SEV1)
     for _ in range(2):
         one.look(condition)
@@ -208,7 +208,7 @@ def test_only_the_coordinator_that_leads_tells_and_says_when_it_begins_to() -> N
     assert sorted(message.last.rule for message in sent(one)) == ["takeover", "trouble"]
 
 
-def test_views_of_a_head_take_notices_only_while_it_leads() -> None:
+def test_head_views_collect_notices_only_while_leading() -> None:
     cluster, leads = trained(2), False
     lost(cluster, "n1")
     chain = list(steps(cluster.log))
@@ -224,7 +224,7 @@ def test_views_of_a_head_take_notices_only_while_it_leads() -> None:
     assert exporters.views.alarms() == [] and exporters.views.goodput.totals is not None
 
 
-async def test_a_message_is_tried_again_and_its_failure_is_an_alarm() -> None:
+async def test_notifier_retries_message_and_raises_alarm() -> None:
     hands, tries = Hands(), []
 
     async def courier(_: Destination, message: Notification) -> None:
@@ -270,7 +270,7 @@ async def listening() -> AsyncIterator[tuple[str, list[Any]]]:
 MESSAGE = Notification("here", (SEV1,))
 
 
-async def test_webhook_slack_and_pagerduty(tmp_path: Path) -> None:
+async def test_notifier_posts_to_webhook_slack_and_pagerduty(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret-key\n")
     async with listening() as (url, got):
         (tmp_path / "url").write_text(f"{url}/slack\n")
@@ -292,7 +292,7 @@ async def test_webhook_slack_and_pagerduty(tmp_path: Path) -> None:
     assert "secret" not in str(away.value)
 
 
-async def test_email() -> None:
+async def test_notifier_sends_email() -> None:
     """A receiver that speaks as much SMTP as it takes."""
     mail: list[str] = []
 
@@ -320,7 +320,7 @@ async def test_email() -> None:
     assert "Subject: [here] SEV1: node_lost on n1" in text and "To: ops@here" in text and "it is away" in text
 
 
-async def test_a_command_gets_the_message_and_is_bounded(tmp_path: Path) -> None:
+async def test_notifier_command_gets_message_and_time_limit(tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = f"import os, sys; open({str(out)!r}, 'w').write(os.environ['UNICRON_RULE'] + '\\n' + sys.stdin.read())"
     await deliver(Destination(kind="command", argv=(sys.executable, "-c", code)), MESSAGE)
@@ -332,7 +332,7 @@ async def test_a_command_gets_the_message_and_is_bounded(tmp_path: Path) -> None
         await deliver(Destination(kind="command", argv=(str(tmp_path / "nothing"),)), MESSAGE)
 
 
-async def test_the_heartbeat_goes_on_only_while_all_is_well() -> None:
+async def test_heartbeat_ping_stops_on_trouble() -> None:
     async with listening() as (url, got):
         status, asked = "live", 0
 
@@ -363,6 +363,6 @@ async def test_the_heartbeat_goes_on_only_while_all_is_well() -> None:
         (Destination(kind="pagerduty", key_file="/nowhere/key"), "key_file: /nowhere/key is not a file"),
     ],
 )
-def test_a_wrong_destination_ends_the_start_with_its_field(destination: Destination, wrong: str) -> None:
+def test_configuration_refuses_bad_destination_by_field(destination: Destination, wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         check(Config(notify=Notify(to=(destination,))), "unicron.yaml")

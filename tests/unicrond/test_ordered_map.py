@@ -46,7 +46,7 @@ def play(steps: list[tuple[str, list[str]]]) -> list[tuple[Any, dict[str, object
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
-def test_it_reads_as_a_dict_in_insertion_order(steps: list[tuple[str, list[str]]]) -> None:
+def test_ordered_map_matches_dict_in_insertion_order(steps: list[tuple[str, list[str]]]) -> None:
     for known, model in play(steps):
         assert known == model and model == known
         assert len(known) == len(model)
@@ -63,7 +63,7 @@ def test_it_reads_as_a_dict_in_insertion_order(steps: list[tuple[str, list[str]]
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
-def test_what_differs_between_any_two_is_found(steps: list[tuple[str, list[str]]]) -> None:
+def test_changed_finds_all_differences(steps: list[tuple[str, list[str]]]) -> None:
     seen = play(steps)
     for first, (before, was) in enumerate(seen):
         for after, now in seen[first : first + 4]:
@@ -74,7 +74,7 @@ def test_what_differs_between_any_two_is_found(steps: list[tuple[str, list[str]]
                 assert was.keys() == now.keys()
 
 
-def test_the_map_before_stays_as_it_was() -> None:
+def test_ordered_map_is_immutable() -> None:
     before = ordered({f"n{number}": number for number in range(1000)})
     assert isinstance(before, OrderedMap)
     after = put(without(before, ["n5", "n999"]), "n7", -7)
@@ -84,14 +84,14 @@ def test_the_map_before_stays_as_it_was() -> None:
         after["n5"]
 
 
-def test_a_change_copies_one_chunk() -> None:
+def test_ordered_map_copies_one_chunk_per_change() -> None:
     before: Any = ordered({f"n{number}": number for number in range(10_000)})
     after: Any = put(before, "n5000", -1)
     unshared = [one is not other for one, other in zip(before._chunks, after._chunks, strict=True)]
     assert sum(unshared) == 1 and same_names(before, after)
 
 
-def test_names_that_come_and_go_leave_no_chunks_behind() -> None:
+def test_ordered_map_drops_empty_chunks() -> None:
     known: Any = ordered({f"n{number}": number for number in range(1000)})
     for number in range(1000, 20_000):
         known = without(put(known, f"n{number}", number), [f"n{number - 1000}"])

@@ -32,7 +32,7 @@ def with_tokens(tmp_path: Path, *scopes: Scope) -> tuple[str, Config]:
     return token, Config(api=ApiConfig(tokens_file=str(tmp_path / "tokens")))
 
 
-async def test_its_files_need_no_token_and_load_nothing_from_elsewhere(tmp_path: Path) -> None:
+async def test_page_files_need_no_token_and_load_nothing_external(tmp_path: Path) -> None:
     _, config = with_tokens(tmp_path, Scope.READ)
     async with serving(tmp_path, config=config) as served, aiohttp.ClientSession() as session:
         for path in ("/", *(f"/page/{name}" for name in FILES)):
@@ -47,7 +47,7 @@ async def test_its_files_need_no_token_and_load_nothing_from_elsewhere(tmp_path:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_its_addresses_are_relative(path: Path) -> None:
+def test_page_addresses_are_relative(path: Path) -> None:
     text = re.sub(r"http://www\.w3\.org/2000/svg", "", path.read_text())
     assert "http://" not in text and "https://" not in text
     assert not re.search(r"""(?:href|src|from|import|fetch|ask|read)[=( ]+["'`]/""", text), (
@@ -56,12 +56,12 @@ def test_its_addresses_are_relative(path: Path) -> None:
     assert "innerHTML" not in text and "eval(" not in text
 
 
-def test_every_module_is_used() -> None:
+def test_page_modules_are_all_used() -> None:
     text = "".join(path.read_text() for path in SOURCES)
     assert [name for name in FILES if name != "index.html" and name not in text] == []
 
 
-async def test_the_view_says_what_the_state_does(tmp_path: Path) -> None:
+async def test_page_view_matches_state(tmp_path: Path) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served, aiohttp.ClientSession() as session:
         async with session.get(served.url + "/v1/view") as answer:
             told = await answer.json()
@@ -77,7 +77,11 @@ async def test_the_view_says_what_the_state_does(tmp_path: Path) -> None:
     assert big["flops"] == iteration_flop(task.spec) * 1e6 / task.pace.iteration_us
     assert big["eta_us"] == (task.spec.iterations - task.progress.iteration) * task.pace.iteration_us
     (incident,) = shown["incidents"]
-    assert incident["kind"] == "process_exit" and incident["closed_us"] and incident["redone"] == state.closed[0].redone
+    assert (
+        incident["kind"] == "process_exit"
+        and incident["closed_us"]
+        and incident["micro_batches_repeated"] == state.closed_incidents[0].micro_batches_repeated
+    )
     placed = {
         (node["name"], number)
         for node in shown["nodes"]
@@ -88,7 +92,7 @@ async def test_the_view_says_what_the_state_does(tmp_path: Path) -> None:
     assert [row["rank"] for row in ranks] == [0, 1, 2] and all(row["in_group"] for row in ranks)
 
 
-def test_the_type_of_gpu_is_shown_of_a_node_and_where_there_are_several_of_a_task() -> None:
+def test_page_shows_gpu_type_of_nodes_and_mixed_tasks() -> None:
     alike = view(with_task(types_of(1, 2, 0)).state)
     assert {node.get("gpu") for node in alike["nodes"]} == {SLOW}
     assert not any("gpu" in one for one in (*alike["tasks"], *alike["plan"]["tasks"]))
@@ -102,25 +106,25 @@ def test_the_type_of_gpu_is_shown_of_a_node_and_where_there_are_several_of_a_tas
     assert [task["gpu"] for task in view(cluster.state)["tasks"]] == [""], "a task that has ended is on none"
 
 
-def test_texts_that_may_hold_a_secret_are_hidden() -> None:
+def test_page_view_hides_secrets() -> None:
     state = healed_cluster().state
     assert "signal 9" in json.dumps(view(state))
     assert "signal 9" not in json.dumps(view(state, lambda text: text.replace("signal 9", "***")))
 
 
-def test_a_rank_that_stands_still_says_where() -> None:
+def test_page_shows_phase_of_stuck_rank() -> None:
     from unicrond.events import vocabulary as v
 
     cluster = healed_cluster()
     member = cluster.state.tasks["big"].membership.members[1]
     told = v.HangSuspected(
         node=member.node, task="big", worker=member.worker, generation=cluster.state.tasks["big"].generation,
-        iteration=11, phase="reduce", micro_batch=2, entered=7, waiting=True, stopped=False, still_us=5_000_000,
-        limit_us=3_000_000,
+        iteration=11, phase="reduce", micro_batch=2, collectives_entered=7, is_waiting=True, is_stopped=False,
+        still_us=5_000_000, limit_us=3_000_000,
     )  # fmt: skip
     cluster.say(cluster.hosts[member.node], told)
     still = ranks_of(cluster.state.tasks["big"])[1]["still"]
-    assert (still["phase"], still["micro_batch"], still["collective"], still["waiting"]) == ("reduce", 2, 7, True)
+    assert (still["phase"], still["micro_batch"], still["collective"], still["is_waiting"]) == ("reduce", 2, 7, True)
     assert view(cluster.state)["seq"] == cluster.state.seq
 
 
@@ -134,7 +138,7 @@ ELSEWHERE = (
 )
 
 
-async def test_only_its_own_page_may_act_and_only_with_the_scope(tmp_path: Path) -> None:
+async def test_page_acts_only_from_own_origin_with_scope(tmp_path: Path) -> None:
     token, config = with_tokens(tmp_path, Scope.READ)
     headers = {"Authorization": f"Bearer {token}"}
     async with (
@@ -167,9 +171,7 @@ async def test_only_its_own_page_may_act_and_only_with_the_scope(tmp_path: Path)
         ("/v1/tasks/big/reshape", Scope.SUBMIT),
     ],
 )
-async def test_each_act_wants_its_own_scope_and_a_refused_one_leaves_no_trace(
-    tmp_path: Path, path: str, scope: Scope
-) -> None:
+async def test_page_action_needs_its_scope_and_refusal_leaves_no_trace(tmp_path: Path, path: str, scope: Scope) -> None:
     """The page has no right that its token lacks."""
     others = [one for one in Scope if one is not scope]
     token, config = with_tokens(tmp_path, *others)
@@ -187,7 +189,7 @@ async def test_each_act_wants_its_own_scope_and_a_refused_one_leaves_no_trace(
         assert served.coordinator.state.seq == before
 
 
-async def test_a_page_elsewhere_cannot_stop_a_worker_for_its_stacks(tmp_path: Path) -> None:
+async def test_foreign_page_cannot_request_stacks(tmp_path: Path) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served, aiohttp.ClientSession() as session:
         stacks = served.url + "/v1/stacks/big?rank=0"
         async with session.get(stacks, headers={"Sec-Fetch-Site": "cross-site"}) as answer:
@@ -196,7 +198,7 @@ async def test_a_page_elsewhere_cannot_stop_a_worker_for_its_stacks(tmp_path: Pa
             assert answer.status == 200
 
 
-async def test_marks_are_asked_for_once_however_many_look(tmp_path: Path) -> None:
+async def test_page_requests_marks_once_for_all_viewers(tmp_path: Path) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served, aiohttp.ClientSession() as session:
         for _ in range(5):
             async with session.get(served.url + "/v1/marks/big") as answer:
@@ -206,10 +208,10 @@ async def test_marks_are_asked_for_once_however_many_look(tmp_path: Path) -> Non
         assert served.files.asked_for_marks == 1
         members = served.coordinator.state.tasks["big"].membership.members
     assert list(told["marks"]) == [member.worker for member in members]
-    assert told["marks"][members[1].worker]["waiting"] is True
+    assert told["marks"][members[1].worker]["is_waiting"] is True
 
 
-async def test_events_end_where_they_were_asked_to(tmp_path: Path) -> None:
+async def test_event_stream_ends_at_until(tmp_path: Path) -> None:
     async with (
         serving(tmp_path, list(healed_cluster().log)) as served,
         aiohttp.ClientSession() as session,
@@ -218,21 +220,20 @@ async def test_events_end_where_they_were_asked_to(tmp_path: Path) -> None:
         assert re.findall(r"^id: (\d+)$", await answer.text(), re.M) == ["4", "5"]
 
 
-async def test_unicronctl_shows_the_newest_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_events_command_shows_newest_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path, list(healed_cluster().log)) as served:
-        assert await asyncio.to_thread(ctl_main, ["--url", served.url, "events", "--last", "3", "--json"]) == 0
+        assert await asyncio.to_thread(ctl_main, ["--url", served.url, "events", "--limit", "3", "--json"]) == 0
         lines = [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()]
         seq = served.coordinator.state.seq
     assert lines == [seq - 2, seq - 1, seq]
 
 
-@pytest.mark.parametrize("given", [["nowhere.log"], ["--file", "nowhere.log"], ["nowhere.log", "--port", "0"]])
-def test_serve_takes_a_file_with_and_without_its_flag(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay_main(["serve", *given]) == 2
-    assert "--file: nowhere.log cannot be read" in capsys.readouterr().err
+def test_serve_takes_an_exported_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay_main(["serve", "--log", "nowhere.log", "--port", "0"]) == 2
+    assert "--log: nowhere.log cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [[], ["a.log", "--file", "b.log"]])
-def test_serve_takes_one_log(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("given", [[], ["--state-dir", "a", "--log", "b.log"]])
+def test_serve_takes_exactly_one_log(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert replay_main(["serve", *given]) == 2
-    assert "FILE" in capsys.readouterr().err
+    assert "--log" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None
     def active(state: ClusterState) -> list[str]:
         return [task.name for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
 
-    if any(node.cordoned for state in (before, after) for node in state.nodes.values()):
+    if any(node.cordon.active for state in (before, after) for node in state.nodes.values()):
         return None  # a cordoned node is used less and less: nobody foresees that
     was, now, tasks = usable(before), usable(after), active(after)
     gone = [name for name in was if name not in now]
@@ -47,7 +47,7 @@ def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None
     return NodeArrival(now[come[0]]) if come else TaskEnd(ended[0])
 
 
-def test_what_was_foreseen_is_what_is_asked() -> None:
+def test_plan_table_matches_problems_of_coordinator() -> None:
     """Random lives: wherever one foreseen event happens, the coordinator's problem is the table's, and its plan too."""
     seen: Counter[str] = Counter()
     for seed in range(80):
@@ -75,7 +75,7 @@ def test_what_was_foreseen_is_what_is_asked() -> None:
     assert min(seen["NodeLoss"], seen["NodeArrival"], seen["TaskEnd"]) >= 10, seen
 
 
-def test_nothing_is_foreseen_before_the_last_event_is_planned_for() -> None:
+def test_foresight_waits_until_last_event_is_planned() -> None:
     cluster = trained(1)
     assert situation_of(Survey(cluster.state, cluster.policy)) is not None
     cluster.kill_host(cluster.hosts["n0"])
@@ -83,7 +83,7 @@ def test_nothing_is_foreseen_before_the_last_event_is_planned_for() -> None:
     assert situation_of(Survey(cluster.state, cluster.policy)) is None
 
 
-def test_a_lost_node_asks_nothing_new_of_the_healthy_cluster() -> None:
+def test_lost_node_leaves_healthy_problem_unchanged() -> None:
     cluster = trained(1)
     healthy = healthy_problem_of(Survey(cluster.state, Policy()))
     assert healthy.workers == 4
@@ -118,7 +118,7 @@ def told(cluster: MiniCluster, kind: type) -> list:
     return [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, kind)]
 
 
-def test_measured_times_correct_the_throughput_and_move_nobody() -> None:
+def test_measured_times_correct_throughput_and_move_no_worker() -> None:
     cluster = trained(1)
     epoch = cluster.state.plan.epoch
     task = cluster.state.tasks["big"]
@@ -145,7 +145,7 @@ def test_measured_times_correct_the_throughput_and_move_nobody() -> None:
     assert told(cluster, v.ThroughputCorrected)[-1].flops == iteration_flop(task.spec) * 400
 
 
-def test_the_next_plan_uses_what_was_measured() -> None:
+def test_next_plan_uses_measurements() -> None:
     """Ten times faster than a table says: on the next event the workers go there."""
     cluster = MiniCluster(1)
     for number in range(4):
@@ -164,7 +164,7 @@ def test_the_next_plan_uses_what_was_measured() -> None:
     assert [a.workers for a in cluster.state.plan.assignments.values()] == [2, 3]
 
 
-def test_between_two_measured_sizes_the_correction_lies_between() -> None:
+def test_correction_interpolates_between_measured_sizes() -> None:
     spec = v.TaskSpec(name="a", max_workers=8, throughput={str(w): w * 1000 for w in range(1, 9)})
     cluster = trained(1)
     task = cluster.state.tasks["big"]
@@ -173,7 +173,7 @@ def test_between_two_measured_sizes_the_correction_lies_between() -> None:
     assert known == {1: 2000, 2: 4000, 3: 5250, 4: 6000, 5: 6250, 6: 6000, 7: 7000, 8: 8000}
 
 
-def test_the_failure_rate_is_learnt_from_the_log() -> None:
+def test_failure_rate_is_learnt_from_log() -> None:
     cluster = trained(1)
     configured_us = int(Policy().worker_mtbf_s * SECOND_US)
     assert worker_mtbf_us(cluster.state, cluster.policy) == configured_us
@@ -190,7 +190,7 @@ def test_the_failure_rate_is_learnt_from_the_log() -> None:
     assert problem_of(Survey(cluster.state, cluster.policy)).d_running_us == estimate.worker_mtbf_us // workers
 
 
-def test_a_task_has_its_own_transition_time_once_it_has_had_one() -> None:
+def test_task_learns_own_transition_time() -> None:
     cluster = trained(1)
     assert {t.d_transition_us for t in problem_of(Survey(cluster.state, cluster.policy)).tasks} == {None}
     times = []
@@ -200,13 +200,13 @@ def test_a_task_has_its_own_transition_time_once_it_has_had_one() -> None:
         cluster.now_us += seconds * SECOND_US
         cluster.run()
         cluster.train("big")
-        times.append(cluster.state.closed[-1].transition_us)
+        times.append(cluster.state.closed_incidents[-1].transition_us)
     big, small = problem_of(Survey(cluster.state, cluster.policy)).tasks
     assert big.d_transition_us == (3 * times[0] + times[1]) // 4
     assert small.d_transition_us is None
 
 
-def test_churn_is_a_named_term_that_is_off_unless_given() -> None:
+def test_churn_term_is_off_by_default() -> None:
     assert problem_of(Survey(ClusterState(), Policy())).churn_us == 0
     cluster = trained(1)
     policy = Policy(churn_s=2.5)
@@ -215,7 +215,7 @@ def test_churn_is_a_named_term_that_is_off_unless_given() -> None:
     assert situation.churn_us == 2_500_000
 
 
-def test_learning_is_quiet_once_it_is_folded() -> None:
+def test_learning_is_idempotent() -> None:
     cluster = trained(1)
     steps(cluster, "big", 20, 5000)
     cluster.run()
@@ -223,7 +223,7 @@ def test_learning_is_quiet_once_it_is_folded() -> None:
     assert decide(Survey(cluster.state, cluster.policy), {}) == []
 
 
-def test_a_task_that_no_node_can_seat_keeps_nothing_from_others() -> None:
+def test_unseatable_task_blocks_no_other() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0")
     cluster.add_host("n1")

@@ -20,7 +20,7 @@ def with_flops(state: ClusterState, **measured: dict[int, int]) -> ClusterState:
     return replace(state, tasks=tasks)
 
 
-def test_the_best_move_and_what_it_would_bring_and_cost() -> None:
+def test_plan_explains_best_move_with_gain_and_cost() -> None:
     state = with_flops(
         healed_cluster().state,
         big={2: 20_000_000, 3: 21_000_000},
@@ -32,10 +32,10 @@ def test_the_best_move_and_what_it_would_bring_and_cost() -> None:
     assert "would bring small 1 MFLOP/s and cost big 2 MFLOP/s" in told and told.endswith("no move is better")
 
 
-def test_a_better_move_that_does_not_pay_is_said_to_cost_more() -> None:
+def test_plan_explains_move_that_costs_more() -> None:
     state = with_flops(healed_cluster().state, big={2: 20_000_000, 3: 20_100_000}, small={1: 10_000_000, 2: 19_000_000})
     assert explain_plan(state).endswith("less than the move itself would cost before the next failure is due")
 
 
-def test_nothing_is_said_where_there_is_no_choice() -> None:
+def test_plan_without_choice_explains_nothing() -> None:
     assert explain_plan(ClusterState()) == ""

@@ -45,11 +45,11 @@ def said(cluster: MiniCluster, kind: type) -> list:
 
 def is_unblamed(cluster: MiniCluster) -> bool:
     state = cluster.state
-    unblamed = not state.incidents_total and not any(node.returns_us for node in state.nodes.values())
+    unblamed = not state.incidents_total and not any(node.health.returns_us for node in state.nodes.values())
     return unblamed and not state.ledger.failures and not state.tasks["t"].troubles.strikes
 
 
-def test_a_node_that_leaves_is_emptied_by_a_planned_membership() -> None:
+def test_planned_membership_empties_leaving_node() -> None:
     cluster = training()
     announce(cluster)
     cluster.run()
@@ -63,7 +63,7 @@ def test_a_node_that_leaves_is_emptied_by_a_planned_membership() -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("how", ["joins", "lost", "returns"])
-def test_what_an_announced_end_takes_is_no_failure(how: str, *, announced: bool) -> None:
+def test_announced_end_is_no_failure(how: str, *, announced: bool) -> None:
     """The agent is killed before its workers have left."""
     cluster = training()
     if announced:
@@ -81,7 +81,7 @@ def test_what_an_announced_end_takes_is_no_failure(how: str, *, announced: bool)
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_exits_that_the_next_agent_tells_are_of_the_announced_end(*, announced: bool) -> None:
+def test_exits_told_by_next_agent_belong_to_announced_end(*, announced: bool) -> None:
     """It works in the run directory of the one that was killed, and tells them before it joins."""
     cluster = training()
     if announced:
@@ -100,7 +100,7 @@ def test_exits_that_the_next_agent_tells_are_of_the_announced_end(*, announced: 
     assert is_unblamed(cluster) is announced
 
 
-def test_three_announced_ends_isolate_nothing() -> None:
+def test_three_announced_ends_isolate_no_node() -> None:
     cluster = training()
     for _ in range(4):
         announce(cluster)
@@ -127,7 +127,7 @@ def start(cluster: MiniCluster, node: str, worker: str) -> v.StartWorker:
 
 
 @pytest.mark.parametrize("how", ["leaving", "left", ""])
-def test_a_start_that_a_leaving_node_refuses_is_no_strike(how: str) -> None:
+def test_start_refused_by_leaving_node_is_no_strike(how: str) -> None:
     cluster = training(workers=2)
     (host,) = [host for host in cluster.hosts.values() if not host.processes]
     if how == "left":
@@ -140,7 +140,7 @@ def test_a_start_that_a_leaving_node_refuses_is_no_strike(how: str) -> None:
     assert is_unblamed(cluster) is bool(how)
 
 
-def test_commands_name_their_agent() -> None:
+def test_command_names_its_agent() -> None:
     cluster = training()
     cluster.add_host(NODE)
     cluster.cordon(NODE, drain=True)
@@ -151,7 +151,7 @@ def test_commands_name_their_agent() -> None:
 
 
 @pytest.mark.parametrize("since", [0, 2])
-def test_commands_for_the_agent_of_another_run_directory_are_void(since: int) -> None:
+def test_command_for_agent_of_other_directory_is_void(since: int) -> None:
     """`since`: the first agent of the run directory in which the second agent works; 0: it does not say."""
     cluster = training(nodes=1, workers=1, slots=3)
     start(cluster, "n1", "t.77")
@@ -165,20 +165,25 @@ def test_commands_for_the_agent_of_another_run_directory_are_void(since: int) ->
 
 
 @pytest.mark.parametrize(("boot", "address", "acts"), [(1, "", True), (2, "", False), (0, "10.9.9.9", False)])
-def test_a_cordon_may_name_the_agent_that_it_is_for(boot: int, address: str, *, acts: bool) -> None:
+def test_cordon_applies_to_named_agent_only(boot: int, address: str, *, acts: bool) -> None:
     cluster = training()
     asked = v.NodeCordoned(node=NODE, drain=True, reason="test", agent_boot=boot, address=address)
     cluster.append(asked, "api", cluster.state.term)
-    assert cluster.state.nodes[NODE].draining is acts
+    assert cluster.state.nodes[NODE].cordon.draining is acts
 
 
-def test_a_drain_until_return_ends_with_the_return() -> None:
+def test_drain_until_return_ends_at_return() -> None:
     cluster = training()
     asked = v.NodeCordoned(node=NODE, drain=True, reason="test", until_return=True)
     cluster.append(asked, "api", cluster.state.term)
     cluster.run()
-    assert not cluster.hosts[NODE].processes and cluster.state.nodes[NODE].draining
+    assert not cluster.hosts[NODE].processes and cluster.state.nodes[NODE].cordon.draining
     new_pod(cluster)
     node = cluster.state.nodes[NODE]
-    assert node.status is NodeStatus.UP and not node.cordoned and not node.draining and not node.until_return
+    assert (
+        node.status is NodeStatus.UP
+        and not node.cordon.active
+        and not node.cordon.draining
+        and not node.cordon.until_return
+    )
     assert len(members(cluster.state)) == 3

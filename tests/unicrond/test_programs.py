@@ -15,18 +15,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("program", ["unicrond", "unicronctl", "unicron_agent", "unicron_replay"])
-def test_every_command_says_its_version(program: str) -> None:
+def test_command_prints_its_version(program: str) -> None:
     code = f"from unicrond.commands.entry_points import {program}; raise SystemExit({program}())"
     done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"{VERSION}\n"), done.stderr
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_version_matches_package() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
 
 @pytest.mark.parametrize("directory", ["/proc/nope", "/dev/null/state"])
-def test_a_state_directory_that_cannot_be_is_one_line(directory: str, tmp_path: Path) -> None:
+def test_coordinator_reports_bad_state_directory_in_one_line(directory: str, tmp_path: Path) -> None:
     config = tmp_path / "unicron.yaml"
     config.write_text(f"state_dir: {directory}\n")
     command = [sys.executable, "-m", "unicrond.commands.cli", "run", "--config", str(config)]

@@ -11,7 +11,7 @@ import unicrond
 from unicrond.agents.trainer.loop.hook import Hook
 
 
-def test_the_hook_is_there_and_torch_comes_only_with_it() -> None:
+def test_package_exports_hook_and_loads_torch_lazily() -> None:
     program = (
         "import sys, unicrond; assert 'torch' not in sys.modules; from unicrond import Hook; assert 'torch' in"
         " sys.modules; print(Hook.__module__)"
@@ -21,6 +21,6 @@ def test_the_hook_is_there_and_torch_comes_only_with_it() -> None:
     assert unicrond.Hook is Hook
 
 
-def test_other_names_are_refused_as_by_any_module() -> None:
+def test_package_refuses_unknown_names() -> None:
     with pytest.raises(AttributeError, match="module 'unicrond' has no attribute 'hook'"):
         unicrond.hook  # type: ignore[attr-defined]  # noqa: B018

@@ -47,7 +47,7 @@ def decided(cluster: MiniCluster, kind: type, since: int = 0) -> list:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
+def test_reshape_hands_over_and_restarts_all_workers(seed: int) -> None:
     cluster = cluster_of(seed)
     before = len(cluster.log)
     asked = ask(cluster, tp=2)
@@ -75,7 +75,7 @@ def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_as_many_workers_that_need_one_node(seed: int) -> None:
+def test_reshape_moves_workers_to_node_with_room(seed: int) -> None:
     """The stages of pp 2 stand on two nodes; tp 2 has no place there."""
     cluster = MiniCluster(seed)
     for name in ("n0", "n1"):
@@ -91,7 +91,7 @@ def test_as_many_workers_that_need_one_node(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_worker_dies_meanwhile(seed: int) -> None:
+def test_reshape_survives_death_of_worker(seed: int) -> None:
     cluster = cluster_of(seed)
     ask(cluster, tp=2)
     for _ in range(cluster.random.randrange(12)):
@@ -108,7 +108,7 @@ def test_a_worker_dies_meanwhile(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_group_whose_break_is_known_meets_again_first(seed: int) -> None:
+def test_reshape_waits_until_broken_group_regroups(seed: int) -> None:
     """Who has not noticed the break would reach no boundary."""
     cluster = cluster_of(seed)
     before = len(cluster.log)
@@ -121,7 +121,7 @@ def test_a_group_whose_break_is_known_meets_again_first(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_is_lost_meanwhile(seed: int) -> None:
+def test_reshape_survives_loss_of_node(seed: int) -> None:
     cluster = cluster_of(seed)
     ask(cluster, tp=2)
     for _ in range(cluster.random.randrange(12)):
@@ -135,7 +135,7 @@ def test_a_node_is_lost_meanwhile(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_before_it_has_begun(seed: int) -> None:
+def test_reshape_before_start_applies_at_once(seed: int) -> None:
     cluster = MiniCluster(seed)
     cluster.add_host("n0", slots=2)
     cluster.submit("big", tp=2, min_workers=2, max_workers=2)
@@ -151,7 +151,7 @@ def test_before_it_has_begun(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_other_bounds_alone_move_nobody_who_stays(seed: int) -> None:
+def test_reshape_of_bounds_moves_no_remaining_worker(seed: int) -> None:
     cluster = cluster_of(seed)
     before = {m.worker for m in cluster.state.tasks["big"].membership.members}
     mark = len(cluster.log)
@@ -169,7 +169,7 @@ def test_other_bounds_alone_move_nobody_who_stays(seed: int) -> None:
     assert all(membership_of(decision).members for decision in decided(cluster, v.MembershipDecided, mark))
 
 
-def test_taken_back_by_asking_for_what_is_there() -> None:
+def test_reshape_to_current_layout_withdraws_request() -> None:
     cluster = cluster_of(3)
     ask(cluster, tp=2)
     cluster.decide()
@@ -181,7 +181,7 @@ def test_taken_back_by_asking_for_what_is_there() -> None:
     assert not decided(cluster, v.TaskReshaped)
 
 
-def test_what_was_measured_is_forgotten_with_the_layout() -> None:
+def test_reshape_drops_measurements() -> None:
     cluster = cluster_of(1, throughput={"2": 100, "4": 180})
     ask(cluster, tp=2, max_workers=2)
     cluster.run()
@@ -189,7 +189,7 @@ def test_what_was_measured_is_forgotten_with_the_layout() -> None:
     assert task.spec.throughput == {"2": 100} and not task.pace.measurements
 
 
-def test_an_ended_task_is_left_alone() -> None:
+def test_reshape_ignores_finished_task() -> None:
     cluster = cluster_of(1)
     cluster.append(v.TaskCancelled(task="big", reason="done"), "api", cluster.state.term)
     for name in ("big", "never-there"):
@@ -216,14 +216,14 @@ def test_an_ended_task_is_left_alone() -> None:
         ({}, 409, "tp, pp: task big has tp 1, pp 1 and these bounds already; give others"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(order: dict[str, int], status: int, line: str) -> None:
+def test_reshape_refuses_bad_order_in_one_line(order: dict[str, int], status: int, line: str) -> None:
     cluster = cluster_of(1)
     with pytest.raises(OrderRefused) as refusal:
         ask(cluster, **order)
     assert refusal.value.status == status and str(refusal.value).startswith(line)
 
 
-def test_a_micro_batch_that_leaves_lanes_empty_is_refused() -> None:
+def test_reshape_refuses_micro_batch_that_empties_lanes() -> None:
     cluster = cluster_of(1, accumulation="exact", env={LANES: "4"})
     with pytest.raises(OrderRefused, match="micro_batch: 2 of 4 samples do not fill the task's 4 lanes; use at most 2"):
         ask(cluster, micro_batch=4)
@@ -236,12 +236,12 @@ def test_a_micro_batch_that_leaves_lanes_empty_is_refused() -> None:
     assert "micro_batch 1 becomes 2: all leave" in reasons
 
 
-def test_larger_micro_batches_are_for_fewer_replicas() -> None:
+def test_reshape_to_larger_micro_batch_lowers_replica_bound() -> None:
     asked = ask(cluster_of(1), micro_batch=4)
     assert (asked.shape, asked.min_workers, asked.max_workers) == (Shape(micro_batch=4), 1, 2)
 
 
-def test_all_that_a_person_asks_of_a_layout_comes() -> None:
+def test_reshape_applies_every_requested_size() -> None:
     cluster = cluster_of(1, entry="/train.py")
     asked = ask(cluster, tp=2, pp=2, vpp=2, ep=2, micro_batch=2)
     cluster.run()
@@ -252,7 +252,7 @@ def test_all_that_a_person_asks_of_a_layout_comes() -> None:
         ask(cluster, max_workers=4)
 
 
-def test_who_hands_over_has_the_time_to_write_everything() -> None:
+def test_handover_deadline_allows_full_save() -> None:
     cluster = cluster_of(1)
     cluster.append(v.NodeCordoned(node="n1", drain=True, reason="repair"), "api", cluster.state.term)
     while cluster.decide():
@@ -269,7 +269,7 @@ def test_who_hands_over_has_the_time_to_write_everything() -> None:
 
 
 @pytest.mark.parametrize("away", ["lost", "cordoned", "drained"])
-def test_a_node_that_is_away_is_no_room(away: str) -> None:
+def test_reshape_ignores_room_on_absent_node(away: str) -> None:
     cluster = cluster_of(1, min_workers=2)
     if away == "lost":
         cluster.kill_host(cluster.hosts["n1"])
@@ -284,7 +284,7 @@ def test_a_node_that_is_away_is_no_room(away: str) -> None:
     assert ask(cluster, tp=2).min_workers == 2
 
 
-def test_who_asks_for_no_more_than_before_needs_no_room() -> None:
+def test_reshape_without_growth_needs_no_room() -> None:
     cluster = cluster_of(1, min_workers=4)
     cluster.kill_host(cluster.hosts["n1"])
     cluster.lose(cluster.hosts["n1"])
@@ -292,7 +292,7 @@ def test_who_asks_for_no_more_than_before_needs_no_room() -> None:
     assert ask(cluster, min_workers=3).min_workers == 3
 
 
-def test_heads_that_do_not_divide() -> None:
+def test_reshape_refuses_tp_that_does_not_divide_heads() -> None:
     cluster = MiniCluster(1)
     cluster.add_host("n0", slots=3)
     cluster.submit("big", max_workers=3)
@@ -303,7 +303,7 @@ def test_heads_that_do_not_divide() -> None:
         ask(cluster, tp=3)
 
 
-def test_another_end_and_another_rate_begin_with_new_processes_in_the_same_layout() -> None:
+def test_reshape_of_iterations_and_rate_restarts_workers() -> None:
     cluster = cluster_of(1)
     before = len(cluster.log)
     asked = ask(cluster, iterations=500, lr=1e-4)
@@ -328,14 +328,14 @@ def test_another_end_and_another_rate_begin_with_new_processes_in_the_same_layou
         ("/srv/own.py", {"lr": 1e-4}, 400, "lr: only the script knows its learning rate"),
     ],
 )
-def test_what_cannot_be_set_is_refused(entry: str, order: dict[str, float], status: int, line: str) -> None:
+def test_reshape_refuses_fields_that_task_lacks(entry: str, order: dict[str, float], status: int, line: str) -> None:
     cluster = cluster_of(1, entry=entry, optimizer=v.OptimizerSpec(min_lr=1e-5))
     with pytest.raises(OrderRefused, match=re.escape(line)) as refused:
         ask(cluster, **order)
     assert refused.value.status == status
 
 
-def test_a_command_line_of_megatron_gets_the_flags() -> None:
+def test_reshape_edits_megatron_command_line() -> None:
     words = (
         "pretrain_gpt.py --lr 1e-3 --lr-decay-style cosine --train-iters 50 --use-checkpoint-opt_param-scheduler --bf16"
     )

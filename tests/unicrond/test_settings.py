@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_variable_comes_before_the_file(file: Path) -> None:
+def test_variable_overrides_file(file: Path) -> None:
     environ = {
         "UNICROND_NATS_PORT": "6000",
         "UNICROND_STATE_DIR": "8",  # text, though it looks like a number
@@ -43,7 +43,7 @@ def test_a_variable_comes_before_the_file(file: Path) -> None:
     assert load(None, {"UNICROND_NATS_PORT": "6000"}).nats.port == 6000
 
 
-def test_a_word_stands_for_a_section_and_a_field_goes_into_it(file: Path) -> None:
+def test_variable_sets_section_word_or_its_field(file: Path) -> None:
     assert load(file, {"UNICROND_TLS": "off"}).tls == "off"
     file.write_text("tls: off\n")
     made = load(file, {"UNICROND_TLS_ALSO_PLAIN": "true"}).tls
@@ -60,22 +60,22 @@ def test_a_word_stands_for_a_section_and_a_field_goes_into_it(file: Path) -> Non
         ("UNICROND_API_TOKEN_FILE", "/nowhere", "UNICROND_ variables: api.token_file: /nowhere is not a file"),
     ],
 )
-def test_a_bad_value_is_one_line_that_names_the_variable(name: str, value: str, said: str) -> None:
+def test_bad_variable_makes_one_line_with_its_name(name: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load(None, {name: value})
     assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
 
 
-def test_no_flag_and_no_two_settings_share_a_variable() -> None:
+def test_variable_names_are_unique() -> None:
     names = [settings.variable(place) for place, _ in settings.settings(Config)]
     assert len(names) == len(set(names)) and not set(names) & variables.program_variables(cli.parser())
 
 
-def test_check_config_says_where_each_value_comes_from(
+def test_check_config_tells_source_of_each_value(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNICROND_NATS_PORT", "6000")
-    assert cli.main(["check-config", str(file), "--json"]) == 0
+    assert cli.main(["check-config", "--config", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["settings"]
     assert found == {
         "heartbeat_s": {"value": 2.0, "default": 1.0, "from": f"{file}:1"},
@@ -83,17 +83,17 @@ def test_check_config_says_where_each_value_comes_from(
         "nats.host": {"value": "127.0.0.2", "default": "127.0.0.1", "from": f"{file}:4"},
         "policy.regroup_s": {"value": 30.0, "default": 60.0, "from": f"{file}:5"},
     }
-    assert cli.main(["check-config", str(file)]) == 0
+    assert cli.main(["check-config", "--config", str(file)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^nats\.port +6000 +4222 +UNICROND_NATS_PORT$", shown, re.MULTILINE)
     assert shown.endswith(f"{file} is sound.\n")
-    assert cli.main(["check-config", "--all", "--json"]) == 0
+    assert cli.main(["check-config", "--defaults", "--json"]) == 0
     everything = json.loads(capsys.readouterr().out)["settings"]
     assert {"severity", "tls.ca", "policy.churn_s", "log.keep_d"} <= everything.keys() and "tls" not in everything
 
 
 @pytest.mark.parametrize("command", [["check-config"], ["run"], ["archive"]])
-def test_a_misspelt_variable_ends_the_start(
+def test_misspelt_variable_stops_start(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNICROND_POLICY_REGRUP_S", "3")
@@ -104,7 +104,7 @@ def test_a_misspelt_variable_ends_the_start(
     assert capsys.readouterr().err == said
 
 
-def test_the_sample_has_every_setting_with_its_default() -> None:
+def test_sample_has_every_setting_with_default() -> None:
     text = SAMPLE.read_text()
     assert parse(text).value is None  # as it is, it changes nothing
     document = parse(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from tests.unicrond.test_snapshots import MemoryStore
@@ -17,13 +18,13 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import TaskStatus
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
 from unicrond.events.log.point import AtSeq
 from unicrond.replay.reading.export import Export
 from unicrond.replay.reading.opening import fold_to
 from unicrond.replay.reading.source import FileSource
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.snapshots import Snapshots
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 async def cancelled_by_mistake() -> tuple[MemoryLog, int]:
@@ -39,7 +40,9 @@ async def cancelled_by_mistake() -> tuple[MemoryLog, int]:
 
 async def started(log: MemoryLog, skip: Sequence[int], snapshots: Snapshots | None = None) -> Coordinator:
     """A coordinator that has been live with `skip`."""
-    coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 0.2, skip=skip, snapshots=snapshots)
+    coordinator = Coordinator(
+        log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2, skip=skip), snapshots=snapshots
+    )
     task = asyncio.create_task(coordinator.run())
     live = asyncio.create_task(coordinator.live.wait())
     await asyncio.wait([task, live], return_when=asyncio.FIRST_COMPLETED, timeout=30)
@@ -51,7 +54,7 @@ async def started(log: MemoryLog, skip: Sequence[int], snapshots: Snapshots | No
     return coordinator
 
 
-async def test_every_reader_passes_it_over(tmp_path: Path) -> None:
+async def test_skip_applies_to_every_reader(tmp_path: Path) -> None:
     log, seq = await cancelled_by_mistake()
     async with running(log) as before:
         assert before.state.tasks["a"].status is TaskStatus.CANCELLED
@@ -70,11 +73,11 @@ async def test_every_reader_passes_it_over(tmp_path: Path) -> None:
     assert digest(end) == digest(again.state)
     between = await fold_to(source, AtSeq(seq + 1))
     assert between.tasks["a"].status is TaskStatus.ACTIVE
-    assert between.quarantined == 1
+    assert between.quarantined_messages == 1
     assert digest(await fold_to(source, AtSeq(first.state.seq))) == digest(first.state)
 
 
-async def test_to_ask_twice_writes_once() -> None:
+async def test_repeated_skip_writes_once() -> None:
     log, seq = await cancelled_by_mistake()
     await started(log, [seq, seq])
     length = await log.last_seq()
@@ -83,11 +86,11 @@ async def test_to_ask_twice_writes_once() -> None:
     assert v.EntrySkipped not in kinds
 
 
-async def test_a_snapshot_from_before_is_not_used() -> None:
+async def test_skip_invalidates_older_snapshot() -> None:
     log, seq = await cancelled_by_mistake()
     store = MemoryStore()
     snapshots = Snapshots(store, every=1)
-    before = Coordinator(log, MemoryBeatLog(), Policy(), 0.2, snapshots=snapshots)
+    before = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2), snapshots=snapshots)
     running_before = asyncio.create_task(before.run())
     await asyncio.wait_for(before.live.wait(), 30)
     async with asyncio.timeout(30):
@@ -100,7 +103,7 @@ async def test_a_snapshot_from_before_is_not_used() -> None:
     assert again.state.tasks["a"].status is TaskStatus.ACTIVE
 
 
-async def test_what_the_log_needs_is_not_skipped() -> None:
+async def test_skip_refuses_entries_that_log_needs() -> None:
     log, _ = await cancelled_by_mistake()
     async with aclosing(log.read(until_seq=await log.last_seq())) as entries:
         seqs = {type(entry.envelope.event): entry.seq async for entry in entries}  # type: ignore[union-attr]
@@ -116,9 +119,9 @@ async def test_what_the_log_needs_is_not_skipped() -> None:
     assert await log.last_seq() == length, "nothing was written"
 
 
-async def test_who_has_folded_what_is_skipped_goes_no_further() -> None:
+async def test_coordinator_that_folded_skipped_entry_stops() -> None:
     log, seq = await cancelled_by_mistake()
-    old = Coordinator(log, MemoryBeatLog(), Policy(), 0.2)
+    old = Coordinator(log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=0.2))
     running_old = asyncio.create_task(old.run())
     await asyncio.wait_for(old.live.wait(), 30)
     await started(log, [seq])

@@ -7,18 +7,27 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeHealth
 from unicrond.core.state.state import Node, NodeStatus
 from unicrond.ctl.slurm_nodes import SlurmNode, SyncStep, read, steps
 from unicrond.events.vocabulary import StoreAddress
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
 UP = Node(
-    name="n1", status=NodeStatus.UP, slots=1, slots_max=1, address="127.0.0.1", store=STORE, agent_boot=1, joined_us=1
+    name="n1",
+    status=NodeStatus.UP,
+    slots=1,
+    slots_max=1,
+    address="127.0.0.1",
+    store=STORE,
+    agent=AgentIdentity(boot=1),
+    joined_us=1,
 )
-DRAINED_HERE = {"cordoned": True, "draining": True, "cordon_reason": "slurm: a fan"}
+DRAINED_HERE = {"cordon": Cordon(active=True, draining=True, reason="slurm: a fan")}
+ISOLATED = Isolation(active=True)
 
 
-def test_what_sinfo_says_is_read() -> None:
+def test_sinfo_output_is_parsed() -> None:
     said = [
         "n1|idle|none",
         "n2|draining*|ecc errors: gpu3",
@@ -35,7 +44,7 @@ def test_what_sinfo_says_is_read() -> None:
 
 
 @pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "down*", "fail", "planned", "completing"])
-def test_other_states_are_no_drain(state: str) -> None:
+def test_other_slurm_states_are_no_drain(state: str) -> None:
     assert not read([f"n1|{state}|a reason"])["n1"].is_draining
 
 
@@ -45,39 +54,41 @@ def wanted(is_draining: bool, why: str, /, ends: bool = False, **fields: Any) ->
     return [(step.act, step.reason) for step in found]
 
 
-def test_where_both_agree_nothing_is_done() -> None:
+def test_sync_does_nothing_if_both_agree() -> None:
     assert wanted(False, "") == []
     assert wanted(True, "a fan", **DRAINED_HERE) == []
-    assert wanted(True, "unicron: broken", isolated=True) == []
+    assert wanted(True, "unicron: broken", isolation=ISOLATED) == []
     assert list(steps({}, {"n1": UP})) == []  # a node that Slurm does not know
 
 
-def test_a_drain_goes_to_the_cluster_and_ends_there() -> None:
+def test_slurm_drain_applies_to_cluster_and_ends() -> None:
     assert wanted(True, "a fan") == [("drain", "slurm: a fan")]
     assert wanted(True, "") == [("drain", "slurm: drained")]
     assert wanted(False, "", **DRAINED_HERE) == [("uncordon", "slurm: drained no longer")]
-    only_cordoned = {"cordoned": True, "cordon_reason": "mine"}
+    only_cordoned = {"cordon": Cordon(active=True, reason="mine")}
     assert wanted(True, "a fan", **only_cordoned) == [("drain", "slurm: a fan")]
 
 
-def test_a_persons_cordon_stays() -> None:
-    assert wanted(False, "", cordoned=True, draining=True, cordon_reason="new fan") == []
-    assert wanted(True, "maintenance", isolated=True, **DRAINED_HERE) == []
+def test_sync_leaves_manual_cordon() -> None:
+    assert wanted(False, "", cordon=Cordon(active=True, draining=True, reason="new fan")) == []
+    assert wanted(True, "maintenance", isolation=ISOLATED, **DRAINED_HERE) == []
 
 
-def test_an_isolation_goes_to_slurm_and_ends_there() -> None:
-    assert wanted(False, "", isolated=True, reason="XID 79") == [("hold", "unicron: XID 79")]
+def test_isolation_applies_to_slurm_and_ends() -> None:
+    assert wanted(False, "", isolation=ISOLATED, reason="XID 79") == [("hold", "unicron: XID 79")]
     assert wanted(True, "unicron: XID 79") == [("release", "")]
-    assert wanted(True, "unicron: XID 79", isolated=True, **DRAINED_HERE) == [("uncordon", "slurm: drained no longer")]
+    assert wanted(True, "unicron: XID 79", isolation=ISOLATED, **DRAINED_HERE) == [
+        ("uncordon", "slurm: drained no longer")
+    ]
 
 
-def test_a_node_that_left_is_of_no_concern() -> None:
+def test_sync_ignores_departed_node() -> None:
     assert wanted(True, "a fan", status=NodeStatus.LEFT) == []
 
 
-def test_when_the_cluster_ends_slurm_keeps_what_needs_a_repair() -> None:
-    held = {"isolated": True, "status": NodeStatus.LEFT}
+def test_cluster_end_leaves_nodes_in_need_of_repair_drained() -> None:
+    held = {"isolation": ISOLATED, "status": NodeStatus.LEFT}
     assert wanted(True, "unicron: rests", ends=True, **held) == [("release", "")]
-    assert wanted(True, "unicron: XID 79", ends=True, needs="replace", **held) == []
+    assert wanted(True, "unicron: XID 79", ends=True, health=NodeHealth(repair_need="replace"), **held) == []
     assert wanted(True, "a fan", ends=True, status=NodeStatus.LEFT) == []
     assert wanted(False, "", ends=True, status=NodeStatus.LEFT, **DRAINED_HERE) == []

@@ -10,16 +10,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
 from tests.unicrond.coordinators import running
-from unicrond.core.fold import fold
+from tests.unicrond.stories import states_of
+from unicrond.core.replayer import replay
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events import vocabulary as v
-from unicrond.events.log.event_log import LogUnavailable
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.log.event_log import EventLog, LogUnavailable
 from unicrond.events.nats.connection import Connection
 from unicrond.events.nats.event_log import NatsEventLog
 from unicrond.events.nats.server import EmbeddedServer
@@ -30,12 +31,12 @@ from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.nats_snapshots import NAME, NatsSnapshotStore
 from unicrond.service.coordinator.snapshots import (
     BadSnapshot,
-    LogMark,
     Snapshots,
     decode_snapshot,
     encode_snapshot,
     mark_of,
 )
+from unicrond.service.coordinator.surroundings import HeadSettings
 
 
 class MemoryStore:
@@ -61,22 +62,18 @@ class MemoryStore:
 
 
 def states(entries: list[Entry]) -> list[ClusterState]:
-    folded = [ClusterState()]
-    for entry in entries:
-        folded.append(fold(folded[-1], entry))
-    return folded
+    return [ClusterState(), *states_of(entries)]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_snapshot_and_tail_are_the_full_fold(seed: int) -> None:
+def test_snapshot_and_tail_match_full_fold(seed: int) -> None:
     entries = eventful(seed)
     full = states(entries)
     for seq in range(1, len(entries), 37):
         state, mark, _ = decode_snapshot(encode_snapshot(full[seq], mark_of(entries[seq - 1])))
         assert repr(state) == repr(full[seq]), "insertion order included"
         assert mark.seq == seq
-        for entry in entries[seq:]:
-            state = fold(state, entry)
+        state = replay(entries[seq:], start=state)
         assert digest(state) == digest(full[-1])
         assert repr(state) == repr(full[-1])
 
@@ -91,7 +88,7 @@ def broken(body: bytes, **fields: object) -> bytes:
     return msgspec.msgpack.encode({**raw, **fields})
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_decoder_refuses_mismatch_with_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     body, _ = snapshot_of()
     state = msgspec.msgpack.decode(body)["state"]
     for bad, why in [
@@ -110,7 +107,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(monkeypatch: pytest.Monkey
         decode_snapshot(body)
 
 
-def test_fingerprint_covers_the_folding_code_alone(tmp_path: Path) -> None:
+def test_fingerprint_covers_folding_code_alone(tmp_path: Path) -> None:
     before = code_identity.fingerprint.__wrapped__()
     assert code_identity.fingerprint.__wrapped__() == before == code_identity.fingerprint()
     copy = tmp_path / "unicrond"
@@ -131,14 +128,12 @@ async def filled_log(seed: int = 1) -> MemoryLog:
     return log
 
 
-async def snapshot_at(log: MemoryLog, seq: int) -> bytes:
-    state, mark = ClusterState(), LogMark(0, 0, "")
-    async for entry in log.read(until_seq=seq):
-        state, mark = fold(state, entry), mark_of(entry)
-    return encode_snapshot(state, mark)
+async def snapshot_at(log: EventLog, seq: int) -> bytes:
+    entries = [entry async for entry in log.read(until_seq=seq)]
+    return encode_snapshot(replay(entries), mark_of(entries[-1]))
 
 
-async def test_a_restart_reads_only_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restart_reads_only_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     log = await filled_log()
     last = await log.last_seq()
     store = MemoryStore(await snapshot_at(log, last - 5))
@@ -156,19 +151,24 @@ async def test_a_restart_reads_only_the_tail(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("seq", [1, 40, -1])
-async def test_the_state_is_the_same_with_and_without(seq: int) -> None:
+async def test_state_matches_with_and_without_snapshot(seq: int) -> None:
     log = await filled_log(2)
     at = seq if seq > 0 else await log.last_seq()
     found: list[str] = []
     for store in (None, MemoryStore(await snapshot_at(log, at))):
-        coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 30.0, snapshots=Snapshots(store) if store else None)
+        coordinator = Coordinator(
+            log,
+            MemoryBeatLog(),
+            HeadSettings(policy=Policy(), heartbeat_s=30.0),
+            snapshots=Snapshots(store) if store else None,
+        )
         await coordinator._catch_up()
         found.append(repr(coordinator.state) + coordinator._cause)
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("fault", ["of another log", "of a longer log", "garbage", "away"])
-async def test_a_wrong_snapshot_is_ignored_with_one_line(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_coordinator_ignores_wrong_snapshot_in_one_line(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     log = await filled_log(3)
     other = await filled_log(4)
     for number in range(300):
@@ -193,7 +193,7 @@ async def chatter(log: MemoryLog, first: int, count: int) -> None:
         await log.append([Envelope(producer="n1", boot=1, number=number, observed_at_us=1, event=event)])
 
 
-async def test_a_coordinator_writes_one_every_so_many_entries() -> None:
+async def test_coordinator_writes_snapshot_at_interval() -> None:
     log, store = MemoryLog(), MemoryStore()
     async with running(log, heartbeat_s=30.0, snapshots=Snapshots(store, every=50)):
         for turn in range(4):
@@ -206,7 +206,7 @@ async def test_a_coordinator_writes_one_every_so_many_entries() -> None:
     assert store.saved == 4
 
 
-async def test_a_store_that_is_away_does_not_stop_the_coordinator(caplog: pytest.LogCaptureFixture) -> None:
+async def test_absent_store_never_stops_coordinator(caplog: pytest.LogCaptureFixture) -> None:
     log, store = MemoryLog(), MemoryStore(fails=True)
     async with running(log, heartbeat_s=30.0, snapshots=Snapshots(store, every=5)):
         for turn in range(2):
@@ -216,18 +216,13 @@ async def test_a_store_that_is_away_does_not_stop_the_coordinator(caplog: pytest
     assert caplog.text.count("could not write a snapshot of entry") == 2
 
 
-async def test_unicron_replay_starts_from_it_when_asked(
-    nats_server: EmbeddedServer, nats_connection: Connection
-) -> None:
+async def test_replay_starts_from_snapshot_on_request(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection)
     await fill(log, troubled(5).log)
-    state, mark = ClusterState(), LogMark(0, 0, "")
-    async for entry in log.read(until_seq=80):
-        state, mark = fold(state, entry), mark_of(entry)
     ask = ("digest", "--nats", nats_server.url, "--json")
     none = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")
     assert none.returncode == 2 and "no snapshot fits" in none.stderr
-    await NatsSnapshotStore(nats_connection).save(encode_snapshot(state, mark))
+    await NatsSnapshotStore(nats_connection).save(await snapshot_at(log, 80))
     full = await asyncio.to_thread(unicron_replay, *ask)
     quick = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")
     assert full.stdout == quick.stdout and quick.returncode == 0, quick.stderr
@@ -235,7 +230,7 @@ async def test_unicron_replay_starts_from_it_when_asked(
     assert early.returncode == 2 and "is of entry 80, after --at" in early.stderr
 
 
-async def test_the_bucket_keeps_the_newest(nats_connection: Connection) -> None:
+async def test_bucket_keeps_newest_snapshot(nats_connection: Connection) -> None:
     store = NatsSnapshotStore(nats_connection)
     assert await store.load() is None
     body, _ = snapshot_of()

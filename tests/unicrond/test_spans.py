@@ -14,21 +14,21 @@ from aiohttp import web
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, trained
-from unicrond.agents.fork_server.telemetry import resource_attributes
+from unicrond.agents.fork_server.worker_process import resource_attributes
 from unicrond.agents.protocol.messages import Launch
+from unicrond.core.replayer import LogStep, steps
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 from unicrond.intake.config import Config, ConfigError, check
 from unicrond.views.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
-from unicrond.views.view import LogStep, steps
+from unicrond.views.view import feed_all
 
 
 def spans_of(log: Iterable[Entry]) -> list[Span]:
     ended: list[Span] = []
     view = Spans(lambda spans, _: ended.extend(spans))
-    for step in steps(log):
-        view.feed(step)
+    feed_all(view, log)
     return ended
 
 
@@ -45,9 +45,9 @@ def killed(seed: int) -> MiniCluster:
     return cluster
 
 
-def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
+def test_incident_is_one_trace_from_fault_to_next_step() -> None:
     cluster = killed(1)
-    (closed,) = cluster.state.closed
+    (closed,) = cluster.state.closed_incidents
     (root,) = [span for span in spans_of(cluster.log) if span.about.get("unicron.incident")]
     mine = [span for span in spans_of(cluster.log) if span.trace == root.trace]
     named = {span.name: span for span in mine}
@@ -64,7 +64,7 @@ def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_closed_incident_has_a_trace_that_hangs_together(seed: int) -> None:
+def test_trace_of_closed_incident_is_connected(seed: int) -> None:
     cluster = trained(seed)
     for _ in random_life(cluster, seed):
         pass
@@ -75,10 +75,10 @@ def test_every_closed_incident_has_a_trace_that_hangs_together(seed: int) -> Non
     for span in found:
         assert span.start_us <= span.end_us and (not span.parent or (span.trace, span.parent) in known)
     told = {span.about["unicron.incident"] for span in found if "unicron.incident" in span.about}
-    assert told <= {incident.id for incident in cluster.state.closed}
+    assert told <= {incident.id for incident in cluster.state.closed_incidents}
 
 
-def test_a_command_outside_of_incidents_is_a_trace_of_its_own() -> None:
+def test_command_outside_incident_is_own_trace() -> None:
     cluster = trained(2)
     alone = [span for span in spans_of(cluster.log) if not span.parent]
     starts = [span for span in alone if span.name == "worker start"]
@@ -87,7 +87,7 @@ def test_a_command_outside_of_incidents_is_a_trace_of_its_own() -> None:
     assert len({span.trace for span in alone}) == len(alone)
 
 
-def test_a_command_that_failed_says_why() -> None:
+def test_failed_command_span_tells_reason() -> None:
     cluster = trained(2)
     commands = [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, v.Command)]
     state, ended = ClusterState(), list[Span]()
@@ -100,22 +100,21 @@ def test_a_command_that_failed_says_why() -> None:
         view.feed(step)
     ended.clear()
     failed = v.CommandFailed(node=commands[0].node, command_id=commands[0].command_id, reason="no memory")
-    view.feed(LogStep(state, Recorded(9, state.now_us, _with(entry, failed)), state))
+    view.feed(LogStep(state, RecordedEvent(9, state.now_us, _with(entry, failed)), state))
     (span,) = ended
     assert span.error == "no memory" and span.about["unicron.node"] == commands[0].node
 
 
-def _with(entry: Recorded, event: v.AnyEvent) -> Any:
+def _with(entry: RecordedEvent, event: v.AnyEvent) -> Any:
     from msgspec.structs import replace
 
     return replace(entry.envelope, event=event)
 
 
-def test_phases_are_counted_for_metrics() -> None:
+def test_spans_count_phases_for_metrics() -> None:
     spans, cluster = Spans(), killed(1)
-    for step in steps(cluster.log):
-        spans.feed(step)
-    (closed,) = cluster.state.closed
+    feed_all(spans, cluster.log)
+    (closed,) = cluster.state.closed_incidents
     assert spans.phases[DETECTION] == (1, closed.detected_us - closed.occurred_us)
     assert all(times == 1 for times, _ in spans.phases.values())
 
@@ -158,7 +157,7 @@ def attributes(of: Any) -> dict[str, str]:
     return {one.key: one.value.string_value for one in of.attributes}
 
 
-async def test_spans_come_to_a_collector() -> None:
+async def test_spans_reach_collector() -> None:
     async with collector() as (url, got):
         mine = spans_of(killed(1).log)
         await send(url, mine)
@@ -173,7 +172,7 @@ async def test_spans_come_to_a_collector() -> None:
     assert int.from_bytes(root.trace_id) == ours.trace and not root.parent_span_id
 
 
-async def test_one_query_finds_the_incident_and_the_workers_own_spans() -> None:
+async def test_query_finds_incident_and_worker_spans() -> None:
     async with collector() as (url, got):
         incident = spans_of(killed(1).log)
         (root,) = [span for span in incident if span.name == "incident process_exit"]
@@ -220,12 +219,12 @@ def launch(worker: str) -> Launch:
     )  # fmt: skip
 
 
-def test_an_address_that_is_none_ends_the_start() -> None:
+def test_configuration_refuses_bad_traces_url() -> None:
     with pytest.raises(ConfigError, match="traces_url: 'collector:4318' is not an http address"):
         check(Config(traces_url="collector:4318"), "unicron.yaml")
 
 
-def test_spans_of_workers_have_attributes_of_the_same_names() -> None:
+def test_worker_spans_share_attribute_names() -> None:
     assert resource_attributes("", launch("big.7")) == "unicron.task=big,unicron.worker=big.7,unicron.node=n1"
     given = resource_attributes("team=a,unicron.node=mine", launch("big.7"))
     assert given == "team=a,unicron.node=mine,unicron.task=big,unicron.worker=big.7"

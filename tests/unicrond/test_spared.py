@@ -39,12 +39,12 @@ def end_all_of(cluster: MiniCluster, worker: str) -> None:
 
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("kind", ["kill", "exit", "exception", "nan", "oom"])
-def test_ends_that_somebody_ordered_are_no_strikes(kind: str, counts: bool) -> None:
+def test_ordered_ends_are_no_strikes(kind: str, counts: bool) -> None:
     """Quicker than a step is made, again and again, on one node."""
     cluster = cluster_of()
     for _ in range(5):
         node = "n0"
-        if cluster.state.nodes[node].isolated:
+        if cluster.state.nodes[node].isolation.active:
             break
         rank = [cluster.state.tasks["big"].workers[name].node for name in members(cluster, "big")].index(node)
         worker = order(cluster, kind, counts=counts, rank=rank)
@@ -58,7 +58,7 @@ def test_ends_that_somebody_ordered_are_no_strikes(kind: str, counts: bool) -> N
     assert cluster.state.incidents_total >= 2, "it is an incident all the same"
 
 
-def test_only_what_was_ordered_is_spared() -> None:
+def test_only_ordered_end_is_excluded_from_blame() -> None:
     """The next process of the place, and who ends in another way than was ordered."""
     cluster = cluster_of()
     end_all_of(cluster, order(cluster, "kill", counts=False, rank=0))
@@ -72,7 +72,7 @@ def test_only_what_was_ordered_is_spared() -> None:
     assert cluster.state.tasks["big"].troubles.strikes == {"n0": 1} | {node: 1}
 
 
-def test_an_ordered_hang_is_no_strike() -> None:
+def test_ordered_hang_is_no_strike() -> None:
     cluster = cluster_of()
     for _ in range(3):
         worker = order(cluster, "stop", counts=False, rank=0)
@@ -82,7 +82,7 @@ def test_an_ordered_hang_is_no_strike() -> None:
     assert len(said(cluster, v.IncidentEscalated)) == 3
 
 
-def test_who_ends_together_with_it_is_spared_as_well() -> None:
+def test_peers_of_ordered_end_are_excluded_from_blame() -> None:
     """The other ranks of its replica, wherever they run."""
     cluster = MiniCluster(2)
     for number in range(4):
@@ -100,7 +100,7 @@ def test_who_ends_together_with_it_is_spared_as_well() -> None:
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_node_that_somebody_has_killed_again_and_again_does_not_flap(counts: bool) -> None:
+def test_ordered_node_kills_are_no_flapping(counts: bool) -> None:
     cluster = cluster_of(2)
     for _ in range(4):
         order(cluster, "kill", counts=counts, node="n0")
@@ -110,9 +110,9 @@ def test_a_node_that_somebody_has_killed_again_and_again_does_not_flap(counts: b
         cluster.add_host("n0")
         cluster.run_but_isolation()
         cluster.train("big")
-    assert cluster.state.nodes["n0"].isolated is counts
+    assert cluster.state.nodes["n0"].isolation.active is counts
     assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
 
 
-def test_in_old_logs_ordered_faults_count_as_they_did() -> None:
+def test_fault_counts_for_blame_by_default() -> None:
     assert not v.Fault(kind="kill").excluded_from_blame

@@ -37,7 +37,7 @@ def only(told: Spares) -> TypeSpares:
     return one
 
 
-def test_where_each_node_adds_something_none_is_kept_back() -> None:
+def test_spares_recommend_none_if_each_node_adds_throughput() -> None:
     cluster = cluster_of(6)
     told = only(spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S))
     assert (told.nodes, told.pay, told.node_mtbf_s) == (6, 0, 20 * DAY_S)
@@ -48,7 +48,7 @@ def test_where_each_node_adds_something_none_is_kept_back() -> None:
     assert told.next_node_waf == pytest.approx(some_away * told.rows[0].waf / 6, rel=1e-4), "the task may have no more"
 
 
-def test_what_adds_nothing_waits() -> None:
+def test_spares_recommend_node_that_adds_nothing() -> None:
     """Replicas of two nodes: the fifth node stands in for any that fails."""
     cluster = cluster_of(5, tp=2, pp=2, min_workers=4, max_workers=8)
     told = only(spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S))
@@ -56,13 +56,13 @@ def test_what_adds_nothing_waits() -> None:
     assert told.rows[0].waf == told.rows[1].waf > told.rows[2].waf
 
 
-def test_one_more_node_is_worth_its_share() -> None:
+def test_next_node_is_worth_its_share() -> None:
     cluster = cluster_of(4, max_workers=20)
     told = only(spares(cluster.state, cluster.policy, 1, mtbf_s=1e12))
     assert told.next_node_waf == pytest.approx(told.rows[0].waf / 4, rel=1e-3)
 
 
-def test_it_is_what_failures_and_repairs_come_to() -> None:
+def test_spares_match_simulated_failures() -> None:
     """Nodes that fail and are repaired, drawn one by one, against the average over the distribution."""
     cluster = cluster_of(5, tp=2, pp=2, min_workers=4, max_workers=8)
     told = only(spares(cluster.state, cluster.policy, DAY_S, mtbf_s=10 * DAY_S))
@@ -88,21 +88,21 @@ def test_it_is_what_failures_and_repairs_come_to() -> None:
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e-9, 0.3, 4.0, 50.0])
-def test_shares_come_to_one(mean: float) -> None:
+def test_poisson_shares_sum_to_one(mean: float) -> None:
     shares = poisson(mean, 10)
     assert len(shares) == 11 and sum(shares) == pytest.approx(1.0) and min(shares) >= 0
     if mean <= 0.3:
         assert sum(count * share for count, share in enumerate(shares)) == pytest.approx(mean, abs=1e-4)
 
 
-def test_where_most_nodes_would_be_away_there_is_no_answer() -> None:
+def test_spares_refuse_case_with_most_nodes_absent() -> None:
     cluster = cluster_of(2)
     told = "mtbf_s: a node would fail once in 12 h and be away for 24 h, so most nodes would be away"
     with pytest.raises(ValueError, match=told):
         spares(cluster.state, cluster.policy, DAY_S, mtbf_s=DAY_S)
 
 
-def test_no_nodes_is_said() -> None:
+def test_spares_refuse_empty_cluster() -> None:
     cluster = MiniCluster(1)
     with pytest.raises(ValueError, match="there are no nodes yet"):
         spares(cluster.state, cluster.policy, DAY_S)
@@ -132,7 +132,7 @@ def two_types(slow: int, fast: int) -> MiniCluster:
     return cluster
 
 
-def test_a_spare_is_of_a_type() -> None:
+def test_spares_count_per_gpu_type() -> None:
     """The fifth fast node stands in for any of them; each slow one trains."""
     cluster = two_types(4, 5)
     told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S)
@@ -150,7 +150,7 @@ def test_a_spare_is_of_a_type() -> None:
     assert fast.rows[1].expected_waf == round(expected)
 
 
-def test_a_type_of_which_no_node_is_left_is_still_a_type() -> None:
+def test_spares_keep_type_without_remaining_node() -> None:
     """A task that must have the same bits does not go over to the other type where the last node is away."""
     cluster = with_task(types_of(1, 2, 1), env={v.DETERMINISTIC: "require"})
     (fast,) = (one for one in spares(cluster.state, cluster.policy, DAY_S, mtbf_s=10 * DAY_S).types if one.gpu == FAST)
@@ -158,7 +158,7 @@ def test_a_type_of_which_no_node_is_left_is_still_a_type() -> None:
     assert fast.rows[0].expected_waf == round(600 * poisson(0.2, 1)[0])
 
 
-def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spares_bound_number_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = two_types(40, 40)
     asked: list[int] = []
 
@@ -175,7 +175,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(asked) <= PLANS_MAX
 
 
-def test_each_type_has_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spares_print_table_per_type(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = two_types(4, 5)
 
     class Asked:

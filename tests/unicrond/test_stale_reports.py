@@ -65,7 +65,7 @@ def troubled(seed: int) -> MiniCluster:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.data())
-def test_a_repeated_report_is_never_acted_upon(seed: int, data: st.DataObject) -> None:
+def test_repeated_report_changes_nothing(seed: int, data: st.DataObject) -> None:
     cluster = troubled(seed)
     past = [entry.envelope for entry in cluster.log if isinstance(entry.envelope.event, REPEATABLE)]
     if not past:
@@ -89,7 +89,7 @@ def test_a_repeated_report_is_never_acted_upon(seed: int, data: st.DataObject) -
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(KINDS))
-def test_a_report_about_a_group_that_was_left_is_void(seed: int, kind: str) -> None:
+def test_report_about_left_group_is_void(seed: int, kind: str) -> None:
     """Late news of an older generation, from a worker that has long gone on: no second reattempt, no restart."""
     cluster = two_tasks(seed)
     membership = cluster.state.tasks["big"].membership
@@ -108,7 +108,7 @@ def test_a_report_about_a_group_that_was_left_is_void(seed: int, kind: str) -> N
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000))
-def test_peers_that_report_after_the_answer_was_given_ask_for_no_second_one(seed: int) -> None:
+def test_late_peer_reports_trigger_no_second_answer(seed: int) -> None:
     cluster = two_tasks(seed)
     membership = cluster.state.tasks["big"].membership
     assert membership is not None

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.contracts.memory_log import MemoryLog
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from unicrond.core.own_decisions import IDLE_MAX, Breaker, DecidingStopped
 from unicrond.core.rules.survey import Survey
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.log.memory_log import MemoryLog
 from unicrond.events.vocabulary import AnyEvent
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.service.api.metrics import exposition
 from unicrond.service.coordinator import coordinator as shell
 
@@ -45,9 +45,7 @@ NOT_TO_BE_ENCODED = v.TaskFailed(task="a", reason="x" * 40_000)
 @pytest.mark.parametrize(
     ("decided", "why"), [(UNSOUND, "uses unknown node nowhere"), (NOT_TO_BE_ENCODED, "cannot decide: BadEvent")]
 )
-async def test_a_decision_that_is_not_sound_is_never_written(
-    decided: AnyEvent, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unsound_decision_is_never_written(decided: AnyEvent, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "decide", sentenced([decided]))
     log = MemoryLog()
     async with running(log) as coordinator:
@@ -70,7 +68,7 @@ async def test_a_decision_that_is_not_sound_is_never_written(
         assert not coordinator.fault, "the next one decides again"
 
 
-async def test_code_that_fails_stops_the_deciding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_code_stops_only_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(survey: Survey, *_: object, **__: object) -> list[AnyEvent]:
         return [][1] if survey.state.nodes else []
 
@@ -82,7 +80,7 @@ async def test_code_that_fails_stops_the_deciding_alone(monkeypatch: pytest.Monk
         assert coordinator.fault == "cannot decide: IndexError: list index out of range"
 
 
-async def test_decisions_without_effect_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decisions_without_effect_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = v.TaskFailed(task="unknown", reason="again and again")
     monkeypatch.setattr(shell, "decide", sentenced([nothing]))
     log = MemoryLog()
@@ -93,7 +91,7 @@ async def test_decisions_without_effect_come_to_an_end(monkeypatch: pytest.Monke
         assert await log.last_seq() == 2 + IDLE_MAX
 
 
-def test_two_decisions_in_turn_without_effect_are_seen_as_well() -> None:
+def test_breaker_detects_alternating_decisions_without_effect() -> None:
     breaker, state = Breaker(4), ClusterState()
     with pytest.raises(DecidingStopped, match="4 batches"):
         for number in range(6):
@@ -102,7 +100,7 @@ def test_two_decisions_in_turn_without_effect_are_seen_as_well() -> None:
             breaker.folded(state, state, event)
 
 
-async def test_a_forged_claim_stops_nobody() -> None:
+async def test_forged_claim_stops_no_coordinator() -> None:
     """Neither the coordinator in office nor the next one; and the numbers of terms go on as they were."""
     log = MemoryLog()
     forged = [
@@ -126,10 +124,10 @@ async def test_a_forged_claim_stops_nobody() -> None:
     log._write([forged[1]])
     async with running(log) as coordinator:
         assert coordinator.state.term == 3
-        assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refused] == ["$.event.term"] * 2
+        assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refusals] == ["$.event.term"] * 2
 
 
-async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> None:
+async def test_fenced_timer_event_is_rewritten_in_next_term() -> None:
     """A deadline passes once and a repair ends once: a timer that has fired is not set again."""
     log = MemoryLog()
     forged = Envelope(
@@ -143,9 +141,9 @@ async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> No
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
-        unread = Recorded(log._last_seq + 1, 1, forged)
+        unread = RecordedEvent(log._last_seq + 1, 1, forged)
         log._store([unread])
         log._take_in(unread)  # readers are not woken
-        coordinator._post(v.RepairEnded(node="n1", isolation=1, passed=True, duration_us=1, detail=""))
+        coordinator._post(v.RepairEnded(node="n1", isolation=1, has_passed=True, duration_us=1, detail=""))
         read = await entries_until(log, lambda e: isinstance(e, v.RepairEnded))
         assert read[-1].envelope.term == 2

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tests.unicrond.cluster import SECOND_US, MiniCluster, trained
-from unicrond.core.folding.stragglers import straggler_observed
+from unicrond.core.folding.suspicions import straggler_observed
 from unicrond.core.state.state import TaskStatus
 from unicrond.ctl.live_view import render
 from unicrond.display.cluster_tables import stragglers_table, tasks_table
@@ -50,7 +50,7 @@ def say(cluster: MiniCluster, event: v.StragglerObserved | v.StragglerRecovered)
     cluster.run()
 
 
-def test_a_straggler_is_kept_with_rank_node_factor_and_since_when(cluster: MiniCluster) -> None:
+def test_straggler_shows_rank_node_factor_and_start(cluster: MiniCluster) -> None:
     before = cluster.state
     say(cluster, straggles(cluster, 2))
     slow = member(cluster, 2)
@@ -65,14 +65,14 @@ def test_a_straggler_is_kept_with_rank_node_factor_and_since_when(cluster: MiniC
     assert cluster.state.plan == before.plan and not cluster.state.incidents_total, "nothing is done about it"
 
 
-def test_it_is_slow_since_it_was_told_first(cluster: MiniCluster) -> None:
+def test_straggler_keeps_first_report_time(cluster: MiniCluster) -> None:
     say(cluster, straggles(cluster, 2))
     say(cluster, straggles(cluster, 2, factor=1.5, since_iteration=40, since_us=9 * SECOND_US))
     (slow,) = cluster.state.tasks["big"].group.stragglers.values()
     assert (slow.factor, slow.since_iteration, slow.since_us) == (1.5, 11, 7 * SECOND_US)
 
 
-def test_who_is_over_it_is_forgotten(cluster: MiniCluster) -> None:
+def test_recovered_straggler_is_removed(cluster: MiniCluster) -> None:
     say(cluster, straggles(cluster, 1))
     say(cluster, straggles(cluster, 2))
     say(cluster, v.StragglerRecovered(**about(cluster, 1), factor=1.01))  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_who_is_over_it_is_forgotten(cluster: MiniCluster) -> None:
     assert len(cluster.state.tasks["big"].group.stragglers) == 1
 
 
-def test_who_leaves_is_no_straggler_any_more(cluster: MiniCluster) -> None:
+def test_departed_worker_is_no_straggler(cluster: MiniCluster) -> None:
     say(cluster, straggles(cluster, 1))
     slow, stays = member(cluster, 2), member(cluster, 1)
     told = straggles(cluster, 2)
@@ -93,7 +93,7 @@ def test_who_leaves_is_no_straggler_any_more(cluster: MiniCluster) -> None:
     assert list(cluster.state.tasks["big"].group.stragglers) == [stays.worker], "a late word about the dead"
 
 
-def test_who_is_no_member_is_no_straggler(cluster: MiniCluster) -> None:
+def test_straggler_must_be_member(cluster: MiniCluster) -> None:
     told = straggles(cluster, 2)
     task = cluster.state.tasks["big"]
     assert task.membership is not None
@@ -104,21 +104,21 @@ def test_who_is_no_member_is_no_straggler(cluster: MiniCluster) -> None:
     assert straggler_observed(state, told, envelope) == state
 
 
-def test_a_task_that_has_ended_has_none(cluster: MiniCluster) -> None:
+def test_finished_task_has_no_stragglers(cluster: MiniCluster) -> None:
     say(cluster, straggles(cluster, 2))
     task = replace(cluster.state.tasks["big"], status=TaskStatus.CANCELLED)
     ended = replace(cluster.state, tasks={"big": task})
     assert not stragglers_table(ended).rows and tasks_table(ended).rows[0][-1] == "-"
 
 
-def test_news_of_unknown_tasks_and_workers_change_nothing(cluster: MiniCluster) -> None:
+def test_fold_ignores_stragglers_of_unknown_tasks_and_workers(cluster: MiniCluster) -> None:
     before = cluster.state.tasks
     say(cluster, straggles(cluster, 2, task="none", straggler="none.1"))
     say(cluster, straggles(cluster, 2, straggler="big.77"))
     assert cluster.state.tasks == before
 
 
-def test_the_view_and_the_events_say_it_in_words(cluster: MiniCluster) -> None:
+def test_view_and_events_describe_straggler(cluster: MiniCluster) -> None:
     told = straggles(cluster, 2)
     say(cluster, told)
     file = io.StringIO()

@@ -26,7 +26,7 @@ async def edit(connection: Connection, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("limit", "flag"), [({"max_msgs": 3}, "--max-msgs=-1"), ({"max_bytes": 200}, "--max-bytes=-1")]
 )
-async def test_a_limit_that_is_reached_is_named_with_its_cure(
+async def test_probe_names_stream_limit_and_cure(
     nats_connection: Connection, limit: dict[str, object], flag: str
 ) -> None:
     probe = StreamProbe(nats_connection, lambda: 3)
@@ -41,7 +41,7 @@ async def test_a_limit_that_is_reached_is_named_with_its_cure(
     assert probe.trouble == ""
 
 
-async def test_a_stream_that_is_gone_or_made_anew_is_seen(nats_connection: Connection) -> None:
+async def test_probe_detects_missing_or_recreated_stream(nats_connection: Connection) -> None:
     probe = StreamProbe(nats_connection, lambda: 2)
     await append(NatsEventLog(nats_connection), 1, 2)
     await probe.look()
@@ -55,7 +55,7 @@ async def test_a_stream_that_is_gone_or_made_anew_is_seen(nats_connection: Conne
     assert "ends at entry 0, and the coordinator has read 2" in probe.trouble
 
 
-async def test_a_server_that_is_away_is_no_settled_trouble(
+async def test_probe_treats_absent_server_as_unsettled(
     nats_server: EmbeddedServer, nats_connection: Connection
 ) -> None:
     probe = StreamProbe(nats_connection, lambda: 0)

@@ -40,7 +40,7 @@ def answers(survey: Survey) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_taken_over_is_what_would_be_found_anew(seed: int) -> None:
+def test_incremental_survey_matches_new_survey(seed: int) -> None:
     cluster = two_tasks(seed)
     for _ in random_life(cluster, seed):
         pass
@@ -51,7 +51,7 @@ def test_what_is_taken_over_is_what_would_be_found_anew(seed: int) -> None:
         assert answers(survey) == answers(Survey(state, cluster.policy))
 
 
-def test_what_stays_is_not_asked_again() -> None:
+def test_survey_reuses_unchanged_answers() -> None:
     cluster = two_tasks(1)
     first = Survey(cluster.state, cluster.policy)
     before = [first.staffing(task) for task in first.active]

@@ -37,7 +37,7 @@ def state() -> ClusterState:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_a_task_shows_its_status_and_its_reason(state: ClusterState, width: int) -> None:
+def test_tasks_table_shows_status_and_reason(state: ClusterState, width: int) -> None:
     lines = shown(tasks_table(state), width)
     assert "status" in lines[1]
     assert sum("failed" in line for line in lines) == len(state.tasks)
@@ -45,19 +45,19 @@ def test_a_task_shows_its_status_and_its_reason(state: ClusterState, width: int)
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_an_incident_shows_its_severity(state: ClusterState, width: int) -> None:
+def test_incidents_table_shows_severity(state: ClusterState, width: int) -> None:
     lines = shown(incidents_table(state, state.now_us), width)
     assert "SEV2" in " ".join(lines), lines
-    assert state.closed[0].message in " ".join(" ".join(lines).split())
+    assert state.closed_incidents[0].message in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_a_worker_shows_what_kill_needs(state: ClusterState, width: int) -> None:
+def test_workers_table_shows_node_and_pid(state: ClusterState, width: int) -> None:
     tasks = {
         name: replace(
             task,
             workers={
-                worker: replace(its, pid=4194303, node="rack07-gpu0123", busy="an evaluation of the whole test set")
+                worker: replace(its, pid=4194303, node="rack07-gpu0123", section="an evaluation of the whole test set")
                 for worker, its in task.workers.items()
             },
         )
@@ -69,12 +69,12 @@ def test_a_worker_shows_what_kill_needs(state: ClusterState, width: int) -> None
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_a_node_shows_its_status(state: ClusterState, width: int) -> None:
+def test_nodes_table_shows_status(state: ClusterState, width: int) -> None:
     assert sum(" up " in line for line in shown(nodes_table(state), width)) == len(state.nodes)
 
 
 @pytest.mark.parametrize(("no_color", "styled"), [("1", False), ("", True)])
-def test_no_color_means_no_style_at_all(no_color: str, styled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_disables_all_styles(no_color: str, styled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -86,18 +86,18 @@ def test_no_color_means_no_style_at_all(no_color: str, styled: bool, monkeypatch
     assert ("\x1b[" in stream.getvalue()) is styled and "lost" in stream.getvalue()
 
 
-def test_a_cut_is_marked() -> None:
+def test_table_marks_truncation() -> None:
     table = Table(("name", "status", "path", "reason"), (("n" * 20, "completed", "p" * 60, "short"),))
     lines = shown(table, 50)
     assert "completed" in lines[2] and lines[2].count("…") == 2
     assert lines[3] == "    short"
 
 
-def test_what_fits_stands_in_columns() -> None:
+def test_table_aligns_columns_that_fit() -> None:
     table = Table(("name", "n", "reason"), (("a", "10", "x"), ("bcd", "7", "why not")), frozenset({"n"}))
     assert shown(table, 80) == ["title", "name   n  reason", "a     10  x", "bcd    7  why not"]
 
 
-def test_a_long_last_column_is_folded_under_itself() -> None:
+def test_table_wraps_long_last_column() -> None:
     lines = shown(Table(("name", "reason"), (("a", "word " * 12),)), 40)
     assert lines[2].startswith("a     word word") and all(line.startswith("      word") for line in lines[3:])

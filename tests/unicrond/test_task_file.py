@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from unicrond.core.tasks.reshaping import most_workers
 from unicrond.core.tasks.task_rules import SPEC_BYTES_MAX, spec_faults
+from unicrond.core.tasks.task_validation import task_problems
 from unicrond.core.worth.waf import in_layout, modelled
 from unicrond.events.host.task_environment import SETTINGS
 from unicrond.events.vocabulary import (
@@ -28,7 +29,7 @@ from unicrond.events.vocabulary.shape import Shape
 from unicrond.events.wire.codec import encode
 from unicrond.events.wire.envelope import Envelope
 from unicrond.intake.strict_yaml import BadYaml, parse
-from unicrond.intake.task_file import TaskFileError, load, loads, problems
+from unicrond.intake.task_file import TaskFileError, is_file, load, loads
 from unicrond.throughput.layouts import job
 from unicrond.throughput.model import table
 from unicrond.throughput.presets import GPUS, MODELS
@@ -48,13 +49,13 @@ def complaint(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_examples_are_valid(path: Path) -> None:
+def test_task_examples_are_valid(path: Path) -> None:
     spec = load(path)
     assert spec.name == path.stem
-    assert problems(spec) == []
+    assert task_problems(spec, is_file=is_file) == []
 
 
-def test_the_annotated_example_of_the_documentation_names_every_field(tmp_path: Path) -> None:
+def test_documentation_example_names_every_field(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "use" / "task-files.md").read_text()
     example = text.partition("```yaml\n")[2].partition("```")[0]
     spec = loads(example, directory=tmp_path)
@@ -73,7 +74,7 @@ def test_the_annotated_example_of_the_documentation_names_every_field(tmp_path: 
     assert spec.name == "pretrain-small"
 
 
-def test_a_name_is_enough() -> None:
+def test_task_needs_only_name() -> None:
     assert loads("name: a") == TaskSpec(name="a", accumulation="exact", env={"UNICRON_LANES": "1"})
 
 
@@ -82,7 +83,7 @@ def test_a_name_is_enough() -> None:
     [("numerics: fixed", "exact"), ("numerics: follow", "float"), ("accumulation: exact", "exact"),
      ("accumulation: float", "float")],
 )  # fmt: skip
-def test_sums_are_fixed_or_follow_the_deal(line: str, on_the_log: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_numerics_select_fixed_or_following_sums(line: str, on_the_log: str, caplog: pytest.LogCaptureFixture) -> None:
     """In older files they were called otherwise: these are taken, with a line that says so."""
     assert loads(f"name: a\n{line}", where="t.yaml").accumulation == on_the_log
     told = [record.getMessage() for record in caplog.records]
@@ -91,12 +92,12 @@ def test_sums_are_fixed_or_follow_the_deal(line: str, on_the_log: str, caplog: p
     assert told == ([older] if line.startswith("accumulation") else [])
 
 
-def test_numerics_that_say_nothing_clear_are_refused() -> None:
+def test_task_file_refuses_unclear_numerics() -> None:
     assert "numerics: 'exact' is not one of fixed, follow" in complaint("name: a\nnumerics: exact")
     assert "keep numerics" in complaint("name: a\nnumerics: fixed\naccumulation: float")
 
 
-def test_what_is_done_about_other_bits_stands_in_the_environment() -> None:
+def test_deterministic_setting_becomes_environment_variable() -> None:
     assert loads("name: a\ndeterministic: require").env["UNICRON_DETERMINISTIC"] == "require"
     assert loads("name: a\ndeterministic: off\nenv: {A: b}").env["A"] == "b"
     assert "UNICRON_DETERMINISTIC" not in loads("name: a").env
@@ -108,7 +109,7 @@ def test_what_is_done_about_other_bits_stands_in_the_environment() -> None:
 @pytest.mark.parametrize(
     ("workers", "batch", "lanes"), [(8, 32, 4), (6, 3, 3), (2, 8, 1)], ids=["replicas", "micro-batches", "one"]
 )
-def test_a_task_has_as_many_lanes_as_it_may_have_replicas(workers: int, batch: int, lanes: int) -> None:
+def test_lanes_default_to_replica_maximum(workers: int, batch: int, lanes: int) -> None:
     spec = loads(f"name: a\nmax_workers: {workers}\nmin_workers: 2\ntp: 2\nglobal_batch: {batch}\nnumerics: fixed")
     assert spec.lanes == lanes
     assert replace(spec, max_workers=64).lanes == lanes, "it is a constant"
@@ -117,7 +118,7 @@ def test_a_task_has_as_many_lanes_as_it_may_have_replicas(workers: int, batch: i
     assert "UNICRON_LANES" in complaint("name: a\nglobal_batch: 8\nenv: {UNICRON_LANES: '9'}")
 
 
-def test_numbers_and_words_mean_what_people_mean() -> None:
+def test_yaml_scalars_parse_as_people_mean() -> None:
     spec = loads(
         "name: no\noptimizer: {lr: 1e-3}\nseed: 010\nenv: {DEBUG: on, AT: 12:30}\n"
         "throughput: {1: 1.9e12, 2: 3e12}\nmax_workers: 2"
@@ -129,7 +130,7 @@ def test_numbers_and_words_mean_what_people_mean() -> None:
     assert spec.throughput == {"1": 1_900_000_000_000, "2": 3_000_000_000_000}
 
 
-def test_paths_start_at_the_files_directory(tmp_path: Path) -> None:
+def test_paths_start_at_directory_of_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("pass\n")
     (tmp_path / "task.yaml").write_text("name: a\nentry: train.py\ncwd: .\ndata: d/corpus\ncheckpoint: {dir: /ckpt}\n")
     spec = load(tmp_path / "task.yaml")
@@ -139,7 +140,7 @@ def test_paths_start_at_the_files_directory(tmp_path: Path) -> None:
     assert spec.checkpoint.dir == "/ckpt"
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_task_spec_survives_round_trip(tmp_path: Path) -> None:
     spec = loads("name: a\nweight: 0.5\nmodel: {layers: 4}\nmax_workers: 4\nthroughput: {1: 5}\n", directory=tmp_path)
     assert loads(msgspec.json.encode(spec).decode()) == spec  # JSON is YAML
 
@@ -207,11 +208,11 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("text", "said"), MISTAKES, ids=range(len(MISTAKES)))
-def test_mistakes(text: str, said: str) -> None:
+def test_task_file_mistake_gets_one_line_with_fix(text: str, said: str) -> None:
     assert said in complaint(text)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_task_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match=r"nowhere\.yaml: cannot be read: No such file"):
         load(tmp_path / "nowhere.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
@@ -219,16 +220,16 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "latin.yaml")
 
 
-def test_a_spec_that_came_over_the_wire_is_checked_too() -> None:
-    assert problems(TaskSpec(name="a")) == []
-    assert "absolute path" in problems(TaskSpec(name="a", data="corpus/x"))[0]
-    assert "give gpt, megatron-lm or an absolute path" in problems(TaskSpec(name="a", entry="train.py"))[0]
+def test_spec_from_wire_is_validated() -> None:
+    assert task_problems(TaskSpec(name="a")) == []
+    assert "absolute path" in str(task_problems(TaskSpec(name="a", data="corpus/x"))[0])
+    assert "give gpt, megatron-lm or an absolute path" in str(task_problems(TaskSpec(name="a", entry="train.py"))[0])
     many = {f"V{number}": "x" * 1000 for number in range(100)}
-    assert f"more than {SPEC_BYTES_MAX}" in problems(TaskSpec(name="a", env=many))[0]
+    assert f"more than {SPEC_BYTES_MAX}" in str(task_problems(TaskSpec(name="a", env=many))[0])
 
 
 @given(st.text())
-def test_any_text_is_a_document_or_one_clear_error(text: str) -> None:
+def test_parser_gives_document_or_one_clear_error(text: str) -> None:
     try:
         parse(text)
     except BadYaml as error:
@@ -236,7 +237,7 @@ def test_any_text_is_a_document_or_one_clear_error(text: str) -> None:
         assert "\n" not in error.reason
 
 
-def test_deep_and_long_documents_are_refused() -> None:
+def test_parser_refuses_deep_and_long_documents() -> None:
     assert "nested too deeply" in complaint("[" * 5000)
     assert "bytes" in complaint("#" * 300_000)
 
@@ -255,9 +256,9 @@ def test_deep_and_long_documents_are_refused() -> None:
         env=st.dictionaries(st.text(max_size=3), st.text(max_size=3)),
     )
 )
-def test_what_passes_can_be_planned_and_written(spec: TaskSpec) -> None:
+def test_valid_spec_can_be_planned_and_written(spec: TaskSpec) -> None:
     """The planner's table exists, its plan fits the log's integers, and a command can carry the spec."""
-    if problems(spec):
+    if task_problems(spec, is_file=is_file):
         return
     assert max(int(spec.weight * flops) for flops in modelled(spec).points.values()) < 2**63
     store = StoreAddress(host="h", port=1)
@@ -272,7 +273,7 @@ def test_what_passes_can_be_planned_and_written(spec: TaskSpec) -> None:
 SEVEN_B = "name: a\nmin_workers: 8\nmax_workers: 64\ntp: 4\nmicro_batch: 1\n"
 
 
-def test_a_preset_fills_in_the_table_and_what_the_task_leaves_out() -> None:
+def test_preset_fills_in_throughput_and_missing_fields() -> None:
     spec = loads(SEVEN_B + "throughput_model: {model: gpt3-7b, gpu: a100-80g}\n")
     expected = table(job(MODELS["gpt3-7b"], GPUS["a100-80g"], tp=4, pp=1, micro_batch=1), 64)
     assert spec.throughput == {str(workers): flops for workers, flops in expected.items()} != {}
@@ -284,7 +285,7 @@ def test_a_preset_fills_in_the_table_and_what_the_task_leaves_out() -> None:
     assert other.global_batch == 512 and other.throughput != spec.throughput
 
 
-def test_a_layout_is_feasible_where_its_gradients_have_room() -> None:
+def test_layout_needs_room_for_its_gradients() -> None:
     """16 lanes on 2, 3, 4 or more of 16 replicas: the fewer, the more sums a worker holds."""
     small = "throughput_model: {model: gpt3-7b, gpu: a100-40g}\n"
     follow, fixed = loads(f"{SEVEN_B}numerics: follow\n{small}"), loads(SEVEN_B + small)
@@ -310,19 +311,19 @@ def test_a_layout_is_feasible_where_its_gradients_have_room() -> None:
         ("{model: gpt3-7b, gpu: a100-80g}\nmodel: {layers: 4}", "t.yaml:7: model: an iteration of this model is"),
     ],
 )
-def test_a_wrong_preset_is_told_in_one_line(line: str, told: str) -> None:
+def test_bad_preset_is_reported_in_one_line(line: str, told: str) -> None:
     with pytest.raises(TaskFileError) as error:
         loads(SEVEN_B + f"throughput_model: {line}\n", where="t.yaml")
     assert str(error.value).startswith(told), error.value
 
 
-def test_variables_that_would_change_the_workers_program_are_refused() -> None:
+def test_spec_refuses_variables_that_change_worker_program() -> None:
     spec = TaskSpec(name="a", run_as="alice", env={"LD_PRELOAD": "/x.so"})
     (said,) = [str(fault) for fault in spec_faults(spec)]
     assert said.startswith("env.LD_PRELOAD: ")
 
 
-def test_every_setting_of_a_worker_may_stand_in_a_task_file() -> None:
+def test_task_file_accepts_every_worker_setting() -> None:
     env = dict.fromkeys(SETTINGS, "1") | {DETERMINISTIC: "require"}
     assert not [*spec_faults(TaskSpec(name="a", env=env))]
     table = (ROOT / "docs" / "operate" / "configuration.md").read_text()
@@ -354,7 +355,7 @@ def layouts_of(text: str) -> list[tuple[int, int, int]]:
         ("tp: 2\nmin_workers: 2\nmax_workers: 4\nmodel: {hidden: 8192, layers: 48}", [(2, 1, 0), (1, 2, 0)]),
     ],
 )
-def test_layouts(text: str, layouts: list[tuple[int, int, int]]) -> None:
+def test_layouts_parse_to_shapes(text: str, layouts: list[tuple[int, int, int]]) -> None:
     assert layouts_of(text) == layouts
 
 
@@ -387,13 +388,13 @@ def test_layouts(text: str, layouts: list[tuple[int, int, int]]) -> None:
         ("tp: 2\nmin_workers: 2\nmax_workers: 3", "max_workers: 3 is not a multiple of tp * pp"),
     ],
 )
-def test_wrong_layouts(text: str, told: str) -> None:
+def test_task_file_refuses_bad_layouts(text: str, told: str) -> None:
     with pytest.raises(TaskFileError) as error:
         loads(f"name: a\n{text}")
     assert told in str(error.value)
 
 
-def test_own_loops_keep_their_layout_unless_they_say_otherwise(tmp_path: Path) -> None:
+def test_own_loop_keeps_layout_by_default(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text("")
     text = f"entry: {script}\ntp: 2\nmin_workers: 2\nmax_workers: 4"
@@ -408,7 +409,7 @@ def test_own_loops_keep_their_layout_unless_they_say_otherwise(tmp_path: Path) -
             loads(f"name: a\n{text}\n{wrong}")
 
 
-def test_an_entry_may_say_how_large_a_micro_batch_is() -> None:
+def test_layout_entry_sets_micro_batch() -> None:
     """Global batch 8: no more replicas than micro-batches, no more lanes than the layout with the largest has."""
     spec = loads("name: a\ntp: 2\nmax_workers: 8\nlayouts: [{tp: 1, pp: [1, 2], micro_batch: 4}, {tp: 4}]")
     sizes = [(one.tp, one.pp, one.micro_batch) for one in spec.layouts]
@@ -420,7 +421,7 @@ def test_an_entry_may_say_how_large_a_micro_batch_is() -> None:
     assert [one.micro_batch for one in same.layouts] == [0, 0], "the log of who names none stays as it is"
 
 
-def test_the_plan_may_choose_among_sizes_of_micro_batches() -> None:
+def test_layouts_offer_micro_batch_sizes_to_plan() -> None:
     """Of one tp and pp, each with its own curve."""
     tables = "layouts: [{throughput: {1: 9, 2: 16}}, {micro_batch: 4, throughput: {1: 12, 2: 12}}]"
     spec = loads(f"name: a\nmax_workers: 2\n{tables}")
@@ -437,7 +438,7 @@ def test_the_plan_may_choose_among_sizes_of_micro_batches() -> None:
         loads(many % ", ".join(map(str, sizes)))
 
 
-def test_a_preset_knows_the_micro_batches_of_each_layout() -> None:
+def test_preset_knows_micro_batches_of_each_layout() -> None:
     text = "name: a\ntp: 8\nmin_workers: 8\nmax_workers: 16\nthroughput_model: {model: gpt3-7b, gpu: a100-80g}\n"
     one, four = (
         {(o.tp, o.pp): o for o in loads(f"{text}layouts: [{{tp: [2, 4], micro_batch: {n}}}]").layouts} for n in (1, 4)
@@ -447,7 +448,7 @@ def test_a_preset_knows_the_micro_batches_of_each_layout() -> None:
     assert all(four[shape].micro_batch == 4 for shape in shared)
 
 
-def test_lanes_are_as_many_as_replicas_in_any_layout() -> None:
+def test_lanes_match_replica_maximum_of_any_layout() -> None:
     text = "name: a\ntp: 2\nmin_workers: 2\nmax_workers: 4"
     assert loads(f"{text}\nlayouts: auto").lanes == 4
     spec = loads(text)
@@ -455,7 +456,7 @@ def test_lanes_are_as_many_as_replicas_in_any_layout() -> None:
     assert most_workers(spec, Shape(1, 1)) == 2
 
 
-def test_a_preset_gives_a_table_for_each_layout_that_is_the_best_somewhere() -> None:
+def test_preset_gives_table_for_each_best_layout() -> None:
     text = "name: a\nmax_workers: 64\nnumerics: follow\nthroughput_model: {model: gpt3-13b, gpu: a100-80g}\n"
     spec = loads(f"{text}layouts: auto")
     assert len(spec.layouts) > 1 and (spec.layouts[0].tp, spec.layouts[0].pp) == (spec.tp, spec.pp)
@@ -469,7 +470,7 @@ def test_a_preset_gives_a_table_for_each_layout_that_is_the_best_somewhere() -> 
     assert spec.min_workers == min(best)
 
 
-def test_tables_of_large_tasks_have_fewer_points() -> None:
+def test_large_throughput_tables_have_fewer_points() -> None:
     """So that the task fits into an event; no point says more than the model, or less by more than half a percent."""
     text = "name: a\nnumerics: follow\nlayouts: auto\nthroughput_model: {model: gpt3-7b, gpu: a100-80g}\n"
     large, small = (loads(f"{text}max_workers: {most}") for most in (4096, 1024))
@@ -486,7 +487,7 @@ def test_tables_of_large_tasks_have_fewer_points() -> None:
     assert compared > 100
 
 
-def test_types_of_gpu_have_their_own_throughput() -> None:
+def test_gpu_types_have_own_throughput() -> None:
     given = loads(
         "name: t\ntp: 2\nmax_workers: 4\nmin_workers: 2\n"
         "gpus: [{gpu: h100-80g, layouts: [{tp: 2, throughput: {2: 3e9}}]}]"
@@ -503,7 +504,7 @@ def test_types_of_gpu_have_their_own_throughput() -> None:
             loads(f"name: t\nmax_workers: 4\ngpus: {gpus}")
 
 
-def test_the_model_fills_in_further_types() -> None:
+def test_throughput_model_fills_in_further_types() -> None:
     """Faster where the GPU is, and 0 where the model finds no room."""
     text = "name: t\ntp: 4\npp: 1\nlayouts: fixed\nmin_workers: 4\nmax_workers: 64\nmicro_batch: 1\nnumerics: follow\n"
     spec = loads(text + "throughput_model: {model: gpt3-7b, gpu: a100-80g, also: [h100-80g, a100-40g]}")
@@ -520,7 +521,7 @@ def test_the_model_fills_in_further_types() -> None:
     assert one.gpus[0].layouts[0].throughput == {"1": 0}
 
 
-def test_the_layouts_are_the_best_on_any_type() -> None:
+def test_preset_layouts_are_best_on_any_type() -> None:
     """What one GPU of the main type holds is cut among several of the other, and nowhere faster on the main one."""
     text = "name: t\nmin_workers: 1\nmax_workers: 64\nmicro_batch: 1\nnumerics: follow\n"
     model = "throughput_model: {model: gpt3-7b, gpu: h200-141g"
@@ -539,7 +540,7 @@ def test_the_layouts_are_the_best_on_any_type() -> None:
     assert any(best[n] > max(tables[cut].get(n, 0) for cut in cuts[0]) for n in best), "faster with them"
 
 
-def test_a_layout_that_the_main_type_has_no_room_for_achieves_nothing_there() -> None:
+def test_layout_without_room_on_main_type_gives_zero_there() -> None:
     text = "name: t\ntp: 8\npp: 1\nlayouts: [{tp: [1, 8]}]\nmin_workers: 8\nmax_workers: 16\nmicro_batch: 1\n"
     text += "numerics: follow\n"
     spec = loads(text + "throughput_model: {model: gpt3-7b, gpu: a100-40g, also: [h200-141g]}")

@@ -31,7 +31,7 @@ def kill_first(cluster: MiniCluster) -> None:
     cluster.run()
 
 
-def test_of_the_last_replica_the_log_says_how_many_micro_batches_went_with_it() -> None:
+def test_loss_of_last_replica_logs_lost_micro_batches() -> None:
     cluster = two_stages(1)
     cluster.computed = {worker: (4, 5 - place) for place, worker in enumerate(members(cluster))}
     cluster.source = "memory"
@@ -46,7 +46,7 @@ def test_of_the_last_replica_the_log_says_how_many_micro_batches_went_with_it() 
     assert big["lost_work_us"] == 5 * pace_us // cluster.state.tasks["big"].spec.micro_batches
 
 
-def test_what_was_committed_since_is_not_lost() -> None:
+def test_committed_work_counts_as_kept() -> None:
     cluster = two_stages(1)
     cluster.computed = dict.fromkeys(members(cluster), (3, 12))
     cluster.source = "memory"
@@ -54,16 +54,16 @@ def test_what_was_committed_since_is_not_lost() -> None:
     assert of(cluster, v.TransitionCompleted)[0].micro_batches_lost == 0
 
 
-def test_survivors_keep_theirs_and_what_is_done_again_is_told_as_that() -> None:
+def test_survivors_keep_work_and_redone_work_is_logged() -> None:
     cluster = two_stages(2)
     cluster.computed = dict.fromkeys(members(cluster), (4, 3))
     kill_first(cluster)
     (closed,) = of(cluster, v.TransitionCompleted)
-    assert closed.micro_batches_lost == 0 and closed.micro_batches_redone > 0
+    assert closed.micro_batches_lost == 0 and closed.micro_batches_repeated > 0
     assert "thrown away" not in closed.sentence()
 
 
 @pytest.mark.parametrize(("phase", "count"), [("forward", 3), ("backward", 3), ("reduce", 4), ("regroup", 3)])
-def test_a_mark_says_how_many_were_finished(phase: v.Phase, count: int) -> None:
+def test_mark_gives_finished_micro_batches(phase: v.Phase, count: int) -> None:
     mark = Mark(phase, 1, 7, 3, 0, 0, 0, 0, 0)
     assert computed(mark) == count

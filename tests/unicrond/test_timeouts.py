@@ -9,11 +9,11 @@ from unicrond.core.state.policy import Policy
 from unicrond.intake.timeouts import TRAINER_DEFAULTS, contradictions
 
 
-def test_the_defaults_are_consistent() -> None:
+def test_default_timeouts_are_consistent() -> None:
     assert contradictions(Policy(), 1.0, {}) == []
 
 
-def test_the_defaults_are_the_trainers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_timeouts_match_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TRAINER_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     patience = WorkerSettings.from_environment()
@@ -40,12 +40,10 @@ def test_the_defaults_are_the_trainers_own(monkeypatch: pytest.MonkeyPatch) -> N
         (Policy(exit_s=70.0), 1.0, {}, "policy.exit_s"),
     ],
 )
-def test_a_contradiction_is_named_by_its_field(
-    policy: Policy, heartbeat_s: float, env: dict[str, str], name: str
-) -> None:
+def test_contradiction_names_its_field(policy: Policy, heartbeat_s: float, env: dict[str, str], name: str) -> None:
     found = contradictions(policy, heartbeat_s, env)
     assert [sentence.partition(":")[0] for sentence in found] == [name]
 
 
-def test_what_is_no_number_is_the_trainers_to_refuse() -> None:
+def test_timeout_check_skips_invalid_numbers() -> None:
     assert contradictions(Policy(), 1.0, {"UNICRON_LEASE_S": "soon"}) == []

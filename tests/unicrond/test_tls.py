@@ -49,11 +49,11 @@ def config(directory: Path, more: str = WIDE) -> Config:
 # --- unicrond tls-init ---------------------------------------------------------------------------
 
 
-def test_tls_init_makes_and_renews(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_init_creates_and_renews_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text("a token")
     api = f"api: {{host: 0.0.0.0, token_file: {tmp_path / 'token'}}}\n"
     path, tls = configured(tmp_path, WIDE + api), tmp_path / "state" / "tls"
-    command = ["tls-init", "--config", str(path), "--name", "head.example", "--name", "10.1.2.3"]
+    command = ["tls-init", "--config", str(path), "--host", "head.example", "--host", "10.1.2.3"]
     assert main([*command, "--renew"]) == 2
     assert "run `unicrond tls-init` first" in capsys.readouterr().err
     assert main([*command, "--days", "10"]) == 0
@@ -73,7 +73,7 @@ def test_tls_init_makes_and_renews(tmp_path: Path, capsys: pytest.CaptureFixture
     assert first_certificate((tls / "ca.pem").read_bytes()) == ca
 
 
-def test_names_of_hosts() -> None:
+def test_host_name_accepts_valid_names_only() -> None:
     assert [host_name(name) for name in ("head", "*.example.org", "10.0.0.1", "::1")] == [
         *("head", "*.example.org", "10.0.0.1", "::1")
     ]
@@ -82,7 +82,7 @@ def test_names_of_hosts() -> None:
             host_name(bad)
 
 
-def test_a_node_gets_a_certificate_of_our_ca_and_of_no_other(tmp_path: Path) -> None:
+def test_node_certificate_comes_from_own_ca(tmp_path: Path) -> None:
     path = configured(tmp_path)
     assert main(["tls-init", "--config", str(path)]) == 0
     pem = pem_for_node(load(path), "n1").encode()
@@ -93,7 +93,7 @@ def test_a_node_gets_a_certificate_of_our_ca_and_of_no_other(tmp_path: Path) -> 
     assert pem_for_node(config(tmp_path, ""), "n1") == "", "loopback"
 
 
-def test_with_nats_servers_of_ones_own_the_certificate_is_for_states(tmp_path: Path) -> None:
+def test_own_nats_servers_limit_certificate_to_states(tmp_path: Path) -> None:
     """The servers are of another CA, or speak in clear."""
     text = f"nats: {{url: 'nats://10.0.0.5', auth: keys, keys: {tmp_path}}}\n"
     path = configured(tmp_path, text)
@@ -115,7 +115,7 @@ def test_with_nats_servers_of_ones_own_the_certificate_is_for_states(tmp_path: P
 # --- the configuration ---------------------------------------------------------------------------
 
 
-def test_wide_binds_use_tls_unless_switched_off_by_name(tmp_path: Path) -> None:
+def test_public_bind_uses_tls_unless_switched_off(tmp_path: Path) -> None:
     tokens = tmp_path / "token"
     tokens.write_text("secret")
     api = f"api: {{host: 0.0.0.0, token_file: {tokens}}}\n"
@@ -149,19 +149,19 @@ def test_wide_binds_use_tls_unless_switched_off_by_name(tmp_path: Path) -> None:
         ("tls: {ca: /nowhere, cert: /nowhere, key: /nowhere}\n", "tls.ca: /nowhere is not a file"),
     ],
 )
-def test_a_bad_setting_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_configuration_refuses_bad_tls_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(tmp_path, text)
 
 
-def test_unions_without_a_struct_are_judged_as_ever() -> None:
+def test_validator_handles_unions_without_struct() -> None:
     class Some(msgspec.Struct):
         count: int | None = None
 
     assert [str(fault) for fault in faults({"count": "x"}, Some)] == ["count: expected a whole number, got text 'x'"]
 
 
-def test_clients_on_the_head_expect_a_name_of_the_certificate(tmp_path: Path) -> None:
+def test_local_client_expects_name_of_certificate(tmp_path: Path) -> None:
     certified = Certified(tmp_path / "own", ["head.example", "10.0.0.1"])
     files = Files(certified.ca, certified.server, certified.server)
     assert expected_name(files, "10.0.0.1") == "10.0.0.1"
@@ -202,7 +202,7 @@ async def said(client: Client) -> str:
     return str(caught.value)
 
 
-async def test_the_api_speaks_tls_and_each_refusal_is_one_line(tmp_path: Path) -> None:
+async def test_api_speaks_tls_and_refuses_in_one_line(tmp_path: Path) -> None:
     certified, other = Certified(tmp_path / "tls"), Certified(tmp_path / "other")
     files = Files(certified.ca, certified.server, certified.server)
     keeper = Certificates(files, None, is_for_api=True)
@@ -224,9 +224,7 @@ async def test_the_api_speaks_tls_and_each_refusal_is_one_line(tmp_path: Path) -
         assert "does not speak TLS there" in await said(Client(f"https://127.0.0.1:{port}", ca=certified.ca))
 
 
-def test_the_ca_of_the_command_line_comes_before_that_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ca_flag_overrides_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "a.pem", tmp_path / "b.pem"
     first.touch()
     second.touch()
@@ -247,7 +245,7 @@ class Server:
         self.renewed += 1
 
 
-async def test_certificates_that_end_or_cannot_be_used_are_alarms(tmp_path: Path) -> None:
+async def test_expiring_or_unusable_certificate_raises_alarm(tmp_path: Path) -> None:
     certified, server = Certified(tmp_path), Server()
     at = now()
     keeper = Certificates(

@@ -11,6 +11,7 @@ from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
 from unicrond.core.rules.requests import request_problem
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.node_parts import AgentIdentity
 from unicrond.core.state.policy import PART_BYTES, Policy, Settings, settings_of
 from unicrond.core.state.state import (
     ClusterState,
@@ -26,10 +27,10 @@ from unicrond.core.state.state import (
 from unicrond.core.state.task_parts import GroupHealth, TaskProgress
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.views.verify import Divergence, Verifier, bases
-from unicrond.views.view import steps
+from unicrond.views.view import feed_all
 
 STORE = v.StoreAddress(host="10.0.0.1", port=1)
 
@@ -50,7 +51,7 @@ def kinds(events: list[v.AnyEvent]) -> list[str]:
 # --- whole ----------------------------------------------------------------------------------------
 
 
-def test_the_decision_names_the_peers() -> None:
+def test_membership_decision_names_peers() -> None:
     made = MiniCluster(1)
     service = v.MemoryService(node="n0", host="h", port=1, token="t")
     made.add_host("n0", memory=service)
@@ -74,7 +75,7 @@ def until_parts(made: MiniCluster) -> list[v.AnyEvent]:
     raise AssertionError("no membership in parts")
 
 
-def test_parts_are_told_first_in_batches_of_their_own() -> None:
+def test_membership_parts_precede_decision_in_own_batches() -> None:
     made = cluster_of_parts()
     events = until_parts(made)
     assert kinds(events) == ["MembershipPart", "MembershipPart", "MembershipDecided"]
@@ -89,23 +90,23 @@ def test_parts_are_told_first_in_batches_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_torn_membership_is_inert_and_the_next_term_decides_anew(parts: int) -> None:
+def test_torn_membership_is_inert_and_next_term_decides_again(parts: int) -> None:
     made = cluster_of_parts()
     events = until_parts(made)
     for event in events[:parts]:
         made.append(event, "coordinator", made.state.term)
     task = made.state.tasks["a"]
-    assert task.membership is None and task.group.telling is not None
+    assert task.membership is None and task.group.membership_parts is not None
     made.take_over()
-    assert made.state.tasks["a"].group.telling is None
+    assert made.state.tasks["a"].group.membership_parts is None
     late = made.append(events[-1], "coordinator", made.state.term)
-    assert made.state.tasks["a"].membership is None and not made.state.refused, f"entry {late.seq} is torn"
+    assert made.state.tasks["a"].membership is None and not made.state.refusals, f"entry {late.seq} is torn"
     made.run()
     made.assert_whole()
     assert len(members(made, "a")) == 3 and made.state.tasks["a"].generation == 1
 
 
-def test_a_torn_membership_verifies() -> None:
+def test_torn_membership_verifies() -> None:
     made = cluster_of_parts()
     events = until_parts(made)
     made._based_on = made.state.seq
@@ -121,14 +122,13 @@ def test_a_torn_membership_verifies() -> None:
     verify(made.log)
 
 
-def verify(log: list[Recorded]) -> None:
+def verify(log: list[RecordedEvent]) -> None:
     verifier = Verifier(bases(log))
-    for step in steps(log):
-        verifier.feed(step)
+    feed_all(verifier, log)
     verifier.finish()
 
 
-def test_the_usual_size_of_a_part_is_not_written_and_read_back() -> None:
+def test_default_part_size_is_not_logged() -> None:
     assert "part_bytes" not in Settings(Policy(), 1.0).numbers()
     settings = Settings(Policy(part_bytes=64), 1.0)
     assert settings_of(settings.numbers()) == settings
@@ -138,7 +138,7 @@ def test_the_usual_size_of_a_part_is_not_written_and_read_back() -> None:
 # --- size ------------------------------------------------------------------------------------------
 
 
-def test_how_large_a_task_may_be() -> None:
+def test_request_of_maximum_task_size_is_accepted() -> None:
     submitted = v.TaskSubmitted(spec=v.TaskSpec(name="a", max_workers=v.WORKERS_MAX, global_batch=v.WORKERS_MAX))
     assert not request_problem(ClusterState(), submitted)
 
@@ -180,9 +180,8 @@ def large(*, nodes: int = 512, slots: int = 8, tp: int = 8) -> ClusterState:
             slots_max=slots,
             address="10.0.0.1",
             store=STORE,
-            agent_boot=1,
+            agent=AgentIdentity(boot=1, version=version),
             joined_us=1,
-            version=version,
         )
         for name in names
     }
@@ -196,10 +195,10 @@ def large(*, nodes: int = 512, slots: int = 8, tp: int = 8) -> ClusterState:
 def after_a_fault(state: ClusterState) -> list[v.AnyEvent]:
     """What is decided at once when a worker dies."""
     exited = v.WorkerExited(
-        node="gpu0100", task="gpt", worker="gpt.801", exit_code=None, signal=9, expected=False, log_tail=""
+        node="gpu0100", task="gpt", worker="gpt.801", exit_code=None, signal=9, is_expected=False, log_tail=""
     )
     envelope = Envelope(producer="gpu0100", boot=1, number=1, observed_at_us=10, event=exited)
-    state = fold(state, Recorded(state.seq + 1, 11, envelope))
+    state = fold(state, RecordedEvent(state.seq + 1, 11, envelope))
     return decide(Survey(state, Policy()), {})
 
 
@@ -209,7 +208,7 @@ def log_bytes(events: list[v.AnyEvent]) -> int:
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-def test_what_one_fault_writes_at_512_nodes(tp: int) -> None:
+def test_fault_at_512_nodes_writes_little(tp: int) -> None:
     told = after_a_fault(large(tp=tp))
     assert kinds(told).count("MembershipDecided") == 1
     assert log_bytes(told) < 20_000

@@ -41,14 +41,14 @@ def wait(cluster: MiniCluster) -> None:
     cluster.run()
 
 
-def test_without_a_bound_the_lighter_task_waits_without_end() -> None:
+def test_lighter_task_starves_without_bound() -> None:
     cluster = contested("heavy", "light", starvation_s=0.0, heavy=2.0)
     assert running(cluster) == ["heavy"]
     assert not [name for name in cluster.standing() if name.startswith(("wait:", "turn:"))]
     assert not cluster.state.starvation_us and cluster.state.tasks["light"].turn.waits_since_us == 0
 
 
-def test_a_task_that_waits_gets_its_turn_and_then_is_like_the_others() -> None:
+def test_starving_task_gets_turn_and_gives_it_back() -> None:
     cluster = contested("heavy", "light", heavy=2.0)
     assert running(cluster) == ["heavy"]
     wait(cluster)
@@ -66,7 +66,7 @@ def test_a_task_that_waits_gets_its_turn_and_then_is_like_the_others() -> None:
     assert verify(cluster.log).decisions > 10, "each is made again from the log"
 
 
-def test_each_of_many_has_its_turn_whatever_they_weigh() -> None:
+def test_turns_reach_every_task_regardless_of_weight() -> None:
     names = [f"t{number}" for number in range(6)]
     cluster = contested(*names, **{name: float(10**number) for number, name in enumerate(names)})
     had: list[str] = []
@@ -77,7 +77,7 @@ def test_each_of_many_has_its_turn_whatever_they_weigh() -> None:
     assert min(shares.values()) >= 5, shares
 
 
-def test_a_task_that_no_cluster_like_this_can_run_keeps_no_other_from_its_turn() -> None:
+def test_unrunnable_task_blocks_no_turn() -> None:
     cluster = contested("heavy", "light", heavy=2.0)
     cluster.submit("huge", min_workers=9, max_workers=9, weight=100.0)
     cluster.run()
@@ -89,7 +89,7 @@ def test_a_task_that_no_cluster_like_this_can_run_keeps_no_other_from_its_turn()
     assert cluster.state.tasks["huge"].turn.waits_since_us
 
 
-def test_a_turn_outlives_its_coordinator_and_keeps_its_length() -> None:
+def test_turn_outlives_coordinator_and_keeps_length() -> None:
     cluster = contested("heavy", "light", heavy=2.0)
     wait(cluster)
     (before,) = [(name, us) for name, us in cluster.standing().items() if name.startswith("turn:")]
@@ -101,7 +101,7 @@ def test_a_turn_outlives_its_coordinator_and_keeps_its_length() -> None:
     assert running(cluster) == ["light"]
 
 
-def test_those_who_have_workers_never_wait() -> None:
+def test_tasks_with_workers_never_wait() -> None:
     cluster = MiniCluster(1, Policy(starvation_s=_HOUR_S))
     for number in range(4):
         cluster.add_host(f"n{number}")
@@ -112,7 +112,7 @@ def test_those_who_have_workers_never_wait() -> None:
     assert not [name for name in cluster.standing() if name.startswith(("wait:", "turn:"))]
 
 
-def test_the_bound_is_told_in_the_log_and_left_out_where_there_is_none() -> None:
+def test_starvation_bound_is_logged_only_if_set() -> None:
     numbers: dict[str, Any] = Settings(Policy(starvation_s=90.0), 1.0).numbers()
     assert numbers["starvation_s"] == 90.0 and settings_of(numbers).policy.starvation_s == 90.0
     assert "starvation_s" not in Settings(Policy(), 1.0).numbers()

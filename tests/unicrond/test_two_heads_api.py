@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.contracts.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.serving import Files
 from unicrond.core.state.policy import Policy
 from unicrond.ctl.client import ApiRefused, Client, ConnectionFailed, NotLeader
-from unicrond.events.log.lease import Holder, MemoryLease
-from unicrond.events.log.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.events.log.lease import Holder
 from unicrond.intake.config import Config
+from unicrond.replay.simulation.cluster.lease import MemoryLease
 from unicrond.service.api.access import Access
 from unicrond.service.api.api import Api
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head.head import Head
 
 
@@ -30,7 +32,9 @@ class Served:
     """A head and its API."""
 
     def __init__(self, name: str, log: MemoryLog, lease: MemoryLease, directory: Path) -> None:
-        self.coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 60, process=name)
+        self.coordinator = Coordinator(
+            log, MemoryBeatLog(), HeadSettings(policy=Policy(), heartbeat_s=60, process=name)
+        )
         me = Holder(head=name, process=name, api=f"{name}:7470")
         self.head = Head(self.coordinator, lease, me, 0.2, has_ended=lambda _: False)
         shown = ProcessStatus(str, self.head, lambda: ["a promise"])
@@ -80,7 +84,7 @@ async def two(directory: Path) -> AsyncIterator[tuple[Served, Served]]:
                 await each.stop()
 
 
-async def test_the_head_that_stands_by_answers_and_refers_to_the_other(tmp_path: Path) -> None:
+async def test_standby_head_answers_and_refers_to_leader(tmp_path: Path) -> None:
     async with two(tmp_path) as (leads, stands_by):
         told = await stands_by.health("standby")
         assert not told["leads"] and told["heads"]["leader"] == {"process": "one", "api": "one:7470"}
@@ -95,7 +99,7 @@ async def test_the_head_that_stands_by_answers_and_refers_to_the_other(tmp_path:
             await asyncio.to_thread(Client(stands_by.url).submit, {"name": "a"})
 
 
-async def test_a_client_of_both_asks_whichever_leads(tmp_path: Path) -> None:
+async def test_client_of_both_heads_asks_leader(tmp_path: Path) -> None:
     async with two(tmp_path) as (leads, stands_by):
         client = Client(f"{stands_by.url}, {leads.url}")
         assert (await asyncio.to_thread(client.submit, {"name": "a"}))["task"] == "a"
@@ -111,7 +115,7 @@ async def test_a_client_of_both_asks_whichever_leads(tmp_path: Path) -> None:
         assert state.term == 2 and state.tasks["a"].ending.reason == "x"
 
 
-async def test_where_no_head_answers_that_is_one_line() -> None:
+async def test_client_without_any_head_prints_one_line() -> None:
     client = Client("http://127.0.0.1:1,http://127.0.0.1:2")
     with pytest.raises(
         ConnectionFailed, match=r"no coordinator at any of http://127\.0\.0\.1:1, http://127\.0\.0\.1:2; "
@@ -121,6 +125,6 @@ async def test_where_no_head_answers_that_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("urls", ["http://a:1,", "http://a:1,b:2", "http://a:1 http://b:1"])
-def test_each_address_must_be_one(urls: str) -> None:
+def test_client_refuses_bad_addresses(urls: str) -> None:
     with pytest.raises(ValueError):
         Client(urls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.rules.requests import user_problem
+from unicrond.core.tasks.task_validation import task_problems
 from unicrond.events.vocabulary import TaskSpec
 
 
@@ -30,20 +30,20 @@ def cluster() -> MiniCluster:
         ),
     ],
 )
-def test_every_node_must_know_the_user(run_as: str, said: str) -> None:
+def test_task_user_must_exist_on_every_node(run_as: str, said: str) -> None:
     made = cluster()
-    assert user_problem(made.state, TaskSpec(name="t", run_as=run_as)) == said
+    assert next(map(str, task_problems(TaskSpec(name="t", run_as=run_as), made.state)), "") == said
     quarantined = made.state.quarantined
     made.submit("t", run_as=run_as)
-    assert ("t" in made.state.tasks, made.state.quarantined - quarantined) == (not said, int(bool(said)))
+    assert ("t" in made.state.tasks, made.state.quarantined_messages - quarantined) == (not said, int(bool(said)))
 
 
-def test_a_node_without_a_list_runs_tasks_as_its_agents_user() -> None:
+def test_node_without_user_list_runs_as_agent_user() -> None:
     made = MiniCluster(1)
     made.add_host("n1")
-    said = user_problem(made.state, TaskSpec(name="t", run_as="bob"))
+    (said,) = map(str, task_problems(TaskSpec(name="t", run_as="bob"), made.state))
     assert said.startswith("run_as: node n1 does not run tasks as bob (runs all tasks as its agent's user)")
 
 
-def test_a_cluster_that_is_not_there_yet_refuses_nothing() -> None:
-    assert user_problem(MiniCluster(1).state, TaskSpec(name="t", run_as="bob")) == ""
+def test_empty_cluster_accepts_any_user() -> None:
+    assert not task_problems(TaskSpec(name="t", run_as="bob"), MiniCluster(1).state)

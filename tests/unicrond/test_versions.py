@@ -16,7 +16,7 @@ from unicrond.core.fold import fold
 from unicrond.core.state.state import UNREAD_MAX, ClusterState, WorkerStatus
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.field_defaults import Since
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import FIRST, beyond_schema, schema_of, told_version
 
 
@@ -60,9 +60,9 @@ def commands(made: MiniCluster, kind: type[v.Command]) -> dict[str, v.Command]:
     return {event.node: event for event in events if isinstance(event, kind)}
 
 
-def test_each_node_is_commanded_in_words_that_it_knows() -> None:
+def test_command_uses_schema_of_node() -> None:
     made = cluster(old=FIRST, new=NEXT, newer=NEXT + 1)
-    assert {name: node.schema for name, node in made.state.nodes.items()} == {
+    assert {name: node.agent.schema for name, node in made.state.nodes.items()} == {
         "old": FIRST,
         "new": NEXT,
         "newer": NEXT + 1,
@@ -77,26 +77,26 @@ def test_each_node_is_commanded_in_words_that_it_knows() -> None:
 
 
 @pytest.mark.parametrize(("reads", "told"), [(FIRST, FIRST), (NEXT, NEXT)])
-def test_what_several_nodes_read_is_written_for_the_oldest_of_them(reads: int, told: int) -> None:
+def test_shared_decision_uses_oldest_schema(reads: int, told: int) -> None:
     made = cluster(m=NEXT, n=reads)
     decided = [e.envelope.event for e in made.log if isinstance(e.envelope.event, v.MembershipDecided)]
     assert {schema_of(event) for event in decided} == {told}
 
 
-def test_an_agent_that_comes_back_older_is_told_what_it_may_have_missed() -> None:
+def test_downgraded_agent_gets_unread_decisions_again() -> None:
     made = cluster(m=NEXT, n=NEXT)
     made.kill_worker(made.hosts["m"], next(iter(made.hosts["m"].processes)))
     assert made.decide()
     generation = made.state.tasks["a"].generation
     made.hosts["n"].commands.clear()  # the older agent passes over it
     speak(made, "n", FIRST)
-    assert made.state.tasks["a"].group.unread == generation
+    assert made.state.tasks["a"].group.unread_generation == generation
     made.run()
     assert made.state.tasks["a"].confirmed
     assert made.state.incidents_total == 1, "the kill alone"
 
 
-def test_an_agent_that_has_heard_all_is_told_nothing_again() -> None:
+def test_current_agent_gets_nothing_again() -> None:
     made = cluster(m=NEXT, n=NEXT)
     generation = made.state.tasks["a"].generation
     speak(made, "n", FIRST)
@@ -104,7 +104,7 @@ def test_an_agent_that_has_heard_all_is_told_nothing_again() -> None:
     assert made.state.tasks["a"].generation == generation
 
 
-def test_a_command_that_a_node_does_not_know_is_not_sent() -> None:
+def test_command_unknown_to_node_is_not_sent() -> None:
     made = cluster(old=FIRST, new=NEXT)
     for host in made.hosts.values():
         kept = v.SnapshotStored(
@@ -117,7 +117,7 @@ def test_a_command_that_a_node_does_not_know_is_not_sent() -> None:
     assert not made.decide(), "and that is all: nothing is decided again and again"
 
 
-def test_under_a_coordinator_that_writes_schema_1_everything_is_schema_1() -> None:
+def test_coordinator_of_schema_1_writes_only_schema_1() -> None:
     made = MiniCluster(seed=1)
     made.append(v.CoordinatorStarted(term=2, version="0.1.0"), "coordinator", 2)
     made.add_host("n")
@@ -130,7 +130,9 @@ def test_under_a_coordinator_that_writes_schema_1_everything_is_schema_1() -> No
 def failed(made: MiniCluster, command: v.Command, reads: int) -> None:
     made.say(
         made.hosts[command.node],
-        v.CommandFailed(node=command.node, command_id=command.command_id, reason="cannot read it", reads=reads),
+        v.CommandFailed(
+            node=command.node, command_id=command.command_id, reason="cannot read it", readable_schema=reads
+        ),
     )
 
 
@@ -143,7 +145,7 @@ def unread(made: MiniCluster, name: str) -> Iterator[v.Command]:
         yield command
 
 
-def test_a_start_that_an_older_agent_cannot_read_is_commanded_anew_and_nobody_is_blamed() -> None:
+def test_unreadable_start_is_repeated_in_older_schema() -> None:
     made = MiniCluster(seed=1)
     made.schema = NEXT
     made.take_over()
@@ -153,7 +155,7 @@ def test_a_start_that_an_older_agent_cannot_read_is_commanded_anew_and_nobody_is
         made.decide()
     (start,) = unread(made, "n")
     failed(made, start, reads=FIRST)
-    assert made.state.nodes["n"].schema == FIRST
+    assert made.state.nodes["n"].agent.schema == FIRST
     made.run()
     again = commands(made, v.StartWorker)["n"]
     assert again != start
@@ -162,7 +164,7 @@ def test_a_start_that_an_older_agent_cannot_read_is_commanded_anew_and_nobody_is
     assert not made.state.incidents_total
 
 
-def test_a_stop_that_cannot_be_read_is_ordered_anew() -> None:
+def test_unreadable_stop_is_repeated() -> None:
     made = cluster(n=NEXT)
     made.append(v.TaskCancelled(task="a", reason="test"), "api", made.state.term)
     while not made.hosts["n"].commands:
@@ -175,7 +177,7 @@ def test_a_stop_that_cannot_be_read_is_ordered_anew() -> None:
     assert not made.state.incidents_total
 
 
-def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
+def test_unreadable_command_is_not_repeated_forever() -> None:
     made = MiniCluster(seed=1)
     made.add_host("n")
     made.submit("a")
@@ -186,22 +188,22 @@ def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
             starts += isinstance(command, v.StartWorker)
             failed(made, command, reads=FIRST)
         made.pass_deadlines()
-    assert made.state.nodes["n"].unread > UNREAD_MAX
+    assert made.state.nodes["n"].agent.unreadable_commands > UNREAD_MAX
     assert made.state.incidents_total >= 1
     assert starts <= UNREAD_MAX + 10, "then the rules for starts that fail hold"
 
 
-def test_a_version_that_names_no_schema_is_of_the_first() -> None:
+def test_version_without_schema_means_first() -> None:
     joined = v.NodeJoined(
         node="n", address="h", slots=1, store=v.StoreAddress(host="h", port=1), agent_boot=1, version="0.1.0"
     )
     envelope = Envelope(producer="n", boot=1, number=1, observed_at_us=1, event=joined)
-    state = fold(ClusterState(), Recorded(1, 1, envelope))
-    assert state.nodes["n"].schema == FIRST
+    state = fold(ClusterState(), RecordedEvent(1, 1, envelope))
+    assert state.nodes["n"].agent.schema == FIRST
     assert state.schema == FIRST
 
 
-async def test_a_coordinator_that_may_be_taken_back_writes_the_older_schema_and_refuses_what_that_lacks(
+async def test_downgradable_coordinator_writes_and_accepts_older_schema(
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path, story=[], schema=FIRST) as served, aiohttp.ClientSession(served.url) as http:
@@ -213,7 +215,7 @@ async def test_a_coordinator_that_may_be_taken_back_writes_the_older_schema_and_
             assert response.status == 201
 
 
-def test_what_is_beyond_a_schema_is_named() -> None:
+def test_beyond_schema_names_fields() -> None:
     spec = v.TaskSpec(name="a", start_timeout_s=60.0)
     assert beyond_schema(v.TaskSubmitted(spec=spec), FIRST) == ["spec.start_timeout_s"]
     assert beyond_schema(v.TaskSubmitted(spec=spec), NEXT) == []

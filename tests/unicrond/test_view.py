@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
+from unicrond.core.state.node_parts import Isolation
 from unicrond.core.state.state import ClusterState, TaskStatus
 from unicrond.ctl.client import Client, follow
 from unicrond.ctl.live_view import incident_table, render, watch
@@ -48,13 +49,13 @@ def healed() -> MiniCluster:
 # --- on a terminal -------------------------------------------------------------------------------
 
 
-def test_an_empty_cluster_says_so() -> None:
+def test_view_of_empty_cluster_says_so() -> None:
     text = shown(ClusterState())
     assert "no nodes" in text
     assert "none yet" in text
 
 
-def test_what_is_shown_of_a_cluster(healed: MiniCluster) -> None:
+def test_view_shows_nodes_tasks_incidents_and_events(healed: MiniCluster) -> None:
     text = shown(healed.state, events=[line(3, "NodeJoined", "node n3 joined")])
     for node in healed.state.nodes:
         assert node in text
@@ -63,7 +64,7 @@ def test_what_is_shown_of_a_cluster(healed: MiniCluster) -> None:
     assert "1.0000" in text
     assert "big 3, small 1  WAF 7 weighted workers" in text, "no task has a table, so nobody knows FLOP/s"
     assert healed.state.plan.reason in " ".join(text.split())
-    incident = healed.state.closed[0]
+    incident = healed.state.closed_incidents[0]
     for part in (incident.id, "SEV2", "process_exit", "restart the process", incident.message):
         assert part in text
     assert "node n3 joined" in text
@@ -71,7 +72,7 @@ def test_what_is_shown_of_a_cluster(healed: MiniCluster) -> None:
     assert "no answer from the coordinator for 7 s" in shown(healed.state, away_s=7.2)
 
 
-def test_an_open_incident_is_shown_as_open(healed: MiniCluster) -> None:
+def test_view_shows_open_incident(healed: MiniCluster) -> None:
     cluster = MiniCluster(seed=1)
     for number in range(1, 4):
         cluster.add_host(f"n{number}")
@@ -88,13 +89,13 @@ def test_an_open_incident_is_shown_as_open(healed: MiniCluster) -> None:
     assert row[6] == "5000 ms", "the transition of an open incident runs on"
 
 
-def test_rendering_is_pure(healed: MiniCluster) -> None:
+def test_view_rendering_is_pure(healed: MiniCluster) -> None:
     before = healed.state
     assert shown(healed.state) == shown(healed.state)
     assert healed.state == before
 
 
-def test_text_from_the_cluster_is_neither_markup_nor_control(healed: MiniCluster) -> None:
+def test_view_escapes_markup_and_control_characters(healed: MiniCluster) -> None:
     nasty = "[bold]x[/nope] \x1b[2J\x07\r\nnext \u202e"
     nodes = {name: replace(node, reason=nasty) for name, node in healed.state.nodes.items()}
     text = shown(replace(healed.state, nodes=nodes), events=[line(1, "NodeLeft", nasty)])
@@ -102,24 +103,24 @@ def test_text_from_the_cluster_is_neither_markup_nor_control(healed: MiniCluster
     assert all(char.isprintable() or char == "\n" for char in text)
 
 
-def test_eighty_columns_are_enough(healed: MiniCluster) -> None:
+def test_view_fits_80_columns(healed: MiniCluster) -> None:
     ended = replace(healed.state.tasks["small"], status=TaskStatus.CANCELLED)
     text = shown(replace(healed.state, tasks=healed.state.tasks | {"small": ended}), width=80)
     assert "…" not in text, "nothing is cut off"
     assert "cancelled" in text
 
 
-def test_a_large_cluster_fits(healed: MiniCluster) -> None:
+def test_view_of_large_cluster_fits(healed: MiniCluster) -> None:
     node = healed.state.nodes["n1"]
     nodes = {f"m{number:04}": replace(node, name=f"m{number:04}") for number in range(1000)}
-    nodes["m0777"] = replace(nodes["m0777"], isolated=True, reason="ecc")
+    nodes["m0777"] = replace(nodes["m0777"], isolation=Isolation(active=True), reason="ecc")
     table = nodes_table(replace(healed.state, nodes=nodes), 16)
     assert table.rows[0][:2] == ("m0777", "isolated"), "trouble comes first"
     assert table.rows[-1][:2] == ("and 984 more", "984 up")
     assert len(nodes_table(replace(healed.state, nodes=nodes)).rows) == 1000
 
 
-async def test_a_terminal_gets_a_screen(healed: MiniCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watch_draws_screen_on_terminal(healed: MiniCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal, stop = Terminal(), asyncio.Event()
     calls = 0
@@ -142,7 +143,7 @@ async def test_a_terminal_gets_a_screen(healed: MiniCluster, monkeypatch: pytest
 # --- elsewhere -----------------------------------------------------------------------------------
 
 
-async def test_plain_lines_tell_what_is_noteworthy(healed: MiniCluster) -> None:
+async def test_watch_prints_noteworthy_lines_without_terminal(healed: MiniCluster) -> None:
     stream, stop, told = io.StringIO(), asyncio.Event(), asyncio.Event()
 
     async def events() -> AsyncIterator[EventLine]:
@@ -150,7 +151,7 @@ async def test_plain_lines_tell_what_is_noteworthy(healed: MiniCluster) -> None:
         yield line(2, "CommandApplied", "machinery")
         yield line(3, "WorkerExited", "ended by signal 9", expected=False)
         yield line(4, "WorkerExited", "ended as told", expected=True)
-        yield EventLine(seq=5, recorded_at_us=0, type="Quarantined", quarantined="$.event.node: wrong")
+        yield EventLine(seq=5, recorded_at_us=0, type="QuarantinedMessage", quarantined="$.event.node: wrong")
         told.set()
         await asyncio.Event().wait()
 
@@ -168,7 +169,7 @@ async def test_plain_lines_tell_what_is_noteworthy(healed: MiniCluster) -> None:
     assert all(char.isprintable() or char == "\n" for char in stream.getvalue())
 
 
-async def test_the_stream_is_followed_across_a_restart(tmp_path: Path) -> None:
+async def test_event_stream_is_followed_across_restart(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         last = await served.log.last_seq()
         events = follow(Client(served.url), after=last - 2)
@@ -188,12 +189,12 @@ async def test_the_stream_is_followed_across_a_restart(tmp_path: Path) -> None:
 # --- tables and streams --------------------------------------------------------------------------
 
 
-def test_the_incident_table_suits_its_reader(healed: MiniCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incident_table_suits_terminal_or_file(healed: MiniCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     file, terminal = io.StringIO(), Terminal()
     incident_table(healed.state, file)
     incident_table(healed.state, terminal)
-    (incident,) = healed.state.closed
+    (incident,) = healed.state.closed_incidents
     title, header, row = file.getvalue().splitlines()
     assert title == "incidents"
     assert header.split()[:3] == ["incident", "sev", "cause"]
@@ -207,13 +208,13 @@ def test_the_incident_table_suits_its_reader(healed: MiniCluster, monkeypatch: p
     assert empty.getvalue() == "incidents\nno incident\n"
 
 
-def test_columns_are_aligned() -> None:
+def test_plain_table_aligns_columns() -> None:
     table = Table(("name", "n"), (("a", "1"), ("longer", "100")), frozenset({"n"}))
     assert plain(table) == ["name      n", "a         1", "longer  100"]
     assert clean(" a\tb\x00 c\u2028d ") == "a b c d"
 
 
-def test_numbers_are_for_people() -> None:
+def test_numbers_print_with_units() -> None:
     assert [si(0, "B"), si(999, "B"), si(1.5e12, "FLOP/s"), si(2e18, "FLOP/s")] == [
         "0 B", "999 B", "1.5 TFLOP/s", "2 EFLOP/s",
     ]  # fmt: skip
@@ -223,7 +224,7 @@ def test_numbers_are_for_people() -> None:
     assert [milliseconds(1), milliseconds(1234), milliseconds(1_234_567)] == ["0.0", "1.2", "1235"]
 
 
-def test_a_stream_may_be_cut_anywhere() -> None:
+def test_event_stream_parser_accepts_any_split() -> None:
     text = b"".join(
         b'id: %d\nevent: NodeLeft\ndata: {"seq":%d,"recorded_at_us":1,"summary":"\xc3\xa4","envelope":{"x":NaN}}\r\n\n'
         % (n, n)
@@ -243,6 +244,6 @@ def test_a_stream_may_be_cut_anywhere() -> None:
 @pytest.mark.parametrize(
     "chunk", [b"data: {\n\n", b"data: []\n\n", b'data: {"seq":"x"}\n\n', b"data: 1\n\n", b"x" * 5_000_000]
 )
-def test_a_bad_stream_is_told(chunk: bytes) -> None:
+def test_event_stream_parser_refuses_bad_data(chunk: bytes) -> None:
     with pytest.raises(BadEventStream):
         list(EventStreamParser().feed(chunk))

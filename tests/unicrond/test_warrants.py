@@ -53,7 +53,7 @@ def generation(certified: Certified, text: str, node: str) -> int:
     return verify_warrant(f"{text}.{place}", node, "a", first_certificate(certified.ca.read_bytes()))
 
 
-def test_a_whole_one_and_one_in_parts(certified: Certified) -> None:
+def test_warrant_covers_whole_and_partial_membership(certified: Certified) -> None:
     warrants = Warrants(certified.server)
     assert not warrants.beside(enveloped(DropState(command_id="1.1.n1.2", node="n1", epoch=1, task="a")))
     text = warrants.beside(enveloped(told(5, RUNS)))[WARRANT_HEADER]
@@ -64,7 +64,7 @@ def test_a_whole_one_and_one_in_parts(certified: Certified) -> None:
     assert [generation(certified, text, node) for node in NODES] == [6, 6, 6]
 
 
-def test_a_torn_one_warrants_for_no_node(certified: Certified) -> None:
+def test_torn_membership_gives_no_warrant(certified: Certified) -> None:
     warrants = Warrants(certified.server)
     warrants.beside(enveloped(MembershipPart(task="a", generation=6, part=1, seats=RUNS[:1]), term=1))
     text = warrants.beside(enveloped(told(6, RUNS[2:], parts=1), term=2))[WARRANT_HEADER]
@@ -73,7 +73,7 @@ def test_a_torn_one_warrants_for_no_node(certified: Certified) -> None:
             generation(certified, text, node)
 
 
-def test_the_newest_certificate_signs(certified: Certified) -> None:
+def test_warrant_uses_newest_certificate(certified: Certified) -> None:
     at = now()
     warrants = Warrants(certified.server, lambda: at)
     certified.serve()

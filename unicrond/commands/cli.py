@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,31 +14,32 @@ from unicrond import VERSION
 from unicrond.events.cli import command_line
 from unicrond.events.cli import environment_flags as variables
 from unicrond.events.cli.command_line import (
-    EXIT_CODES,
     Commands,
-    Flag,
     Parser,
     SettableParser,
     add_command,
     examples,
     existing_file,
+    name,
+    node_name,
     number,
     option,
     repeated,
     switch,
     whole,
 )
+from unicrond.events.cli.exit_codes import exit_codes
+from unicrond.events.cli.shared_flags import shared
 from unicrond.events.host import daemon_log as log_lines
 from unicrond.events.host import init_process as pid_one
 from unicrond.events.host import optional_dependencies as extras
-from unicrond.events.vocabulary import NAME_PATTERN
 
 if TYPE_CHECKING:
     from unicrond.intake.config import Config
 
 EXAMPLES = f"""examples:
   unicrond run --config unicron.yaml          the coordinator on the head node
-  unicrond check-config /etc/unicron.yaml     is it sound, and where does each setting come from?
+  unicrond check-config --config unicron.yaml is it sound, and where does each setting come from?
   unicrond run --nats nats://10.0.0.5:4222    with an existing NATS server or cluster
   unicrond enroll gpu07                       the key with which a node's agent logs in
   unicrond tls-init                           a CA and the head's certificate
@@ -48,7 +48,7 @@ EXAMPLES = f"""examples:
   unicrond dev                                nats-server, coordinator and 4 agents on this machine
   unicrond demo                               the same, with two tasks, three faults and the story of their healing
 
-{EXIT_CODES}
+{exit_codes()}
 """
 
 
@@ -62,30 +62,29 @@ def parser() -> Parser:
     )
     commands = root.commands()
 
-    nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
-    injection = switch("--allow-injection", "allow ordered faults (unicronctl inject)")
-    _add_run(commands, nats, injection)
+    _add_run(commands)
     _add_check_config(commands)
     _add_backup_commands(commands)
     _add_login_commands(commands)
     _add_tls_command(commands)
-    iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
-    for name, text, port, more in (
-        ("dev", "a small cluster on this machine; everything it starts ends with it", 7470, ()),
-        ("demo", "train, break and heal on this machine; exit code 0 if all healed; nothing stays", 0, (iterations,)),
+    iterations = shared("--iterations", "(default: as many as fit)", default=0)
+    for command, text, port, more, failed in (
+        ("dev", "run a small cluster on this machine; everything it starts ends with it", 7470, (), ""),
+        ("demo", "train, break and heal on this machine; nothing stays", 0, (iterations,), "not everything healed"),
     ):
         add_command(
             commands,
-            name,
+            command,
             text,
-            examples(f"unicrond {name} --nodes 4 --dir /tmp/unicron-{name}"),
-            option("--nodes", "N", "agents to start (default 4)", type=whole(1, 64), default=4),
-            option("--slots", "N", "workers per node (default 1)", type=whole(1, 64), default=1),
-            option("--dir", "DIR", "state, logs, checkpoints (default: a new one)", type=Path),
-            switch("--keep", "keep the new directory"),
-            injection,
-            option("--api-port", "PORT", "of the HTTP API; 0: any", type=whole(0, 65535), default=port),
+            examples(f"unicrond {command} --nodes 4 --dir /tmp/unicron-{command}"),
+            shared("--nodes", "(default: 4)", default=4),
+            shared("--slots", "(default: 1)", type=whole(1, 64), default=1),
+            shared("--dir", "(default: a new directory)"),
+            shared("--keep-dir"),
+            shared("--allow-injection"),
+            shared("--port", "the HTTP API's", default=port),
             *more,
+            codes=exit_codes(failed=failed),
         ).variables = False  # a cluster of its own, beside the one that the variables are for
     return root
 
@@ -94,19 +93,22 @@ def _add_check_config(commands: Commands) -> None:
     add_command(
         commands,
         "check-config",
-        "is the configuration sound, with the variables that are set here, and where does each setting come from?",
-        examples("unicrond check-config /etc/unicron.yaml", "unicrond check-config /etc/unicron.yaml --all --json"),
-        option("config", "FILE", "the coordinator's configuration (none: variables alone)", type=Path, nargs="?"),
-        switch("--all", "also settings that have their default"),
-        switch("--json", "JSON instead of a table"),
+        "check the configuration, with the variables that are set here, and show where each setting comes from",
+        examples(
+            "unicrond check-config --config /etc/unicron.yaml",
+            "unicrond check-config --config /etc/unicron.yaml --defaults --json",
+        ),
+        shared("--config", "(none: variables alone)"),
+        switch("--defaults", "show settings that have their default, too"),
+        shared("--json"),
     )
 
 
 def _add_backup_commands(commands: Commands) -> None:
     """Add the commands that write the log, and all else that a head needs, as files."""
-    configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
-    nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
-    json = switch("--json", "JSON instead of text")
+    configured = shared("--config")
+    nats = shared("--nats", "instead of the embedded one")
+    json = shared("--json")
     add_command(
         commands,
         "archive",
@@ -115,18 +117,18 @@ def _add_backup_commands(commands: Commands) -> None:
         examples("unicrond archive --config /etc/unicron.yaml --keep 30d"),
         configured,
         nats,
-        option("--keep", "SPAN", "a span like 12h or 30d: younger entries stay in NATS", type=_span),
+        option("--keep", "SPAN", "leave younger entries in NATS; a span like 12h or 30d", type=_span),
         json,
     )
-    for name, text, directory in (
+    for command, text, directory in (
         ("backup", "copy the log, the keys and the configuration of a running head", "the directory to write"),
         ("restore", "make a head from a backup, where there is no log yet; then start unicrond run", "the backup"),
     ):
         add_command(
             commands,
-            name,
+            command,
             f"{text} (docs/operate/retention.md)",
-            examples(f"unicrond {name} /backup/unicron-1 --config /etc/unicron.yaml"),
+            examples(f"unicrond {command} /backup/unicron-1 --config /etc/unicron.yaml"),
             option("directory", "DIR", directory, type=Path),
             configured,
             nats,
@@ -134,24 +136,22 @@ def _add_backup_commands(commands: Commands) -> None:
         )
 
 
-def _add_run(commands: Commands, nats: Flag, injection: Flag) -> None:
+def _add_run(commands: Commands) -> None:
     add_command(
         commands,
         "run",
         "run the coordinator in the foreground; SIGTERM leaves the embedded nats-server running for the next one",
         examples("unicrond run --config /etc/unicron.yaml", "unicrond run --config /etc/unicron.yaml --standby"),
-        option("--config", "FILE", "YAML (docs/operate/configuration.md); default: defaults", type=Path),
-        nats,
-        injection,
+        shared("--config", "YAML (docs/operate/configuration.md)"),
+        shared("--nats", "instead of the embedded one"),
+        shared("--allow-injection"),
         switch(
             "--standby",
             "stand by while another head of the same log leads, and take over when it ends (docs/operate/heads.md); "
             "needs nats.url or --nats",
         ),
-        switch(
-            "--new-log",
-            "take the log as it is, or make a new one, though this head knows another or a longer one "
-            "(docs/operate/recovery.md)",
+        shared(
+            "--new-log", "or make a new one, though this head knows another or a longer one (docs/operate/recovery.md)"
         ),
         repeated(
             "--skip",
@@ -165,8 +165,8 @@ def _add_run(commands: Commands, nats: Flag, injection: Flag) -> None:
 
 def _add_login_commands(commands: Commands) -> None:
     """Add the commands for keys of logins, and for who may log in."""
-    configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
-    node = option("node", "NODE", "the node's name, as in unicron-agent --node")
+    configured = shared("--config")
+    node = option("node", "NODE", "its name, as in unicron-agent --node", type=node_name)
     add_command(
         commands,
         "enroll",
@@ -174,8 +174,14 @@ def _add_login_commands(commands: Commands) -> None:
         examples("unicrond enroll gpu07 --config /etc/unicron.yaml"),
         node,
         configured,
-        option("--out", "FILE", "where to write the key (NODE.key)", type=Path),
-        option("--unused-h", "HOURS", "an unused key ends; 0: never (24)", type=number(0, 8784, "h"), default=24.0),
+        shared("--out", "(default: NODE.key)"),
+        option(
+            "--unused-h",
+            "HOURS",
+            "end the key where it is not used for so long; 0: never (24)",
+            type=number(0, 8784, "h"),
+            default=24.0,
+        ),
     )
     add_command(
         commands,
@@ -184,26 +190,28 @@ def _add_login_commands(commands: Commands) -> None:
         examples("unicrond revoke gpu07 --config /etc/unicron.yaml"),
         node,
         configured,
-        option("--reason", "TEXT", "why, for the log", default="requested by an operator"),
+        shared("--reason", "(default: requested by an operator)", default="requested by an operator"),
     )
     add_command(
         commands,
         "nats-config",
         "print who may log in to NATS servers of your own, and make the keys that are missing",
-        examples("unicrond nats-config --nodes nodes.txt --keys /etc/unicron/keys"),
-        option("--nodes", "FILE", "the names of the nodes, a line each", type=existing_file, required=True),
-        option("--keys", "DIR", "where the keys are, and are made (keys)", type=Path, default=Path("keys")),
-        switch("--nsc", "for operator mode: commands of nsc that make the users"),
+        examples("unicrond nats-config --nodes-file nodes.txt --keys /etc/unicron/keys"),
+        option(
+            "--nodes-file", "FILE", "read the names of the nodes here, a line each", type=existing_file, required=True
+        ),
+        option("--keys", "DIR", "look for the keys here, and make them here (keys)", type=Path, default=Path("keys")),
+        switch("--nsc", "print the commands of nsc that make the users, for operator mode"),
     )
     add_command(
         commands,
         "token",
         "make a token of the HTTP API (docs/operate/logins.md)",
         examples("unicrond token ci --scopes read,submit --config /etc/unicron.yaml"),
-        option("name", "NAME", "whose it is; it stands in each request's event", type=_name),
-        option("--scopes", "A,B,...", "of read, submit, operate, metrics", type=_scopes, required=True),
+        option("name", "NAME", "whose it is; it stands in each request's event", type=name),
+        option("--scopes", "A,B,...", "allow these: read, submit, operate, metrics", type=_scopes, required=True),
         configured,
-        option("--out", "FILE", "where to write the token (NAME.token)", type=Path),
+        shared("--out", "(default: NAME.token)"),
     )
 
 
@@ -212,17 +220,17 @@ def _add_tls_command(commands: Commands) -> None:
         commands,
         "tls-init",
         "make a CA and the head's certificate in <state_dir>/tls (docs/operate/security.md)",
-        examples("unicrond tls-init --config /etc/unicron.yaml", "unicrond tls-init --renew --name head.example.org"),
-        option("--config", "FILE", "the coordinator's configuration", type=Path),
+        examples("unicrond tls-init --config /etc/unicron.yaml", "unicrond tls-init --renew --host head.example.org"),
+        shared("--config"),
         option(
             "--days",
             "DAYS",
-            "how long the certificate is valid (397)",
+            "have the certificate end after so many days (397)",
             type=number(0.0001, 3650, "days"),
             default=397.0,
         ),
-        repeated("--name", "HOST", "a further name or address of the head, beside those that it has", type=_host),
-        switch("--renew", "a new certificate of the same CA, with the names of the old one"),
+        repeated("--host", "HOST", "add a name or address of the head to those that it has", type=_host),
+        switch("--renew", "make a new certificate of the same CA, with the names of the old one"),
     )
 
 
@@ -230,12 +238,6 @@ def _host(text: str) -> str:
     from unicrond.commands.tls import host_name
 
     return host_name(text)
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch(NAME_PATTERN, text):
-        raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
-    return text
 
 
 def _scopes(text: str) -> frozenset[str]:
@@ -302,7 +304,7 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
         variables.check("unicrond", variable_names, os.environ)
         config = load(arguments.config, os.environ)
         if getattr(arguments, "nats", None):
-            config = replace(config, nats=replace(config.nats, url=arguments.nats))
+            config = replace(config, nats=replace(config.nats, url=",".join(arguments.nats)))
         if arguments.command == "tls-init":
             from unicrond.commands.tls import tls_init
 

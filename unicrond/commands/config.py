@@ -29,7 +29,7 @@ def check_config(arguments: argparse.Namespace, configuration: config.Config) ->
     for place, value in values.items():
         line = f"{path}:{lines[place]}" if place in lines else _DEFAULT
         origin = settings.origin(place, os.environ) or line
-        if arguments.all or origin != _DEFAULT:
+        if arguments.defaults or origin != _DEFAULT:
             rows.append((dotted(place), value, usual.get(place), origin))
     warnings = contradictions(configuration.policy, configuration.heartbeat_s, {})
     if arguments.json:

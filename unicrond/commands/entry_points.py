@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -20,7 +21,8 @@ def unicronctl() -> int:
 
 def unicron_agent() -> int:
     """Run `unicron-agent`; return the exit code. A probe runs every few seconds: it loads nothing of the agent."""
-    is_probe = any(word.partition("=")[0] == "--probe" for word in sys.argv[1:])
+    completes = "_UNICRON_COMPLETE" in os.environ  # events/cli/completion.py
+    is_probe = not completes and any(word.partition("=")[0] == "--probe" for word in sys.argv[1:])
     return _run("unicron-agent", "unicrond.agents.shell.probe" if is_probe else "unicrond.agents.shell.cli")
 
 

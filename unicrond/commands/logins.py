@@ -101,7 +101,7 @@ def _certify(path: Path, config: Config, node: str) -> bool:
 def nats_config(arguments: argparse.Namespace) -> int:
     """Print who may log in to NATS servers of one's own; return the exit code. Keys that are missing are made (not for
     nsc, which makes them)."""
-    names = [line.strip() for line in arguments.nodes.read_text().splitlines()]
+    names = [line.strip() for line in arguments.nodes_file.read_text().splitlines()]
     try:
         logins = [*_ROLES, *(agent_login(name) for name in names if name and not name.startswith("#"))]
         if arguments.nsc:

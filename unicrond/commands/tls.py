@@ -49,7 +49,7 @@ def tls_init(arguments: argparse.Namespace, config: Config) -> int:
             before = names_of(first_certificate(files.cert.read_bytes())) if files.cert.exists() else ()
         else:
             authority, before = _new_authority(files, state_dir, now), ()
-        names = tuple(dict.fromkeys([*arguments.name, *configured_names(config), *before, *names_here()]))
+        names = tuple(dict.fromkeys([*arguments.host, *configured_names(config), *before, *names_here()]))
         _replace(files.cert, server_certificate(authority, names, now, arguments.days), 0o600)
     except FileExistsError as error:
         message = f"{error.filename} is there already; --renew makes a new certificate of the same CA"

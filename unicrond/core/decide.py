@@ -9,16 +9,11 @@ Rules
 * A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
-Order in one call: escalate incidents, isolate, readmit and empty nodes, fail tasks, withdraw workers from bad links;
-adopt a plan; probe links; per task regroup, staff; end what is unwanted; close incidents; pass on ordered
-faults; forget nodes; where none of this is asked for, learn.
+Order in one call: give up workers, fail tasks, isolate, readmit and empty nodes, withdraw workers from bad links; adopt
+a plan; probe links; per task regroup, staff; end what is unwanted; close incidents; pass on ordered faults; forget
+nodes; where none of this is asked for, learn.
 
-The ladder, for one task's incident; each step is a decision with its reason:
-  SEV3  a new generation of the same members; breaks it again before it is calm, `reattempts_max` times -> SEV2
-  SEV2  the process ends by itself or is given up, another takes its place; `strikes_max` times -> SEV1
-  SEV1  the node is isolated, all tasks get a new plan
-  `stuck_max` blows without a new iteration, or two nodes struck and no step: it is the task that fails.
-  A broken connection has two ends, either of which may be at fault: see blame.py.
+Which response a failure gets (reattempt in place, restart, reconfigure, the end of the task): deciding/response.py.
 
 A task's membership changes for five reasons:
   a member is gone            -> urgent, without its replica, at once
@@ -34,10 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unicrond.core.deciding import copies, ladder, links, memberships, plans, readmission
-from unicrond.core.deciding import drains as departing
+from unicrond.core.deciding import copies, links, memberships, nodes, plans, response
 from unicrond.core.deciding import incident_closing as closing
-from unicrond.core.deciding import node_removal as forgetting
 from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import needed_solves
@@ -51,7 +44,7 @@ from unicrond.events import vocabulary as v
 __all__ = ["decide", "needed_solves"]
 
 
-def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:  # noqa: C901  # the order of all decisions, to be read at one place
+def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:
     """Return the decisions that the surveyed state asks for, in order; empty at rest.
 
     `solutions`: answers to `needed_solves(survey)`, as far as they are known. `gathering`: a node was lost and others
@@ -59,15 +52,10 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     """
     state, policy = survey.state, survey.policy
     batch = DecisionBatch(survey)
-    for incident in state.incidents.values():
-        ladder.escalate(batch, incident, policy)
-    for task in survey.active:
-        ladder.fail_task(batch, task, policy)
-    ladder.isolate_nodes(batch, policy)
-    readmission.readmit_nodes(batch)
-    departing.begin_drains(batch)
-    for task in survey.active:
-        links.withdraw_workers(batch, task)
+    response.respond(batch)
+    nodes.readmit_nodes(batch)
+    nodes.begin_drains(batch)
+    links.withdraw_workers(batch)
     if batch.events:
         return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh
@@ -75,8 +63,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
         plan = plans.build_plan(survey, solutions)
         if plan is not None:
             batch.add(plans.compact_plan(survey, plan))
-    for task in survey.active:
-        links.probe_groups(batch, task)
+    links.probe_groups(batch)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
         request = task.reshaping.reshape
@@ -95,7 +82,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     for incident in state.incidents.values():
         closing.close_incident(batch, incident, fresh)
     _inject(batch)
-    forgetting.forget_nodes(batch)
+    nodes.forget_nodes(batch)
     if not batch.events and fresh:
         _learn(batch)
     return batch.events

@@ -27,11 +27,9 @@ from unicrond.core.folding import (
     deadlines,
     injections,
     links,
-    logins,
     nodes,
     plans,
     responses,
-    stragglers,
     suspicions,
     tasks,
     training,
@@ -43,10 +41,11 @@ from unicrond.core.nodes import isolation
 from unicrond.core.rules import admission
 from unicrond.core.rules.invariants import newly_broken
 from unicrond.core.state.ordered_map import put
+from unicrond.core.state.policy import quotas_among
 from unicrond.core.state.state import ClusterState
-from unicrond.core.worth.costs import accrue
+from unicrond.core.worth.costs import with_costs
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import spoken_schema
 
 
@@ -55,8 +54,8 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     if entry.seq <= state.seq:
         return state
     seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
-    if not isinstance(entry, Recorded):
-        return replace(state, seq=seq, now_us=now_us, quarantined=state.quarantined + 1)
+    if not isinstance(entry, RecordedEvent):
+        return replace(state, seq=seq, now_us=now_us, quarantined_messages=state.quarantined_messages + 1)
     envelope = entry.envelope
     event = envelope.event
     if admission.is_repetition(state, envelope):
@@ -75,7 +74,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         reason = admission.problem(base, event)
     if not reason:
         try:
-            after = accrue(base, FOLDS[type(event)](base, event, envelope), event)
+            after = with_costs(base, event, FOLDS[type(event)](base, event, envelope))
             reason = newly_broken(base, after, event)
         except Exception as error:  # whatever it is, the next entries must still be folded
             reason = admission.raised(error)
@@ -93,6 +92,7 @@ def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> Cl
         log_adopted_us=max(state.log_adopted_us, event.adopted_us),
         check_limit_us=isolation.limit_us(event.policy, "check_timeout_s"),
         repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
+        quotas=quotas_among(event.policy),
         starvation_us=int(event.policy.get("starvation_s", 0.0) * 1e6),
     )
 
@@ -122,8 +122,8 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeUncordoned: nodes.node_uncordoned,
     v.MaintenancePlanned: lambda state, event, _: departures.maintenance_planned(state, event),
     v.MaintenanceCancelled: lambda state, event, _: departures.maintenance_cancelled(state, event),
-    v.NodeEnrolled: logins.node_enrolled,
-    v.NodeRevoked: logins.node_revoked,
+    v.NodeEnrolled: nodes.node_enrolled,
+    v.NodeRevoked: nodes.node_revoked,
     v.WorkerStarted: workers.worker_started,
     v.WorkerReady: workers.worker_ready,
     v.WorkerJoinedGroup: workers.worker_regrouped,
@@ -139,8 +139,8 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.WorkerWaiting: workers.worker_waits,
     v.StopRequested: tasks.stop_asked,
     v.DegradationObserved: links.degradation_observed,
-    v.StragglerObserved: stragglers.straggler_observed,
-    v.StragglerRecovered: stragglers.straggler_recovered,
+    v.StragglerObserved: suspicions.straggler_observed,
+    v.StragglerRecovered: suspicions.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
     v.NodeChecked: lambda state, event, _: isolation.node_checked(state, event),
@@ -152,6 +152,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.CommandFailed: commands.command_failed,
     v.TaskSubmitted: tasks.task_submitted,
     v.TaskCancelled: tasks.task_cancelled,
+    v.TaskUpdated: tasks.task_updated,
     v.ReshapeRequested: tasks.reshape_requested,
     v.Heartbeat: _ignore,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,

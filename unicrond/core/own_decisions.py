@@ -22,11 +22,11 @@ from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.log.event_log import MAX_BATCH
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 
 #: So many batches without effect, one after the other, stop the appending.
 IDLE_MAX = 20
-_SUBSTANCE = ("nodes", "tasks", "incidents", "closed", "plan", "injections", "worker_mtbf_us", "term")
+_SUBSTANCE = ("nodes", "tasks", "incidents", "closed_incidents", "plan", "injections", "worker_mtbf_us", "term")
 
 
 class DecidingStopped(Exception):
@@ -37,10 +37,10 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
     """Raise DecidingStopped unless `state` takes all of these, and is sound then."""
     before = state
     for envelope in envelopes:
-        after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
+        after = folding.fold(state, RecordedEvent(state.seq + 1, state.now_us, envelope))
         description = f"{type(envelope.event).__name__} ({envelope.event.sentence()})"
-        if after.quarantined > state.quarantined:
-            raise DecidingStopped(f"a decision does not fit the state: {description}: {after.refused[-1].reason}")
+        if after.quarantined_messages > state.quarantined_messages:
+            raise DecidingStopped(f"a decision does not fit the state: {description}: {after.refusals[-1].reason}")
         if after.duplicates > state.duplicates or after.inert > state.inert:
             raise DecidingStopped(f"a decision looks like a repetition: {description}")
         state = after

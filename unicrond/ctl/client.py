@@ -159,7 +159,7 @@ class Client:
         return self._object("GET", f"/v1/goodput?peak_tflops={peak_tflops}")
 
     def plan_table(self) -> dict[str, Any]:
-        """Return the plan for each possible next event: {"epoch", "rows": [what_if.Row], "unforeseen"}."""
+        """Return the plan for each possible next event: {"epoch", "rows": [plan_preview.Row], "unforeseen"}."""
         return self._object("GET", "/v1/plan/table")
 
     def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
@@ -168,12 +168,16 @@ class Client:
             return self._object("GET", f"/v1/plan/spares?repair_s={repair_s}&mtbf_s={mtbf_s}")
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Return the plan now, and the one that the changes would bring: {"now": Plan, "then": PlanAdopted}."""
+        """Return the plan now, and the one that the changes (`ClusterChanges`) would bring (views/what_if.py)."""
         return self._object("POST", "/v1/plan/whatif", body=changes)
 
     def cancel(self, task: str, reason: str) -> dict[str, Any]:
         """Cancel a task; return {"task", "seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
+
+    def update(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
+        """Change the worth and the bounds of a running task (UpdateOrder); return them, and {"task", "seq"}."""
+        return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/update", body=order)
 
     def reshape(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
         """Request another layout (unicrond.core.rules.reshape_requests.ReshapeOrder); return all of it, and {"seq"}."""

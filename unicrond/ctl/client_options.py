@@ -43,7 +43,7 @@ def snapshot_of(options: argparse.Namespace) -> Snapshot:
         return client.snapshot()
     from unicrond.core.state.state_bytes import to_json
     from unicrond.ctl.past_state import state_at
-    from unicrond.display.derived_figures import derived_values
+    from unicrond.display.cluster_tables import derived_values
 
     state = state_at(client, options.at)
     return Snapshot({"state": to_json(state), **derived_values(state, state.now_us)}, state)

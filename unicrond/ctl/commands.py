@@ -16,6 +16,7 @@ from unicrond.core.state.work import achieved_waf
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
+from unicrond.ctl.lists import incident_rows, node_rows, task_rows, worker_rows
 from unicrond.ctl.nats_context import nats_context
 from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
 from unicrond.ctl.slurm import slurm_sync
@@ -26,7 +27,6 @@ from unicrond.display.cluster_tables import (
     node_status,
     nodes_table,
     planned_waf,
-    ranks_of,
     si,
     stragglers,
     stragglers_table,
@@ -77,8 +77,8 @@ def status(options: argparse.Namespace) -> None:
     }
     if options.at is None:
         lines["digest"] = str(snapshot.body.get("digest"))
-    if state.quarantined:
-        lines["quarantined"] = f"{state.quarantined} messages in the log are not valid events"
+    if state.quarantined_messages:
+        lines["quarantined"] = f"{state.quarantined_messages} messages in the log are not valid events"
     for name, text in lines.items():
         print(f"{name:<12} {text}")
     if state.incidents:
@@ -126,18 +126,20 @@ def nodes(options: argparse.Namespace) -> None:
     """Show the nodes, and what runs on them."""
     snapshot = snapshot_of(options)
     table = nodes_table(snapshot.state, outbox_backlog=snapshot.body.get("outbox_backlog"))
-    show_or_json(options, snapshot.body["state"]["nodes"], table)
+    show_or_json(options, node_rows(snapshot), table)
 
 
 def tasks(options: argparse.Namespace) -> None:
     """Show the tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
     snapshot = snapshot_of(options)
-    derived = snapshot.body.get("derived", {})
-    data = {
-        name: task | {key: values.get(name) for key, values in derived.items()}
-        for name, task in snapshot.body["state"]["tasks"].items()
-    }
-    show_or_json(options, data, tasks_table(snapshot.state))
+    show_or_json(options, task_rows(snapshot), tasks_table(snapshot.state))
+
+
+def incidents(options: argparse.Namespace) -> None:
+    """Show the incidents, open and closed."""
+    snapshot = snapshot_of(options)
+    table = incidents_table(snapshot.state, now_us(options, snapshot.state))
+    show_or_json(options, incident_rows(snapshot), table)
 
 
 def workers(options: argparse.Namespace) -> None:
@@ -145,13 +147,7 @@ def workers(options: argparse.Namespace) -> None:
     snapshot = snapshot_of(options)
     if options.task and options.task not in snapshot.state.tasks:
         raise ApiRefused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
-    data = [
-        {"task": name, "rank": ranks_of(snapshot.state.tasks[name]).get(worker), **record}
-        for name, task in snapshot.body["state"]["tasks"].items()
-        for worker, record in task["workers"].items()
-        if options.task in (None, name)
-    ]
-    show_or_json(options, data, workers_table(snapshot.state, options.task or ""))
+    show_or_json(options, worker_rows(snapshot, options.task), workers_table(snapshot.state, options.task or ""))
 
 
 def describe(options: argparse.Namespace) -> None:
@@ -186,7 +182,7 @@ def doctor(options: argparse.Namespace) -> int:
         notes = ["nodes, links and storage (--quick)"]
     else:
         try:
-            checks = client.checks(options.library, options.limit_s)
+            checks = client.checks(options.library, options.timeout_s)
             node_report = diagnose_nodes(checks)
             problems, notes = [*without_clocks(problems, checks["facts"]), *node_report.findings], node_report.notes
         except ApiRefused as error:
@@ -206,7 +202,7 @@ def goodput(options: argparse.Namespace) -> int | None:
     """Show where the work and the time went, up to the log's newest entry; an interval is counted from the log here."""
     from unicrond.display.goodput_tables import goodput_tables, hints
 
-    if options.after is not None or options.at is not None:
+    if options.since is not None or options.until is not None:
         return history.run(options)
     report = client_of(options).goodput(options.peak_tflops)
     if options.json:
@@ -281,7 +277,7 @@ def init_megatron(options: argparse.Namespace) -> None:
             command = megatron_init.parse_words(options.words)
         else:
             command = megatron_init.parse_script(options.script.read_text())
-        text = megatron_init.task_file(command, name=options.name, base=Path.cwd())
+        text = megatron_init.task_file(command, name=options.task or "", base=Path.cwd())
         loads(text, where="the task file that would come of it")
     except (megatron_init.BadScript, BadFlags, TaskFileError, OSError, UnicodeDecodeError) as error:
         raise UsageError(str(error)) from None
@@ -293,7 +289,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     if (options.what == "import") != bool(options.task):
         raise UsageError("give --task with import, and with import alone")
     extras.require("unicronctl checkpoint", "node")
-    words = [options.what, str(options.source), str(options.directory), f"--task={options.task}"]
+    words = [options.what, str(options.source), str(options.directory), f"--task={options.task or ''}"]
     return subprocess.run(
         [sys.executable, "-P", "-m", "unicrond.agents.trainer.states.portable", *words], check=False
     ).returncode
@@ -317,17 +313,32 @@ def reshape(options: argparse.Namespace) -> None:
 
 
 def set_task(options: argparse.Namespace) -> None:
-    """Set another end for a task, or another learning rate."""
-    fields = ("iterations", "lr", "reason")
-    order = {name: value for name in fields if (value := getattr(options, name)) is not None}
-    if not order.keys() & {"iterations", "lr"}:
-        raise UsageError("give --iterations, --lr, or both")
-    answer = client_of(options).reshape(options.task, order)
+    """Change settings of a running task: its worth and bounds, or how far and how fast it learns."""
+    worth, learning = _given(options, *_WORTH), _given(options, "iterations", "lr")
+    if not worth and not learning:
+        raise UsageError(f"give {', '.join(f'--{name}' for name in (*_WORTH, 'iterations'))} or --lr".replace("_", "-"))
+    if worth and learning:
+        first = min(learning)
+        raise UsageError(f"--{first}: waits for the end of an iteration, the others do not; give it in its own command")
+    if "preemptible" in worth:
+        worth["preemptible"] = worth["preemptible"] == "yes"
+    changes, ask = (worth, client_of(options).update) if worth else (learning, client_of(options).reshape)
+    answer = ask(options.task, {**changes, **_given(options, "reason")})
     _warn(answer)
-    changes = [f"{name} {answer[name]:g}" for name in ("iterations", "lr") if answer.get(name) is not None]
-    _say(
-        options, answer, f"task {options.task} goes on with {', '.join(changes)}, from sequence {answer.get('seq')} on"
-    )
+    text = ", ".join(f"{name} {_word(value)}" for name, value in changes.items())
+    _say(options, answer, f"task {options.task} goes on with {text}, from sequence {answer.get('seq')} on")
+
+
+#: Settings that a plan weighs, as the API names them.
+_WORTH = ("weight", "priority", "preemptible", "min_workers", "max_workers")
+
+
+def _word(value: float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def inject(options: argparse.Namespace) -> None:
@@ -352,6 +363,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "nodes": nodes,
     "tasks": tasks,
     "workers": workers,
+    "incidents": incidents,
     "describe": describe,
     "doctor": doctor,
     "plan": plan,
@@ -375,6 +387,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "wait": wait,
     "slurm-sync": slurm_sync,
     "nats-context": nats_context,
-    **dict.fromkeys(history.VIEWS, history.run),
+    **dict.fromkeys(history.COMMANDS, history.run),
     "goodput": goodput,
 }

@@ -15,11 +15,11 @@ from unicrond.ctl.client_options import client_of
 from unicrond.events.cli.command_line import UsageError
 
 #: Command -> "module:function" in replay.
-VIEWS = {
-    "story": "views.story_command:story_command",
+COMMANDS = {
+    "story": "views.commands:story_command",
     "verify": "views.verify_command:verify_command",
     "debug": "views.debug_command:debug_command",
-    "goodput": "views.goodput_command:goodput_command",
+    "goodput": "views.commands:goodput_command",
 }
 
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
     from unicrond.events.log.event_log import LogError
 
-    module, _, name = VIEWS[options.command].partition(":")
+    module, _, name = COMMANDS[options.command].partition(":")
     view = getattr(import_module(f"unicrond.replay.{module}"), name)
     other_sources = dict.fromkeys(("file", "nats", "state_dir", "archive"))
     view_options = argparse.Namespace(**{**vars(options), **other_sources, "url": client_of(options).url})

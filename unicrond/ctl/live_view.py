@@ -116,7 +116,7 @@ def render(state: ClusterState, now_us: int, events: Sequence[EventLine] = (), a
     parts += [for_terminal(nodes_table(state, NODES_SHOWN), "nodes"), "", _plan(state)]
     if stragglers(state):
         parts += ["", for_terminal(stragglers_table(state), "stragglers")]
-    if state.incidents or state.closed:
+    if state.incidents or state.closed_incidents:
         parts += ["", for_terminal(incidents_table(state, now_us, INCIDENTS_SHOWN), "incidents")]
     if events:
         parts += ["", Text("events", style="bold")]

@@ -2,8 +2,7 @@
 
 Rules
 -----
-* Exit codes: 0 done, 1 the operation failed or no coordinator answers (one line says what to check),
-  2 bad usage (one line names the field and the fix), 130 interrupted.
+* Exit codes: events/cli/exit_codes.py. Failed is also that no coordinator answers; one line says what to check.
 * `events decode` is called once per message by the nats CLI: it is found before anything is imported.
 * `plan solve` and `throughput` need no coordinator.
 """
@@ -30,10 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     from unicrond.ctl.parser import parser
     from unicrond.events.cli.command_line import mark_spans
+    from unicrond.events.cli.exit_codes import DONE
 
     options = parser().parse_args(mark_spans(arguments))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if options.command == "schema":
+        from unicrond.ctl.client_options import print_json
+        from unicrond.ctl.lists import ROWS, schema
+
+        print_json(list(ROWS) if options.name is None else schema(options.name))
+        return DONE
     if options.command == "throughput":
         from unicrond.ctl.throughput import run as throughput
 
@@ -42,10 +48,10 @@ def _run(arguments: Sequence[str]) -> int:
         from unicrond.ctl.solve import run as solve
 
         solve(options)
-        return 0
+        return DONE
     from unicrond.ctl.commands import COMMANDS
 
-    return COMMANDS[options.command](options) or 0
+    return COMMANDS[options.command](options) or DONE
 
 
 if __name__ == "__main__":

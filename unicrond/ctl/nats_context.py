@@ -30,11 +30,12 @@ def nats_context(options: argparse.Namespace) -> None:
     if options.tls_ca is None and login.tls_ca is None and url.startswith("tls:"):
         raise UsageError("--tls-ca: missing; give the head's STATE_DIR/tls/ca.pem")
     if options.write:
-        path = nats_cli.context_file(os.environ, options.name)
+        path = nats_cli.context_file(os.environ, options.context)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(_PRIVATE)
         path.write_text(json.dumps(nats_cli.context(url, login), indent=2) + "\n")
-        print(f"{path}: written; use it with `nats --context {options.name}`, or `nats context select {options.name}`")
+        name = options.context
+        print(f"{path}: written; use it with `nats --context {name}`, or `nats context select {name}`")
     elif options.json:
         print_json(nats_cli.context(url, login))
     else:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Collection
 from typing import Any
 
-from msgspec.structs import asdict
-
 from unicrond.core.state.state import ClusterState, NodeStatus
 from unicrond.ctl.client_options import client_of, print_json
 from unicrond.ctl.future_time import as_body
+from unicrond.ctl.lists import window_rows
 from unicrond.ctl.streams import states
-from unicrond.ctl.waiting import POLL_S, TIME_IS_OVER
+from unicrond.ctl.waiting import POLL_S
 from unicrond.display.cluster_tables import windows_table
 from unicrond.display.tables import show
 from unicrond.events.cli.command_line import UsageError
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.cli.exit_codes import DONE, TIMEOUT
+from unicrond.events.vocabulary.phrases import to_the_second
 
 
 def cordon(options: argparse.Namespace) -> None:
@@ -30,27 +31,32 @@ def cordon(options: argparse.Namespace) -> None:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Move all workers away from nodes; with `--wait-s`, the exit code says whether they are empty."""
+    """Move all workers away from nodes; with `--wait`, the exit code says whether they are empty. Raises UsageError."""
+    if options.timeout_s is not None and not options.wait:
+        raise UsageError("--timeout-s: is for --wait; give both")
     client = client_of(options)
     conditions = _conditions(options) | ({"until_return": True} if options.until_return else {})
     conditions |= {"by": as_body(options.by)} if options.by else {}
     answers = {node: client.cordon(node, drain=True, reason=options.reason, **conditions) for node in options.nodes}
-    if options.wait_s is None:
+    if not options.wait:
         _say(options, answers, _drained(answers), "; see `unicronctl nodes`")
-        return 0
-    remaining, ends_s = dict.fromkeys(options.nodes, 0), time.monotonic() + options.wait_s
+        return DONE
+    remaining = dict.fromkeys(options.nodes, 0)
+    ends_s = time.monotonic() + (math.inf if options.timeout_s is None else options.timeout_s)
     for state in states(client, POLL_S):
         remaining = occupied(state, options.nodes)
         if not remaining or time.monotonic() >= ends_s:
             break
     if options.json:
-        print_json({"answers": answers, "left": remaining})
+        print_json(
+            [{"node": node, **answer, "workers_left": remaining.get(node, 0)} for node, answer in answers.items()]
+        )
     elif not remaining:
         print("\n".join(f"node {node} is empty" for node in options.nodes))
     for node, count in {} if options.json else remaining.items():
         workers = f"{count} {'worker' if count == 1 else 'workers'}"
-        print(f"unicronctl: node {node} still has {workers} after {options.wait_s:g} s", file=sys.stderr)
-    return TIME_IS_OVER if remaining else 0
+        print(f"unicronctl: node {node} still has {workers} after {options.timeout_s:g} s", file=sys.stderr)
+    return TIMEOUT if remaining else DONE
 
 
 def uncordon(options: argparse.Namespace) -> None:
@@ -69,7 +75,7 @@ def _drained(answers: dict[str, Any]) -> str:
 def maintain(options: argparse.Namespace) -> None:
     """Plan a maintenance window, end one, or show the planned ones."""
     client = client_of(options)
-    nodes = [name for argument in options.nodes for name in argument.split(",") if name]
+    nodes = options.nodes
     if options.cancel:
         if nodes or options.begins or options.for_s:
             raise UsageError("--cancel: ends the window that it names; give nothing but --reason beside it")
@@ -77,18 +83,18 @@ def maintain(options: argparse.Namespace) -> None:
         _tell(options, answer, f"maintenance {options.cancel} is over")
     elif nodes:
         if not (options.begins and options.for_s):
-            raise UsageError("--from and --for: a window needs both, such as --from 2h --for 90m")
+            raise UsageError("--from and --duration: a window needs both, such as --from 2h --duration 90m")
         answer = client.maintain(nodes, as_body(options.begins), options.for_s, options.reason)
         when = f"{to_the_second(answer['from_us'])} to {to_the_second(answer['until_us'])}"
         _tell(options, answer, f"maintenance w{answer['seq']} of {', '.join(answer['nodes'])}: {when}")
     elif options.begins or options.for_s:
         raise UsageError("NODE: name the nodes of the window")
     else:
-        state = client.snapshot().state
+        snapshot = client.snapshot()
         if options.json:
-            print_json({name: asdict(window) for name, window in state.windows.items()})
+            print_json(window_rows(snapshot))
         else:
-            show(windows_table(state))
+            show(windows_table(snapshot.state))
 
 
 def _tell(options: argparse.Namespace, answer: dict[str, Any], text: str) -> None:
@@ -123,7 +129,7 @@ def occupied(state: ClusterState, nodes: Collection[str]) -> dict[str, int]:
 
 def _say(options: argparse.Namespace, answers: dict[str, Any], outcome: str, suffix: str = "") -> None:
     if options.json:
-        print_json(answers if len(answers) > 1 else next(iter(answers.values())))
+        print_json([{"node": node, **answer} for node, answer in answers.items()])
         return
     for node, answer in answers.items():
         print(f"node {node} {outcome}, from sequence {answer.get('seq')} on{suffix}")

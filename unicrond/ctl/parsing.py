@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from typing import Any
 
 from unicrond.events.cli import command_line
-from unicrond.events.cli.command_line import Commands, Epilog, Flag, Parser, add, add_command, option, point
+from unicrond.events.cli.command_line import Commands, Epilog, Flag, Parser, add, add_command, name, node_name, option
+from unicrond.events.cli.exit_codes import exit_codes
+from unicrond.events.cli.shared_flags import shared
 
 PROG = "unicronctl"
 
@@ -16,24 +18,49 @@ def common(default: object) -> Parser:
     flags = Parser(add_help=False)
     add(
         flags,
-        option("--url", "URL[,URL]", "the coordinator's API; of several heads all", default=default),
-        option("--token-file", "FILE", "file with the API's bearer token", type=Path, default=default),
-        option("--tls-ca", "FILE", "CA certificate of an https API", type=Path, default=default),
+        *(shared(flag, default=default) for flag in ("--url", "--token-file", "--tls-ca")),
+        shared("--json", "(events: JSON lines)", default=default or False),
     )
-    help_text = "JSON instead of text (events: JSON lines)"
-    flags.add_argument("--json", action="store_true", default=default or False, help=help_text)
     return flags
 
 
-def add_to(commands: Commands, name: str, text: str, examples: tuple[str, ...] | Epilog, *flags: Flag) -> Parser:
-    """Add a command. `examples`: without the name of the program, or a whole epilog."""
+def add_to(
+    commands: Commands,
+    name: str,
+    text: str,
+    examples: tuple[str, ...] | Epilog,
+    *flags: Flag,
+    codes: str = exit_codes(),
+) -> Parser:
+    """Add a command. `examples`: without the name of the program, or a whole epilog. `codes`: its exit codes."""
     epilog = (
         command_line.examples(*(f"{PROG} {line}" for line in examples)) if isinstance(examples, tuple) else examples
     )
-    return add_command(commands, name, text, epilog, *flags, parents=[common(argparse.SUPPRESS)])
+    return add_command(commands, name, text, epilog, *flags, codes=codes, parents=[common(argparse.SUPPRESS)])
 
 
-TASK = option("task", "TASK", "its name")
-#: docs/operate/asking.md.
-AT = point("--at", "as it was there: a sequence number, a time with its zone, or a span before the end (10m)")
-REASON = option("--reason", "TEXT", "reason for the log (default: requested by an operator)", default="")
+TASK = option("task", "TASK", "its name", type=name)
+NODES = option("nodes", "NODE", "its name; several are taken together", type=node_name, nargs="+")
+AT = shared("--at", "a sequence number, a time with its zone, or a span before the end (10m)")
+UNTIL = shared("--until", "a sequence number, a time with its zone, or a span before the end (10m)")
+SINCE = shared("--since", "8h: before the end")
+REASON = shared("--reason", "(default: requested by an operator)", default="")
+#: What a `whatif` may change, of `unicronctl plan` and of `unicron-replay`.
+CHANGES = (
+    shared("--set", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
+    shared("--lose"),
+    shared("--add-nodes", default=0),
+    shared("--slots", "(default: as most nodes have)", default=0),
+    shared("--gpu-type", "of those nodes (default: as most nodes have)", default=""),
+)
+
+
+def changes_json(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the changes that the flags in CHANGES state, as the API takes them (views/what_if.py)."""
+    return {
+        "set": dict(options.set),
+        "lose": options.lose,
+        "add_nodes": options.add_nodes,
+        "slots": options.slots,
+        "gpu": options.gpu_type,
+    }

@@ -47,21 +47,14 @@ def moment_at(client: Client, at: PointArgument) -> tuple[ClusterState, Policy]:
 
     Raises UsageError beyond the log's end, and where this version cannot read the policy.
     """
-    from unicrond.core.replayer import policy_after, replay
+    from unicrond.views.view import PolicyView, feed_all
 
-    policy = Policy()
-
-    def followed() -> Iterator[Entry]:
-        """Yield the entries, and follow the policy."""
-        nonlocal policy
-        for entry in _entries(client, at):
-            try:
-                policy = policy_after(policy, entry)
-            except ValueError as error:
-                raise UsageError(f"--at: {error}") from None
-            yield entry
-
-    return replay(followed()), policy
+    policies = PolicyView()
+    try:
+        state = feed_all(policies, _entries(client, at))
+    except ValueError as error:
+        raise UsageError(f"--at: {error}") from None
+    return state, policies.policy
 
 
 def _entries(client: Client, at: PointArgument) -> Iterator[Entry]:

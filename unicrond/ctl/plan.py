@@ -6,7 +6,6 @@ The coordinator answers, or `plan_past.py` for a moment of the past. `plan solve
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from unicrond.core.nodes.gpu_types import of_assignment
 from unicrond.core.worth.gradient_memory import gradients
 from unicrond.ctl.client import ApiRefused, Client
 from unicrond.ctl.client_options import client_of, print_json, snapshot_of
+from unicrond.ctl.parsing import changes_json
 from unicrond.display.cluster_tables import (
     costs_table,
     departures,
@@ -26,6 +26,7 @@ from unicrond.display.cluster_tables import (
     turns,
 )
 from unicrond.display.plan_explanation import explain_layouts, explain_plan
+from unicrond.display.queue import pending_tasks
 from unicrond.display.tables import Table, show
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.vocabulary.shape import Shape
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 #: Averages over less of the time than this say so.
 _NEARLY_ALL = 0.9995
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def plan_show(options: argparse.Namespace) -> None:
@@ -75,7 +75,8 @@ def _summary(state: ClusterState) -> dict[str, str]:
         "reason": plan.reason,
         **({"why": explain_plan(state)} if explain_plan(state) else {}),
         **({"layouts": layouts} if (layouts := explain_layouts(state)) else {}),
-        "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.took_us)}{reused}",
+        "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.duration_us)}{reused}",
+        **({"waiting": "; ".join(pending)} if (pending := pending_tasks(state)) else {}),
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",
@@ -126,16 +127,9 @@ def plan_foreseen(options: argparse.Namespace) -> None:
 
 def plan_whatif(options: argparse.Namespace) -> None:
     """Show the plan that a changed cluster would have; nothing changes."""
-    changes = {
-        "lose": options.lose,
-        "add_nodes": options.add_nodes,
-        "slots": options.slots,
-        "tasks": _task_changes(options.task),
-        **({"gpu": options.gpu} if options.gpu else {}),
-    }
     planner = _planner(options)
     try:
-        body = planner.plan_whatif(changes)
+        body = planner.plan_whatif(changes_json(options))
     except ApiRefused as refusal:
         if refusal.status == 400:
             raise UsageError(f"--{refusal}") from None
@@ -143,26 +137,27 @@ def plan_whatif(options: argparse.Namespace) -> None:
     if options.json:
         print_json(body)
         return
-    state, then = _state(planner), body["then"]
-    now = state.plan.assignments
+    state, then, waf_now = _state(planner), body["then"], body["waf_now"]
+    now, shares = state.plan.workers, then.get("assignments", {})
     rows = []
-    for share in then["assignments"]:
-        name = share["task"]
-        had = now[name].workers if name in now else 0
+    for name, share in shares.items():
         layout = Shape(**{field: share[field] for field in Shape._fields if field in share})
         in_layout = _new_layout(state, name, {name: str(layout)} if share.get("tp") else {})
-        in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu))
-        mark = f"*{in_layout}" if in_layout or had != share["workers"] else ""
-        waf_now = planned_waf(state, now[name].waf, {name: had}) if name in now else "-"
-        waf_then = planned_waf(state, share["waf"], {name: share["workers"]})
-        rows.append((name, str(had), f"{share['workers']}{mark}", waf_now, waf_then))
+        in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu_type))
+        mark = f"*{in_layout}" if in_layout or now.get(name, 0) != share["workers"] else ""
+        worth_now = planned_waf(state, waf_now[name], {name: now[name]}) if name in waf_now else "-"
+        worth_then = planned_waf(state, share["waf"], {name: share["workers"]})
+        rows.append((name, str(now.get(name, 0)), f"{share['workers']}{mark}", worth_now, worth_then))
     headers = ("task", "workers", "would have", "WAF now", "WAF then")
     show(Table(headers, tuple(rows), frozenset(headers[1:]), "no task is active"))
-    was = planned_waf(state, state.plan.waf, state.plan.workers)
-    would = planned_waf(state, then["waf"], {share["task"]: share["workers"] for share in then["assignments"]})
+    was = planned_waf(state, sum(waf_now.values()), now)
+    would = planned_waf(state, then.get("waf", 0), {name: share["workers"] for name, share in shares.items()})
     when = "now" if options.at is None else f"at entry {state.seq}"
-    print(f"\nWAF {was} {when}, {would} then; the change would cost {si(then['transition_flop'], 'FLOP')}")
-    print(f"reason: {then['reason']}")
+    under = ", both under the changed settings" if options.set else ""
+    cost = si(then.get("transition_flop", 0.0), "FLOP")
+    print(f"\nWAF {was} {when}, {would} then{under}; the change would cost {cost}")
+    print(f"reason: {then.get('reason', '')}")
+    print("at once: " + (", ".join(f"{count} {name}" for name, count in body["decisions"].items()) or "nothing else"))
 
 
 def plan_spares(options: argparse.Namespace) -> None:
@@ -252,21 +247,6 @@ def _gpu_of(state: ClusterState, share: dict[str, Any], added: str) -> dict[str,
     nodes = [name for replica in share["replicas"] for name in replica]
     gpu = next((state.nodes[name].gpu if name in state.nodes else added for name in nodes), "")
     return {share["task"]: gpu} if gpu else {}
-
-
-def _task_changes(texts: list[str]) -> dict[str, dict[str, float]]:
-    """Parse NAME:FIELD=NUMBER, several times. Raises UsageError."""
-    changes: dict[str, dict[str, float]] = {}
-    for text in texts:
-        name, colon, setting = text.partition(":")
-        field, equals, number = setting.partition("=")
-        if not (name and colon and equals and field in ("weight", "min_workers", "max_workers")):
-            raise UsageError(f"--task: {text!r}; give NAME:weight=3, or min_workers, max_workers")
-        if not _NUMBER.fullmatch(number):
-            raise UsageError(f"--task: {text!r}: {number!r} is not a number; give one like 3 or 0.5")
-        value: float = float(number)
-        changes.setdefault(name, {})[field] = int(value) if value.is_integer() and field != "weight" else value
-    return changes
 
 
 COMMANDS: dict[str, Callable[[Any], None]] = {

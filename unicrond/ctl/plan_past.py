@@ -1,8 +1,8 @@
 """The plans of a moment of the past: what the coordinator would have answered then.
 
 The state is folded from the log (`past_state.py`), the questions are the coordinator's own
-(`unicrond.views.plan_preview`, `spares`), under the policy that its log gives it for that term. Planning needs numpy,
-which the base install has not: `plan.py` imports this module for `--at` alone.
+(`unicrond.views.plan_preview`, `what_if`, `spares`), under the policy that its log gives it for that term. Planning
+needs numpy, which the base install has not: `plan.py` imports this module for `--at` alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState
 from unicrond.ctl.client import ApiRefused, Client
 from unicrond.ctl.past_state import PointArgument, moment_at
-from unicrond.views.plan_preview import WhatIfError, changes_of, table_json, table_of, what_if
+from unicrond.views.plan_preview import table_json, table_of
 from unicrond.views.spares import spares
+from unicrond.views.what_if import WhatIfError, answer, changes_of, what_if
 
 
 class PastPlans:
@@ -53,16 +54,14 @@ class PastPlans:
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Return what Client.plan_whatif would have returned."""
         try:
-            plan = what_if(self.state, self._policy, changes_of(changes))
+            outcome = what_if(self.state, self._policy, changes_of(changes))
         except (WhatIfError, ProblemError) as error:
             raise ApiRefused(str(error), 400) from None
-        answer: dict[str, Any] = msgspec.to_builtins({"now": self.state.plan, "then": plan})
-        return answer
+        return dict(msgspec.to_builtins(answer(self.state, outcome)))
 
     def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
         """Return what Client.plan_spares would have returned."""
         try:
-            answer: dict[str, Any] = msgspec.to_builtins(spares(self.state, self._policy, repair_s, mtbf_s))
+            return dict(msgspec.to_builtins(spares(self.state, self._policy, repair_s, mtbf_s)))
         except ValueError as error:
             raise ApiRefused(str(error), 400) from None
-        return answer

@@ -63,14 +63,14 @@ def steps(slurm: Mapping[str, SlurmNode], nodes: Mapping[str, Node], ends: bool 
         slurm_node = slurm.get(name)
         if slurm_node is None or (node.status is NodeStatus.LEFT and not ends):
             continue
-        is_held = node.isolated and not (ends and not node.needs)
+        is_held = node.isolation.active and not (ends and not node.health.repair_need)
         is_ours = slurm_node.is_draining and slurm_node.reason.startswith(TO_SLURM)
         is_theirs = slurm_node.is_draining and not is_ours
         if ends:
             pass  # no workers are left to be moved
-        elif is_theirs and not (node.cordoned and node.draining):
+        elif is_theirs and not (node.cordon.active and node.cordon.draining):
             yield SyncStep("drain", name, FROM_SLURM + (slurm_node.reason or "drained")[:_REASON_MAX])
-        elif node.cordoned and node.cordon_reason.startswith(FROM_SLURM) and not is_theirs:
+        elif node.cordon.active and node.cordon.reason.startswith(FROM_SLURM) and not is_theirs:
             yield SyncStep("uncordon", name, f"{FROM_SLURM}drained no longer")
         if is_held and not slurm_node.is_draining:
             yield SyncStep("hold", name, TO_SLURM + (node.reason or "isolated")[:_REASON_MAX])

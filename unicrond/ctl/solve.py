@@ -54,6 +54,8 @@ class _TaskRequest(msgspec.Struct, forbid_unknown_fields=True):
     D_reshape: _Number | None = None
     D_restart: _Number | None = None
     turn: Annotated[int, Meta(ge=0, le=TURNS_MAX)] = 0
+    priority: Annotated[int, Meta(ge=-(10**6), le=10**6)] = 0
+    preemptible: bool = False
     name: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
 
 
@@ -108,6 +110,8 @@ def _task(where: str, task: _TaskRequest) -> TaskProblem:
         alternatives=tuple(alternatives),
         prices=Prices(task.D_move, task.D_reshape, task.D_restart),
         turn=task.turn,
+        priority=task.priority,
+        preemptible=task.preemptible,
     )
 
 

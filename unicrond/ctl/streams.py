@@ -15,7 +15,7 @@ from unicrond.ctl.past_state import end_of, last_of, seq_at
 from unicrond.display.event_lines import EventLine
 from unicrond.display.flight import behind, collectives_table, ranks_table
 from unicrond.display.tables import interactive, show
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.selection import Selection
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ def events(options: argparse.Namespace) -> None:
         if options.follow:
             sys.stdout.flush()
 
-    after, until = options.after, None
-    if options.since is not None or options.until is not None or options.last is not None:
+    after, until = 0, None
+    if options.since is not None or options.until is not None or options.limit is not None:
         end = end_of(client)
-        after = max(after, seq_at(client, options.since, end)) if options.since is not None else after
+        after = seq_at(client, options.since, end) if options.since is not None else 0
         until = seq_at(client, options.until, end) if options.until is not None else end
-    if options.last is not None and until is not None:
-        for event in last_of(client, options.last, after, until, takes):
+    if options.limit is not None and until is not None:
+        for event in last_of(client, options.limit, after, until, takes):
             tell(event)
         after = max(after, until)
     elif not options.follow:
@@ -79,7 +79,7 @@ def _event_filter(client: Client, options: argparse.Namespace) -> Callable[[Even
             return False
         if not (options.severity or options.kind):
             return True
-        kind = kind_of(entry.envelope.event) if isinstance(entry, Recorded) else ""
+        kind = kind_of(entry.envelope.event) if isinstance(entry, RecordedEvent) else ""
         if not kind or (options.kind and kind not in options.kind):
             return False
         return not options.severity or severity_of(kind, severities).name in options.severity

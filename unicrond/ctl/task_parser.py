@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from unicrond.ctl.parsing import REASON, TASK, add_to
-from unicrond.events.cli.command_line import Commands, number, option, switch, whole
-
-_LAYOUT = {
-    "tp": "tensor parallel size (default: unchanged)",
-    "pp": "pipeline parallel size (default: unchanged)",
-    "vpp": "chunks of the model in each pipeline stage (default: unchanged, or fewer)",
-    "ep": "over how many of tp's workers the experts are (default: unchanged, or fewer)",
-    "micro-batch": "samples in a micro-batch (default: unchanged)",
-}
+from unicrond.events.cli.command_line import Commands, number, option, whole
+from unicrond.events.cli.shared_flags import shared
 
 
 def add_tasks_control(commands: Commands) -> None:
@@ -24,7 +17,7 @@ def add_tasks_control(commands: Commands) -> None:
         "submit the task that a file describes (docs/use/task-files.md)",
         ("submit examples/big.yaml", "submit - < task.yaml"),
         option("file", "FILE", "YAML; - reads stdin"),
-        switch("--check", "only check the file; needs no coordinator"),
+        shared("--check", "needs no coordinator"),
     )
     add_to(
         commands,
@@ -34,8 +27,8 @@ def add_tasks_control(commands: Commands) -> None:
             "init-megatron -- torchrun --nproc-per-node 8 /opt/Megatron-LM/pretrain_gpt.py ... > lm.yaml",
             "init-megatron --script train.sbatch > lm.yaml",
         ),
-        option("--script", "FILE", "a batch or shell script that starts the training", type=Path),
-        option("--name", "NAME", "of the task (default: the script's)", default=""),
+        option("--script", "FILE", "read the batch or shell script that starts the training", type=Path),
+        shared("--task", "of the file's task (default: the script's)"),
         option("words", "WORD", "behind --: the command line", nargs="*"),
     )
     add_to(commands, "cancel", "end a task; its checkpoints stay", ("cancel big --reason 'wrong data'",), TASK, REASON)
@@ -45,9 +38,11 @@ def add_tasks_control(commands: Commands) -> None:
         "change the layout or size of a running task; it continues from its present iteration (docs/use/reshape.md)",
         ("reshape big --tp 2 --pp 1", "reshape big --pp 4 --vpp 2", "reshape big --max-workers 4"),
         TASK,
-        *(option(f"--{name}", "N", meaning, type=whole(1)) for name, meaning in _LAYOUT.items()),
-        option("--min-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
-        option("--max-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
+        *(shared(flag, "(default: unchanged)") for flag in ("--tp", "--pp", "--micro-batch")),
+        option("--vpp", "N", "set the chunks of the model in each pipeline stage (unchanged, or fewer)", type=whole(1)),
+        option("--ep", "N", "set over how many of tp's workers the experts are (unchanged, or fewer)", type=whole(1)),
+        shared("--min-workers", "(default: unchanged, in whole replicas)"),
+        shared("--max-workers", "(default: unchanged, in whole replicas)"),
         REASON,
     )
     add_to(
@@ -61,15 +56,25 @@ def add_tasks_control(commands: Commands) -> None:
         option("what", "WHAT", "export or import", choices=("export", "import")),
         option("source", "CHECKPOINT", "a directory iteration-N", type=Path),
         option("directory", "DIR", "where to write it; for import the task's checkpoint.dir", type=Path),
-        option("--task", "NAME", "import: the task that is to begin from it", default=""),
+        shared("--task", "import: the one that is to begin from it"),
     )
     add_to(
         commands,
         "set",
-        "train on with another learning rate, or to another iteration (docs/use/reshape.md)",
-        ("set big --iterations 2000", "set big --lr 1e-4 --reason 'it spikes'"),
+        "change what a running task is worth, how many workers it may have, how far and how fast it learns",
+        (
+            "set big --priority 10 --reason 'deadline on Friday'",
+            "set debug --weight 0.01 --preemptible yes",
+            "set big --min-workers 2 --max-workers 6",
+            "set big --iterations 2000 --lr 1e-4",
+        ),
         TASK,
-        option("--iterations", "N", "train up to this iteration", type=whole(1)),
-        option("--lr", "RATE", "the highest learning rate of its schedule", type=number(0, 1e6, "the rate")),
+        option("--weight", "N", "set what its FLOP/s count for beside other tasks'", type=number(0, 1e6, "the weight")),
+        option("--priority", "N", "set whose min_workers are met first: the higher (above 0: scope operate)", type=int),
+        option("--preemptible", "YES|NO", "let it run on what other tasks leave", choices=("yes", "no")),
+        shared("--min-workers"),
+        shared("--max-workers"),
+        shared("--iterations"),
+        option("--lr", "RATE", "set the highest learning rate of its schedule", type=number(0, 1e6, "the rate")),
         REASON,
     )

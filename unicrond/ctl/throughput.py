@@ -1,6 +1,6 @@
 """`unicronctl throughput`: the throughput model's estimate for a model on some GPUs, and its parts.
 
-    unicronctl throughput --model gpt3-7b --gpu a100-80g --gpus 8..512
+    unicronctl throughput --model gpt3-7b --gpu-type a100-80g --gpus 8..512
 
 Exit codes: 0 answered, 1 no layout runs on any of the GPU counts asked for, 2 a bad argument (one line
 on stderr that names it and the fix).
@@ -77,18 +77,18 @@ def _row_json(answer: Answer) -> dict[str, Any]:
 
 
 def _job(options: Namespace) -> ThroughputQuery:
-    for name, presets in (("model", MODELS), ("gpu", GPUS), ("stack", STACKS)):
+    for name, presets in (("model", MODELS), ("gpu_type", GPUS), ("stack", STACKS)):
         value = getattr(options, name)
         if value is None and name != "stack":
-            raise ValueError(f"--{name}: missing; choose from {', '.join(presets)}")
+            raise ValueError(f"--{name.replace('_', '-')}: missing; choose from {', '.join(presets)}")
         if value is not None and value not in presets:
-            raise ValueError(f"--{name}: unknown {value!r}; choose from {', '.join(presets)}")
+            raise ValueError(f"--{name.replace('_', '-')}: unknown {value!r}; choose from {', '.join(presets)}")
     if options.gpus is None:
         raise ValueError("--gpus: missing; for example --gpus 8..512")
     try:
         return job(
             MODELS[options.model],
-            GPUS[options.gpu],
+            GPUS[options.gpu_type],
             stack=STACKS[options.stack] if options.stack else None,
             batch=options.batch,
             seq=options.seq,

@@ -10,10 +10,9 @@ from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, print_json
 from unicrond.ctl.streams import states
+from unicrond.events.cli.exit_codes import DONE, FAILED, TIMEOUT
 
 POLL_S = 0.5
-#: Exit codes: reached; one of the tasks has ended otherwise; the time is over.
-REACHED, OTHERWISE, TIME_IS_OVER = 0, 1, 3
 TRAINING, ENDED = "training", "ended"
 
 
@@ -27,7 +26,7 @@ def wait(options: argparse.Namespace) -> int:
         ended = [task for task in pending if task.status is not TaskStatus.ACTIVE]
         if not pending or ended or is_over:
             break
-    code = OTHERWISE if ended else TIME_IS_OVER if pending else REACHED
+    code = FAILED if ended else TIMEOUT if pending else DONE
     _tell(options, tasks, ended or pending, code)
     return code
 
@@ -53,13 +52,14 @@ def _tasks(state: ClusterState, options: argparse.Namespace) -> list[Task]:
 
 def _tell(options: argparse.Namespace, tasks: list[Task], pending: list[Task], code: int) -> None:
     if options.json:
-        print_json({"reached": code == REACHED, "tasks": {task.name: task.status.value for task in tasks}})
-    elif code == REACHED:
+        rows = [(task.name, task.status.value, has_reached(task, options.until)) for task in tasks]
+        print_json([{"task": name, "status": status, "reached": reached} for name, status, reached in rows])
+    elif code == DONE:
         print("\n".join(f"task {task.name}: {options.until}" for task in tasks) or "no tasks")
     else:
         for task in pending:
             reason = f" ({task.ending.reason.partition(chr(10))[0]})" if task.ending.reason else ""
-            after = "" if code == OTHERWISE else f" after {options.timeout_s:g} s"
+            after = "" if code == FAILED else f" after {options.timeout_s:g} s"
             print(
                 f"unicronctl: task {task.name} is {task.status.value}{reason}, not {options.until}{after}",
                 file=sys.stderr,

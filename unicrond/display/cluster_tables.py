@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.nodes.drains import departure_text
@@ -12,12 +13,14 @@ from unicrond.core.nodes.gpu_types import node_types, of_assignment
 from unicrond.core.nodes.isolation import waits_for
 from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.state.task_parts import Straggler
-from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf
+from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, delivered_flop
 from unicrond.core.tasks.task_rules import BUILT_IN
+from unicrond.core.worth.costs import costs_at
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients, parameters
+from unicrond.display.queue import pending_reason
 from unicrond.display.tables import Table
 from unicrond.events.vocabulary import TaskAssignment
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16
@@ -56,18 +59,19 @@ def node_status(node: Node) -> str:
     """Return up, lost or left; for a node that is up but gets no workers, leaving, isolated, drained or cordoned."""
     if node.status is not NodeStatus.UP:
         return node.status.value
-    if node.leaving:
+    if node.departure.announced:
         return "leaving"
-    if node.isolated:
+    if node.isolation.active:
         return "isolated"
-    return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
+    return ("drained" if node.cordon.draining else "cordoned") if node.cordon.active else "up"
 
 
 def _node_reason(state: ClusterState, node: Node) -> str:
     """Return why the node does not work, and what it waits for; "" where it works."""
-    foretold = "" if node.isolated or not node.foretold else f"expected to fail: {node.foretold}"
+    prediction = "" if node.isolation.active else node.health.failure_forecast
+    failure = prediction and f"expected to fail: {prediction}"
     return "; ".join(
-        filter(None, (waits_for(state, node), node.reason or node.cordon_reason, departure_text(node), foretold))
+        filter(None, (waits_for(state, node), node.reason or node.cordon.reason, departure_text(node), failure))
     )
 
 
@@ -155,10 +159,12 @@ def departures(state: ClusterState) -> list[str]:
     lines = [
         f"node {node.name} {when}"
         for node in state.nodes.values()
-        if not node.window and (when := departure_text(node))
+        if not node.cordon.window and (when := departure_text(node))
     ]
     lines += [
-        f"node {node.name} is expected to fail: {node.foretold}" for node in state.nodes.values() if node.foretold
+        f"node {node.name} is expected to fail: {node.health.failure_forecast}"
+        for node in state.nodes.values()
+        if node.health.failure_forecast
     ]
     for name, window in state.windows.items():
         when = f"{to_the_second(window.from_us)} to {to_the_second(window.until_us)}"
@@ -187,7 +193,7 @@ def workers_table(state: ClusterState, task: str = "", node: str = "") -> Table:
             if node not in ("", worker.node):
                 continue
             slow = owner.group.stragglers.get(worker.worker)
-            notes = [f"busy: {worker.busy}"] if worker.busy else []
+            notes = [f"busy: {worker.section}"] if worker.section else []
             notes += [f"{slow.factor:.2f} times as slow as the others"] if slow else []
             rows.append(
                 (
@@ -229,17 +235,22 @@ def tasks_table(state: ClusterState) -> Table:
             task.name,
             task.status.value,
             f"{task.spec.weight:g}",
+            f"{task.spec.priority}{'p' * task.spec.preemptible}",
             task_workers(task),
             f"{task.progress.iteration}/{task.spec.iterations}",
             loss(task.progress.loss),
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
             si(achieved_waf(task, state.now_us), "FLOP/s"),
-            task.ending.reason.partition("\n")[0] or _reshaping(task) or _slow(task) or "-",
+            task.ending.reason.partition("\n")[0]
+            or pending_reason(state, task)
+            or _reshaping(task)
+            or _slow(task)
+            or "-",
         )
         for task in state.tasks.values()
     ]
-    headers = ("task", "status", "weight", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
-    right = frozenset({"weight", "iteration", "loss", "ms/iteration", "WAF"})
+    headers = ("task", "status", "weight", "priority", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
+    right = frozenset({"weight", "priority", "iteration", "loss", "ms/iteration", "WAF"})
     return Table(headers, tuple(rows), right, "no tasks")
 
 
@@ -360,12 +371,16 @@ def costs_table(costs: Mapping[str, float]) -> Table:
 def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:
     """Build a table of closed incidents, then open ones, oldest first; of the closed ones only the `last`, if given.
 
-    Times of an open incident run until `now_us`. `redone`: micro-batches computed again.
+    Times of an open incident run until `now_us`. `repeated`: micro-batches computed again.
     """
-    closed = state.closed if last is None else state.closed[len(state.closed) - min(last, len(state.closed)) :]
+    closed = (
+        state.closed_incidents
+        if last is None
+        else state.closed_incidents[len(state.closed_incidents) - min(last, len(state.closed_incidents)) :]
+    )
     rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]
-    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "redone", "what")
-    return Table(headers, tuple(rows), frozenset({"detection", "transition", "redone"}), "no incident")
+    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "repeated", "what")
+    return Table(headers, tuple(rows), frozenset({"detection", "transition", "repeated"}), "no incident")
 
 
 def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
@@ -380,6 +395,17 @@ def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
         incident.response if incident.closed_us else f"{RESPONSE[incident.severity]} (open)",
         f"{milliseconds(detection_us)} ms",
         f"{milliseconds(transition_us)} ms",
-        str(incident.redone),
+        str(incident.micro_batches_repeated),
         incident.message.partition("\n")[0],
     )
+
+
+def derived_values(state: ClusterState, now_us: int) -> dict[str, Any]:
+    """Return {"derived": {"waf", "delivered_flop"} by task, "costs"}, in FLOP/s and FLOP. `now_us`: wall clock."""
+    by_task = {
+        "waf": {task.name: achieved_waf(task, state.now_us) for task in state.tasks.values()},
+        "delivered_flop": {task.name: delivered_flop(task) for task in state.tasks.values()},
+    }
+    # As floats: JSON's integers end long before a large cluster's work does.
+    costs = {name: float(flop) for name, flop in costs_at(state, now_us)._asdict().items()}
+    return {"derived": by_task, "costs": costs}

@@ -56,7 +56,11 @@ def data_of(state: ClusterState, kind: str, name: str) -> dict[str, Any]:
     _SECTIONS[kind](state, name)
     whole = to_json(state)
     if kind == "incident":
-        return {"incident": {**whole["incidents"], **{incident["id"]: incident for incident in whole["closed"]}}[name]}
+        return {
+            "incident": {**whole["incidents"], **{incident["id"]: incident for incident in whole["closed_incidents"]}}[
+                name
+            ]
+        }
     workers = [
         {"task": task.name, **whole["tasks"][task.name]["workers"][worker.worker]}
         for task in state.tasks.values()
@@ -109,7 +113,7 @@ def _share(state: ClusterState, task: Task) -> str:
 
 
 def _node(state: ClusterState, name: str) -> list[Section]:
-    node = _require(state.nodes, name, "node")
+    node: Node = _require(state.nodes, name, "node")
     slots_in_use = len(state.by_node.on(name))
     facts = {
         "status": "; ".join(filter(None, (node_status(node), node.reason, waits_for(state, node)))),
@@ -117,25 +121,25 @@ def _node(state: ClusterState, name: str) -> list[Section]:
         "address": node.address,
         "store": f"{node.store.host}:{node.store.port}",
         "memory": f"{node.memory.host}:{node.memory.port}" if node.memory else "takes no copies of states",
-        "agent": f"version {node.version or 'unknown'}, boot {node.agent_boot}, schema {node.schema}",
+        "agent": f"version {node.agent.version or 'unknown'}, boot {node.agent.boot}, schema {node.agent.schema}",
         "joined": _when(node.joined_us),
         "login": _login(state, node),
         "keeps states": ", ".join(_stored_copies(state, name)) or "none",
     }
-    if node.cordoned:
-        until = ", until it returns" if node.until_return else ""
-        plan = departure_text(node) or ("to be empty" if node.draining else "no new workers")
-        facts["cordoned"] = f"{plan}{until}: {node.cordon_reason}"
+    if node.cordon.active:
+        until = ", until it returns" if node.cordon.until_return else ""
+        plan = departure_text(node) or ("to be empty" if node.cordon.draining else "no new workers")
+        facts["cordoned"] = f"{plan}{until}: {node.cordon.reason}"
     if windows := windows_of(state, name):
         facts["maintenance"] = "; ".join(windows)
-    if node.foretold:
-        facts["expected to fail"] = node.foretold
-    if node.isolations:
-        stay = node.isolation
-        last = f", last: {stay.last} ({_when(stay.last_us)})" if stay and stay.last else ""
-        facts["isolated"] = f"{node.isolations} times{last}"
-    if node.needs:
-        facts["needs"] = node.needs
+    if node.health.failure_forecast:
+        facts["expected to fail"] = node.health.failure_forecast
+    if node.isolation.count:
+        probation = node.isolation.probation
+        last = f", last: {probation.last} ({_when(probation.last_us)})" if probation and probation.last else ""
+        facts["isolated"] = f"{node.isolation.count} times{last}"
+    if node.health.repair_need:
+        facts["needs"] = node.health.repair_need
     strikes = {task.name: task.troubles.strikes[name] for task in state.tasks.values() if name in task.troubles.strikes}
     if strikes:
         facts["strikes"] = ", ".join(f"{count} by {task}" for task, count in strikes.items())
@@ -181,7 +185,7 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
         if incident.resumed_us
         else "not yet",
         "symptoms": f"{incident.symptoms} explained",
-        "redone": f"{incident.redone} micro-batches, {incident.iterations_lost} iterations",
+        "repeated": f"{incident.micro_batches_repeated} micro-batches, {incident.iterations_lost} iterations",
         **(
             {"discarded": f"{incident.micro_batches_lost} finished micro-batches"}
             if incident.micro_batches_lost
@@ -199,7 +203,7 @@ def _incident(state: ClusterState, name: str) -> list[Section]:
     sections = [Section(f"incident {name}", facts)]
     if incident.log_tail:
         sections.append(Section(f"last output of {incident.worker}", incident.log_tail.splitlines()))
-    return [*sections, Section("more", [f"unicronctl story {name}"])]
+    return [*sections, Section("more", [f"unicronctl story incident {name}"])]
 
 
 def _later(span_us: int) -> str:
@@ -217,7 +221,7 @@ def _incidents_section(state: ClusterState, incidents: list[Incident]) -> list[S
 
 
 def _incidents(state: ClusterState) -> list[Incident]:
-    return [*state.closed, *state.incidents.values()]
+    return [*state.closed_incidents, *state.incidents.values()]
 
 
 def _require(by_name: Mapping[str, Any], name: str, kind: str) -> Any:

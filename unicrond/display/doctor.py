@@ -55,7 +55,7 @@ def _check_presence(nodes: Sequence[Node]) -> Iterator[Finding]:
         status = node_status(node)
         if status in ("lost", "isolated"):
             symptom = f"is {status}: {node.reason or 'no reason given'}"
-            yield Finding(node.name, symptom, f"unicronctl story node:{node.name}")
+            yield Finding(node.name, symptom, f"unicronctl story node {node.name}")
         elif node.slots < node.slots_max:
             symptom = f"has {node.slots} slots, and had {node.slots_max}"
             yield Finding(node.name, symptom, "look for a GPU that is gone (nvidia-smi), or set --slots")
@@ -64,9 +64,9 @@ def _check_presence(nodes: Sequence[Node]) -> Iterator[Finding]:
 def _check_versions(up: Sequence[Node], schema: int) -> Iterator[Finding]:
     versions: dict[str, list[str]] = defaultdict(list)
     for node in up:
-        versions[node.version.partition("+")[0] or "unknown"].append(node.name)
-        if node.schema < schema or node.unread:
-            symptom = f"its agent reads schema {node.schema}, the coordinator writes {schema}"
+        versions[node.agent.version.partition("+")[0] or "unknown"].append(node.name)
+        if node.agent.schema < schema or node.agent.unreadable_commands:
+            symptom = f"its agent reads schema {node.agent.schema}, the coordinator writes {schema}"
             yield Finding(node.name, symptom, "upgrade the agent (docs/operate/upgrading.md)")
     if len(versions) > 1:
         shares = "; ".join(f"{version}: {first_names(names)}" for version, names in sorted(versions.items()))
@@ -100,7 +100,9 @@ def _check_services(state: ClusterState, up: Sequence[Node]) -> Iterator[Finding
 
 def without_clocks(reports: Iterable[Finding], probed_nodes: Collection[str]) -> list[Finding]:
     """Drop the findings about clocks of `probed_nodes`: the nodes' own answers count instead."""
-    return [finding for finding in reports if not (finding.what.startswith(_CLOCK) and finding.about in probed_nodes)]
+    return [
+        finding for finding in reports if not (finding.problem.startswith(_CLOCK) and finding.about in probed_nodes)
+    ]
 
 
 def _check_clocks(events: Iterable[EventLine], names: set[str]) -> Iterator[Finding]:

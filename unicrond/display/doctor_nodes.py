@@ -66,7 +66,9 @@ def _check_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
 def _check_links(answers: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each bad link; only one for a node that no other reaches, or that reaches no other."""
     links = answers["links"]
-    unreached = {(node, failure["peer"]): failure for node, report in links.items() for failure in report["unreached"]}
+    unreached = {
+        (node, failure["peer"]): failure for node, report in links.items() for failure in report["unreachable_ports"]
+    }
     bad = {_sorted_pair(link) for link in unreached}
     for finding, explains in _unreachable_nodes(unreached, {node: answers["tried"][node] for node in links}):
         yield finding
@@ -108,7 +110,7 @@ def _broken_link(node: str, peer: str, unreached: Mapping[tuple[str, str], Any])
 
 
 def _failure_text(unreached: Any) -> str:
-    return f"{unreached['what']} at {unreached['at']}: {unreached['why']}"
+    return f"{unreached['service']} at {unreached['address']}: {unreached['reason']}"
 
 
 def _check_sum(first: str, second: str, links: Mapping[str, Any]) -> Finding | None:
@@ -144,7 +146,9 @@ def _check_storage(check: Mapping[str, Any]) -> NodeDiagnosis:
     writer, answers = check["writer"], check["seen"]
     findings = [
         Finding(
-            about, f"{node} cannot write to {answer['directory']}: {answer['why']}", "look at that node's mount of it"
+            about,
+            f"{node} cannot write to {answer['directory']}: {answer['reason']}",
+            "look at that node's mount of it",
         )
         for node, answer in answers.items()
         if answer["result"] == "failed"
@@ -155,7 +159,7 @@ def _check_storage(check: Mapping[str, Any]) -> NodeDiagnosis:
             unknown = f"{about}: no agent may write to {directory}, so whether all nodes share it is not known"
             return NodeDiagnosis(findings, [unknown])
         if refused:
-            symptom = f"no agent may write to {directory}: {refused[0]['why']}"
+            symptom = f"no agent may write to {directory}: {refused[0]['reason']}"
             findings.append(Finding(about, symptom, "give the agents' user the right to write there"))
         return NodeDiagnosis(findings, [])
     blind = [node for node, answer in answers.items() if answer["result"] == "missing"]

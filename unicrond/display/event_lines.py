@@ -12,10 +12,10 @@ import msgspec
 
 from unicrond.display.tables import clean
 from unicrond.events.vocabulary import AnyEvent
-from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage, RecordedEvent
 
 #: The types of events that a watching person wants to see; the others are internal steps.
-NOTEWORTHY = frozenset({"Quarantined", *(kind.__name__ for kind in get_args(AnyEvent) if kind.is_noteworthy)})
+NOTEWORTHY = frozenset({"QuarantinedMessage", *(kind.__name__ for kind in get_args(AnyEvent) if kind.is_noteworthy)})
 
 #: Numbers of events that may be NaN, which JSON writes as null.
 _MAY_BE_NAN = ("loss", "value", "usual")
@@ -26,7 +26,7 @@ LINE_BYTES_MAX = 4 * 1024 * 1024
 
 def entry_json(entry: Entry) -> dict[str, Any]:
     """Return the entry as plain JSON types, with its summary."""
-    if isinstance(entry, Quarantined):
+    if isinstance(entry, QuarantinedMessage):
         return {"seq": entry.seq, "recorded_at_us": entry.recorded_at_us, "quarantined": entry.reason}
     return {
         "seq": entry.seq,
@@ -40,7 +40,7 @@ def entry_of(line: EventLine) -> Entry:
     """Rebuild the entry from the line that `entry_json` made of it: what the API hides stays hidden, and an infinite
     loss becomes NaN. Raise BadEventStream."""
     if line.quarantined:
-        return Quarantined(line.seq, line.recorded_at_us, "", line.quarantined, 0)
+        return QuarantinedMessage(line.seq, line.recorded_at_us, "", line.quarantined, 0)
     event = line.envelope.get("event")
     if isinstance(event, dict):
         event = event | {name: math.nan for name in _MAY_BE_NAN if name in event and event[name] is None}
@@ -48,7 +48,7 @@ def entry_of(line: EventLine) -> Entry:
         envelope = msgspec.convert({**line.envelope, "event": event}, Envelope, strict=True)
     except msgspec.ValidationError as error:
         raise BadEventStream(f"entry {line.seq}: {clean(str(error))}") from None
-    return Recorded(line.seq, line.recorded_at_us, envelope)
+    return RecordedEvent(line.seq, line.recorded_at_us, envelope)
 
 
 class BadEventStream(ValueError):
@@ -68,7 +68,7 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def noteworthy(self) -> bool:
         """Return whether the event gets a line in the live view. The ordered end of a worker does not."""
-        expected = self.type == "WorkerExited" and self.envelope.get("event", {}).get("expected") is True
+        expected = self.type == "WorkerExited" and self.envelope.get("event", {}).get("is_expected") is True
         return self.type in NOTEWORTHY and not expected
 
     @property

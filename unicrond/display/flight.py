@@ -43,8 +43,8 @@ def ranks_table(ranks: Sequence[Mapping[str, Any]], marks: Mapping[str, Mapping[
         open_ones = [collective for collective in rank["collectives"] if not collective["is_over"]]
         last = (open_ones or rank["collectives"] or [None])[-1]
         position = f"{mark['phase']}, iteration {mark['iteration']}" if mark else "not known"
-        entered = str(mark["entered"]) if mark else ""
-        waits = f"for {_span(mark['still_us'])}" if mark and mark["waiting"] else "no" if mark else ""
+        entered = str(mark["collectives_entered"]) if mark else ""
+        waits = f"for {_span(mark['still_us'])}" if mark and mark["is_waiting"] else "no" if mark else ""
         name = f"{last['name']} {last['sizes']}" if last else ""
         rows.append((str(rank["rank"]), rank["worker"], rank["node"], position, entered, waits, name))
     return Table(("rank", "worker", "node", "where", "entered", "waits", "last collective"), tuple(rows))
@@ -56,12 +56,12 @@ def behind(ranks: Sequence[Mapping[str, Any]], marks: Mapping[str, Mapping[str, 
     marked = [(rank, marks[rank["worker"]]) for rank in ranks if rank["worker"] in marks]
     newest = max((mark["generation"] for _, mark in marked), default=0)
     marked = [(rank, mark) for rank, mark in marked if mark["generation"] == newest]
-    if not any(mark["waiting"] for _, mark in marked):
+    if not any(mark["is_waiting"] for _, mark in marked):
         return ""
-    most, least = (pick(mark["entered"] for _, mark in marked) for pick in (max, min))
+    most, least = (pick(mark["collectives_entered"] for _, mark in marked) for pick in (max, min))
     if least == most:
         return ""
-    laggards = [(rank, mark) for rank, mark in marked if mark["entered"] == least]
+    laggards = [(rank, mark) for rank, mark in marked if mark["collectives_entered"] == least]
     names = ", ".join(f"rank {rank['rank']} ({rank['worker']} on {rank['node']})" for rank, _ in laggards[:6])
     more = f" and {len(laggards) - 6} more" if len(laggards) > 6 else ""
     return f"behind: {names}{more}: {least} collectives entered, others {most}"

@@ -55,14 +55,14 @@ def _tasks_table(tasks: list[dict[str, Any]]) -> Table:
             str(task["interruptions"]),
             "-" if task["mtti_us"] is None else seconds(task["mtti_us"]),
             f"{task['iterations_lost']} ({seconds(task['lost_work_us'])})",
-            str(task["micro_batches_redone"]),
+            str(task["micro_batches_repeated"]),
             str(task["micro_batches_lost"]),
         )
         for task in tasks
     ]
     headers = (
         "task", "goodput", "ETTR", "MFU", "per worker", "highest step", "interruptions", "mean between", "lost",
-        "redone", "discarded",
+        "repeated", "discarded",
     )  # fmt: skip
     return Table(headers, tuple(rows), frozenset(headers[1:]))
 

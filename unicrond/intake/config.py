@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from unicrond.core.faults.severity import IMPOSSIBLE
 from unicrond.core.state.field_faults import Place, faults
-from unicrond.core.state.policy import Policy
+from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.nats.connection import Login
 from unicrond.events.nats.server import ServerTls
 from unicrond.events.nats.url import parse_urls
@@ -22,7 +22,6 @@ from unicrond.events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.events.wire.schemas import FIRST, SCHEMA
 from unicrond.intake import settings
 from unicrond.intake.notify import Notify
-from unicrond.intake.readmission import Readmission
 from unicrond.intake.strict_yaml import BadYaml, Document, parse, text_of
 from unicrond.intake.tls import BadTls, Files, Tls, expected_name, files_of, server_tls
 from unicrond.intake.tokens import BadTokens, read_tokens

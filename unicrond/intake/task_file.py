@@ -5,8 +5,8 @@ Rules
 * A task file means what it says: no unknown field, no key twice, no text where a number belongs.
 * Paths (entry, cwd, data, checkpoint.dir) are relative to the file's own directory, and absolute from
   then on: what is sent to the cluster does not depend on where it was sent from.
-* Rules about several fields, or about more than a field's type, are in `task_rules.py`, for every task, however it
-  was submitted; this module adds that the entry script exists.
+* What may be wrong with a task, however it was submitted, is in core/tasks/task_validation.py; of the disk, this module
+  lets it look at the entry script.
 
 Every field is described in docs/use/task-files.md.
 """
@@ -14,15 +14,15 @@ Every field is described in docs/use/task-files.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from unicrond.core.state.field_faults import FieldFault, Place, faults
-from unicrond.core.tasks.task_rules import ENTRIES, PATHS, spec_faults
+from unicrond.core.state.field_faults import FieldFault, Place
+from unicrond.core.tasks.task_rules import ENTRIES, PATHS
+from unicrond.core.tasks.task_validation import form_problems, task_problems
 from unicrond.events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
@@ -82,11 +82,11 @@ def parse_task(data: Any) -> tuple[TaskSpec | None, list[FieldFault]]:
     if isinstance(data, dict):
         preset, wrong = take_preset(data)
         task_faults += [*wrong, *_numerics(data), *_deterministic(data), *megatron_task.take(data)]
-    task_faults += faults(data, TaskSpec)
+    task_faults += form_problems(data)
     if task_faults:
         return None, task_faults
     spec = layouts.fill_gpu_layouts(msgspec.convert(data, TaskSpec, strict=True), data)
-    task_faults = [] if is_asked and wish != "fixed" else list(_problems(spec))
+    task_faults = [] if is_asked and wish != "fixed" else task_problems(spec, is_file=is_file)
     if task_faults:
         return None, task_faults
     if spec.lanes and not is_asked:  # a file without `layouts` gets the sums of the task's own layout
@@ -100,18 +100,10 @@ def parse_task(data: Any) -> tuple[TaskSpec | None, list[FieldFault]]:
             spec, task_faults = fill(spec, preset, shapes, is_free=is_free)
             spec = shorten_tables(fill_further_gpus(spec, preset) if preset.also else spec) if not task_faults else spec
     spec = layouts.with_bounds(spec) if is_asked and wish != "fixed" and not task_faults else spec
-    task_faults = task_faults or list(_problems(spec))
+    task_faults = task_faults or task_problems(spec, is_file=is_file)
     if not task_faults and spec.lanes:
         spec = replace(spec, env={**spec.env, LANES: str(spec.lanes)})
     return (None, task_faults) if task_faults else (spec, [])
-
-
-def problems(spec: TaskSpec) -> list[str]:
-    """Return the problems of a well-typed spec, as "field: what is wrong; the fix"; empty where there are none.
-
-    It looks at the disk for the entry script, and at nothing else outside the spec.
-    """
-    return [str(problem) for problem in _problems(spec)]
 
 
 # --- from the file -------------------------------------------------------------------------------
@@ -175,7 +167,6 @@ def _line(lines: dict[Place, int], place: Place) -> str:
     return ""
 
 
-def _problems(spec: TaskSpec) -> Iterator[FieldFault]:
-    yield from spec_faults(spec)
-    if spec.entry not in ENTRIES and Path(spec.entry).is_absolute() and not Path(spec.entry).is_file():
-        yield FieldFault(("entry",), f"{spec.entry!r} is not a file; give {', '.join(ENTRIES)} or the path of a script")
+def is_file(path: str) -> bool:
+    """Return whether the path is a file of this machine."""
+    return Path(path).is_file()

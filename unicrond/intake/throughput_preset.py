@@ -23,8 +23,8 @@ from unicrond.core.state.field_faults import FieldFault, faults
 from unicrond.core.state.work import iteration_flop
 from unicrond.core.tasks.task_rules import ENTRIES, SPEC_BYTES_MAX
 from unicrond.core.worth.gradient_memory import ELEMENT_BYTES, gradients
-from unicrond.events.host.did_you_mean import guess
 from unicrond.events.vocabulary import LANES, GpuSpec, LayoutSpec, TaskSpec
+from unicrond.events.vocabulary.phrases import guess
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.intake.layouts import with_layouts
 

@@ -143,7 +143,7 @@ def _where_things_stand(state: ClusterState) -> str:
     """Return what is not as it should be, to find out why."""
     lines = [f"incident {i.id} ({i.kind}, {i.worker or i.node}: {i.message}) is open" for i in state.incidents.values()]
     for node in state.nodes.values():
-        isolated = f", isolated ({node.reason})" if node.isolated else ""
+        isolated = f", isolated ({node.reason})" if node.isolation.active else ""
         lines.append(f"node {node.name} is {node.status}{isolated}")
     for task in state.tasks.values():
         workers = ", ".join(f"{w.worker} {w.status} on {w.node}" for w in task.workers.values())
@@ -192,7 +192,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     print(f"starting nats-server, coordinator and {arguments.nodes} agents; their files are in {directory}", flush=True)
     try:
         async with small_cluster(
-            directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.api_port, keys=True
+            directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.port, keys=True
         ) as cluster:
             story = DemoStory(cluster, directory, arguments.iterations)
             stop = asyncio.Event()
@@ -229,7 +229,7 @@ async def replay(cluster: DevCluster, seq: int) -> str:
 
 
 def _tell(story: DemoStory, state: ClusterState, replayed: str, took_s: float) -> int:
-    incidents = [*state.closed, *state.incidents.values()]
+    incidents = [*state.closed_incidents, *state.incidents.values()]
     print()
     incident_table(state)
     for fault, incident in zip(story.faults, incidents, strict=False):
@@ -249,7 +249,7 @@ def _tell(story: DemoStory, state: ClusterState, replayed: str, took_s: float) -
     print(f"  digest of the daemon at sequence {state.seq}: {story.digest}")
     print(f"  digest of a replay of the stored log:    {replayed or 'none'} ({'equal' if is_equal else 'NOT EQUAL'})")
     learned = all((task.progress.loss or 9e9) < (task.progress.first_loss or 0.0) for task in state.tasks.values())
-    healed = not state.incidents and len(state.closed) == len(story.faults) and is_equal and learned
+    healed = not state.incidents and len(state.closed_incidents) == len(story.faults) and is_equal and learned
     print(f"{'all healed' if healed else 'NOT all healed'}, in {took_s:.0f} s")
     return 0 if healed else 1
 

@@ -316,7 +316,7 @@ def working_directory(arguments: argparse.Namespace) -> Any:
     try:
         yield directory
     finally:
-        if arguments.keep:
+        if arguments.keep_dir:
             print(f"kept: {directory}")
         else:
             shutil.rmtree(directory, ignore_errors=True)
@@ -350,7 +350,7 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise DevError(f"--api-port: {port} is not free ({error.strerror}); give another one, or 0") from None
+            raise DevError(f"--port: {port} is not free ({error.strerror}); give another one, or 0") from None
 
 
 def last_line(path: Path) -> str:
@@ -367,7 +367,7 @@ def start_small(
 
     program = f"unicrond {arguments.command}"
     try:
-        check_port(arguments.api_port)
+        check_port(arguments.port)
         with working_directory(arguments) as directory:
             return uvloop.run(run(arguments, directory))
     except KeyboardInterrupt:
@@ -396,7 +396,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
         directory,
         nodes=arguments.nodes,
         slots=arguments.slots,
-        api_port=arguments.api_port,
+        api_port=arguments.port,
         settings={"injection": arguments.allow_injection},
         keys=True,
     ) as cluster:

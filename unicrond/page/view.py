@@ -21,6 +21,7 @@ from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, 
 from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, iteration_flop
 from unicrond.display.cluster_tables import node_status
 from unicrond.display.plan_explanation import explain_plan
+from unicrond.display.queue import pending_reason
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200
@@ -44,7 +45,8 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
         "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
         "tasks": [_task(state, task, hide) | _gpu(state, task, several) for task in state.tasks.values()],
         "incidents": [
-            _incident(incident, hide) for incident in (*state.closed[-CLOSED_SHOWN:], *state.incidents.values())
+            _incident(incident, hide)
+            for incident in (*state.closed_incidents[-CLOSED_SHOWN:], *state.incidents.values())
         ],
         "incidents_total": state.incidents_total,
         "linear_flops": LINEAR_FLOPS,
@@ -67,15 +69,15 @@ def ranks_of(task: Task, hide: Callable[[str], str] = str) -> list[dict[str, Any
             "status": worker.status.value if worker else "lost",
             "pid": worker.pid if worker else 0,
             "in_group": worker is not None and task.has_joined(worker),
-            "busy": hide(worker.busy) if worker else "",
+            "busy": hide(worker.section) if worker else "",
         }
         if still := task.group.suspicions.get(member.worker):
             row["still"] = {
                 "phase": still.phase,
                 "iteration": still.iteration,
                 "micro_batch": still.micro_batch,
-                "collective": still.entered,
-                "waiting": still.waiting,
+                "collective": still.collectives_entered,
+                "is_waiting": still.is_waiting,
                 "still_us": still.still_us,
             }
         if slow := task.group.stragglers.get(member.worker):
@@ -91,9 +93,9 @@ def _ranks(task: Task) -> dict[str, int]:
 def _node(state: ClusterState, node: Node, workers: list[list[Any]], hide: Callable[[str], str]) -> dict[str, Any]:
     status = node_status(node)
     row: dict[str, Any] = {"name": node.name, "status": status, "slots": node.slots, "workers": workers}
-    if status != "up" or node.needs:
-        waits = waits_for(state, node) if node.isolated else ""
-        row["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon_reason, departure_text(node)))))
+    if status != "up" or node.health.repair_need:
+        waits = waits_for(state, node) if node.isolation.active else ""
+        row["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon.reason, departure_text(node)))))
     if node.status is NodeStatus.UP:
         row["address"] = node.address
     if node.gpu:
@@ -116,7 +118,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
     return {
         "name": task.name,
         "status": task.status.value,
-        "reason": hide(task.ending.reason.partition("\n")[0]),
+        "reason": hide(task.ending.reason.partition("\n")[0]) or pending_reason(state, task),
         "weight": spec.weight,
         "workers": members,
         "min_workers": spec.min_workers,
@@ -158,7 +160,7 @@ def _incident(incident: Incident, hide: Callable[[str], str]) -> dict[str, Any]:
         "closed_us": incident.closed_us,
         "detection_us": incident.detection_us or max(0, incident.detected_us - incident.occurred_us),
         "transition_us": incident.transition_us,
-        "redone": incident.redone,
+        "micro_batches_repeated": incident.micro_batches_repeated,
         "iterations_lost": incident.iterations_lost,
         "state_from": incident.state_from,
         "flop": incident.detection_flop + incident.transition_flop,
@@ -173,7 +175,7 @@ def _plan(state: ClusterState, several: bool) -> dict[str, Any]:
         "reason": plan.reason,
         "why": explain_plan(state),
         "method": plan.method,
-        "took_us": plan.took_us,
+        "took_us": plan.duration_us,
         "adopted_us": plan.adopted_us,
         "waf": float(plan.waf),
         "waf_if_healthy": float(plan.waf_if_healthy),

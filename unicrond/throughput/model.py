@@ -24,15 +24,15 @@ property of the layout alone, so a layout is costed once for *all* dp at a time 
 T(x) is the best feasible layout with tp * pp * dp == x exactly; x with none has no entry. It need not
 be monotone: a caller that may leave GPUs idle takes the running maximum itself.
 
-Not in this module: the layouts to try (`layouts.py`), the fitted efficiencies (`presets.py`, fitted
-by `calibration.py`), and measured iteration times. Sources and errors: docs/results/calibration.md.
+Not in this module: the layouts to try (`layouts.py`), the fitted efficiencies (`presets.py`, fitted by
+`replay/evaluation/studies/calibration.py`), and measured iteration times. Sources, errors: docs/results/calibration.md.
 Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -437,9 +437,3 @@ def table(
         fastest_s[dp * replica] = np.minimum(fastest_s[dp * replica], total_s)
     flops = job.flops_per_iteration
     return {int(x): round(flops / float(fastest_s[x])) for x in np.flatnonzero(np.isfinite(fastest_s))}
-
-
-def with_efficiencies(job: ThroughputQuery, gemm_efficiency: float, nic_efficiency: float) -> ThroughputQuery:
-    """Return the same query under other efficiencies of the stack (what the calibration varies)."""
-    stack = replace(job.stack, gemm_efficiency=gemm_efficiency, nic_efficiency=nic_efficiency)
-    return replace(job, stack=stack)

@@ -2,8 +2,8 @@
 
 Models are GPTs in Megatron-core's terms. GPUs carry dense BF16 peaks and one-directional link speeds
 from the vendor's data sheets. A software stack says which of Megatron's optimisations are on and
-carries the two efficiencies that `calibration.py` fits to published runs; a test fits them again and
-compares. The formulas that use all this are in `model.py`.
+carries the two efficiencies that `replay/evaluation/studies/calibration.py` fits to published runs; a test fits them
+again and compares. The formulas that use all this are in `model.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GptModel:
 
     @property
     def kv_width(self) -> int:
-        """The width of K (and of V) in elements: smaller than `hidden_size` with grouped queries."""
+        """Return the width of K (and of V) in elements: smaller than `hidden_size` with grouped queries."""
         return self.hidden_size // self.heads * self.kv_heads
 
     @property

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.ordered_map import changed
 from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task
 from unicrond.core.state.work_ledger import ZERO, Account
@@ -37,7 +38,6 @@ from unicrond.core.worth.costs import plus, worth, worth_in_health
 from unicrond.core.worth.waf import linear_flops, worth_stays
 from unicrond.events import vocabulary as v
 from unicrond.views import lemons
-from unicrond.views.view import LogStep
 
 PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
 NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"
@@ -51,9 +51,8 @@ _WORTH = (v.ThroughputCorrected, v.TaskReshaped)
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What incidents have cost one task. `detection`, `transition`: work; with `_us`: its time. `lost_us`: what
-    training the lost iterations again takes, and what was thrown away. `redone`, `micro_batches_lost`:
-    micro-batches."""
+    """What incidents have cost one task. `detection`, `transition`: work, weighted FLOP; with `_us`: the time of it.
+    `lost_us`: what training the lost iterations again takes, and what was thrown away."""
 
     detection: Decimal = ZERO
     transition: Decimal = ZERO
@@ -62,7 +61,7 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     interruptions: int = 0
     iterations_lost: int = 0
     lost_us: int = 0
-    redone: int = 0
+    micro_batches_repeated: int = 0
     micro_batches_lost: int = msgspec.field(default=0, name="thrown")
 
     def plus(self, hit: Hit, sign: int = 1) -> Hit:
@@ -75,9 +74,9 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What accrues to one task now, weighted FLOP/s. `short`: by cause. `doing`: where its time goes; "" while an
-    `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step. `workers`:
-    that train."""
+    """What one task gains and loses per second at the moment, weighted FLOP/s. `short`: by cause. `doing`: where its
+    time goes; "" while an `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step.
+    `workers`: that train."""
 
     delivered: int = 0
     had: int = 0
@@ -196,9 +195,9 @@ def _with_slots_out(totals: GoodputTotals, before: ClusterState, after: ClusterS
     lost_slots, isolated_slots = totals.lost_slots, totals.isolated_slots
     for pair in changed(before.nodes, after.nodes).values():
         for sign, node in zip((-1, 1), pair, strict=True):
-            if node is not None and not (node.cordoned or node.leaving):
+            if node is not None and not (node.cordon.active or node.departure.announced):
                 lost_slots += sign * _slots(node) * (node.status is NodeStatus.LOST)
-                isolated_slots += sign * _slots(node) * (node.status is NodeStatus.UP and node.isolated)
+                isolated_slots += sign * _slots(node) * (node.status is NodeStatus.UP and node.isolation.active)
     if (lost_slots, isolated_slots) == (totals.lost_slots, totals.isolated_slots):
         return totals
     return replace(totals, lost_slots=lost_slots, isolated_slots=isolated_slots)
@@ -253,7 +252,7 @@ def _lost_work(
         old = before.incidents.get(name)
         if old is None or old is incident or event.task not in incident.generations:
             continue
-        hit = Hit(redone=incident.redone - old.redone)
+        hit = Hit(micro_batches_repeated=incident.micro_batches_repeated - old.micro_batches_repeated)
         if event.source not in ("own", "replica"):
             previous = totals.open.get(name, {}).get(event.task, Hit()).iterations_lost
             more = max(0, task.progress.iteration - event.iteration + 1 - previous)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from typing import Any
 
 import msgspec
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState
 from unicrond.views.goodput import GoodputTotals, account_step
-from unicrond.views.goodput_report import EMPTY_READING, GoodputReading, reading
-from unicrond.views.view import LogStep, View
+from unicrond.views.goodput_report import EMPTY_READING, GoodputReading, reading, report
+from unicrond.views.view import JsonView
 
 #: How often sums are remembered, so that the goodput of an interval can be computed; and how many: a month of them.
 READING_US, READINGS_MAX = 600_000_000, 30 * 24 * 6
 
 
-class GoodputKeeper(View):
+class GoodputKeeper(JsonView):
     """Keeps the totals up to the last step. `totals`: None once they have failed."""
 
     def __init__(self) -> None:
@@ -34,6 +36,10 @@ class GoodputKeeper(View):
             totals = account_step(totals, step)
             self._remember(totals, step.after)
             self.totals = totals
+
+    def value(self, state: ClusterState) -> dict[str, Any] | None:
+        """Return the report of goodput_report.py; None once the totals have failed."""
+        return None if self.totals is None else report(reading(self.totals, state), state)
 
     def resume(self, totals: GoodputTotals | None) -> None:
         """Go on from the totals that a snapshot holds."""

@@ -195,7 +195,7 @@ def _task(
         "iterations": iterations,
         "iterations_lost": sum(hit.iterations_lost for hit in kinds.values()),
         "lost_work_us": lost_us,
-        "micro_batches_redone": sum(hit.redone for hit in kinds.values()),
+        "micro_batches_repeated": sum(hit.micro_batches_repeated for hit in kinds.values()),
         "micro_batches_lost": sum(hit.micro_batches_lost for hit in kinds.values()),
         "committed_flop": committed_flop,
         "worker_s": workers_s,

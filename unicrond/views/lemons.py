@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep
 
 SCORE_MIN = 8.0
 LEMON_RATIO = 3.0
@@ -27,7 +27,7 @@ COUNT_MAX = 8
 
 
 class Signal(NamedTuple):
-    """`weight`: points for each; `text`: what was counted, for people."""
+    """A kind of trouble that is counted against nodes. `weight`: points for each; `text`: what it is, for people."""
 
     weight: float
     text: str
@@ -52,7 +52,7 @@ _Signals = dict[str, dict[str, int]]
 
 
 class Score(NamedTuple):
-    """`parts`: per signal, its count and its points, the most points first."""
+    """The points of one node. `parts`: per signal, its count and its points, the most points first."""
 
     node: str
     score: float
@@ -108,9 +108,9 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
             return event.node, "isolated"
         case v.NodeCordoned():
             return event.node, "cordoned"
-        case v.NodeChecked(passed=False):
+        case v.NodeChecked(has_passed=False):
             return event.node, "check_failed"
-        case v.NodeLost() if (node := before.nodes.get(event.node)) and not (node.injected or node.may_go):
+        case v.NodeLost() if (node := before.nodes.get(event.node)) and not (node.health.loss_ordered or node.may_go):
             return event.node, "lost"
         case v.AcceleratorReported(kind=kind) if kind is not None:
             return event.node, "xid"
@@ -128,7 +128,7 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent | None)
 
 
 def _was_isolated(state: ClusterState, node: str) -> bool:
-    return node in state.nodes and state.nodes[node].isolated
+    return node in state.nodes and state.nodes[node].isolation.active
 
 
 def _strikes(state: ClusterState, event: v.WorkerExited | v.ErrorReported) -> int:
@@ -153,7 +153,7 @@ def _is_ordered(state: ClusterState, incident: Incident) -> bool:
     task = state.tasks.get(incident.worker.rpartition(".")[0])
     worker = task.workers.get(incident.worker) if task else None
     node = state.nodes.get(incident.node)
-    return bool(worker and worker.injected) or bool(node and node.injected) or not incident.node
+    return bool(worker and worker.ordered_fault) or bool(node and node.health.loss_ordered) or not incident.node
 
 
 def _add_signal(signals: _Signals, node: str, name: str) -> _Signals:

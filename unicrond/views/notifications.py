@@ -30,9 +30,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from unicrond.core.faults import links
 from unicrond.core.faults.severity import RESPONSE
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep
 
 Rule: TypeAlias = Literal[
     "task_failed", "sev1", "isolated", "no_progress", "trouble", "takeover", "no_spare", "link", "refused"
@@ -41,7 +41,7 @@ Urgency: TypeAlias = Literal["critical", "error", "warning", "info"]
 
 
 class Notice(NamedTuple):
-    """`text`: what is known, some lines. `commands`: what to go on with."""
+    """Something to tell people. `text`: what is known, some lines. `commands`: those that help next."""
 
     key: str
     rule: Rule
@@ -59,7 +59,7 @@ def step_notices(step: LogStep) -> list[Notice]:
     notices = [*_incident_notices(before, after), *_link_notices(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
-            commands = "unicronctl tasks", f"unicron-replay story task:{event.task} --nats URL"
+            commands = "unicronctl tasks", f"unicron-replay story task {event.task} --nats URL"
             title = f"task {event.task} has failed"
             notices.append(Notice(f"task:{event.task}", "task_failed", "critical", title, event.reason, commands))
         case v.NodeIsolated() if not _is_isolated(before, event.node) and _is_isolated(after, event.node):
@@ -70,13 +70,13 @@ def step_notices(step: LogStep) -> list[Notice]:
                     "error",
                     f"node {event.node} is isolated",
                     event.reason,
-                    (f"unicron-replay story node:{event.node} --nats URL", f"unicronctl uncordon {event.node}"),
+                    (f"unicron-replay story node {event.node} --nats URL", f"unicronctl uncordon {event.node}"),
                 )
             )
         case v.NodeReadmitted() if _is_isolated(before, event.node) and not _is_isolated(after, event.node):
             title = f"node {event.node} works again"
             notices.append(Notice(f"node:{event.node}", "isolated", "info", title, event.reason, is_over=True))
-        case v.NodeChecked(passed=False) | v.RepairEnded(passed=False) if _is_isolated(after, event.node):
+        case v.NodeChecked(has_passed=False) | v.RepairEnded(has_passed=False) if _is_isolated(after, event.node):
             procedure = "health check" if isinstance(event, v.NodeChecked) else "repair"
             title = f"node {event.node} stays isolated: its {procedure} failed"
             notices.append(Notice(f"node:{event.node}", "refused", "error", title, event.detail, ("unicronctl nodes",)))
@@ -101,7 +101,7 @@ def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Ite
         if assignment and assignment.workers and now_us - since_us > no_progress_us:
             title = f"task {task.name} has made no step for {(now_us - since_us) // 60_000_000} min"
             text = f"iteration {task.progress.iteration}; {len(state.incidents)} incidents open"
-            commands = f"unicronctl logs {task.name}", f"unicron-replay story task:{task.name} --nats URL"
+            commands = f"unicronctl logs {task.name}", f"unicron-replay story task {task.name} --nats URL"
             notices.append(Notice(f"progress:{task.name}", "no_progress", "critical", title, text, commands))
     for line in trouble:
         # The matter is what the line is about; counts and times in it change.
@@ -120,7 +120,7 @@ def story(incident: Incident) -> str:
     if incident.closed_us:
         lines.append(
             f"healed: detected in {incident.detection_us / 1e6:.2f} s, transition {incident.transition_us / 1e6:.2f}"
-            f" s, {incident.redone} micro-batches redone"
+            f" s, {incident.micro_batches_repeated} micro-batches repeated"
         )
     return "\n".join(lines)
 
@@ -154,9 +154,13 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
         old = before.incidents.get(name)
         if incident.severity is Severity.SEV1 and (old is None or old.severity is not Severity.SEV1):
             title = f"SEV1: {incident.kind} on {incident.node}"
-            commands = f"unicron-replay story {name} --nats URL", "unicronctl status"
+            commands = f"unicron-replay story incident {name} --nats URL", "unicronctl status"
             notices.append(Notice(name, "sev1", "error", title, story(incident), commands))
-    closed = after.closed[-1] if after.closed is not before.closed and after.closed else None
+    closed = (
+        after.closed_incidents[-1]
+        if after.closed_incidents is not before.closed_incidents and after.closed_incidents
+        else None
+    )
     if closed is not None and closed.severity is Severity.SEV1:
         title = f"SEV1 healed: {closed.kind} on {closed.node}"
         notices.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))
@@ -164,10 +168,10 @@ def _incident_notices(before: ClusterState, after: ClusterState) -> list[Notice]
 
 
 def _spares(state: ClusterState) -> list[Notice]:
-    free = sum(node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned)
+    free = sum(node.slots for node in state.nodes.values() if node.schedulable and not node.cordon.active)
     if free > sum(state.plan.workers.values()) or state.plan.waf >= state.plan.waf_if_healthy:
         return []
-    out = [node.name for node in state.nodes.values() if node.status is NodeStatus.LOST or node.isolated]
+    out = [node.name for node in state.nodes.values() if node.status is NodeStatus.LOST or node.isolation.active]
     text = f"{state.plan.reason}\nout: {', '.join(out[:20]) or 'none'}"
     return [Notice("spares", "no_spare", "error", "no spare slot is left", text, ("unicronctl plan show",))]
 
@@ -178,4 +182,4 @@ def _has_failed(before: ClusterState, after: ClusterState, name: str) -> bool:
 
 
 def _is_isolated(state: ClusterState, name: str) -> bool:
-    return name in state.nodes and state.nodes[name].isolated
+    return name in state.nodes and state.nodes[name].isolation.active

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState, Incident, TaskStatus
 from unicrond.events import vocabulary as v
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import JsonView
 
 DETECTION, DECISION, REGROUPING, FIRST_STEP = "detection", "decision", "regrouping", "first step"
 PHASES = (DETECTION, DECISION, REGROUPING, FIRST_STEP)
@@ -40,7 +41,8 @@ About: TypeAlias = Mapping[str, str | int]
 
 
 class Span(NamedTuple):
-    """`trace`: 128 bits, `span` and `parent`: 64 bits; no parent: 0. `error`: why, "" where it went well."""
+    """A span of a trace, as OpenTelemetry has it. `trace`: 128 bits, `span` and `parent`: 64 bits; no parent: 0.
+    `error`: why, "" where it went well."""
 
     trace: int
     span: int
@@ -92,9 +94,9 @@ def _ignore_spans(_spans: Sequence[Span], _state: ClusterState) -> None:
     pass
 
 
-class Spans(View):
-    """Makes spans of steps. `on_end`: called with the spans that have ended and the state by then; must neither raise
-    nor wait. `phases`: of transitions, since the reading began."""
+class Spans(JsonView):
+    """Makes spans of the log's steps. `on_end`: called with the spans that have ended and the state by then; must
+    neither raise nor wait. `phases`: of transitions, since the reading began."""
 
     def __init__(self, on_end: Callable[[Sequence[Span], ClusterState], None] = _ignore_spans) -> None:
         self._on_end = on_end
@@ -106,6 +108,10 @@ class Spans(View):
         self._tracks: dict[str, _Track] = {}
         #: By command id; starts by worker id as well.
         self._orders: dict[str, _PendingCommand] = {}
+
+    def value(self, _: ClusterState) -> dict[str, dict[str, int]]:
+        """Return how often each phase of a transition happened, and how long all of them took."""
+        return {name: phase._asdict() for name, phase in self.phases.items()}
 
     def feed(self, step: LogStep) -> None:
         """Take the next step, and pass on the spans that have ended with it."""
@@ -145,8 +151,8 @@ class Spans(View):
         for name in before.incidents:
             if name in after.incidents or name not in self._tracks:
                 continue
-            if after.closed is not before.closed and after.closed[-1].id == name:
-                self._tracks[name].closed = after.closed[-1]
+            if after.closed_incidents is not before.closed_incidents and after.closed_incidents[-1].id == name:
+                self._tracks[name].closed = after.closed_incidents[-1]
             else:
                 old_track = self._tracks.pop(name)
                 if successor:
@@ -166,7 +172,10 @@ class Spans(View):
                 track.stepped_us.setdefault(event.task, now_us)
             elif len(track.parts) < _CHILDREN_MAX:
                 about = _attributes(task=event.task, node=event.node, worker=event.worker)
-                about |= {"unicron.source": event.source, "unicron.micro_batches_dealt": event.dealt}
+                about |= {
+                    "unicron.source": event.source,
+                    "unicron.micro_batches_assigned": event.micro_batches_assigned,
+                }
                 track.parts.append(_SpanDraft("WorkerJoinedGroup", now_us - event.duration_us, now_us, about))
 
     def _open_command(self, state: ClusterState, command: v.Command, now_us: int) -> None:
@@ -218,7 +227,10 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
     about = _attributes(task=",".join(incident.tasks), node=incident.node, worker=incident.worker)
     about |= {"unicron.incident": incident.id, "unicron.severity": incident.severity.name}
     about |= {"unicron.response": incident.response, "unicron.message": incident.message}
-    about |= {"unicron.micro_batches_redone": incident.redone, "unicron.iterations_lost": incident.iterations_lost}
+    about |= {
+        "unicron.micro_batches_repeated": incident.micro_batches_repeated,
+        "unicron.iterations_lost": incident.iterations_lost,
+    }
     error = f"{incident.kind}: {incident.message}"
     root = _span(_SpanDraft(f"incident {incident.kind}", began_us, ended_us, about, error), trace, 0, "incident")
     yield root
@@ -238,7 +250,7 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
 
 
 def _attributes(**about: str) -> dict[str, str | int]:
-    """Return the attributes by which spans of workers are found, too (agents/fork_server/telemetry.py)."""
+    """Return the attributes by which spans of workers are found, too (agents/fork_server/worker_process.py)."""
     return {f"unicron.{name}": value for name, value in about.items() if value}
 
 

@@ -31,6 +31,7 @@ from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
 from unicrond.core.rules.plan_problems import healthy_problem_of
 from unicrond.core.rules.survey import Survey
+from unicrond.core.state.node_parts import Cordon
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, NodeStatus
 
@@ -45,9 +46,9 @@ PLANS_MAX, PLANS_MIN = 48, 12
 
 
 class SparesRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`spare_nodes` wait. `waf`: what the others achieve while none of them is away; `expected_waf`: on average over
-    failures and repairs, weighted FLOP/s. `covered`: the share of time in which no more nodes are away than wait.
-    """
+    """What the cluster achieves while `spare_nodes` are kept back. `waf`: what the others achieve while none of them is
+    away; `expected_waf`: on average over failures and repairs, weighted FLOP/s. `covered`: the share of time in which
+    no more nodes are away than wait."""
 
     spare_nodes: int = msgspec.field(name="kept")
     waf: int
@@ -56,7 +57,8 @@ class SparesRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TypeSpares(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the nodes of one type of GPU ("": not reported). `rows`: one for each number of nodes kept back, from 0.
+    """The answer for the nodes of one type of GPU ("": not reported). `rows`: one for each number of nodes kept back,
+    from 0.
 
     `pay`: the number that pays best.
     `next_node_waf`: what one more node would add to that number's `expected_waf`, training or waiting as pays best.
@@ -74,7 +76,7 @@ class TypeSpares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spares(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry for each type of GPU that nodes have."""
+    """The answer: one entry for each type of GPU that nodes have."""
 
     repair_s: float
     types: tuple[TypeSpares, ...]
@@ -194,4 +196,4 @@ def _share(mean: float, count: int) -> float:
 
 
 def _whole(like: Node, name: str, slots: int) -> Node:
-    return replace(like, name=name, slots=slots, slots_max=slots, status=NodeStatus.UP, cordoned=False)
+    return replace(like, name=name, slots=slots, slots_max=slots, status=NodeStatus.UP, cordon=Cordon())

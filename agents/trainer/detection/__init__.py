@@ -1,1 +1,1 @@
-"""What a worker observes of its own training: late, slow, spiking or corrupt."""
+"""What a worker detects in its own training: iterations that are late or slow, loss spikes, corrupt parameters."""

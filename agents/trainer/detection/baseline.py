@@ -1,4 +1,4 @@
-"""How long an iteration of a task usually lasts, and what follows: when one is late, when all have become slow.
+"""Learns how long an iteration of a task usually takes, and decides when one is late and when all have become slow.
 
 Rules
 -----
@@ -43,7 +43,7 @@ _WORDS = 4
 
 
 class Baseline:
-    """One task's, as one of its workers sees it; all members see nearly the same."""
+    """The usual duration of a task's iterations, as one worker measures it; all members measure nearly the same."""
 
     def __init__(self, *, floor_us: int, start_us: int) -> None:
         self._floor_us = floor_us

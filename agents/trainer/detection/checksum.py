@@ -1,4 +1,4 @@
-"""A checksum of a replica's parameters: replicas hold the same bits, or one of them is broken.
+"""A checksum of a replica's parameters: replicas hold the same bits, or one of them is corrupt.
 
 Rules
 -----

@@ -1,4 +1,4 @@
-"""What a worker observes of its task's course: iteration times, compute times, losses, norms, checksums.
+"""Observes a task's training in one worker: iteration times, compute times, losses, gradient norms, checksums.
 
 Rules
 -----
@@ -27,15 +27,7 @@ import msgspec
 import torch
 
 from unicrond.agents.protocol.marks import Marker, now_us
-from unicrond.agents.protocol.messages import (
-    Busy,
-    Committed,
-    Degraded,
-    GroupMembership,
-    StragglerCleared,
-    StragglerReport,
-    Suspected,
-)
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS
 from unicrond.agents.trainer.detection.baseline import RECENT, SLOW, Baseline
 from unicrond.agents.trainer.detection.checksum import checksum, minority_ranks
@@ -46,7 +38,15 @@ from unicrond.agents.trainer.groups.group import ShardGroup
 from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.context import Context, WorkerSettings
-from unicrond.events.vocabulary import CorruptionSign
+from unicrond.events.vocabulary import (
+    Checksums,
+    CorruptionSign,
+    CorruptionSuspected,
+    DegradationObserved,
+    StragglerObserved,
+    StragglerRecovered,
+    WorkerBusy,
+)
 
 #: An iteration that spent more than this part on a checkpoint is not a plain one: 1 / _SAVING.
 _SAVING = 20
@@ -56,7 +56,7 @@ _END_S = 6 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What one replica's shard saw of an iteration. Travels as a row of signed 64-bit integers.
+    """What one shard of a replica has measured in an iteration. Travels as a row of signed 64-bit integers.
 
     `compute_us`: see the rules; of all `micro_batches`. `norm`: of the gradient sums of its own micro-batches.
     `checksum` of the parameters, 0: none was made.
@@ -81,7 +81,8 @@ class Sighting:
 
 
 class Detection:
-    """What one worker observes. `parameters` are this shard's."""
+    """Measures each iteration of one worker, compares it with the other replicas' and reports what is wrong.
+    `parameters`: this shard's."""
 
     def __init__(
         self, context: Context, parameters: Iterable[torch.nn.Parameter], *, loss_scaled: bool = False
@@ -92,6 +93,7 @@ class Detection:
         settings, spec = context.settings, context.launch.spec
         self._mark: Marker = context.mark
         self._channel: AgentChannel = context.channel
+        self._reporter = context.launch.reporter
         self._settings: WorkerSettings = settings
         self._interval = (spec.checkpoint.interval or 0) if spec.checkpoint.dir else 0
         self._parameters = list(parameters)
@@ -138,7 +140,7 @@ class Detection:
         mark, channel = self._mark, self._channel
         phase, limit_us, began_us, timeout_us = mark.phase, mark.limit_us, now_us(), int(timeout_s * 1e6)
         self._busiest_s = max(self._busiest_s, timeout_s)
-        channel.send(Busy(what=name, at_most_us=timeout_us))
+        channel.send(WorkerBusy(**self._reporter, section=name, limit_us=timeout_us))
         mark.phase = "busy"
         if limit_us:
             mark.limit_us = max(limit_us, mark.elapsed_us + timeout_us)
@@ -151,7 +153,7 @@ class Detection:
             if limit_us:
                 mark.limit_us = limit_us + took_us
             self._busy_us += took_us
-            channel.send(Busy(what="", at_most_us=0))
+            channel.send(WorkerBusy(**self._reporter, section="", limit_us=0))
 
     def start_iteration(self, iteration: int) -> None:
         """Start the clock of an iteration, which begins or goes on in another group."""
@@ -222,16 +224,18 @@ class Detection:
         """Record the checksum of the sums of gradients of the iteration that was observed last."""
         self._sums = number
 
-    def with_checksums(self, commit: Committed) -> Committed:
+    def with_checksums(self, commit: IterationCommitted) -> IterationCommitted:
         """Return the commit with the checksums of the parameters that it began with, if all replicas have made the
         same, and of its sums."""
         if commit.iteration != self._iteration or not self._checksum:
             return commit
         return msgspec.structs.replace(
             commit,
-            checked=commit.iteration - 1,
-            checksum=self._checksum % DIGEST_MODULUS,
-            sums=self._sums % DIGEST_MODULUS,
+            checksums=Checksums(
+                iteration=commit.iteration - 1,
+                parameters=self._checksum % DIGEST_MODULUS,
+                sums=self._sums % DIGEST_MODULUS,
+            ),
         )
 
     # --- reports to the agent -------------------------------------------------------------------
@@ -282,7 +286,15 @@ class Detection:
         self, sign: CorruptionSign, suspect: str, value: float, usual: float, iteration: int, generation: int
     ) -> None:
         self._channel.send(
-            Suspected(generation=generation, iteration=iteration, sign=sign, suspect=suspect, value=value, usual=usual)
+            CorruptionSuspected(
+                **self._reporter,
+                generation=generation,
+                iteration=iteration,
+                sign=sign,
+                suspect=suspect,
+                value=value,
+                usual=usual,
+            )
         )
 
     def _report_straggler(self, finding: StragglerFinding, iteration: int, membership: GroupMembership) -> None:
@@ -290,6 +302,7 @@ class Detection:
         rank = workers.index(finding.worker)
         straggler = membership.members[rank]
         fields: dict[str, Any] = {
+            **self._reporter,
             "generation": membership.generation,
             "iteration": iteration,
             "straggler": straggler.worker,
@@ -298,10 +311,10 @@ class Detection:
             "factor": finding.factor,
         }
         if finding.over:
-            self._channel.send(StragglerCleared(**fields))
+            self._channel.send(StragglerRecovered(**fields))
             return
         self._channel.send(
-            StragglerReport(
+            StragglerObserved(
                 **fields,
                 compute_us=finding.own_us,
                 others_us=finding.others_us,
@@ -321,7 +334,8 @@ class Detection:
         others_us = median(other_times) if other_times else 0.0
         stands_out = by_rank[slowest] > SLOW * others_us
         self._channel.send(
-            Degraded(
+            DegradationObserved(
+                **self._reporter,
                 generation=generation,
                 iteration=iteration,
                 iteration_us=slow_us,

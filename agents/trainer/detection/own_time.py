@@ -1,4 +1,4 @@
-"""How long this process itself took for its micro-batches: what it waited for does not count.
+"""Measures how long this process itself computed its micro-batches, without the time that it waited for others.
 
 Rules
 -----
@@ -23,7 +23,7 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class ComputeTime:
-    """The time of one iteration's micro-batches, in the thread that makes it."""
+    """The compute time of one iteration's micro-batches, in seconds of the thread that computes them."""
 
     def __init__(self) -> None:
         self._file: int | None

@@ -1,4 +1,4 @@
-"""Numbers that stand out: a replica's loss or gradient norm, against all replicas' of the last iterations.
+"""Detects spikes: a replica's loss or gradient norm far above those of all replicas in the last iterations.
 
 Rules
 -----
@@ -27,7 +27,7 @@ QUIET = 50
 
 
 class Spike(NamedTuple):
-    """A value that stands out. `rank` None: all have it. `usual`: what such values usually are."""
+    """A value that is far too high. `rank`: whose, None: all have it. `usual`: what such values usually are."""
 
     rank: int | None
     value: float
@@ -35,7 +35,7 @@ class Spike(NamedTuple):
 
 
 class Spikes:
-    """The spikes of one kind of value. `rise`: see the module; healthy gradient norms leap severalfold, losses do
+    """Detects spikes of one kind of value. `rise`: see the module; healthy gradient norms leap severalfold, losses do
     not."""
 
     def __init__(self, rise: float) -> None:

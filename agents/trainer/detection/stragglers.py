@@ -1,4 +1,4 @@
-"""Which replica is slower than the others at the same work: from its birth on, by its own time per micro-batch.
+"""Detects stragglers: replicas that take longer per micro-batch than the others, by their own compute time.
 
 Rules
 -----
@@ -55,7 +55,7 @@ _FACTOR_MAX = 1000.0
 
 class StragglerFinding(NamedTuple):
     """A straggler. `worker` takes `factor` times as long as the others, since `since_us` (the clock of `add`), the
-    beginning of iteration `since_iteration`. `own_us`, `others_us`: per micro-batch. `over`: it did, and does no
+    beginning of iteration `since_iteration`. `own_us`, `others_us`: per micro-batch. `over`: it was one and is none any
     more."""
 
     worker: str
@@ -98,7 +98,7 @@ class _Report:
 
 @dataclass(slots=True)
 class _OpenSample:
-    """A sample under way."""
+    """A sample that is not complete."""
 
     iteration: int = 0
     began_us: int = 0
@@ -107,7 +107,7 @@ class _OpenSample:
 
 
 class Stragglers:
-    """The stragglers among the replicas of one shard; a replica goes by its worker's name."""
+    """Detects the stragglers among the replicas of one shard; a replica is named by its worker."""
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}

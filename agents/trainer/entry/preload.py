@@ -1,4 +1,4 @@
-"""Importing this imports everything heavy that a worker needs; the fork server does it once, before it serves.
+"""Imports everything heavy that a worker needs; the fork server imports it once, before it serves.
 
 No thread, no process group, no CUDA context comes of it (a test says so), and no parallel operation of torch runs:
 its thread pools are made at the first one, in the child.
@@ -40,6 +40,7 @@ with warnings.catch_warnings():  # Megatron tells every process that Transformer
     if not visible_gpus():
         torch.compile = _compile_when_called
     try:
-        pass
+        import unicrond.agents.trainer.entry.worker
+        import unicrond.agents.trainer.loop.pretrain_gpt  # noqa: F401  # imported for every child
     finally:
         torch.compile = _compile

@@ -1,4 +1,4 @@
-"""A training process from its birth to its end; called in a child of the fork server, which has set the task's
+"""Runs a training process from its start to its end, in a child of the fork server, which has set the task's
 environment and working directory.
 
 Exit codes: 0 done or asked to end; 1 an exception, or the end of the program in mid-training, told to the agent
@@ -18,7 +18,7 @@ from typing import NoReturn
 from unicrond.agents.protocol.injection import FaultInjector
 from unicrond.agents.protocol.marks import Marker
 from unicrond.agents.protocol.messages import Launch
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested
+from unicrond.agents.trainer.lifecycle.results import QuitRequested
 from unicrond.agents.trainer.process import context
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.agents.trainer.process.context import Context, WorkerSettings
@@ -122,6 +122,6 @@ def _tell(channel: AgentChannel, error: BaseException) -> None:
     try:
         process = context.current()
     except RuntimeError:
-        channel.send(error_report(error, 0, 0, "start"))
+        channel.send(error_report(channel.reporter, error, 0, 0, "start"))
     else:
-        channel.send(error_report(error, process.generation, process.iteration, process.phase))
+        channel.send(error_report(process.launch.reporter, error, process.generation, process.iteration, process.phase))

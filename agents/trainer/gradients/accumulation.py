@@ -1,4 +1,4 @@
-"""Gradients, accumulated over micro-batches in flat memory, from which they are reduced bucket by bucket.
+"""Accumulates gradients over micro-batches in flat memory, from which they are reduced bucket by bucket.
 
 Rules
 -----
@@ -34,8 +34,9 @@ BUCKET_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """How a store is laid out, in elements. `starts`: of each parameter; `spans`: of each bucket, [start, stop), in the
-    order opposite to that in which a backward finishes them; `bucket_of`: each parameter's; `numel`: of a store."""
+    """The layout of a store, in elements. `starts`: of each parameter; `spans`: of each bucket, [start, stop), in the
+    order opposite to that in which a backward finishes them; `bucket_of`: the bucket of each parameter; `numel`: of a
+    store."""
 
     starts: Sequence[int]
     spans: Sequence[tuple[int, int]]
@@ -60,7 +61,7 @@ def consecutive_layout(parameters: Sequence[torch.nn.Parameter], bucket_bytes: i
 
 
 class GradientStore:
-    """Room for one gradient of each parameter: `flat`, and each parameter's place in it."""
+    """Memory for one gradient of each parameter: `flat`, and a view of it for each parameter."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: StoreLayout) -> None:
         device = parameters[0].device if parameters else None
@@ -72,8 +73,9 @@ class GradientStore:
 
 
 class Accumulation:
-    """Of the parameters that need gradients. `lanes`: of a fixed sum. `bucket_bytes`: of gradients in one bucket, at
-    most (a larger parameter has one of its own). `plan`: how the stores are laid out, if not one after the other."""
+    """The accumulated gradients of the parameters that need any. `lanes`: of a fixed sum. `bucket_bytes`: of gradients
+    in one bucket, at most (a larger parameter has a bucket of its own). `plan`: the layout of the stores, if not one
+    after the other."""
 
     def __init__(
         self,

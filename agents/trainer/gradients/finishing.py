@@ -1,5 +1,5 @@
-"""What a replica's shards must still add up once the gradients are the global batch's: Megatron's own
-`finalize_model_grads`, for loops that are not Megatron-LM's.
+"""Completes the gradients within a replica once they are the global batch's, by Megatron's own `finalize_model_grads`,
+for loops that are not Megatron-LM's.
 
 Rules
 -----
@@ -24,11 +24,11 @@ from megatron.core.transformer import TransformerConfig
 
 
 class CannotFinish(ValueError):
-    """The model would train wrongly in a loop of one's own. One line."""
+    """The model would train wrongly in a loop of one's own; the text says why, in one line."""
 
 
 class _Chunk:
-    """A model, in place of one that DistributedDataParallel has wrapped."""
+    """Stands in for a model that DistributedDataParallel has wrapped."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = model

@@ -1,11 +1,12 @@
-"""Running sums of lanes on their way from one member to the next (`lanes.py`): with each its loss and its tokens.
+"""Passes running sums of lanes (`lanes.py`), each with its loss and its tokens, from one member of a chain to the next.
 
 Rules
 -----
 * What others will give is waited for in rooms of its own, from the beginning: it arrives while this member computes.
   With NCCL operations run in the order in which they are begun, and what is waited for holds up what is given; so it is
-  begun when its run's turn has come. Runs are ordered so that no members wait in a circle (`lanes.py`). NCCL knows no
-  tags either: of two that come from one member, that is begun first which it gives first.
+  begun when its run's turn has come. Runs are ordered so that no members wait in a circle
+  (`micro_batch_assignment.py`). NCCL knows no tags either: of two that come from one member, that is begun first which
+  it gives first.
 * What is given stays here as well, and counts if the other is lost. Nothing is added to it meanwhile.
 * A group that is left takes with it what was on its way: the next one deals anew.
 """
@@ -18,13 +19,15 @@ import torch
 
 from unicrond.agents.trainer.gradients.accumulation import Accumulation, GradientStore
 from unicrond.agents.trainer.groups.group import Operation, ShardGroup
-from unicrond.agents.trainer.lifecycle.lanes import Assignment, Lanes, Run
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import RunningSum
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Assignment, Run
 
 
 @dataclass(slots=True)
 class _IncomingSum:
-    """`flat`: where it is written to, for a group on the CPU not the store itself."""
+    """A running sum that another member will send. `flat`: where it is written to, for a group on the CPU not the store
+    itself."""
 
     store: GradientStore
     flat: torch.Tensor
@@ -33,7 +36,7 @@ class _IncomingSum:
 
 
 class Passing:
-    """One member's end of the transfers."""
+    """Sends and receives one member's running sums."""
 
     def __init__(self, accumulation: Accumulation, lanes: Lanes) -> None:
         self._accumulation = accumulation

@@ -1,4 +1,4 @@
-"""The sums of one iteration's gradients over all replicas, bucket by bucket.
+"""Sums one iteration's gradients over all replicas, bucket by bucket.
 
 Rules
 -----
@@ -41,7 +41,7 @@ STRIP, CHUNK = 1024 * 1024, 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """[start, stop) of the gradients, in one bucket. `sums`: by block, what this replica has."""
+    """Elements [start, stop) of the gradients, in one bucket. `sums`: by block, those that this replica has."""
 
     bucket: int
     start: int
@@ -67,7 +67,7 @@ class _Round:
 
 
 class Reduction:
-    """An iteration's sums. `lanes`: None where the sum follows the assignment."""
+    """The sums of an iteration's gradients over all replicas. `lanes`: None where the sum follows the assignment."""
 
     def __init__(self, accumulation: Accumulation, lanes: Lanes | None = None) -> None:
         self._accumulation = accumulation

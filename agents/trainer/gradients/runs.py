@@ -1,4 +1,4 @@
-"""The runs of a fixed sum (`lanes.py`), one after the other, as a training process computes them.
+"""Computes the runs of a fixed sum (`lanes.py`) one after the other, in a training process.
 
 Rules
 -----
@@ -16,14 +16,15 @@ from unicrond.agents.trainer.gradients.reduction import Reduction
 from unicrond.agents.trainer.groups.group import ShardGroup
 from unicrond.agents.trainer.groups.shard_group import Rendezvous
 from unicrond.agents.trainer.lifecycle import MemberState
-from unicrond.agents.trainer.lifecycle.lanes import Run, initial_assignment, stores_needed
 from unicrond.agents.trainer.lifecycle.ledger import LaneLedger
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Run, initial_assignment, stores_needed
 from unicrond.agents.trainer.process.context import Context
 
 
 @dataclass(slots=True)
 class LaneRuns:
-    """The runs of one worker."""
+    """Computes the runs of one worker: adds its micro-batches to the running sums that other members send, and sends
+    its own on."""
 
     member: MemberState
     context: Context

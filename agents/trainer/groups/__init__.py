@@ -1,1 +1,1 @@
-"""Process groups: how the members of a generation meet, and what they do together."""
+"""Process groups of the data-parallel replicas: how the members of a generation meet, and their collectives."""

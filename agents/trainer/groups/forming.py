@@ -1,4 +1,4 @@
-"""Forming a group: its members meet in a store, connect to each other, and know which sockets are the group's.
+"""Forms a group: its members meet in a store, connect to each other, and find out which sockets are the group's.
 
 Rules
 -----
@@ -41,9 +41,9 @@ import torch
 import torch.distributed as dist
 
 from unicrond.agents.trainer.groups.gloo_store_messages import GlooStore
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import address
 from unicrond.agents.trainer.groups.store_messages import StoreExchange
-from unicrond.agents.trainer.groups.stores import StoreConnections
 from unicrond.agents.trainer.process.channel import AgentChannel
 from unicrond.events.vocabulary import StoreAddress
 
@@ -58,7 +58,7 @@ _listening = threading.Lock()
 
 
 class SumsMismatch(RuntimeError):
-    """A member has another version of the hook, whose fixed sums are others."""
+    """A member has another version of the hook, which adds gradients up in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class GroupPlacement:
 
 @dataclass(frozen=True, slots=True)
 class FormedGroup:
-    """A group. `sockets`: descriptor -> the kernel's name; `listening`: see `ConnectionEnds`; both empty with NCCL."""
+    """A torch process group that is connected. `sockets`: descriptor -> the kernel's name; `listening`: see
+    `ConnectionEnds`; both empty with NCCL."""
 
     process_group: object
     sockets: dict[int, str] = field(default_factory=dict)
@@ -181,8 +182,9 @@ class Attempt:
         outdated = [rank for rank, port in enumerate(ports) if place.lanes and not port.startswith(_LANES.encode())]
         if outdated:
             raise SumsMismatch(
-                f"members {', '.join(map(str, outdated))} of the group have an older hook, whose fixed sums are others:"
-                " have their nodes leave and join, or submit the task with numerics: follow"
+                f"members {', '.join(map(str, outdated))} of the group have an older hook,"
+                " which adds gradients up in another order: have their nodes leave and"
+                " join, or submit the task with numerics: follow"
             )
         alike = all(port.startswith(_SIGN.encode()) for port in ports)
         if alike:

@@ -1,4 +1,5 @@
-"""What gloo's members ask of each other's words, answered without n * n reads of a store.
+"""A store for gloo's rendezvous that answers from what the members have said already, without n * n reads of the real
+store.
 
 Rules
 -----
@@ -27,7 +28,7 @@ class _GlooWord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GlooStore(dist.Store):  # type: ignore[misc]
-    """The store of one group's forming. `listens`: the address that this member listens on."""
+    """The store that gloo asks while one group forms. `listens`: the address that this member listens on."""
 
     def __init__(self, exchange: StoreExchange, size: int, listens: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One generation's group over the replicas, for one shard index: formed, used, and left at a moment's notice.
+"""The process group of one generation over the replicas, for one shard index: formed, used, and left at any moment.
 
 Rules
 -----
@@ -34,12 +34,18 @@ import torch
 import torch.distributed as dist
 
 from unicrond.agents.protocol.marks import Marker
-from unicrond.agents.protocol.messages import MembershipWait
-from unicrond.agents.trainer.groups.forming import Attempt, FormedGroup, GroupPlacement, event_after, nccl_error
+from unicrond.agents.trainer.groups.forming import (
+    Attempt,
+    FormedGroup,
+    GroupPlacement,
+    event_after,
+    nccl_error,
+)
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
-from unicrond.agents.trainer.groups.stores import StoreConnections
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.process.channel import AgentChannel
+from unicrond.events.vocabulary import WorkerWaiting
 
 _POLL_CUDA_S = 0.002
 #: A worker that waits for longer for a group to meet says so: it has answered, and does not hang.
@@ -51,11 +57,11 @@ _parked: list[object] = []
 
 
 class AbortHangs(RuntimeError):
-    """The NCCL communicator cannot be got rid of: this process is of no use any more."""
+    """The NCCL communicator cannot be aborted: this process can be of no group any more."""
 
 
 class ShardGroup:
-    """A member's end of the group of `generation`. `rank` and `size` count replicas."""
+    """A member of the process group of `generation`. `rank` and `size` count replicas."""
 
     def __init__(
         self, formed: FormedGroup | None, generation: int, rank: int, size: int, channel: AgentChannel,
@@ -233,7 +239,7 @@ def _abort(nccl: object, flight: _InFlight) -> None:
 
 
 class PendingRows:
-    """Rows that are being gathered; read them after `ShardGroup.finish`."""
+    """The rows of an all-gather that is under way; read them after `ShardGroup.finish`."""
 
     def __init__(self, rows: list[torch.Tensor]) -> None:
         self._rows = rows
@@ -244,7 +250,7 @@ class PendingRows:
 
 
 class Operation:
-    """One collective under way. `tensors`: what it writes to and reads from, which must live as long."""
+    """A collective that is under way. `tensors`: what it writes to and reads from, which must live as long."""
 
     __slots__ = ("_is_done", "_lands", "_tensors", "over", "work")
 
@@ -378,7 +384,7 @@ def form(
     try:
         in_time = channel.wait(over, WAITS_S if timeout_s is None else min(WAITS_S, timeout_s))
         if not in_time:
-            channel.send(MembershipWait(generation=generation))
+            channel.send(WorkerWaiting(**channel.reporter, generation=generation))
             in_time = channel.wait(over, None if timeout_s is None else max(0.0, timeout_s - WAITS_S))
     except BaseException:
         attempt.abandon()

@@ -1,4 +1,4 @@
-"""This shard's group: which memberships have come, and how the next group is formed and first spoken in.
+"""Forms this shard's group for each membership that comes, and exchanges the members' first words in it.
 
 Rules
 -----
@@ -7,7 +7,9 @@ Rules
   that a member that loses one can say whose the other end is.
 * A report names the losses that say something: where more than LOST_MAX connections have ended, nearly all of them are
   those of members that have left since, and it names the one that broke its own collective.
-  Which of a larger group report at once: `reporting.py`.
+* Blame rests on all these reports (unicrond/core/faults/blame.py), so in a small group all members report at once. Of
+  a larger group a few words will do: a few members report at once, far from each other, so that they are on different
+  nodes; the others only where no urgent membership comes of that (`report_after_s`).
 * Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
   shards take the same turn. Every wait is bounded for a worker with state: after `fault_wait_s` it is stranded.
 """
@@ -21,14 +23,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from unicrond.agents.protocol.messages import ErrorReport, GroupMembership, MembershipWait
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.groups.forming import GroupPlacement
 from unicrond.agents.trainer.groups.group import ShardGroup, form
-from unicrond.agents.trainer.groups.reporting import report_after_s
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.groups.socket_peers import ConnectionEnds
 from unicrond.agents.trainer.groups.standby import Standby
-from unicrond.agents.trainer.groups.stores import StoreConnections
-from unicrond.agents.trainer.lifecycle.failures import (
+from unicrond.agents.trainer.lifecycle.results import (
     GroupBroken,
     MembershipSuperseded,
     QuitRequested,
@@ -38,7 +39,7 @@ from unicrond.agents.trainer.lifecycle.verdict import Position, span_row, spans_
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.determinism import environment, environment_number
 from unicrond.agents.trainer.process.faults import classify_broken
-from unicrond.events.vocabulary import Phase
+from unicrond.events.vocabulary import ErrorReported, Phase, WorkerWaiting
 
 T = TypeVar("T")
 _MESSAGE_CHARS = 1024
@@ -46,10 +47,14 @@ _MESSAGE_CHARS = 1024
 LOST_MAX = 64
 #: In groups of at most so many, older hooks expect a number for each member in the row of a position: none of ours.
 _NUMBERS_MAX = 64
+#: The largest group whose members all report at once.
+ALL_REPORT_MAX = 64
+_FIRST_REPORTERS = 8
+_REPORT_AFTER_S = 1.0
 
 
 class Rendezvous:
-    """Forms and holds this shard's group. `generation`: of the membership last tried, 0 before the first."""
+    """Forms and holds this shard's group. `generation`: of the membership tried last, 0 before the first."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -139,7 +144,8 @@ class Rendezvous:
             self._wait_for_peer_reports()  # one that is still open is left first: others may wait in it
         if self._channel.newest(self.generation, urgent_only=True) is None:
             self._channel.send(
-                ErrorReport(
+                ErrorReported(
+                    **self._context.launch.reporter,
                     kind=kind,
                     generation=self.generation,
                     iteration=iteration,
@@ -147,7 +153,7 @@ class Rendezvous:
                     message=failure[:_MESSAGE_CHARS],
                     detail="",
                     peer="" if peer is None else self._workers[peer],
-                    lost=self._lost_workers if kind == "connection_broken" else (),  # a time-out ends them all
+                    lost_peers=self._lost_workers if kind == "connection_broken" else (),  # a time-out ends them all
                 )
             )
 
@@ -198,7 +204,7 @@ class Rendezvous:
         self.together(meet)
         group = self.group
         assert group is not None
-        group.on_wait = partial(self._channel.send, MembershipWait(generation=membership.generation))
+        group.on_wait = partial(self._channel.send, WorkerWaiting(**launch.reporter, generation=membership.generation))
         self._workers = workers
 
     def exchange(self, position: Position, micro_batches: int, buckets: int, *, sharded: bool) -> list[Position]:
@@ -253,3 +259,11 @@ class Rendezvous:
         membership = self._channel.membership(newest)
         assert membership is not None
         return membership
+
+
+def report_after_s(rank: int, size: int) -> float:
+    """Return how long the member `rank` of `size` waits for the answer to others' reports before it reports itself;
+    seconds, some later than others."""
+    if size <= ALL_REPORT_MAX or rank % (size // _FIRST_REPORTERS) == 0:
+        return 0.0
+    return _REPORT_AFTER_S * (1 + rank / size)

@@ -1,4 +1,4 @@
-"""Whose the other end of each of a group's connections is.
+"""Finds out to which member each of a group's TCP connections leads.
 
 Rules
 -----

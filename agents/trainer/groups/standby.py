@@ -1,4 +1,4 @@
-"""Groups for the next loss, built before it happens.
+"""Builds groups for the next loss of a replica before it happens.
 
 Rules
 -----
@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unicrond.agents.trainer.groups.forming import Attempt, GroupPlacement
-from unicrond.agents.trainer.groups.stores import StoreConnections
+from unicrond.agents.trainer.groups.rendezvous_store import StoreConnections
 from unicrond.agents.trainer.process.channel import AgentChannel
 
 _REPLICAS_MIN = 3
 
 
 class Standby:
-    """This shard's standby groups. `generation`: of the membership they were built after; 0: none."""
+    """This shard's standby groups. `generation`: of the membership after which they were built; 0: none."""
 
     def __init__(self, channel: AgentChannel, replicas_max: int, stores: StoreConnections | None = None) -> None:
         self._channel = channel

@@ -1,4 +1,5 @@
-"""What the members of a group that forms tell each other in a store, at a few messages a member.
+"""Exchanges short messages between the members of a group that forms, through a store, with a few operations for each
+member.
 
 Rules
 -----
@@ -24,8 +25,8 @@ _LOOK_AGAIN = timedelta(seconds=60)
 
 
 class StoreExchange:
-    """One member's side of the exchange, in a store of the attempt's own (a prefix). `is_abandoned`: asked between two
-    looks."""
+    """One member's side of the exchange, in a store of this attempt alone (a prefix). `is_abandoned()`: asked between
+    two reads; True ends the exchange."""
 
     def __init__(self, store: object, rank: int, size: int, is_abandoned: Callable[[], bool]) -> None:
         self._store = store

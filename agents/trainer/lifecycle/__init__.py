@@ -57,10 +57,10 @@ loop's own) and committing's first half, which needs no group.
 from unicrond.agents.trainer.lifecycle.boundary import commit, gather_parameters
 from unicrond.agents.trainer.lifecycle.completion import complete, leave_after_stop
 from unicrond.agents.trainer.lifecycle.effects import Flow, Optimize, SetPhase
-from unicrond.agents.trainer.lifecycle.failures import ProgramLeftLoop
 from unicrond.agents.trainer.lifecycle.iteration import iterate
 from unicrond.agents.trainer.lifecycle.member_state import MemberState
 from unicrond.agents.trainer.lifecycle.regrouping import regroup
+from unicrond.agents.trainer.lifecycle.results import ProgramLeftLoop
 
 __all__ = ["MemberState", "run"]
 

@@ -1,10 +1,9 @@
-"""Between two iterations: the loop has stepped; gather, commit, save, and go where the next iteration is to happen."""
+"""The boundary between two iterations: gather parameters, commit, save, and enter the group of the next iteration."""
 
 from __future__ import annotations
 
-from unicrond.agents.protocol.messages import Committed, GroupMembership
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted
 from unicrond.agents.trainer.lifecycle.effects import FaultPoint, Flow, GetMembership, Observe, PrepareStandby
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.lifecycle.member_state import (
     MemberState,
@@ -16,6 +15,7 @@ from unicrond.agents.trainer.lifecycle.member_state import (
 )
 from unicrond.agents.trainer.lifecycle.optimizer_state import gather, leave_parts
 from unicrond.agents.trainer.lifecycle.regrouping import regroup, transfer
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.saving import save
 
 
@@ -76,7 +76,7 @@ def _record_commit(member: MemberState, total: Total) -> Flow[int]:
     now_s = member.clock()
     duration_us = int((now_s - member.boundary_s) * 1e6)
     member.loss = total.loss
-    member.last_commit = Committed(
+    member.last_commit = IterationCommitted(
         generation=total.generation,
         iteration=member.ledger.iteration,
         samples=total.samples,
@@ -84,7 +84,7 @@ def _record_commit(member: MemberState, total: Total) -> Flow[int]:
         loss=total.loss,
         duration_us=duration_us,
         micro_batches_by_rank=total.micro_batches_by_rank,
-        redone=total.redone,
+        micro_batches_repeated=total.repeated,
     )
     member.commit_reported = False
     member.boundary_s = now_s

@@ -1,4 +1,5 @@
-"""Which states a group without any could take, and in which order it tries them: rows that the members gather.
+"""The states that a group without any could load, as rows that the members gather, and the order in which it tries
+them.
 
 Rules
 -----
@@ -25,7 +26,7 @@ ROW_WORDS = sum(OFFERS_MAX.values())
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The state after `iteration`, which the replica of member `rank` can take from `kind`."""
+    """A state after `iteration`, which the replica of member `rank` can load from `kind`."""
 
     iteration: int
     kind: Kind

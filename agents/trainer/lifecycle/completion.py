@@ -1,11 +1,10 @@
-"""The end of training: the last state is saved, the leader says so, and all leave together.
+"""The end of training: saves the last state, reports that the task is complete, and has all members leave together.
 
 After the last iteration no member leaves before the leader has saved: if the leader dies, another member saves.
 """
 
 from __future__ import annotations
 
-from unicrond.agents.protocol.messages import Completed, StopRequest
 from unicrond.agents.trainer.lifecycle.boundary import commit, gather_parameters
 from unicrond.agents.trainer.lifecycle.effects import (
     AwaitUrgent,
@@ -18,11 +17,12 @@ from unicrond.agents.trainer.lifecycle.effects import (
     Send,
     SetPhase,
 )
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, leave_broken_group
 from unicrond.agents.trainer.lifecycle.optimizer_state import assemble
 from unicrond.agents.trainer.lifecycle.regrouping import regroup
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.saving import save_and_wait
+from unicrond.events.vocabulary import StopRequested, TaskCompleted
 
 _FLUSH_S = 2.0
 _COMPLETED_FLUSH_S = 5.0
@@ -64,7 +64,9 @@ def complete(member: MemberState) -> Flow[bool]:
 
 def _report_completed(member: MemberState) -> Flow[None]:
     digest = yield from ParamsDigest()
-    yield from Send(Completed(iteration=member.last_iteration, loss=member.loss, params_digest=digest))
+    yield from Send(
+        TaskCompleted(**member.launch.reporter, iteration=member.last_iteration, loss=member.loss, params_digest=digest)
+    )
     yield from Flush(_COMPLETED_FLUSH_S)
 
 
@@ -84,7 +86,11 @@ def leave_after_stop(member: MemberState) -> Flow[None]:
     if member.shares is None:
         if member.in_leader_replica:
             yield from save_and_wait(member)
-        yield from Send(StopRequest(iteration=member.last_iteration, reason=member.stop_reason, left=True))
+        yield from Send(
+            StopRequested(
+                **member.launch.reporter, iteration=member.last_iteration, reason=member.stop_reason, has_left_loop=True
+            )
+        )
         yield from AwaitUrgent(max(_PARTING_S, 2.0 * member.pace_s))
     yield from SetPhase("done")
     yield from Flush(_FLUSH_S)

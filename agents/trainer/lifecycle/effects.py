@@ -1,8 +1,8 @@
-"""What the lifecycle asks its driver to do.
+"""The effects: what the lifecycle asks its driver to do, and what each returns or throws.
 
 Rules
 -----
-* `result = yield from Effect(...)` asks the driver; the driver sends the result, or throws one of `failures.py`.
+* `result = yield from Effect(...)` asks the driver; the driver sends the result, or throws one of `results.py`.
 * A *seam* (`Compute`, `Optimize`) is the training loop's own turn; every other effect is the driver's alone.
 * An effect is the whole replica's: a driver that runs one shard of several puts what happened to it to the vote of all
   shards, so that all shards get the same result or the same kind of failure.
@@ -34,7 +34,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Effect(Generic[R_co]):
-    """Something for the driver to do, with a result of type R."""
+    """A request to the driver, with a result of type R."""
 
     __slots__ = ()
 
@@ -119,7 +119,8 @@ class StartClock(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class BeginFinalSave(Effect[None]):
-    """Begin the end of training: what is left is the last state. `is_writer`: this replica writes it, others wait."""
+    """Begin the end of training, when only the last state is left to save. `is_writer`: this replica writes it, others
+    wait."""
 
     iteration: int
     is_writer: bool
@@ -166,7 +167,7 @@ class AwaitMembership(Effect[GroupMembership]):
 
 @dataclass(frozen=True, slots=True)
 class FollowMembership(Effect[None]):
-    """Try this membership now; older ones never again."""
+    """Note that this membership is tried now; older ones are never tried again."""
 
     membership: GroupMembership
 
@@ -225,7 +226,7 @@ class PrepareStandby(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class AwaitQuit(Effect[None]):
-    """Wait for the end: nothing is left to do here. Throws QuitRequested."""
+    """Wait for the agent's order to end. Throws QuitRequested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ class AwaitUrgent(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class AnyShard(Effect[bool]):
-    """Return whether it holds for any shard of this replica."""
+    """Return whether `holds` is true for any shard of this replica."""
 
     holds: bool
 
@@ -278,7 +279,7 @@ class Agree(Effect[Sequence[Sequence[int]]]):
 
 @dataclass(frozen=True, slots=True)
 class Clear(Effect[None]):
-    """Begin this iteration: nothing accumulated, nothing summed."""
+    """Begin this iteration: clear accumulation and sums."""
 
     iteration: int
 
@@ -310,7 +311,7 @@ class Reduce(Effect[Sequence[ReplicaAccount]]):
 
 @dataclass(frozen=True, slots=True)
 class Settle(Effect[None]):
-    """Make the sums, divided by the tokens, the gradients."""
+    """Divide the sums by the tokens and make them the gradients."""
 
     total: Total
 
@@ -382,7 +383,8 @@ class Save(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class SaveAndWait(Effect[None]):
-    """Have the state after `iteration` on storage when this returns. `handover`: in memory, where it has room."""
+    """Save the state after `iteration` and return when it is on storage. `handover`: memory will do, where it has
+    room."""
 
     iteration: int
     loss: float
@@ -418,12 +420,12 @@ class Stage(Effect[int]):
 
 @dataclass(frozen=True, slots=True)
 class Adopt(Effect[None]):
-    """Hold what is staged, and nothing else: all members have staged theirs."""
+    """Replace the parts that this member holds by the staged ones: all members have staged theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropParts(Effect[None]):
-    """Drop all parts."""
+    """Drop all parts of the sharded optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)

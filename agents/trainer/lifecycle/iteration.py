@@ -1,4 +1,5 @@
-"""An iteration, from its micro-batches to the agreement of all."""
+"""One iteration: computes its micro-batches, reduces gradients and accounts, and has all members agree on the
+result."""
 
 from __future__ import annotations
 
@@ -15,11 +16,10 @@ from unicrond.agents.trainer.lifecycle.effects import (
     SetPhase,
     Settle,
 )
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded
 from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, leave_broken_group
 from unicrond.agents.trainer.lifecycle.regrouping import regroup
-from unicrond.agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
+from unicrond.agents.trainer.lifecycle.results import NO_SAVE, GroupBroken, MembershipSuperseded, SaveSchedule
 
 #: In the agreement that ends an iteration: this replica's program has said stop (beside Due.word).
 _STOP_BIT = 4

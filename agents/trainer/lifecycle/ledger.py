@@ -1,4 +1,4 @@
-"""A replica's account of one iteration: what it holds, what it has finished, what came of it."""
+"""A replica's ledger of one iteration: its micro-batches, how many are finished, and their loss and tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unicrond.agents.protocol.sampling import DIGEST_MODULUS, Sampling, samples_digest
-from unicrond.agents.trainer.lifecycle.lanes import AHEAD, Assignment, Lanes, Run
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import AHEAD, Assignment, Run
 
 #: Losses are counted in these units: float64 sums of them are exact, so they depend on no order, up to 2**29.
 _LOSS_UNITS = 2.0**24
@@ -20,10 +21,10 @@ def to_fixed_point(loss_sum: float) -> float:
 
 @dataclass(slots=True)
 class IterationLedger:
-    """What one replica has to compute of an iteration. `assignment`: its micro-batches in the order of their
+    """The ledger where the sum follows the assignment. `assignment`: the replica's micro-batches in the order of their
     assignment, of which the first `finished` are done.
 
-    `loss_sum`: sum of the token losses; `tokens`: how many; `redone`: micro-batches assigned because another replica
+    `loss_sum`: sum of the token losses; `tokens`: how many; `repeated`: micro-batches assigned because another replica
     was lost.
     """
 
@@ -32,7 +33,7 @@ class IterationLedger:
     finished: int = 0
     loss_sum: float = 0.0
     tokens: int = 0
-    redone: int = 0
+    repeated: int = 0
 
     @property
     def run(self) -> Run | None:
@@ -77,11 +78,11 @@ class IterationLedger:
         """Return a ledger for another iteration, with the same assignment."""
         return IterationLedger(iteration, list(self.assignment))
 
-    def assign(self, micro_batches: Sequence[int], redone: bool) -> None:
-        """Add these micro-batches to the assignment. `redone`: another replica had worked on them."""
+    def assign(self, micro_batches: Sequence[int], repeated: bool) -> None:
+        """Add these micro-batches to the assignment. `repeated`: another replica had worked on them."""
         self.assignment.extend(micro_batches)
-        if redone:
-            self.redone += len(micro_batches)
+        if repeated:
+            self.repeated += len(micro_batches)
 
     def account(self, sampling: Sampling, surplus: bool = False) -> ReplicaAccount:
         """Return this replica's account of the finished iteration. `surplus`: its accumulation's."""
@@ -95,7 +96,7 @@ class IterationLedger:
             samples_digest=samples_digest(self.iteration, samples),
             loss_sum=self.loss_sum,
             tokens=self.tokens,
-            redone=self.redone,
+            repeated=self.repeated,
             surplus=surplus,
         )
 
@@ -202,10 +203,10 @@ class LaneLedger(IterationLedger):
         self._offset += len(self.ahead)
         self.ahead = []
 
-    def assign_lanes(self, assignment: Assignment, rank: int, redone: int = 0) -> None:
-        """Set what is valid here and what is to be computed from now on. `redone`: so many were another replica's."""
+    def assign_lanes(self, assignment: Assignment, rank: int, repeated: int = 0) -> None:
+        """Set what is valid here and what is to be computed from now on. `repeated`: so many were another replica's."""
         valid = assignment.valid[rank]
-        self.lane_assignment, self.rank, self.redone = assignment, rank, self.redone + redone
+        self.lane_assignment, self.rank, self.repeated = assignment, rank, self.repeated + repeated
         self.running = {lane: partial for lane, partial in self.running.items() if self.lanes.of(lane)[0] in valid}
         self.from_peers, self.ahead = {}, []
         self.assignment, self.finished = [*sorted(valid), *assignment.micro_batches(rank)], len(valid)
@@ -235,7 +236,7 @@ class ReplicaAccount:
     samples_digest: int
     loss_sum: float
     tokens: int
-    redone: int
+    repeated: int
     surplus: bool = False
 
     def row(self) -> list[int]:
@@ -243,16 +244,16 @@ class ReplicaAccount:
         is.)"""
         (loss_bits,) = struct.unpack("<q", struct.pack("<d", self.loss_sum))
         return [
-            self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens, self.redone,
-            0, int(self.surplus),
+            self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens,
+            self.repeated, 0, int(self.surplus),
         ]  # fmt: skip
 
     @staticmethod
     def from_row(row: Sequence[int]) -> ReplicaAccount:
         """Return the account of such a row; the inverse of `row`."""
-        iteration, micro_batches, samples, digest, loss_bits, tokens, redone, _, surplus = row
+        iteration, micro_batches, samples, digest, loss_bits, tokens, repeated, _, surplus = row
         (loss_sum,) = struct.unpack("<d", struct.pack("<q", loss_bits))
-        return ReplicaAccount(iteration, micro_batches, samples, digest, loss_sum, tokens, redone, bool(surplus))
+        return ReplicaAccount(iteration, micro_batches, samples, digest, loss_sum, tokens, repeated, bool(surplus))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,10 @@ class Total:
         RuntimeError."""
         count = sum(account.micro_batches for account in self.accounts)
         if count != micro_batches or any(account.iteration != iteration for account in self.accounts):
-            raise RuntimeError(f"iteration {iteration}: {count} of {micro_batches} micro-batches: {self.accounts}")
+            raise RuntimeError(
+                f"iteration {iteration}: the replicas account for {count} of {micro_batches} micro-batches:"
+                f" {self.accounts}"
+            )
         if self.tokens <= 0:
             raise RuntimeError(f"iteration {iteration}: no tokens were added; call step.add(loss_sum, tokens)")
         if any(account.surplus for account in self.accounts):
@@ -297,9 +301,9 @@ class Total:
         return sum(account.samples_digest for account in self.accounts) % DIGEST_MODULUS
 
     @property
-    def redone(self) -> int:
+    def repeated(self) -> int:
         """Return the micro-batches that were computed again, over all replicas."""
-        return sum(account.redone for account in self.accounts)
+        return sum(account.repeated for account in self.accounts)
 
     @property
     def micro_batches_by_rank(self) -> tuple[int, ...]:

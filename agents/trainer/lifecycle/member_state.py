@@ -1,26 +1,48 @@
-"""What one member knows of itself between two effects: iteration, state, group, and what it owes."""
+"""The state of one member of a task's group: iteration, group, ledger, and the work that is pending."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
-from unicrond.agents.protocol.messages import Committed, GroupMembership, Launch, StopRequest
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted, Launch
 from unicrond.agents.trainer.lifecycle.effects import Clear, Flow, LeaveGroup, ReportFailure, Send, StartClock
-from unicrond.agents.trainer.lifecycle.lanes import Lanes, initial_assignment
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
 from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, Total
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import initial_assignment
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, Holdings, SaveSchedule
 from unicrond.agents.trainer.lifecycle.shares import Shares
-from unicrond.agents.trainer.lifecycle.states import FOLLOWS, State
 from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict, Position
-from unicrond.events.vocabulary import Member, Phase, StateSource, TaskSpec
+from unicrond.events.vocabulary import Member, Phase, StateSource, StopRequested, TaskSpec
 
+#: A member's part in training; the package's essay says what happens in each.
+State: TypeAlias = Literal[
+    "new", "regrouping", "transferring", "computing", "reducing", "agreeing", "stepping", "gathering", "committing",
+    "ending", "parked", "stranded", "over",
+]  # fmt: skip
+#: The states that may follow: the table of the package's essay, as data.
+FOLLOWS: dict[State, frozenset[State]] = {
+    "new": frozenset({"regrouping"}),
+    "regrouping": frozenset({"transferring", "computing", "stepping", "gathering", "ending", "parked", "stranded"}),
+    "transferring": frozenset({"regrouping", "computing", "ending"}),
+    "computing": frozenset({"reducing", "regrouping", "ending"}),
+    "reducing": frozenset({"agreeing", "regrouping"}),
+    "agreeing": frozenset({"stepping", "regrouping"}),
+    "stepping": frozenset({"gathering", "committing"}),
+    "gathering": frozenset({"committing", "regrouping"}),
+    "committing": frozenset({"transferring", "computing", "regrouping", "ending"}),
+    "ending": frozenset({"over", "regrouping"}),
+    "parked": frozenset(),
+    "stranded": frozenset(),
+    "over": frozenset(),
+}
 _REASON_CHARS = 512
 
 
 @dataclass(slots=True)
 class PendingWork:
-    """The work that the last verdict has left: a transfer, and, if `assigns_next`, the assignment of the next
+    """The work that the last verdict has left to do: a transfer, and, if `assigns_next`, the assignment of the next
     iteration's micro-batches. `bits_tested`: a micro-batch has been computed for its bits alone
     (`process/determinism.py`)."""
 
@@ -64,7 +86,7 @@ class MemberState:
     has_trained: bool = False
     has_whole_state: bool = False
     save_schedule: SaveSchedule = NO_SAVE
-    last_commit: Committed | None = None
+    last_commit: IterationCommitted | None = None
     commit_reported: bool = False
     stop_reason: str = ""
     stop_agreed: bool = False
@@ -156,23 +178,27 @@ class MemberState:
         """Return the lanes of the sum; None: the sum follows the assignment."""
         return lanes_of(self.launch.spec)
 
-    def assign(self, verdict: GroupVerdict | None, *, redone: bool = False) -> None:
+    def assign(self, verdict: GroupVerdict | None, *, repeated: bool = False) -> None:
         """Assign what the verdict gives this member, or a fair share of an iteration of which no member has anything.
-        `redone`: what is new to it was another replica's."""
+        `repeated`: what is new to it was another replica's."""
         rank, size, ledger = self.rank, len(self.peers), self.ledger
         if isinstance(ledger, LaneLedger):
             lane_assignment = initial_assignment(size, ledger.lanes) if verdict is None else verdict.lane_assignment
             assert lane_assignment is not None
-            ledger.assign_lanes(lane_assignment, rank, verdict.redone[rank] if verdict is not None and redone else 0)
+            ledger.assign_lanes(
+                lane_assignment, rank, verdict.repeated[rank] if verdict is not None and repeated else 0
+            )
         else:
-            ledger.assign(range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], redone)
+            ledger.assign(
+                range(rank, self.micro_batches, size) if verdict is None else verdict.additions[rank], repeated
+            )
 
-    def stop(self, reason: str) -> StopRequest | None:
-        """Note that the program wants training to end; return the message about it, None where it has been sent."""
+    def stop(self, reason: str) -> StopRequested | None:
+        """Note that the program wants training to end; return the event about it, None where it has been sent."""
         if self.stop_reason:
             return None
         self.stop_reason = reason[:_REASON_CHARS]
-        return StopRequest(iteration=self.last_iteration, reason=self.stop_reason)
+        return StopRequested(**self.launch.reporter, iteration=self.last_iteration, reason=self.stop_reason)
 
 
 def lanes_of(spec: TaskSpec) -> Lanes | None:

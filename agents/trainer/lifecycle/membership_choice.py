@@ -1,4 +1,4 @@
-"""Which membership to follow, until a group has exchanged positions.
+"""Follows memberships, the newest first, until a group has exchanged positions.
 
 Rules
 -----
@@ -28,14 +28,14 @@ from unicrond.agents.trainer.lifecycle.effects import (
     ReportFailure,
     ReportHoldings,
 )
-from unicrond.agents.trainer.lifecycle.failures import (
+from unicrond.agents.trainer.lifecycle.member_state import MemberState
+from unicrond.agents.trainer.lifecycle.optimizer_shards import covers
+from unicrond.agents.trainer.lifecycle.results import (
     GroupBroken,
     MembershipSuperseded,
     QuitRequested,
     RendezvousTimedOut,
 )
-from unicrond.agents.trainer.lifecycle.member_state import MemberState
-from unicrond.agents.trainer.lifecycle.optimizer_shards import covers
 from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict, Position
 
 

@@ -1,4 +1,5 @@
-"""Which replica holds which part of the optimizer's state, and where a part is found when replicas come or go.
+"""Divides the optimizer's state into parts, assigns each to several replicas, and finds the holders when replicas come
+or go.
 
 Rules
 -----
@@ -32,12 +33,12 @@ ALIGN = 64
 
 
 class NoHolder(Exception):
-    """No remaining member holds a stretch of the state: all holders of a part are lost."""
+    """No remaining member holds a span of the state: all holders of a part are lost."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StatePart:
-    """One of `count` equal parts."""
+    """One of `count` equal parts of the optimizer's state."""
 
     count: int
     index: int
@@ -63,7 +64,7 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class SpanMove:
-    """Member `target` takes a stretch from member `source`."""
+    """A transfer of a span of the state from member `source` to member `target`."""
 
     start: int
     stop: int

@@ -1,4 +1,5 @@
-"""Sharded optimizer state: gathered after each step, divided in each group, assembled to be saved.
+"""Moves sharded optimizer state: gathers parameters after each step, divides the parts in each group, assembles all to
+save it.
 
 Rules
 -----

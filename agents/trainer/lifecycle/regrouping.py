@@ -1,4 +1,4 @@
-"""From one group to the next, state included; or out of training.
+"""Takes a member from one group to the next with its state, or out of training.
 
 What the verdict says (`verdict.py`) is carried out here: which members step first, who gives state to whom, what is
 computed again, and which parts of sharded optimizer state each member holds from now on.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from unicrond.agents.protocol.messages import GroupMembership, Parked, Regrouped
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.lifecycle.effects import (
     AwaitQuit,
     BroadcastState,
@@ -23,12 +23,6 @@ from unicrond.agents.trainer.lifecycle.effects import (
     Send,
     SetPhase,
 )
-from unicrond.agents.trainer.lifecycle.failures import (
-    GroupBroken,
-    MembershipSuperseded,
-    QuitRequested,
-    RendezvousTimedOut,
-)
 from unicrond.agents.trainer.lifecycle.member_state import (
     MemberState,
     PendingWork,
@@ -39,12 +33,18 @@ from unicrond.agents.trainer.lifecycle.member_state import (
 )
 from unicrond.agents.trainer.lifecycle.membership_choice import NotAMember, join
 from unicrond.agents.trainer.lifecycle.optimizer_state import divide, gather
-from unicrond.agents.trainer.lifecycle.results import NO_SAVE
+from unicrond.agents.trainer.lifecycle.results import (
+    NO_SAVE,
+    GroupBroken,
+    MembershipSuperseded,
+    QuitRequested,
+    RendezvousTimedOut,
+)
 from unicrond.agents.trainer.lifecycle.saving import save_and_wait
 from unicrond.agents.trainer.lifecycle.shares import Shares, assign_parts, nodes_of
 from unicrond.agents.trainer.lifecycle.state_search import adopt_state, find_state, report_loaded
 from unicrond.agents.trainer.lifecycle.verdict import GroupVerdict
-from unicrond.events.vocabulary import StateSource
+from unicrond.events.vocabulary import StateSource, WorkerJoinedGroup, WorkerPaused
 
 
 def regroup(member: MemberState, target: GroupMembership | None = None) -> Flow[bool]:
@@ -115,7 +115,7 @@ def _apply(member: MemberState, pending_work: PendingWork) -> Flow[bool]:
         if verdict.final:
             text = f"{len(verdict.final)} of {member.buckets} buckets are final"
             yield from Log(f"iteration {verdict.iteration} goes on, {text}")
-        member.assign(verdict, redone=bool(member.ledger.assignment))
+        member.assign(verdict, repeated=bool(member.ledger.assignment))
     return False
 
 
@@ -176,13 +176,16 @@ def _report_regrouped(member: MemberState, verdict: GroupVerdict, duration_us: i
         member.boundary_s = member.clock()
     yield from start_clock(member)
     yield from Send(
-        Regrouped(
+        WorkerJoinedGroup(
+            **member.launch.reporter,
             generation=member.generation,
             iteration=member.ledger.iteration,
-            dealt=member.ledger.redone,
+            micro_batches_assigned=member.ledger.repeated,
             duration_us=duration_us,
             source=source,
-            peers_assigned=sum(verdict.redone) - verdict.redone[member.rank] if verdict.redone else 0,
+            micro_batches_assigned_elsewhere=sum(verdict.repeated) - verdict.repeated[member.rank]
+            if verdict.repeated
+            else 0,
         )
     )
     yield from report_commit(member)
@@ -201,7 +204,9 @@ def _wait_for_quit(member: MemberState, target: GroupMembership) -> Flow[NoRetur
     staying = {peer.worker for peer in present}.intersection(peer.worker for peer in target.members)
     if member.has_state and not staying and member.in_leader_replica:
         yield from save_and_wait(member, handover=target.handover)
-    yield from Send(Parked(generation=target.generation, iteration=member.last_iteration))
+    yield from Send(
+        WorkerPaused(**member.launch.reporter, generation=target.generation, iteration=member.last_iteration)
+    )
     yield from AwaitQuit()
     raise QuitRequested
 

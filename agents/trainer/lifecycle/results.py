@@ -1,4 +1,4 @@
-"""What effects return, where that has parts."""
+"""What a driver gives the lifecycle for an effect: results that have parts, and the failures that it throws instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoadedState:
 
 @dataclass(frozen=True, slots=True)
 class SaveSchedule:
-    """The targets to which the state after an iteration is to be saved."""
+    """Where the state after an iteration is to be saved: in the nodes' memory, on storage, in both or nowhere."""
 
     to_memory: bool
     to_storage: bool
@@ -53,3 +53,28 @@ class SaveSchedule:
 
 
 NO_SAVE = SaveSchedule(False, False)
+
+
+class GroupBroken(Exception):
+    """A collective, or the forming of the group, failed: most likely a member is lost."""
+
+
+class MembershipSuperseded(Exception):
+    """A newer membership has come; this group is of no use any more."""
+
+
+class RendezvousTimedOut(Exception):
+    """No membership came in time."""
+
+
+class ProgramLeftLoop(Exception):
+    """At a seam: the program has called `stop` and has left its loop."""
+
+
+class QuitRequested(BaseException):
+    """The agent has asked the worker to end. No Exception: a training script must not catch it by accident."""
+
+
+class StateLost(RuntimeError):
+    """All holders of a part of the optimizer's state are lost, nothing was saved, and no process has the seed's
+    parameters any more: training has to begin anew, in new processes."""

@@ -1,4 +1,4 @@
-"""The last committed state on its way to memory and storage."""
+"""Saves the last committed state to memory and storage, by effects."""
 
 from __future__ import annotations
 

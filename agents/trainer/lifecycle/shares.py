@@ -1,6 +1,5 @@
-"""Which member holds which part of the sharded optimizer state, as one member knows it. Pure; see
-`optimizer_shards.py`.
-"""
+"""The distribution of sharded optimizer state over the members of a group, as one member knows it. Pure; see
+`optimizer_shards.py`."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from unicrond.agents.trainer.lifecycle.optimizer_shards import (
 
 
 class Shares:
-    """Who holds what of one shard's state. `extents`: elements of its spaces. `layout`: the spans that each member of
-    the present group holds, in rank order."""
+    """The spans that each member holds of one shard's optimizer state. `extents`: elements of its spaces. `layout`: the
+    spans of each member of the present group, in rank order."""
 
     def __init__(self, extents: Sequence[int]) -> None:
         self.extents = list(extents)

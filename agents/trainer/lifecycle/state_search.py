@@ -1,16 +1,14 @@
-"""No member has state: the one that is nearest to the newest takes it (`candidates.py`)."""
+"""Finds a state where no member has any: the member that is nearest to the newest one loads it (`candidates.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unicrond.agents.protocol.messages import StateLoadReport
 from unicrond.agents.trainer.lifecycle.candidates import newest, ordered
 from unicrond.agents.trainer.lifecycle.effects import CheckPeers, Flow, GatherRows, LoadState, Log, Send
-from unicrond.agents.trainer.lifecycle.failures import StateLost
 from unicrond.agents.trainer.lifecycle.member_state import MemberState, resume_after
-from unicrond.agents.trainer.lifecycle.results import LoadedState
-from unicrond.events.vocabulary import StateSource
+from unicrond.agents.trainer.lifecycle.results import LoadedState, StateLost
+from unicrond.events.vocabulary import StateLoaded, StateSource
 
 _TRIED_CHARS = 1024
 
@@ -94,13 +92,14 @@ def report_loaded(
     iteration on storage."""
     nearer = source in ("memory", "peer")
     yield from Send(
-        StateLoadReport(
+        StateLoaded(
+            **member.launch.reporter,
             generation=member.generation,
             source=source,
             iteration=member.last_iteration,
             size_bytes=loaded.size_bytes,
             duration_us=int((member.clock() - started_s) * 1e6),
-            tried=tuple(failures),
+            failed_sources=tuple(failures),
             storage_iteration=stored,
             saved_us=int(max(0, member.last_iteration - stored) * member.pace_s * 1e6) if nearer else 0,
             resharded_from=loaded.resharded_from,

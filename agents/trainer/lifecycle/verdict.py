@@ -1,4 +1,4 @@
-"""What the members of a new group do first: they tell their positions, and every one draws the same verdict.
+"""Judges how a new group goes on: the members exchange their positions, and every one draws the same verdict from them.
 
 Rules (all-or-none commit)
 --------------------------
@@ -72,9 +72,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicrond.agents.trainer.lifecycle.assignment import assign
-from unicrond.agents.trainer.lifecycle.lanes import Assignment, Lanes
-from unicrond.agents.trainer.lifecycle.lanes import assign as assign_lanes
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Assignment, Batches, assign
 from unicrond.agents.trainer.lifecycle.optimizer_shards import Span
 
 _WORD_BITS = 62
@@ -98,7 +97,7 @@ class PositionsContradict(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a member stands. Without state, `iteration` is 0 and it has nothing.
+    """A member's progress, as it tells a new group. Without state, `iteration` is 0 and the rest is empty.
 
     `assignment`: the micro-batches assigned to it. `in_sums`: with lanes, those in its sums, which may be others' as
     well. `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts.
@@ -161,23 +160,23 @@ def _word_count(limit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupVerdict:
-    """What follows for the group.
+    """How a new group goes on.
 
     `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `additions[m]`: micro-batches of `iteration` newly assigned to member m, on top of what it then has.
-    `redone[m]`: how many of these are another's whose result was lost. `lane_assignment`: with lanes, who has and does
-    what. `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that
-    each member holds (sharded optimizer state).
+    `repeated[m]`: how many of these are another's whose result was lost. `lane_assignment`: with lanes, who has and
+    does what. `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans
+    that each member holds (sharded optimizer state).
     """
 
     iteration: int
     step_first: frozenset[int]
     source: int
     receivers: frozenset[int]
-    additions: tuple[tuple[int, ...], ...]
+    additions: Batches
     fresh: bool
-    redone: tuple[int, ...] = ()
+    repeated: tuple[int, ...] = ()
     final: frozenset[int] = frozenset()
     shares: tuple[tuple[Span, ...], ...] = ()
     lane_assignment: Assignment | None = None
@@ -214,7 +213,7 @@ def judge(
     with_state = able_members if whole else []
     receivers = frozenset(range(len(positions))).difference(with_state)
     if not with_state:
-        additions, lane_assignment = _deal([()] * len(positions), [()] * len(positions), micro_batches, lanes)
+        additions, lane_assignment = assign([()] * len(positions), [()] * len(positions), micro_batches, lanes)
         return GroupVerdict(
             iteration=0,
             step_first=frozenset(),
@@ -240,7 +239,7 @@ def judge(
     ]
     in_sums = [position.in_sums if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
     complete = [frozenset(positions[member].complete) for member in with_state]
-    additions, lane_assignment = _deal(assignments, in_sums, micro_batches, lanes)
+    additions, lane_assignment = assign(assignments, in_sums, micro_batches, lanes)
     unassigned = set(range(micro_batches)).difference(*assignments)
     return GroupVerdict(
         iteration=iteration,
@@ -249,7 +248,7 @@ def judge(
         receivers=receivers,
         additions=additions,
         fresh=False,
-        redone=tuple(
+        repeated=tuple(
             len(unassigned.intersection(new_batches)) if old_batches else 0
             for old_batches, new_batches in zip(assignments, additions, strict=True)
         ),
@@ -257,12 +256,3 @@ def judge(
         shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
         lane_assignment=lane_assignment,
     )
-
-
-def _deal(
-    assignments: Sequence[Sequence[int]], in_sums: Sequence[Sequence[int]], micro_batches: int, lanes: Lanes | None
-) -> tuple[tuple[tuple[int, ...], ...], Assignment | None]:
-    if lanes is None:
-        return assign(assignments, micro_batches), None
-    lane_assignment = assign_lanes(in_sums, lanes)
-    return tuple(map(lane_assignment.micro_batches, range(len(in_sums)))), lane_assignment

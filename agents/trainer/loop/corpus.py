@@ -1,4 +1,5 @@
-"""A real text to train on, wherever Python is: the standard library's own sources, byte by byte (vocabulary 256).
+"""The built-in training data: the standard library's own sources, byte by byte (vocabulary 256), which every Python
+has.
 
 Written once into Megatron's indexed-dataset format (`<prefix>.bin`, `<prefix>.idx`), one document per file, in the
 order of the files' names: the same Python gives the same corpus. Read as one stream, cut into windows of seq + 1

@@ -6,20 +6,43 @@ nothing more (None). The training loop answers with `advance`, or with `throw`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from unicrond.agents.protocol.exits import EXIT_NO_MEMBERSHIP
+import msgspec
+import torch
+
+from unicrond.agents.protocol.messages import EXIT_NO_MEMBERSHIP
+from unicrond.agents.protocol.sampling import Sampling
+from unicrond.agents.trainer.detection.observing import Detection
+from unicrond.agents.trainer.gradients.accumulation import Accumulation
+from unicrond.agents.trainer.gradients.finishing import gradient_finalizer
+from unicrond.agents.trainer.gradients.passing import Passing
+from unicrond.agents.trainer.gradients.reduction import Reduction
+from unicrond.agents.trainer.gradients.runs import LaneRuns
+from unicrond.agents.trainer.groups.shard_group import Rendezvous
+from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle import run
-from unicrond.agents.trainer.lifecycle.failures import RendezvousTimedOut
+from unicrond.agents.trainer.lifecycle.lanes import Lanes
+from unicrond.agents.trainer.lifecycle.member_state import lanes_of
+from unicrond.agents.trainer.lifecycle.results import RendezvousTimedOut
 from unicrond.agents.trainer.loop.handlers import HANDLERS, EffectHandlers
+from unicrond.agents.trainer.process import randomness
+from unicrond.agents.trainer.process.context import Context
+from unicrond.agents.trainer.sharded.optimizer import ShardedOptimizer
+from unicrond.agents.trainer.sharded.sharing import Sharing
+from unicrond.agents.trainer.states.layout import layout_of
+from unicrond.agents.trainer.states.saving import Saving
+from unicrond.agents.trainer.states.state import TrainingState
 
 
 @dataclass(slots=True)
 class LifecycleDriver(EffectHandlers):
-    """Runs one worker's lifecycle up to each seam. `seam`: what it waits for now; see the module."""
+    """Runs one worker's lifecycle up to each seam. `seam`: the effect of the training loop that it waits for now, None
+    before the first and behind the last."""
 
     seam: e.Seam | None = None
     _flow: e.Flow[None] | None = None
@@ -61,3 +84,67 @@ class LifecycleDriver(EffectHandlers):
     def alive(self) -> bool:
         """Return whether the lifecycle waits at a seam; False once it or an error has ended it."""
         return self._flow is not None
+
+
+def make_driver(
+    process: Context,
+    models: Sequence[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    dataset_size: int | None,
+    gradients: Callable[[Lanes | None, int], Accumulation] | None,
+) -> LifecycleDriver:
+    """Return the driver of this process's lifecycle, which has not begun, with all that its effects act on.
+
+    The arguments are those of `Hook.attach`. Raises CannotFinish for a model that would train wrongly.
+    """
+    spec = process.launch.spec
+    lanes = lanes_of(spec)
+    accumulation = (gradients or partial(_plain_accumulation, models))(lanes, process.settings.bucket_bytes)
+    sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+    state = TrainingState(
+        models, optimizer, scheduler, randomness, partial(_describe_layout, process, models, optimizer)
+    )
+    extents, saves = ((), None) if sharded is None else (sharded.extents, sharded.saves)
+    member = MemberState(process.launch, len(accumulation), time.monotonic, extents, saves=saves)
+    reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(process)
+    driver = LifecycleDriver(
+        member=member,
+        context=process,
+        state=state,
+        saving=Saving(process, state),
+        sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
+        accumulation=accumulation,
+        reduction=reduction,
+        rendezvous=rendezvous,
+        detection=Detection(
+            process,
+            (parameter for module in models for parameter in module.parameters()),
+            loss_scaled=_loss_scaled(optimizer),
+        ),
+        sharing=None if sharded is None else Sharing(sharded),
+    )
+    if lanes is not None:
+        driver.runs = LaneRuns(member, process, accumulation, reduction, rendezvous, Passing(accumulation, lanes))
+    if gradients is None:
+        driver.finalize_gradients = gradient_finalizer(models)
+    return driver
+
+
+def _plain_accumulation(models: Sequence[torch.nn.Module], lanes: Lanes | None, bucket_bytes: int) -> Accumulation:
+    parameters = (parameter for module in models for parameter in module.parameters())
+    return Accumulation(parameters, lanes=lanes, bucket_bytes=bucket_bytes)
+
+
+def _describe_layout(process: Context, models: Sequence[torch.nn.Module], optimizer: Any) -> object:
+    spec = process.launch.spec
+    try:
+        return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
+    except Exception as error:  # a model's own account of itself: without it the state keeps its layout
+        print(f"{process.launch.worker}: no layout: {type(error).__name__}: {error}", flush=True)
+        return None
+
+
+def _loss_scaled(optimizer: Any) -> bool:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return any(getattr(inner, "grad_scaler", None) is not None for inner in chained)

@@ -1,4 +1,4 @@
-"""What the lifecycle asks of a training process, effect by effect (`lifecycle/effects.py`); all of it may block.
+"""Carries out the lifecycle's effects (`lifecycle/effects.py`) in a training process; all of it may block.
 
 Rules
 -----
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unicrond.agents.protocol.injection import Point
-from unicrond.agents.protocol.messages import Committed, GroupMembership
+from unicrond.agents.protocol.messages import GroupMembership, IterationCommitted
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.detection.checksum import checksum_of_pieces
 from unicrond.agents.trainer.detection.observing import Detection
@@ -26,9 +26,8 @@ from unicrond.agents.trainer.groups.group import PendingRows, ShardGroup
 from unicrond.agents.trainer.groups.shard_group import Rendezvous
 from unicrond.agents.trainer.lifecycle import MemberState
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested
 from unicrond.agents.trainer.lifecycle.ledger import ReplicaAccount
-from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, SaveSchedule
+from unicrond.agents.trainer.lifecycle.results import Holdings, LoadedState, QuitRequested, SaveSchedule
 from unicrond.agents.trainer.lifecycle.verdict import Position
 from unicrond.agents.trainer.process import determinism
 from unicrond.agents.trainer.process.context import Context
@@ -104,7 +103,8 @@ class EffectHandlers:
         self._warn_of_bits(message)
 
     def _warn_of_bits(self, reason: str) -> None:
-        print(f"{self.context.launch.worker}: bits will not be kept over a change of replicas: {reason}", flush=True)
+        worker = self.context.launch.worker
+        print(f"{worker}: results will not be bit-identical after a change of replicas: {reason}", flush=True)
 
     def check_bits(self, checksums: Sequence[int]) -> None:
         """Compare what one micro-batch has come to, each time, with the other replicas'. Raises NotDeterministic, and
@@ -121,8 +121,8 @@ class EffectHandlers:
     # --- noting ----------------------------------------------------------------------------------
 
     def _send(self, effect: e.Send) -> None:
-        message = effect.message
-        self.context.channel.send(self.detection.with_checksums(message) if isinstance(message, Committed) else message)
+        message, channel = effect.message, self.context.channel
+        channel.send(self.detection.with_checksums(message) if isinstance(message, IterationCommitted) else message)
 
     def _log(self, effect: e.Log) -> None:
         print(f"{self.context.launch.worker}: {effect.text}", flush=True)
@@ -173,8 +173,7 @@ class EffectHandlers:
         self.rendezvous.form(effect.membership)
 
     def _exchange_positions(self, effect: e.ExchangePositions) -> list[Position]:
-        member = self.member
-        rendezvous = self.rendezvous
+        member, rendezvous = self.member, self.rendezvous
         positions = rendezvous.exchange(effect.position, member.micro_batches, member.buckets, sharded=effect.sharded)
         self._compare_environments()
         return positions

@@ -21,43 +21,29 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
-from unicrond.agents.protocol.exits import LEFT_EARLY
-from unicrond.agents.protocol.messages import Ready
-from unicrond.agents.protocol.sampling import Sampling, work_seed
+from unicrond.agents.protocol.messages import LEFT_EARLY
+from unicrond.agents.protocol.sampling import work_seed
 from unicrond.agents.trainer.detection.checksum import checksum
-from unicrond.agents.trainer.detection.observing import Detection
 from unicrond.agents.trainer.gradients.accumulation import Accumulation
-from unicrond.agents.trainer.gradients.finishing import gradient_finalizer
-from unicrond.agents.trainer.gradients.passing import Passing
-from unicrond.agents.trainer.gradients.reduction import Reduction
-from unicrond.agents.trainer.gradients.runs import LaneRuns
-from unicrond.agents.trainer.groups.shard_group import Rendezvous
-from unicrond.agents.trainer.lifecycle import MemberState
 from unicrond.agents.trainer.lifecycle.effects import Compute, Optimize
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
 from unicrond.agents.trainer.lifecycle.lanes import Lanes
-from unicrond.agents.trainer.lifecycle.member_state import lanes_of
-from unicrond.agents.trainer.loop.driver import LifecycleDriver
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, ProgramLeftLoop, QuitRequested
+from unicrond.agents.trainer.loop.driver import LifecycleDriver, make_driver
 from unicrond.agents.trainer.loop.local import Local as Local
 from unicrond.agents.trainer.loop.local import LocalHook
-from unicrond.agents.trainer.process import context, determinism, randomness
+from unicrond.agents.trainer.process import context, determinism
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.process.faults import LeftEarly, NanLoss, error_report
 from unicrond.agents.trainer.process.randomness import seed_all
-from unicrond.agents.trainer.sharded.optimizer import ShardedOptimizer
-from unicrond.agents.trainer.sharded.sharing import Sharing
-from unicrond.agents.trainer.states.layout import layout_of
-from unicrond.agents.trainer.states.saving import Saving
-from unicrond.agents.trainer.states.state import Stateful, TrainingState, flatten
+from unicrond.agents.trainer.states.state import Stateful, flatten
+from unicrond.events.vocabulary import WorkerReady
 
 MAX_REASON = 512
 _FLUSH_S = 2.0
@@ -155,43 +141,13 @@ class Hook:
         """
         process = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        spec = process.launch.spec
-        lanes = lanes_of(spec)
-        make = gradients or partial(_plain_accumulation, models)
-        accumulation = make(lanes, process.settings.bucket_bytes)
-        sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
-        layout = partial(_describe_layout, process, models, optimizer)
-        state = TrainingState(models, optimizer, scheduler, randomness, layout)
-        extents, saves = ((), None) if sharded is None else (sharded.extents, sharded.saves)
-        member = MemberState(process.launch, len(accumulation), time.monotonic, extents)
-        member.loaded_iteration, member.saves = loaded_iteration, saves
-        reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(process)
-        driver = LifecycleDriver(
-            member=member,
-            context=process,
-            state=state,
-            saving=Saving(process, state),
-            sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
-            accumulation=accumulation,
-            reduction=reduction,
-            rendezvous=rendezvous,
-            detection=Detection(
-                process,
-                (parameter for module in models for parameter in module.parameters()),
-                loss_scaled=_loss_scaled(optimizer),
-            ),
-            sharing=None if sharded is None else Sharing(sharded),
-        )
-        if lanes is not None:
-            passing = Passing(accumulation, lanes)
-            driver.runs = LaneRuns(member, process, accumulation, reduction, rendezvous, passing)
-        if gradients is None:
-            driver.finalize_gradients = gradient_finalizer(models)
+        driver = make_driver(process, models, optimizer, scheduler, dataset_size, gradients)
+        driver.member.loaded_iteration = loaded_iteration
         hook = Hook(process, driver, overlap)
-        accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
+        driver.accumulation.on_gradient = partial(setattr, process.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
         process.finish = hook._finish
-        process.channel.send(Ready())
+        process.channel.send(WorkerReady(**process.launch.reporter))
         return hook
 
     @staticmethod
@@ -237,7 +193,7 @@ class Hook:
         for a name that is taken, BadState where its state_dict() holds more than plain values and tensors."""
         state = self._driver.state
         if name in state.registered or self._driver.member.state != "new":
-            raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
+            raise ValueError(f"hook.register({name!r}, ...): register each name once, before the first step")
         flatten(stateful.state_dict())
         state.registered[name] = stateful
 
@@ -406,7 +362,9 @@ class Hook:
         if process.has_ended or error is None:
             return
         print(f"{process.launch.worker}: {error}", file=sys.stderr, flush=True)
-        process.channel.send(error_report(error, process.generation, process.iteration, process.phase))
+        process.channel.send(
+            error_report(process.launch.reporter, error, process.generation, process.iteration, process.phase)
+        )
         process.channel.flush(_FLUSH_S)
         process.has_ended = True
 
@@ -427,22 +385,3 @@ class Hook:
         """Have the lifecycle end here: the program has called `stop`, and does not come back to the loop."""
         self._driver.throw(ProgramLeftLoop())
         self._has_ended = True
-
-
-def _plain_accumulation(models: Sequence[torch.nn.Module], lanes: Lanes | None, bucket_bytes: int) -> Accumulation:
-    parameters = (parameter for module in models for parameter in module.parameters())
-    return Accumulation(parameters, lanes=lanes, bucket_bytes=bucket_bytes)
-
-
-def _describe_layout(process: Context, models: Sequence[torch.nn.Module], optimizer: Any) -> object:
-    spec = process.launch.spec
-    try:
-        return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
-    except Exception as error:  # a model's own account of itself: without it the state keeps its layout
-        print(f"{process.launch.worker}: no layout: {type(error).__name__}: {error}", flush=True)
-        return None
-
-
-def _loss_scaled(optimizer: Any) -> bool:
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return any(getattr(inner, "grad_scaler", None) is not None for inner in chained)

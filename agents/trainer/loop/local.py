@@ -1,4 +1,4 @@
-"""The hook's loop without unicrond: one process, one replica, nothing to heal. For trying a program, and for its tests.
+"""The hook's loop without unicrond: one process, one replica, no recovery. For trying a program, and for its tests.
 
     hook = Hook.attach(model, optimizer, scheduler, alone=Alone(iterations=100, global_batch=8))
 
@@ -139,7 +139,7 @@ class LocalHook:
     def register(self, name: str, stateful: Any) -> None:
         """Note the name, which must be free; no state travels here. Raises ValueError."""
         if name in self._registered:
-            raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
+            raise ValueError(f"hook.register({name!r}, ...): register each name once, before the first step")
         self._registered[name] = stateful
 
     def log(self, metrics: Mapping[str, Any]) -> None:

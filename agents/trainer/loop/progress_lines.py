@@ -1,4 +1,4 @@
-"""What a program's log says of training, and how often. Pure, but for the clock that it is given."""
+"""Decides when a training program logs its loss and pace: at its first iteration, then at most every 10 s. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ LOG_EVERY_S = 10.0
 
 
 class ProgressLog:
-    """What the log says of training: of this process's first iteration, and then of the first one after each
-    LOG_EVERY_S. Every process counts, so that a new leader goes on at once; the hook has the leader alone write.
+    """The numbers of a program's log lines: of this process's first iteration, then of the first one after each
+    LOG_EVERY_S. `clock`: monotonic seconds. Every process counts, so that a new leader goes on at once; the hook has
+    the leader alone write.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -1,4 +1,5 @@
-"""What stands behind the seams (`seams.py`): Megatron's own training loop, driven by the training lifecycle.
+"""Runs Megatron-LM's own training loop under the training lifecycle, through the names that are replaced in it
+(`seams.py`).
 
 Rules
 -----
@@ -28,12 +29,10 @@ from unicrond.agents.trainer.loop.hook import Hook, Step
 from unicrond.agents.trainer.megatron import cpu, flags
 from unicrond.agents.trainer.megatron.buffers import BufferAccumulation
 from unicrond.agents.trainer.megatron.checkpointed import CheckpointedOptimizer, StateIncomplete
-from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader
-from unicrond.agents.trainer.megatron.index_lock import index_lock
+from unicrond.agents.trainer.megatron.data import MicroBatchLoader, ValidationLoader, index_lock
+from unicrond.agents.trainer.megatron.logs import LeadWriter, Trackers
 from unicrond.agents.trainer.megatron.runs import ScheduleRuns
 from unicrond.agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
-from unicrond.agents.trainer.megatron.trackers import Trackers
-from unicrond.agents.trainer.megatron.writers import LeadWriter
 from unicrond.agents.trainer.process.context import Context
 from unicrond.agents.trainer.states.saving import unsaved
 
@@ -43,7 +42,7 @@ class _IterationChanged(Exception):
 
 
 class Adapter:
-    """One worker's adapter. `modules`: of Megatron-LM, by name."""
+    """Connects one worker's Megatron-LM to the lifecycle. `modules`: of Megatron-LM, by name."""
 
     def __init__(self, context: Context, modules: dict[str, Any], *, on_gpu: bool) -> None:
         self._context = context
@@ -347,7 +346,9 @@ class Adapter:
         """Require the assembled state in every shard of this replica: they write it together. Raises
         StateIncomplete."""
         if not self._context.replica.all_true(optimizer.assembled is not None):
-            raise StateIncomplete("the lead changed while the optimizer's state was put together; the next save has it")
+            raise StateIncomplete(
+                "the leader changed while the optimizer's state was assembled; the next save writes it"
+            )
 
     def _save(self, save: Callable[[], object], *, is_new: bool = True) -> None:
         """Save, whatever the storage does: the checkpoint before stays, an alarm says so until another is saved, or
@@ -358,9 +359,9 @@ class Adapter:
             save()
         except Exception as error:
             self.log(f"Megatron's checkpoint was not saved: {type(error).__name__}: {error}")
-            self._context.channel.send(unsaved(self._iteration, "program", error))
+            self._context.channel.send(unsaved(self._context.launch.reporter, self._iteration, "program", error))
             self._unsaved = True
         else:
             if self._unsaved and is_new:
-                self._context.channel.send(unsaved(self._iteration, "program"))
+                self._context.channel.send(unsaved(self._context.launch.reporter, self._iteration, "program"))
                 self._unsaved = False

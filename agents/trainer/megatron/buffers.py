@@ -1,4 +1,4 @@
-"""Gradients in the buffers of Megatron's DistributedDataParallel: Megatron adds them there, from there they are summed.
+"""Sums gradients from the buffers of Megatron's DistributedDataParallel, where Megatron accumulates them.
 
 Rules
 -----
@@ -30,7 +30,8 @@ _COUNTER = "local_tokens_per_expert"
 
 
 class BufferStore(GradientStore):
-    """`beside`: elements of what stands behind the gradients: `slots`, `tracked`, and a counter for each router."""
+    """A store in Megatron's gradient buffers. `beside`: the elements behind the gradients: `slots`, `tracked`, and a
+    counter for each router."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: StoreLayout, beside: Sequence[int]) -> None:
         super().__init__(parameters, plan)
@@ -38,8 +39,8 @@ class BufferStore(GradientStore):
 
 
 class BufferAccumulation(Accumulation):
-    """Of the parameters in `chunks`, which DistributedDataParallel has wrapped. `tracked`: elements of what Megatron
-    accounts for itself (`trackers.py`). `lanes`, `bucket_bytes`: as of an accumulation."""
+    """The accumulation of the parameters in `chunks`, which DistributedDataParallel has wrapped. `tracked`: elements of
+    Megatron's auxiliary losses (`logs.py`). `lanes`, `bucket_bytes`: as of an accumulation."""
 
     def __init__(self, chunks: Sequence[Any], tracked: int, lanes: Lanes | None, bucket_bytes: int) -> None:
         self._buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

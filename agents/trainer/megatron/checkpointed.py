@@ -1,4 +1,5 @@
-"""The sharded optimizer in Megatron-LM's own checkpoints: `--use-distributed-optimizer` with `--save` and `--load`.
+"""Writes the sharded optimizer into Megatron-LM's own checkpoints and reads it: `--use-distributed-optimizer` with
+`--save` and `--load`.
 
 Rules
 -----
@@ -27,15 +28,16 @@ from unicrond.agents.trainer.sharded.optimizer import MASTER, Holding, ModelChun
 
 
 class StateIncomplete(RuntimeError):
-    """The state is not here as a whole. One line."""
+    """This process does not have the whole state; the text says what is missing, in one line."""
 
 
 class Misplaced(RuntimeError):
-    """Megatron would put the state of one parameter where another's belongs. One line."""
+    """Megatron would put the state of one parameter where another's belongs; the text says which, in one line."""
 
 
 class CheckpointedOptimizer(ShardedOptimizer):
-    """Of `chunks`, which DistributedDataParallel has wrapped. `saves`: after which iterations Megatron saves."""
+    """The sharded optimizer of `chunks`, which DistributedDataParallel has wrapped. `saves`: after which iterations
+    Megatron saves."""
 
     def __init__(
         self, config: OptimizerConfig, chunks: Sequence[Any], saves: Callable[[int], bool] | None = None

@@ -1,4 +1,4 @@
-"""Megatron-LM's training code on a machine without CUDA: what it asks of a GPU, beyond what Megatron-core does
+"""Lets Megatron-LM's training code run without CUDA: replaces what it asks of a GPU, beyond what Megatron-core asks
 (`cpu_shim.py`).
 
 Applied in the worker of a task that runs Megatron-LM, only where CUDA is absent. `torch.cuda` then says that there is a
@@ -106,7 +106,7 @@ def _returning(value: object) -> Callable[..., object]:
 
 
 class _Stream:
-    """In place of a CUDA stream: everything is done when it is asked for."""
+    """Stands in for a CUDA stream: everything is done when it is asked for."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -129,7 +129,7 @@ class _Stream:
 
 
 class _Event:
-    """In place of a CUDA event."""
+    """Stands in for a CUDA event."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -156,7 +156,7 @@ class _Event:
 
 
 class _OnCpu(TorchFunctionMode):  # type: ignore[misc]
-    """Whatever is to be on a GPU, or in memory pinned for one, is on the CPU."""
+    """Puts on the CPU whatever is to be on a GPU, or in memory pinned for one."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.cuda:

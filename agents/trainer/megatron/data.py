@@ -1,4 +1,4 @@
-"""Megatron's own data, by the micro-batches assigned: its data set, sampler and collate, in place of its loader.
+"""Reads Megatron's own data by the micro-batches assigned: its data set, sampler and collate, without its loader.
 
 Rules
 -----
@@ -7,14 +7,20 @@ Rules
 * Where a loader stands follows from the iteration alone: it seeks where that is not the next one.
 * With `--num-workers` above 0 a thread reads ahead: what is assigned and not asked for yet, and behind an iteration
   what this replica will most likely begin the next one with. What is not asked for then is thrown away.
+* Every replica has a rank 0 that builds a data set's index where the cache holds none. The first builds it under a lock
+  beside the cache (`index_lock`), the others find it there.
 * Validation data stands where an unbroken run would stand. Test data begins at 0.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeAlias
 
 Build: TypeAlias = Callable[[Any, int], Any]
@@ -26,7 +32,7 @@ _AHEAD = 2
 
 
 class MicroBatchLoader:
-    """Training data, in place of one of Megatron's loaders: `next` gives the micro-batches asked for, in that order.
+    """Training data, in place of one of Megatron's loaders: `next` returns the micro-batches requested, in that order.
     `build`: Megatron's loader of a data set, from a number of consumed samples on. `reads_ahead`: in a thread."""
 
     def __init__(
@@ -130,3 +136,45 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._real_loader()
+
+
+@contextlib.contextmanager
+def index_lock(args: Any, builds: bool) -> Iterator[None]:
+    """Hold the lock. `builds`: this process is the one of its replica that builds; others wait for it in Megatron."""
+    directory = _cache_directory(args)
+    if not builds or directory is None:
+        yield
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory / ".unicron-index.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # read only: the index must be there already
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _cache_directory(args: Any) -> Path | None:
+    """Return the directory of the cache: Megatron's default is beside the first data set. None: mock data has no
+    index."""
+    if getattr(args, "mock_data", False):
+        return None
+    if getattr(args, "data_cache_path", None):
+        return Path(args.data_cache_path)
+    for words in (getattr(args, "data_path", None), getattr(args, "train_data_path", None)):
+        for word in words or ():
+            if not _is_number(word):
+                return Path(word).parent
+    return None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

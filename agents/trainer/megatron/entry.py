@@ -29,7 +29,7 @@ from unicrond.events.vocabulary import TaskSpec
 
 
 class NoCheckout(SystemExit):
-    """There is no Megatron-LM where the task says, or it cannot be used here. One line."""
+    """There is no Megatron-LM where the task says, or it cannot be used here; the text says why, in one line."""
 
 
 def main(spec: TaskSpec) -> None:

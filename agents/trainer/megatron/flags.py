@@ -1,5 +1,5 @@
-"""Megatron's parsed arguments: what is refused, what is switched off because unicrond does it, and whether they are the
-task's.
+"""Checks Megatron's parsed arguments: refuses some, switches off what unicrond does instead, and compares the rest with
+the task's.
 
 Every line names the flag. The table of what is refused: `events/megatron/command_line.py`.
 """
@@ -18,12 +18,13 @@ __all__ = ["TESTED", "FlagsRefused", "ReplacedFlags", "apply_task_layout", "requ
 
 
 class FlagsRefused(SystemExit):
-    """Training with these flags would not be what Megatron alone does, or not what the task says. One line."""
+    """Training with these flags would not be what Megatron alone does, or not what the task says; the text is one
+    line."""
 
 
 @dataclass(slots=True)
 class ReplacedFlags:
-    """What the flags asked for that unicrond does in Megatron's place. `exit_after_s`: of one process; 0: never."""
+    """What the flags ask for and unicrond does in Megatron's place. `exit_after_s`: of one process; 0: never."""
 
     overlap: bool
     distributed: bool

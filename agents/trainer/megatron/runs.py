@@ -1,4 +1,5 @@
-"""An iteration's micro-batches through Megatron's schedule, list by list, summed and not averaged.
+"""Computes an iteration's micro-batches with Megatron's schedule, list by list; losses and gradients are summed, not
+averaged.
 
 Rules
 -----
@@ -24,7 +25,7 @@ from unicrond.agents.trainer.lifecycle.ledger import to_fixed_point
 from unicrond.agents.trainer.loop.hook import Hook, Step
 from unicrond.agents.trainer.megatron.buffers import SLOTS, BufferAccumulation
 from unicrond.agents.trainer.megatron.data import MicroBatchLoader
-from unicrond.agents.trainer.megatron.trackers import Trackers
+from unicrond.agents.trainer.megatron.logs import Trackers
 
 
 class TooManyNames(RuntimeError):
@@ -127,7 +128,7 @@ class ScheduleRuns:
 
 
 class _Weighing:
-    """The weights of one call of the schedule. `scale`: by the loss scale."""
+    """The weights of the micro-batches in one call of the schedule. `scale`: by the loss scale."""
 
     def __init__(self, scale: Callable[[torch.Tensor], torch.Tensor], *, per_token: bool) -> None:
         self._scale = scale

@@ -1,4 +1,5 @@
-"""The names in Megatron-LM's training code that are replaced, and where each is looked up when it is called.
+"""The names in Megatron-LM's training code that are replaced, and the functions that look each of them up when they
+call it.
 
 Rules
 -----
@@ -22,13 +23,13 @@ from unicrond.events.megatron.command_line import TESTED
 
 
 class NoSeam(RuntimeError):
-    """This Megatron-LM lacks what the adapter replaces. One line."""
+    """This Megatron-LM lacks a name that the adapter replaces; the text says which, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A replaced name: `name` in `megatron.training.<module>`; `users`: functions there that call it. `purpose`: what
-    it is replaced for."""
+    """A replaced name: `name` in `megatron.training.<module>`; `users`: functions there that call it. `purpose`: why it
+    is replaced."""
 
     module: str
     name: str

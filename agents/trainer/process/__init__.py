@@ -1,1 +1,1 @@
-"""A training process: what it is given, its line to the agent, what its exceptions mean."""
+"""A training process: its settings, its connection to the agent, the classification of its exceptions."""

@@ -1,11 +1,11 @@
-"""The worker's talk with its agent: one thread, one Unix socket, one condition that the main thread waits on.
+"""The worker's connection to its agent: one thread, one Unix socket, one condition that the main thread waits on.
 
 Rules
 -----
 * Training never waits for the agent: `send` queues, the thread delivers. A lost connection is made again by the
   worker's line (protocol/worker_line.py) with a growing pause; then the worker says Hello with its generation, and
-  repeats the newest Regrouped, Committed, Saved, Completed, Busy and StopWanted that were sent before (they may have
-  died with the old agent), or Ready if it has no membership. What was queued follows in order.
+  repeats the newest of each kind in `_REPEATED` that was sent before (it may have died with the old agent), or
+  WorkerReady if it has no membership. What was queued follows in order.
 * Whatever the main thread waits for (a collective, a group that forms, a membership), it waits for here, in
   `wait`: the agent's messages and finished collectives both notify the one condition, so every wait can be
   interrupted by an urgent membership or a Quit.
@@ -27,43 +27,47 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT
-from unicrond.agents.protocol.flight import TellFlight
 from unicrond.agents.protocol.framing import BadFrame, Unframer, frame
 from unicrond.agents.protocol.messages import (
-    Busy,
-    Committed,
-    Completed,
-    ErrorReport,
+    EXIT_NO_AGENT,
     FromWorker,
     GroupMembership,
     Hello,
     InjectIntoWorker,
+    IterationCommitted,
     Launch,
     Quit,
-    Ready,
-    Regrouped,
-    SaveFinished,
-    StopRequest,
+    Reporter,
+    TellFlight,
     ToWorker,
 )
 from unicrond.agents.protocol.peers import message_for
 from unicrond.agents.protocol.redaction import mask_of, redact
 from unicrond.agents.protocol.worker_line import Line
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested
+from unicrond.agents.trainer.lifecycle.results import QuitRequested
 from unicrond.agents.trainer.process.flight import read_flight
-from unicrond.events.vocabulary import Fault
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    ErrorReported,
+    Fault,
+    StopRequested,
+    TaskCompleted,
+    WorkerBusy,
+    WorkerJoinedGroup,
+    WorkerReady,
+)
 from unicrond.events.wire.schemas import SCHEMA
 
 QUIT_GRACE_S = 2.0
 _PAUSE_MIN_S = 0.02
 _PAUSE_MAX_S = 0.5
 _QUEUE_MAX_MESSAGES = 65536
-_REPEATED = (Regrouped, Committed, SaveFinished, Completed, Busy, StopRequest)
+_REPEATED = (WorkerJoinedGroup, IterationCommitted, CheckpointSaved, TaskCompleted, WorkerBusy, StopRequested)
 
 
 class AgentChannel:
-    """See the module's rules. `start` it in the process that uses it (threads do not survive a fork)."""
+    """Sends messages to the agent and receives its orders; see the module's rules. `start` it in the process that uses
+    it (threads do not survive a fork)."""
 
     def __init__(self, launch: Launch, lease_s: float) -> None:
         #: Ordered faults, for injection.py to take.
@@ -88,6 +92,11 @@ class AgentChannel:
 
     # --- the main thread's side ------------------------------------------------------------------
 
+    @property
+    def reporter(self) -> Reporter:
+        """Return the fields by which an event names this worker."""
+        return self._launch.reporter
+
     def start(self) -> None:
         """Start the thread that connects to the agent, and connects again whenever the connection ends."""
         threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
@@ -97,12 +106,12 @@ class AgentChannel:
 
         Secrets of the task do not show in what is told of a trouble.
         """
-        if isinstance(message, ErrorReport):
+        if isinstance(message, ErrorReported):
             message = redact(message, self._mask)
         with self._condition:
-            if isinstance(message, Ready):
+            if isinstance(message, WorkerReady):
                 self._ready = True
-            elif isinstance(message, Regrouped):
+            elif isinstance(message, WorkerJoinedGroup):
                 self._generation = message.generation
             self._queue.append(message)
             if len(self._queue) > _QUEUE_MAX_MESSAGES:
@@ -202,8 +211,8 @@ class AgentChannel:
         repeated = [
             lowered for message in repeated if (lowered := message_for(self._agent_schema, message)) is not None
         ]
-        unanswered = self._ready and self._generation == 0 and not any(isinstance(m, Ready) for m in self._queue)
-        return [hello, *([Ready()] if unanswered else []), *repeated]
+        unanswered = self._ready and self._generation == 0 and not any(isinstance(m, WorkerReady) for m in self._queue)
+        return [hello, *([WorkerReady(**self.reporter)] if unanswered else []), *repeated]
 
     def _serve(self, connection: socket.socket) -> None:
         """Carry messages both ways until the connection ends."""

@@ -1,4 +1,5 @@
-"""What a training process is given before its entry starts; the hook picks it up from here."""
+"""What a training process gets before its program starts: launch, channel, replica, settings; the hook finds it
+here."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def _seconds(name: str, default: float) -> float:
 
 @dataclass(slots=True)
 class Context:
-    """The process's launch, its line to the agent, its replica, and where it stands (told in case of trouble)."""
+    """The process's launch, its channel to the agent, its replica, and its present iteration and phase (reported with
+    an error)."""
 
     launch: Launch
     channel: AgentChannel

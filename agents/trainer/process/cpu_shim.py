@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without CUDA: every place where it insists on a GPU, in one file.
+"""Lets Megatron-core run without CUDA: replaces every place where it insists on a GPU.
 
 Applied once per process, only where CUDA is absent. No file of Megatron's is changed: names are replaced in its
 modules, and in `torch.cuda`, which does nothing useful on such a machine. Measured on megatron-core 0.16.1.
@@ -94,7 +94,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CudaNames(TorchFunctionMode):  # type: ignore[misc]
-    """Within it, `tensor.type()` names the CUDA type, which gradient clipping and mixed precision assert."""
+    """Makes `tensor.type()` name the CUDA type, which gradient clipping and mixed precision assert; a context
+    manager."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Is it true that a micro-batch has the same bits wherever it is computed? Found out where a task begins.
+"""Tests, where a task begins, whether a micro-batch has the same bits wherever it is computed.
 
 Rules
 -----
@@ -26,7 +26,7 @@ MICRO_BATCH = 0
 
 
 class NotDeterministic(RuntimeError):
-    """The task requires bits that these workers do not keep."""
+    """The task requires the same bits on all workers, and these compute different ones."""
 
 
 def compare_checksums(rows: Sequence[Sequence[int]]) -> str:

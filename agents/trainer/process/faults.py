@@ -1,4 +1,4 @@
-"""What an exception in a training process most likely means: one table, read from the top, the first match counts."""
+"""Classifies the exceptions of a training process: one table, read from the top, the first match counts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 import traceback
 from dataclasses import dataclass
 
-from unicrond.agents.protocol.messages import ErrorReport
-from unicrond.events.vocabulary import ErrorKind, Phase
+from unicrond.agents.protocol.messages import Reporter
+from unicrond.events.vocabulary import ErrorKind, ErrorReported, Phase
 
 _MESSAGE_CHARS = 1024
 _DETAIL_CHARS = 32768
@@ -138,11 +138,14 @@ def _symptom(name: str, text: str) -> Symptom | None:
     return None
 
 
-def error_report(error: BaseException, generation: int, iteration: int, phase: Phase) -> ErrorReport:
-    """Return the message that reports `error` to the agent: type and text, and the traceback's end."""
+def error_report(
+    reporter: Reporter, error: BaseException, generation: int, iteration: int, phase: Phase
+) -> ErrorReported:
+    """Return the event that reports `error` to the agent: type and text, and the traceback's end."""
     kind, known_phase = classify(error)
     detail = "".join(traceback.format_exception(error))
-    return ErrorReport(
+    return ErrorReported(
+        **reporter,
         kind=kind,
         generation=generation,
         iteration=iteration,

@@ -1,4 +1,4 @@
-"""What torch's flight recorders hold: the last collectives of this process, of gloo's groups and of NCCL's.
+"""Reads torch's flight recorders: the last collectives of this process, of gloo's groups and of NCCL's.
 
 The recorder keeps them always (TORCH_FR_BUFFER_SIZE, 2000 entries), outside of Python; its JSON is read here, never its
 pickle. It is read from a thread beside the main one, which may hang in a collective. That of NCCL has only been read
@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from unicrond.agents.protocol.flight import Flight
-from unicrond.events.queries.collectives import COLLECTIVES_MAX, Collective
+from unicrond.agents.protocol.messages import Flight
+from unicrond.events.queries.worker_queries import COLLECTIVES_MAX, Collective
 
 #: library -> the function of torch._C._distributed_c10d that dumps its recorder; a build without NCCL lacks the second.
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -25,7 +25,7 @@ _NUMBER_MAX = 2**53 - 1
 
 
 class _RecordedCollective(msgspec.Struct):
-    """Of a dump; other fields are passed over, and any may be missing in another version of torch."""
+    """A collective in a dump; other fields are ignored, and any may be missing in another version of torch."""
 
     record_id: int = 0
     pg_id: int = 0

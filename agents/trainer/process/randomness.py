@@ -1,4 +1,4 @@
-"""One seed for every generator that a micro-batch may draw from, and where all of them stand."""
+"""Seeds every random generator that a micro-batch may draw from, and saves and restores their states."""
 
 from __future__ import annotations
 

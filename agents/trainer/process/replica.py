@@ -1,4 +1,4 @@
-"""One replica's own world: the tp * pp ranks that hold one copy of the model between them.
+"""The process group within one replica: the tp * pp ranks that hold one copy of the model between them.
 
 Rules
 -----
@@ -27,7 +27,7 @@ _MEET_TIMEOUT = timedelta(minutes=5)
 
 
 class ReplicaWorld:
-    """This process's place in its replica: shard `shard` of `size`."""
+    """This process as one rank of its replica: shard `shard` of `size`."""
 
     def __init__(self, launch: Launch, backend: str) -> None:
         """Join the replica's other ranks and set up Megatron's parallel state. Blocks until all are there."""

@@ -1,4 +1,5 @@
-"""Megatron's distributed optimizer over replicas that come and go: each replica steps its parts, and no others.
+"""Megatron's distributed optimizer over replicas that come and go: each replica steps the parts that it holds, and no
+others.
 
     optimizer = ShardedOptimizer(OptimizerConfig(...), models)     # where get_megatron_optimizer(...) stood
     hook = Hook.attach(models, optimizer, scheduler)
@@ -77,8 +78,8 @@ class Space:
 
 @dataclass(slots=True)
 class Holding:
-    """A part that is held here. `rows`: each as long as the part's span of its space; `stepper`: None until it is to be
-    stepped."""
+    """A part of the optimizer's state that this replica holds. `rows`: each as long as the part's span of its space;
+    `stepper`: None until it is to be stepped."""
 
     part: StatePart
     rows: Rows
@@ -227,7 +228,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             if start < space.extent:
                 return space.data[start:stop].view(torch.uint8)
             start, stop = start - space.extent, stop - space.extent
-        raise IndexError("behind the last space")
+        raise IndexError(f"elements {start} to {stop} lie behind the last space")
 
     def initial(self, part: StatePart) -> Holding:
         """Return the part as training begins: no moments, masters as the parameters are."""
@@ -359,7 +360,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """In place of a data-parallel process group: which part of how many."""
+    """Stands in for a data-parallel process group: rank `rank` of how many."""
 
     part: StatePart
 
@@ -374,7 +375,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """In place of a model chunk."""
+    """Stands in for a model chunk that DistributedDataParallel has wrapped."""
 
     ddp_config: DistributedDataParallelConfig
 
@@ -392,7 +393,7 @@ class _Bucket:
 
 @dataclass
 class _Buffer:
-    """In place of a parameter and gradient buffer."""
+    """Stands in for Megatron's parameter and gradient buffer."""
 
     space: Space
     data_parallel_group: _Rank

@@ -1,4 +1,4 @@
-"""The sharded optimizer's tensors on their way between replicas.
+"""Transfers the sharded optimizer's tensors between replicas.
 
 Rules
 -----
@@ -23,7 +23,7 @@ from unicrond.agents.trainer.sharded.optimizer import Holding, Row, Rows, Sharde
 
 
 class Sharing:
-    """One shard's transfers of optimizer state."""
+    """Makes one shard's transfers of optimizer state."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer

@@ -1,1 +1,1 @@
-"""Training states: what they are, where they are kept, how they reach a worker."""
+"""Training states: their format, where they are stored, and how a worker loads one."""

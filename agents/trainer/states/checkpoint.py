@@ -1,4 +1,4 @@
-"""Checkpoints on storage: the farthest source of state, and the only one that outlives all nodes.
+"""Checkpoints on storage: the slowest source of state, and the only one that outlives all nodes.
 
     <dir>/iteration-00000120/manifest.json     task, iteration, generation, layout; per shard files and what lies where
     <dir>/iteration-00000120/shard-0/          torch's distributed-checkpoint format: .metadata, __0_0.distcp
@@ -44,7 +44,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class TensorLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Where one tensor lies: a file of the shard, offset and length in bytes; a stream of torch.save."""
+    """The place of one tensor: a file of the shard, offset and length in bytes; a stream of torch.save."""
 
     file: str
     offset: int
@@ -68,7 +68,7 @@ class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint consists of."""
+    """The list of what a checkpoint consists of."""
 
     format: int
     task: str
@@ -101,8 +101,8 @@ class WrittenCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What is to be written, of which this is `shard` of a replica in `layout`. `writer` keeps the drafts of different
-    attempts apart and is the same for all shards of one."""
+    """A checkpoint to write, of which this process writes `shard` of a replica in `layout`. `writer` keeps the drafts
+    of different attempts apart and is the same for all shards of one."""
 
     directory: Path
     task: str

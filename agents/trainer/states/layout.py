@@ -1,4 +1,4 @@
-"""How this worker's model and optimizer lie in the whole, as Megatron tells it (`sharded_state_dict`).
+"""Describes how this worker's tensors lie in the whole model and optimizer, from Megatron's `sharded_state_dict`.
 
 Rules
 -----
@@ -80,7 +80,7 @@ def _piece(sharded: ShardedTensor, within: tuple[int, ...], shape: tuple[int, ..
 
 
 class _Unknown(Exception):
-    """An optimizer whose state is not known to lie by parameter."""
+    """The optimizer's state is not known to lie by parameter."""
 
 
 def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""From one layout to another: the state of one shard, put together from the shards of another layout.
+"""Makes the state of one shard from the shards of another parallel layout (tensor, pipeline).
 
 Rules
 -----
@@ -75,8 +75,8 @@ class StateLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NoLayout(BadState):
-    """This layout can never take the state over: the state does not tell how its tensors lie in the whole, or this
-    worker's model does not, or the wholes differ."""
+    """This layout can never load the state: the state does not tell how its tensors lie in the whole, or this worker's
+    model does not, or the wholes differ."""
 
 
 def layout_in(tree: dict[str, Any]) -> StateLayout:
@@ -123,7 +123,8 @@ def reshard(target: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[st
 
 @dataclass(slots=True)
 class _Assembly:
-    """What has come so far. `role`: "" for the model's tensors, else what the optimizer calls it."""
+    """The pieces of a tensor that have come so far. `role`: "" for the model's tensors, else what the optimizer calls
+    it."""
 
     layout: StateLayout
     tensors: dict[str, torch.Tensor]

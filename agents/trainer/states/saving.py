@@ -1,4 +1,4 @@
-"""The leader replica saves: into its nodes' memory, and from there to storage, while training goes on.
+"""Saves the leader replica's state into its nodes' memory, and from there to storage, while training goes on.
 
 Rules
 -----
@@ -8,7 +8,7 @@ Rules
 * All shards of the replica capture the same iterations: what depends on one shard's clock, memory or disk is put to
   the vote of all, and only at iterations at which something may be due, which all know.
 * When: at every iteration that the task file's interval divides, or, without one, as often as Young and Daly ask for
-  (`interval.py`), with the cost and the pace as measured. A new leader saves at its first boundary.
+  (`optimal_s`), with the cost and the pace as measured. A new leader saves at its first boundary.
 * A capture has no turn while the one before is not sealed, or while the slot is being read. Storage has no turn while
   it is still being written to; an interval from the task file is a promise, though: there training waits.
 * Where memory has no room for two states, or the last word must be on storage before the process ends, the state
@@ -29,28 +29,33 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 from unicrond.agents.protocol.memory import Draft, Memory, TooLarge
-from unicrond.agents.protocol.messages import Captured, GroupMembership, SaveError, SaveFinished
+from unicrond.agents.protocol.messages import GroupMembership, Reporter
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, SaveSchedule
 from unicrond.agents.trainer.process.context import Context
-from unicrond.agents.trainer.states import checkpoint, interval
+from unicrond.agents.trainer.states import checkpoint
 from unicrond.agents.trainer.states.state import BadState, TrainingState
 from unicrond.agents.trainer.states.state_bytes import Flat, read
-from unicrond.events.vocabulary import Saver
+from unicrond.events.vocabulary import CheckpointSaved, SaveFailed, Saver, SnapshotStored
 
 #: For captures on their way to storage only: bounds nothing that the state itself does not.
 _PRIVATE_MAX_BYTES = 1 << 62
 _PACE_WEIGHT = 0.2
 _REASON_CHARS = 512
+#: Where the failure rate is not known: a failure a day.
+MTBF_DEFAULT_S = 86400.0
+#: However rare failures are said to be: no more work than this is ever put at stake.
+INTERVAL_MAX_S = 3600.0
 
 
 @dataclass(slots=True)
 class Rhythm:
-    """How often one of the two targets is saved to. `every`: the task file's interval in iterations, None: as
-    measured."""
+    """The interval at which one of the two targets is saved to. `every`: the task file's interval in iterations, None:
+    as measured."""
 
     every: int | None
     cost_s: float = 0.0
@@ -70,14 +75,14 @@ class Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class AssembledState:
-    """A state of the optimizer that was put together for saving, and the time that training stood still for it."""
+    """A whole optimizer state, put together for saving, and the seconds for which training stood still for it."""
 
     tree: dict[str, Any]
     cost_s: float
 
 
 class Saving:
-    """One worker's saving of its state. `memory`: the node's, None where the agent gives none."""
+    """Saves one worker's state. `memory`: the node's, None where the agent gives none."""
 
     def __init__(self, context: Context, state: TrainingState) -> None:
         launch = context.launch
@@ -149,7 +154,7 @@ class Saving:
 
     def _is_due(self, rhythm: Rhythm, iteration: int, mtbf_s: float, *, busy: bool) -> bool:
         """Return the vote of the shards; set when to look again."""
-        iterations = interval.iterations(rhythm.cost_s, self._pace_s, mtbf_s)
+        iterations = save_interval(rhythm.cost_s, self._pace_s, mtbf_s)
         iterations, is_busy = self._context.replica.highest(iterations, int(busy))
         if rhythm.every is None and rhythm.last and iteration < rhythm.last + iterations:
             rhythm.look_at = rhythm.last + iterations
@@ -213,7 +218,10 @@ class Saving:
         source = self.memory or self._private
         if self.memory is not None:
             self._context.channel.send(
-                Captured(
+                SnapshotStored(
+                    node=self._context.launch.node,
+                    task=spec.name,
+                    origin=self._context.launch.node,
                     shard=self._context.replica.shard,
                     iteration=iteration,
                     generation=generation,
@@ -245,7 +253,7 @@ class Saving:
 
     def _not_saved(self, iteration: int, error: Exception) -> None:
         print(f"{self._context.launch.worker}: did not save checkpoint {iteration}: {error}", file=sys.stderr)
-        self._context.channel.send(unsaved(iteration, "unicron", error))
+        self._context.channel.send(unsaved(self._context.launch.reporter, iteration, "unicron", error))
 
     def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
         """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.
@@ -292,7 +300,8 @@ class Saving:
         self._stored = job.iteration
         if saved is not None:
             self._context.channel.send(
-                SaveFinished(
+                CheckpointSaved(
+                    **self._context.launch.reporter,
                     iteration=job.iteration,
                     path=str(saved.path),
                     size_bytes=saved.size_bytes,
@@ -330,11 +339,30 @@ class Saving:
         return partial(context.injection.fire, "saving", iteration + 1, context.generation)
 
 
-def unsaved(iteration: int, by: Saver, error: Exception | None = None) -> SaveError:
-    """Return the message for the agent that a save has failed; `error` None: that it is saved again."""
+def unsaved(reporter: Reporter, iteration: int, saver: Saver, error: Exception | None = None) -> SaveFailed:
+    """Return the event that a save has failed; `error` None: that it is saved again."""
     reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS] if error else ""
-    return SaveError(iteration=iteration, by=by, reason=reason)
+    return SaveFailed(**reporter, iteration=iteration, saver=saver, reason=reason)
 
 
 def _is_over(future: Future[Any] | None) -> bool:
     return future is None or future.done()
+
+
+def optimal_s(cost_s: float, mtbf_s: float) -> float:
+    """Return the seconds of work between two saves that lose least time to saving and to doing lost work again.
+    `cost_s`: of a save; `mtbf_s`: between failures.
+
+    Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37. Its first
+    term is Young's estimate.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return sqrt(2 * cost_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def save_interval(cost_s: float, pace_s: float, mtbf_s: float) -> int:
+    """Return the same in iterations of `pace_s`, at least 1. `mtbf_s` 0: not known."""
+    interval_s = min(optimal_s(cost_s, mtbf_s or MTBF_DEFAULT_S), INTERVAL_MAX_S)
+    return max(1, round(interval_s / pace_s)) if pace_s > 0 else 1

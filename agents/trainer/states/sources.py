@@ -1,4 +1,4 @@
-"""Where the state comes from when no member has any: memory of a member's node, memory of another node, storage.
+"""Finds and loads a state when no member has any: from memory of its node, memory of another node, storage.
 
 Rules
 -----
@@ -39,8 +39,8 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class Sources:
-    """One shard's access to saved state. `memory`: its node's. `membership`: names the peers. `reshard`: makes this
-    shard's state from all of another layout."""
+    """Finds and loads one shard's states. `memory`: its node's. `membership`: names the peers. `reshard`: makes this
+    shard's state from all shards of another layout."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ if sys.byteorder != "little":
 
 
 class BadState(ValueError):
-    """A state that does not fit the model, or bytes that are no state."""
+    """The state does not fit the model, or the bytes are no state."""
 
 
 def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]:
@@ -112,7 +112,7 @@ def tensor_of(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> t
 
 
 class Stateful(Protocol):
-    """What a program has beside model, optimizer and scheduler that goes on from where it stood."""
+    """An object of the program beside model, optimizer and scheduler whose state is saved with theirs."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
@@ -124,7 +124,7 @@ class Stateful(Protocol):
 
 
 class Generators(Protocol):
-    """Of random numbers (the module `randomness`)."""
+    """Saves and restores random generators (the module `randomness`)."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of all generators, as a tree."""

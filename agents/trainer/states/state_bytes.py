@@ -1,21 +1,24 @@
-"""A state tree as one stretch of bytes: what stands in a slot of a node's memory (`memory.py`).
+"""Writes a state tree as one stretch of bytes, as it stands in a slot of a node's memory (`memory.py`), and reads it.
 
     magic, 8 bytes little-endian length of the skeleton, the skeleton, the tensors' bytes in the skeleton's order,
     each at a multiple of 64 bytes
 
 A state that is only to be passed on is read without a copy: its tensors alias the bytes. One that is to be lived in
 must be copied: optimizers keep the tensors that they are given. No pickle (`state.py`).
+
+A copy from a GPU straight into memory that CUDA does not know (a slot is a mapped file) goes through a small buffer of
+the driver's, and nothing else happens meanwhile. So it goes through two pinned buffers, one filled while the other is
+emptied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from unicrond.agents.trainer.states.gpu_copies import copy_from_gpu
 from unicrond.agents.trainer.states.state import (
     BadState,
     flatten,
@@ -29,11 +32,14 @@ from unicrond.agents.trainer.states.state import (
 _MAGIC = b"unicron2"
 _FIXED_BYTES = 16
 _ALIGN_BYTES = 64
+STAGE_BYTES = 32 * 1024 * 1024
+Pair = tuple[torch.Tensor, torch.Tensor]
+_buffers: list[torch.Tensor] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tree made ready to be written: where each of its tensors goes, and how many bytes all take."""
+    """A tree prepared for writing: where each of its tensors goes, and how many bytes all take."""
 
     skeleton: bytes
     tensors: list[torch.Tensor]
@@ -117,3 +123,39 @@ def _places(skeleton_bytes: int, kinds: Sequence[tuple[torch.dtype, Sequence[int
         places.append(end)
         end += size_bytes(dtype, shape)
     return places, end
+
+
+def copy_from_gpu(pairs: Sequence[Pair]) -> None:
+    """Copy each flat uint8 CUDA tensor into its flat uint8 CPU tensor; done when this returns.
+
+    Waits first for all that is queued on the device: a loop may step its optimizer on a stream of its own.
+    """
+    torch.cuda.synchronize(pairs[0][0].device)
+    if not _buffers:
+        _buffers.extend(torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    copy_staged(pairs, _buffers)
+
+
+def copy_staged(pairs: Iterable[Pair], buffers: Sequence[torch.Tensor]) -> None:
+    """Copy through two `buffers` of one size, in turn. Sources that are not on a GPU are copied at once."""
+    emptied: tuple[torch.cuda.Event | None, torch.Tensor, torch.Tensor] | None = None
+    for number, (source, target) in enumerate(_pieces(pairs, buffers[0].numel())):
+        buffer = buffers[number % 2][: source.numel()]
+        buffer.copy_(source, non_blocking=True)
+        filled = torch.cuda.current_stream(source.device).record_event() if source.is_cuda else None
+        _empty(emptied)
+        emptied = (filled, buffer, target)
+    _empty(emptied)
+
+
+def _empty(filled: tuple[torch.cuda.Event | None, torch.Tensor, torch.Tensor] | None) -> None:
+    if filled is not None:
+        event, buffer, target = filled
+        if event is not None:
+            event.synchronize()
+        target.copy_(buffer)
+
+
+def _pieces(pairs: Iterable[Pair], size_bytes: int) -> Iterator[Pair]:
+    for source, target in pairs:
+        yield from zip(source.split(size_bytes), target.split(size_bytes), strict=True)

@@ -1,4 +1,4 @@
-"""Giving the training state to members that have none: one skeleton, then its bytes in chunks, by broadcast.
+"""Broadcasts the training state to members that have none: one skeleton, then its bytes in chunks.
 
 A chunk bounds the memory; a member that already has state takes part, since a broadcast is the whole group's, and
 lets go of each chunk. Small tensors share one: a state has hundreds, and everybody stands while it is given.

@@ -1,4 +1,4 @@
-"""The numbers that a simulation assumes, by name: `--set NAME=VALUE` changes one, the write-up prints them all.
+"""The numbers that a simulation assumes, by name: `--assume NAME=VALUE` changes one, the write-up prints them all.
 
 Where a number comes from: *paper* = Unicron (arXiv 2401.00134), as recalled, not re-checked; *assumed* = ours,
 fixed before any result was looked at, and varied in the sensitivity tables of docs/results/evaluation.md.
@@ -17,7 +17,7 @@ Nodes = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times in seconds.
+    """The assumptions of a simulation. Times in seconds.
 
     Shared by all systems
     `checkpoint_load_s`: reading a checkpoint from remote storage (assumed).
@@ -99,12 +99,12 @@ def assume(settings: dict[str, str]) -> Assumptions:
     values = msgspec.to_builtins(DEFAULTS)
     for name, text in settings.items():
         if name not in values:
-            raise ValueError(f"--set {name}: unknown; choose from {', '.join(values)}")
+            raise ValueError(f"--assume {name}: unknown; choose from {', '.join(values)}")
         try:
             values[name] = float(text)
             msgspec.convert(values, Assumptions)
         except (ValueError, msgspec.ValidationError):
             bounds = {"ratio": "a ratio above 0, at most 1", "nodes": "nodes from 0 to 1e6"}
             bound = bounds.get(name.rpartition("_")[2], "seconds from 0 to 1e7")
-            raise ValueError(f"--set {name}: {text!r} does not fit; give {bound}") from None
+            raise ValueError(f"--assume {name}: {text!r} does not fit; give {bound}") from None
     return msgspec.convert(values, Assumptions)

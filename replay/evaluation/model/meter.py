@@ -39,7 +39,7 @@ class CostPhase(StrEnum):
 
 @dataclass
 class RunCosts:
-    """Weighted FLOP times 10**6 (FLOP/s times microseconds), exact; times in microseconds.
+    """The costs of a run. Weighted FLOP times 10**6 (FLOP/s times microseconds), exact; times in microseconds.
 
     `stalled_us`: summed over tasks, the time that they did not train. `moves`: how often a node began to
     work for a task that it did not work for just before. `productive_us`: summed over nodes, the time in which
@@ -63,7 +63,7 @@ class RunCosts:
 
 @dataclass
 class _Account:
-    """One task. `rate`: F of its last running configuration; `nodes`: those it ran on."""
+    """The running account of one task. `rate`: F of its last running configuration; `nodes`: those it ran on."""
 
     failure_free: int
     phase: CostPhase = CostPhase.IDLE

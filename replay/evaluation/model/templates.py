@@ -28,8 +28,8 @@ NODES_MAX = 128
 
 @dataclass(frozen=True)
 class Template:
-    """A pipeline on `nodes` nodes. `slope_s`: seconds per micro-batch; `fill_s`: of filling and draining; `step_s`: the
-    optimizer's."""
+    """The best form of a pipeline on `nodes` nodes. `slope_s`: seconds per micro-batch; `fill_s`: of filling and
+    draining; `step_s`: the optimizer's."""
 
     nodes: int
     layout: Layout
@@ -58,7 +58,7 @@ class Templates:
 
     @property
     def fewest(self) -> int:
-        """The nodes of the shortest pipeline. Raises ValueError if there is no template."""
+        """Return the nodes of the shortest pipeline. Raises ValueError if there is no template."""
         return min(self.by_nodes)
 
     def _best(self, nodes: int) -> Template | None:

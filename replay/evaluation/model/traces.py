@@ -33,7 +33,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceFault:
-    """`severity` 1, 2 or 3; `repair_us`: how long the node is away (SEV1 only)."""
+    """A fault on one node. `severity` 1, 2 or 3; `repair_us`: how long the node is away (SEV1 only)."""
 
     at_us: int
     node: int

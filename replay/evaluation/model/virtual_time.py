@@ -23,7 +23,7 @@ def to_us(seconds: float) -> int:
 
 @dataclass(order=True)
 class Timer:
-    """An action scheduled for `at_us`; `cancel` makes it nothing."""
+    """An action scheduled for `at_us`, unless it is cancelled before."""
 
     at_us: int
     order: int
@@ -35,7 +35,7 @@ class Timer:
 
 
 class VirtualClock:
-    """`now_us` moves from one scheduled action to the next, never by itself."""
+    """The time of a simulated run. `now_us` moves from one scheduled action to the next, never by itself."""
 
     def __init__(self, now_us: int = 0) -> None:
         self.now_us = now_us

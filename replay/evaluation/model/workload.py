@@ -20,8 +20,8 @@ from msgspec import Meta
 from unicrond.core.planning.problem import Problem, TaskProblem
 from unicrond.core.planning.solver import solve
 from unicrond.core.state.field_faults import faults
-from unicrond.events.host.did_you_mean import guess
 from unicrond.events.vocabulary import Name
+from unicrond.events.vocabulary.phrases import guess
 from unicrond.intake import strict_yaml
 from unicrond.throughput.layouts import ThroughputQuery, job
 from unicrond.throughput.model import table
@@ -36,7 +36,7 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` nodes of `per_node` GPUs of one kind."""
+    """A cluster: `nodes` nodes of `per_node` GPUs of one kind."""
 
     gpu: str
     nodes: int

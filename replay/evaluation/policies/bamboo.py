@@ -58,7 +58,7 @@ def bamboo_speeds(work: Workload) -> Speeds:
 
 
 class Bamboo(Elastic):
-    """Shadows."""
+    """Pipelines in which each GPU can take over from its successor."""
 
     def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world, speeds=bamboo_speeds(world.workload))

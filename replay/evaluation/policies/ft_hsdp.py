@@ -58,7 +58,7 @@ class Replicas:
 
 
 class FtHsdp(JobByJob):
-    """Replicas that leave and join again. `replicas`: those of each task."""
+    """Lets replicas leave and join again while the others train. `replicas`: those of each task."""
 
     def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world)

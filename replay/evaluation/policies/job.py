@@ -37,8 +37,8 @@ class System(Protocol):
 
 
 class TrainingJob:
-    """`home`: the nodes that are the job's, up or not. `nodes`: those it runs on or starts on. `candidates`: those that
-    were up when `nodes` was picked."""
+    """A job that a system runs. `home`: the nodes that are the job's, up or not. `nodes`: those it runs on or starts
+    on. `candidates`: those that were up when `nodes` was picked."""
 
     def __init__(self, world: EvaluationWorld, system: System, task: str, home: Sequence[int]) -> None:
         self.world = world
@@ -106,11 +106,12 @@ class TrainingJob:
 
 
 class JobByJob:
-    """What these systems share: the best plan at the start, then every job for itself.
+    """The common part of systems that have the best plan at the start, and then treat every job for itself.
 
     A system says how long a fault goes unnoticed (`detection_s`), how long a restart takes (`restart_s`), on which
     nodes (`pick_nodes`), how fast it is there (`rate`), and what a repaired node is good for (`node_back`). `speeds`:
-    the system's own where they are not Megatron's."""
+    the system's own where they are not Megatron's.
+    """
 
     def __init__(self, world: EvaluationWorld, spare_nodes: int = 0, speeds: Speeds | None = None) -> None:
         self.world = world

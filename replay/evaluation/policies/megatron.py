@@ -19,7 +19,7 @@ from unicrond.replay.evaluation.policies.job import Elastic, JobByJob, TrainingJ
 
 
 class MegatronWait(JobByJob):
-    """Waits for the node."""
+    """Starts the job again when the lost node is back."""
 
     def detection_s(self) -> float:
         """Return the collective's timeout."""
@@ -36,7 +36,7 @@ class MegatronWait(JobByJob):
 
 
 class MegatronShrink(Elastic):
-    """Goes on with fewer."""
+    """Starts the job again on the nodes that are left."""
 
     def detection_s(self) -> float:
         """Return the collective's timeout."""
@@ -52,7 +52,7 @@ class MegatronShrink(Elastic):
 
 
 class HotSpare(MegatronWait):
-    """Replaces the node, while there are spares."""
+    """Replaces the lost node by a spare, while there is one."""
 
     def pick_nodes(self, job: TrainingJob) -> Sequence[int] | None:
         """Return the job's nodes, dead ones replaced by spares; None where no spare is left."""

@@ -100,7 +100,7 @@ def instantiate(pipelines: Pipelines, nodes: Sequence[int], templates: Templates
 
 
 class Oobleck(Elastic):
-    """Templates and re-instantiation. `pipelines`: of each task, the nodes of each."""
+    """Instantiates pipelines from templates again after each fault. `pipelines`: of each task, the nodes of each."""
 
     def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world, speeds=oobleck_speeds(world.workload))

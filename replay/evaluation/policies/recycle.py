@@ -77,7 +77,7 @@ class PipelineForm:
 
 
 class ReCycle(Elastic):
-    """Re-routing. `forms`: the form of each task that runs."""
+    """Gives micro-batches of lost workers to their data-parallel peers. `forms`: the form of each task that runs."""
 
     def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world, speeds=recycle_speeds(world.workload))

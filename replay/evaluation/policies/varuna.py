@@ -31,7 +31,7 @@ def varuna_speeds(work: Workload) -> Speeds:
 
 
 class Varuna(Elastic):
-    """Morphing from a checkpoint."""
+    """Starts the job again from a checkpoint, in the best form for the nodes that are there."""
 
     def __init__(self, world: EvaluationWorld) -> None:
         super().__init__(world, speeds=varuna_speeds(world.workload))

@@ -36,7 +36,7 @@ from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState, Membership
 from unicrond.core.state.work import iteration_flop
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Envelope, Recorded
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
 from unicrond.events.wire.schemas import SCHEMA, told_version
 from unicrond.replay.evaluation.model.meter import CostPhase
 from unicrond.replay.evaluation.model.speeds import Speeds, fixed_speeds
@@ -67,13 +67,13 @@ class NodeAgent:
 
     @property
     def name(self) -> str:
-        """The node's name in the log."""
+        """Return the node's name in the log."""
         return f"n{self.node}"
 
 
 @dataclass
 class CoreWork:
-    """What the coordinator's core did. Times are this machine's and differ from run to run.
+    """How much the coordinator's core did, and how long that took. Times are this machine's and differ from run to run.
 
     `cpu_s`: CPU time of the whole run, the simulated world's part included; `wall_s`: its wall time. `fold_s`: wall
     time of all folds; `decide_s`, `solve_s`: of each decision (its survey and deadlines included) and each plan.
@@ -209,7 +209,7 @@ class CoreDriver:
         if not host.up:
             return
         event = v.WorkerExited(
-            node=host.name, task=process.task, worker=process.worker, exit_code=1, signal=None, expected=False
+            node=host.name, task=process.task, worker=process.worker, exit_code=1, signal=None, is_expected=False
         )
         self._report(host, event)
         self._notice([process.task])
@@ -258,7 +258,7 @@ class CoreDriver:
             event=event,
         )
         began_s = time.perf_counter()
-        self.state = fold(self.state, Recorded(self.state.seq + 1, now_us, envelope))
+        self.state = fold(self.state, RecordedEvent(self.state.seq + 1, now_us, envelope))
         self.work.fold_s += time.perf_counter() - began_s
         self.work.events += 1
 
@@ -370,7 +370,7 @@ class CoreDriver:
         if host.up:
             took_us = to_us(_CHECK_S)
             report = v.NodeChecked(
-                node=host.name, command_id=command.command_id, passed=True, duration_us=took_us, detail="simulated"
+                node=host.name, command_id=command.command_id, has_passed=True, duration_us=took_us, detail="simulated"
             )
             self._report(host, report)
 
@@ -396,7 +396,7 @@ class CoreDriver:
             return
         self._end_process(host)
         event = v.WorkerExited(
-            node=host.name, task=process.task, worker=worker, exit_code=0, signal=None, expected=True
+            node=host.name, task=process.task, worker=worker, exit_code=0, signal=None, is_expected=True
         )
         self._report(host, event)
         self._notice([process.task])

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unicrond.events.host.did_you_mean import guess
+from unicrond.events.vocabulary.phrases import guess
 from unicrond.replay.evaluation.model.assumptions import DEFAULTS, Assumptions
 from unicrond.replay.evaluation.model.meter import RunCosts
 from unicrond.replay.evaluation.model.traces import Trace
@@ -39,7 +39,8 @@ from unicrond.throughput.presets import MODELS
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """`costs` in exact integers; `rates`: (virtual time, WAF delivered) at every change; `core`: None for others.
+    """What one run delivered, and what it cost. `costs` in exact integers; `rates`: (virtual time, WAF delivered) at
+    every change; `core`: None for others.
 
     `nodes`, `tasks`: how many there are.
     """
@@ -59,7 +60,7 @@ class SimulationOutcome:
 
     @property
     def ratio(self) -> float:
-        """The WAF before the first fault over failure-free: what the system's mechanism and its spare nodes leave."""
+        """Return the WAF before the first fault over failure-free: what the mechanism and spare nodes leave."""
         return self.rates[0][1] * self.trace.length_us / self.costs.failure_free
 
     @property

@@ -53,11 +53,12 @@ class WorkerProcess:
 
 @dataclass
 class TrainerGroup:
-    """See the module. `flops[n]`, `worth[n]`: T and F on n nodes. `flop`: FLOP of one iteration. `report(node, event)`
-    puts an observation on the log.
+    """The trainers of one task (see the module). `flops[n]`, `worth[n]`: T and F on n nodes. `flop`: FLOP of one
+    iteration. `report(node, event)` puts an observation on the log.
 
     `target`: the newest membership decided. `formed`: the one that trains, or last did; `intact`: its members live and
-    reach each other. `saved`: the state was written to a checkpoint when the last group was dissolved."""
+    reach each other. `saved`: the state was written to a checkpoint when the last group was dissolved.
+    """
 
     world: EvaluationWorld
     task: str
@@ -201,7 +202,7 @@ class TrainerGroup:
             worker=process.worker,
             generation=target.generation,
             iteration=self.committed + 1,
-            dealt=0,
+            micro_batches_assigned=0,
             duration_us=self.world.clock.now_us - self._since_us,
             source=source,
         )

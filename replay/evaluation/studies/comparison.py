@@ -1,9 +1,9 @@
-"""Many runs side by side: policies times seeds, each policy on the very same traces, and the figures about them."""
+"""Runs side by side: policies times seeds, all on the very same traces; their figures, also as Markdown tables."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from statistics import fmean
@@ -34,17 +34,17 @@ class PolicyRow:
 
     @property
     def ratio(self) -> float:
-        """The WAF before the first fault over failure-free."""
+        """Return the WAF before the first fault over failure-free."""
         return self.outcomes[0].ratio
 
     @property
     def ettr(self) -> float:
-        """The mean over seeds; see SimulationOutcome."""
+        """Return the mean over seeds; see SimulationOutcome."""
         return fmean(outcome.ettr for outcome in self.outcomes)
 
     @property
     def goodput(self) -> float:
-        """The mean over seeds; see SimulationOutcome."""
+        """Return the mean over seeds; see SimulationOutcome."""
         return fmean(outcome.goodput for outcome in self.outcomes)
 
     def mean(self, part: str) -> float:
@@ -58,7 +58,7 @@ class PolicyRow:
 
     @property
     def waf(self) -> float:
-        """The accumulated WAF, mean over seeds, weighted FLOP."""
+        """Return the accumulated WAF, mean over seeds, weighted FLOP."""
         return fmean(outcome.costs.delivered / 1e6 for outcome in self.outcomes)
 
     @property
@@ -220,3 +220,48 @@ def cells(comparison: Comparison, row: PolicyRow, base: str) -> list[str]:
         f"{row.moves:.0f}",
         f"{mean:.3f} ({least:.2f} to {most:.2f})",
     ]
+
+
+def line(parts: Sequence[str]) -> str:
+    """Format a row."""
+    return "| " + " | ".join(parts) + " |"
+
+
+def head(parts: Sequence[str]) -> str:
+    """Format the headers; all columns but the first are right-aligned."""
+    return line(parts) + "\n|---" + "|---:" * (len(parts) - 1) + "|"
+
+
+def full_table(comparison: Comparison) -> str:
+    """Format all figures of each policy, and how many times as good the first one is."""
+    base = comparison.rows[0].policy
+    rows = [line(cells(comparison, row, base)) for row in comparison.rows]
+    return "\n".join([head((*HEADERS, f"{base} is better by")), *rows])
+
+
+def gain_table(comparisons: Mapping[str, Comparison]) -> str:
+    """Format how many times as good as each other policy the first one is, per column; its own share first."""
+    first = next(iter(comparisons.values()))
+    base = first.rows[0]
+    rows = [head((f"{base.policy} is better by", "T ratio", *comparisons))]
+    base_shares = (f"{100 * comparison.rows[0].mean('delivered'):.1f} %" for comparison in comparisons.values())
+    rows.append(line([f"({base.policy} delivers)", f"{base.ratio:.2f}", *base_shares]))
+    for nth, row in enumerate(first.rows[1:], start=1):
+        gains = (gain(comparison, comparison.rows[nth], base.policy) for comparison in comparisons.values())
+        rows.append(line([row.policy, f"{row.ratio:.2f}", *gains]))
+    return "\n".join(rows)
+
+
+def gain(comparison: Comparison, row: PolicyRow, base: str) -> str:
+    """Format the mean gain of `base` over the row, and its range over seeds."""
+    least, mean, most = comparison.gain_over(row, base)
+    return f"{mean:.3f} ({least:.2f} to {most:.2f})"
+
+
+def share_table(title: str, points: Sequence[str], comparisons: Sequence[Comparison]) -> str:
+    """Format what each policy delivers at each point, % of failure-free."""
+    names = [row.policy for row in comparisons[0].rows]
+    rows = [head((f"{title}: delivered, % of failure-free", *names))]
+    for point, comparison in zip(points, comparisons, strict=True):
+        rows.append(line([point, *(f"{100 * row.mean('delivered'):.2f}" for row in comparison.rows)]))
+    return "\n".join(rows)

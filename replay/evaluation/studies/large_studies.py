@@ -8,11 +8,9 @@ from unicrond.replay.evaluation.model.assumptions import DEFAULTS
 from unicrond.replay.evaluation.model.workload import Cluster, TrainingTask, six, workload
 from unicrond.replay.evaluation.simulator.simulator import SimulationOutcome
 from unicrond.replay.evaluation.studies import plots
-from unicrond.replay.evaluation.studies.bench import PLOTS, Bench, plot_shares
-from unicrond.replay.evaluation.studies.comparison import Comparison
+from unicrond.replay.evaluation.studies.comparison import Comparison, full_table, head, line
 from unicrond.replay.evaluation.studies.published import SETTINGS, Claim, Setting
-from unicrond.replay.evaluation.studies.studies import GPU, LEAD, lead_steps
-from unicrond.replay.evaluation.studies.tables import full_table, head, line
+from unicrond.replay.evaluation.studies.studies import GPU, LEAD, PLOTS, Bench, lead_steps, plot_shares
 
 
 def published(bench: Bench) -> str:

@@ -14,7 +14,8 @@ from unicrond.replay.evaluation.model.workload import Cluster, TrainingTask
 
 @dataclass(frozen=True)
 class Claim:
-    """A row. `published`: the effective time that the source gives, %; None for ours. `changes`: of the assumptions."""
+    """A row of the table: a system in a setting of others. `published`: the effective time that the source gives, %;
+    None for ours. `changes`: of the assumptions."""
 
     title: str
     policy: str

@@ -20,9 +20,9 @@ from pathlib import Path
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.replay.evaluation.model.traces import INFINITEHBD_ORIGIN, INFINITEHBD_SHA256, TraceError
 from unicrond.replay.evaluation.studies import large_studies, studies
-from unicrond.replay.evaluation.studies.bench import Bench
 from unicrond.replay.evaluation.studies.comparison import OutcomeCache
 from unicrond.replay.evaluation.studies.simulate_cli import runs_bar
+from unicrond.replay.evaluation.studies.studies import Bench
 from unicrond.replay.options.arguments import TRACE_FILE_VARIABLE
 
 DOCUMENT = Path("docs/results/evaluation.md")

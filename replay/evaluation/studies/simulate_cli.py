@@ -36,7 +36,7 @@ _NODES_FOR_COMPILED = 64
 
 async def simulate_command(options: argparse.Namespace) -> None:
     """Run the policies and print what they deliver."""
-    if options.parameters:
+    if options.list_assumptions:
         _print_parameters(DEFAULTS)
         return
     gc.enable()  # it may run for hours
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> Comparison:
         require_matplotlib()
         if options.plot.is_dir():
             raise ValueError(f"--plot: {options.plot} is a directory; name a file in it")
-    assumptions = assume(dict(_setting(text) for text in options.set))
+    assumptions = assume(dict(_setting(text) for text in options.assume))
     work = workload(cluster, parse_tasks(options.tasks))
     spec = options.trace or os.environ.get(TRACE_FILE_VARIABLE)
     if not spec:
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> Comparison:
 def _setting(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"--set {text}: give NAME=VALUE; --parameters lists the names")
+        raise ValueError(f"--assume {text}: give NAME=VALUE; --list-assumptions lists the names")
     return name, value
 
 
@@ -112,7 +112,7 @@ def epilog() -> str:
     return f"""\
 examples:
   {PROGRAM} --cluster a800-80g:16x8 --tasks six --trace trace-b --seeds 20
-  {PROGRAM} --trace trace-b:repair_h=24 --policy unicron,megatron-wait --set timeout_s=60 --plot waf.png
+  {PROGRAM} --trace trace-b:repair_h=24 --policy unicron,megatron-wait --assume timeout_s=60 --plot waf.png
   {PROGRAM} --cluster a800-80g:400x8 --tasks 'six*4' --trace infinitehbd.json --policy unicron,hot-spare:8 --json
   {PROGRAM} --cluster h100-80g:12500x8 --tasks tasks.yaml --trace meta:days=1 --policy unicron,ft-hsdp --processes 2
 
@@ -170,7 +170,7 @@ def _print_assumptions(comparison: Comparison) -> None:
     changed = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
     for title, group in (
         ("assumed otherwise", changed),
-        ("assumed (--parameters explains each)", {name: values[name] for name in values if name not in changed}),
+        ("assumed (--list-assumptions explains each)", {name: values[name] for name in values if name not in changed}),
     ):
         if group:
             print(f"\n{title}: " + ", ".join(f"{name} = {value:g}" for name, value in group.items()))

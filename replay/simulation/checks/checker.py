@@ -16,7 +16,7 @@ from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
 from unicrond.core import fold as folding
 from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.replay.simulation.checks import invariants as rules
 from unicrond.replay.simulation.checks.invariants import Violation
 from unicrond.replay.simulation.checks.ports import CheckedHost, CheckedProcess, CheckedReplica, Reference
@@ -90,7 +90,7 @@ class InvariantChecker:
                 "decide_is_quiet_at_rest", f"more than {_ENTRIES_MAX} entries: something answers without end"
             )
         self.record_breach("state_is_sound", rules.state_is_sound(after))
-        if not isinstance(entry, Recorded):
+        if not isinstance(entry, RecordedEvent):
             return
         envelope, event = entry.envelope, entry.envelope.event
         if is_forged(envelope):
@@ -143,9 +143,9 @@ class InvariantChecker:
                 self._cleared[node] = set()
             case v.CheckNode(command_id=command_id) if is_ruling:
                 self._checks.add(command_id)
-            case v.NodeChecked(node=node, command_id=command_id, passed=True) if command_id in self._checks:
+            case v.NodeChecked(node=node, command_id=command_id, has_passed=True) if command_id in self._checks:
                 self._cleared.setdefault(node, set()).add("check")
-            case v.RepairEnded(node=node, passed=True) if is_ruling:
+            case v.RepairEnded(node=node, has_passed=True) if is_ruling:
                 self._cleared.setdefault(node, set()).add("repair")
             case v.NodeUncordoned(node=node):
                 self._cleared.setdefault(node, set()).add("person")

@@ -27,7 +27,7 @@ from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.placements import expand, starts
 from unicrond.events.wire.codec import encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
 from unicrond.events.wire.schemas import schema_of
 
 #: Name -> sentence; a test compares docs/design/simulation.md with this table.
@@ -87,7 +87,7 @@ class Violation(AssertionError):
 # --- when an entry becomes durable ---------------------------------------------------------------
 
 
-def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: Recorded) -> str:
+def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: RecordedEvent) -> str:
     """Check the events after a planned end. `after`: the state after the loss of a node that has announced its end, its
     return, or a report of the next agent before that."""
     event = entry.envelope.event
@@ -96,17 +96,18 @@ def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry:
     node = before.nodes.get(event.node)
     if node is None or not node.left_on_purpose:
         return ""
-    if isinstance(event, v.WorkerExited | v.ErrorReported) and entry.envelope.boot <= node.agent_boot:
+    if isinstance(event, v.WorkerExited | v.ErrorReported) and entry.envelope.boot <= node.agent.boot:
         return ""  # a failure during the drain is one
     if after.incidents_total != before.incidents_total:
         return f"{type(event).__name__} of {event.node} opens an incident, though it had announced its end"
-    returned = set(after.nodes[event.node].returns_us) - set(node.returns_us) if event.node in after.nodes else None
-    return f"{event.node} has flapped" if returned else ""
+    node_after = after.nodes.get(event.node, node)
+    returns_us = set(node_after.health.returns_us) - set(node.health.returns_us)
+    return f"{event.node} has flapped" if returns_us else ""
 
 
 def newest_term_decides(newest_term: int, entry: Entry) -> str:
     """Check the fence: see events/log/event_log.py."""
-    if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, v.Decision | v.Command):
+    if not isinstance(entry, RecordedEvent) or not isinstance(entry.envelope.event, v.Decision | v.Command):
         return ""
     if isinstance(entry.envelope.event, v.CoordinatorStarted) or entry.envelope.term == newest_term:
         return ""
@@ -123,13 +124,13 @@ def leaders_stay(claim: v.CoordinatorStarted, sound_for_s: float, limit_s: float
     return f"{claimed} from a head that lives, and has reached the log for {sound_for_s:.1f} s"
 
 
-def commands_can_be_read(basis: ClusterState, entry: Recorded) -> str:
+def commands_can_be_read(basis: ClusterState, entry: RecordedEvent) -> str:
     """Check the schema of a command or decision. `basis`: the state that it was decided from."""
     event = entry.envelope.event
     if isinstance(event, v.CoordinatorStarted) or not isinstance(event, v.Decision | v.Command):
         return ""
     node = basis.nodes.get(event.node) if isinstance(event, v.Command) else None
-    reads = min(basis.schema, node.schema) if node is not None else basis.schema
+    reads = min(basis.schema, node.agent.schema) if node is not None else basis.schema
     needs = schema_of(event)
     where = f"entry {entry.seq}: {type(event).__name__}"
     return f"{where} needs schema {needs}, its reader has {reads}" if needs > reads else ""
@@ -138,7 +139,7 @@ def commands_can_be_read(basis: ClusterState, entry: Recorded) -> str:
 def decisions_take_effect(before: ClusterState, basis: ClusterState, entry: Entry) -> str:
     """Check the hold: a coordinator that does not wait for its own events decides again what it has decided. `basis`:
     the state that it was decided in."""
-    if not isinstance(entry, Recorded) or entry.envelope.term != before.term:
+    if not isinstance(entry, RecordedEvent) or entry.envelope.term != before.term:
         return ""
     event, where = entry.envelope.event, f"entry {entry.seq}: {type(entry.envelope.event).__name__}"
     match event:
@@ -158,7 +159,7 @@ def decisions_take_effect(before: ClusterState, basis: ClusterState, entry: Entr
                     return f"{where} starts {start.worker}, though {then.numbers.next_worker} is the next free number"
         case v.MembershipPart(task=name, generation=generation, part=part) if part > 1:
             task = before.tasks.get(name)
-            telling = task.group.telling if task is not None else None
+            telling = task.group.membership_parts if task is not None else None
             if telling is None or (telling.generation, telling.parts + 1) != (generation, part):
                 return f"{where} {part} of {name}, generation {generation}, follows {telling}"
         case v.TransitionCompleted(incident=incident) if incident not in before.incidents:
@@ -200,7 +201,7 @@ def plan_within_healthy_nodes(basis: ClusterState, plan: v.PlanAdopted) -> str:
     seats = Counter(node for assignment in assignments for nodes in assignment.replicas for node in nodes)
     for name, count in seats.items():
         node = basis.nodes.get(name)
-        healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
+        healthy = node is not None and node.status is NodeStatus.UP and not node.isolation.active
         if node is None or not healthy or count > node.slots:
             return f"plan {plan.epoch} puts {count} workers on {name}, which is {node}"
     return ""
@@ -229,7 +230,7 @@ def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int
 
 def cordoned_nodes_stay_empty(basis: ClusterState, start: v.StartWorker | v.StartWorkers) -> str:
     """Check a start. `basis`: the state that it was decided in."""
-    cordoned = basis.nodes[start.node].cordoned
+    cordoned = basis.nodes[start.node].cordon.active
     return f"{start.spec.name} gets workers on {start.node}, which is cordoned" if cordoned else ""
 
 
@@ -237,7 +238,7 @@ def nodes_are_checked_empty(basis: ClusterState, check: v.CheckNode) -> str:
     """Check the order of a health check. `basis`: the state that it was decided in."""
     node = basis.nodes[check.node]
     workers = [worker for _, worker in basis.by_node.on(node.name)]
-    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.foretold and workers else ""
+    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.health.failure_forecast and workers else ""
 
 
 def innocents_stay(
@@ -253,7 +254,10 @@ def innocents_stay(
         nodes = {worker.node for worker in task.workers.values()} | {isolated.node}
         if 2 * len(nodes.intersection(bad_ends)) >= len(nodes):
             continue
-        clear = task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear.get(isolated.node, 0) >= strikes_max
+        clear = (
+            task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear_breaks.get(isolated.node, 0)
+            >= strikes_max
+        )
         if clear:
             return f"{isolated.node} is isolated, though it never had a fault: {isolated.reason}"
     return ""
@@ -263,16 +267,17 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
     """Check a readmission. `cleared`: what has happened to the node since it was isolated: "check", "repair",
     "person"."""
     previous = before.nodes.get(node)
-    if previous is None or previous.isolation is None or previous.isolation.cause != "hardware" or "person" in cleared:
+    probation = previous.isolation.probation if previous else None
+    if previous is None or probation is None or probation.cause != "hardware" or "person" in cleared:
         return ""
     if not before.check_limit_us:
         return ""  # the head has no checks
-    if previous.needs in ("reboot", "replace", "other") and "repair" not in cleared:
-        return f"{node} is readmitted, which needs {previous.needs}, and no operator has been there"
+    if previous.health.repair_need in ("reboot", "replace", "other") and "repair" not in cleared:
+        return f"{node} is readmitted, which needs {previous.health.repair_need}, and no operator has been there"
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {previous.reason}"
 
 
-def layouts_are_the_plans(before: ClusterState, entry: Recorded) -> str:
+def layouts_are_the_plans(before: ClusterState, entry: RecordedEvent) -> str:
     """Check a reshaping. `before`: the state that the entry meets."""
     event = entry.envelope.event
     if not isinstance(event, v.TaskReshaped) or not event.plan or entry.envelope.term != before.term:
@@ -288,7 +293,7 @@ def handovers_are_awaited(basis: ClusterState, stop: v.StopWorker) -> str:
     task = basis.tasks.get(stop.task)
     if task is None or task.status is not TaskStatus.ACTIVE or task.reshaping.reshape is None:
         return ""
-    if basis.nodes[stop.node].overdue:
+    if basis.nodes[stop.node].cordon.overdue:
         return ""  # a person wanted the node empty by then
     whole = [member.worker for member in leaving_members(task)]
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""
@@ -384,7 +389,7 @@ def acknowledged_events_stay(entries: Sequence[Entry], acknowledged: Iterable[tu
     """Check that acknowledged events are in the log, with the numbers that it gave them."""
     for seq, envelope in acknowledged:
         entry = entries[seq - 1] if seq <= len(entries) else None
-        if not isinstance(entry, Recorded) or not _equal(entry.envelope, envelope):
+        if not isinstance(entry, RecordedEvent) or not _equal(entry.envelope, envelope):
             return f"{envelope.event_id} was acknowledged as entry {seq}; there stands {entry}"
     return ""
 

@@ -10,7 +10,7 @@ from unicrond.replay.simulation.models.weights import Blocks
 
 
 class CheckedProcess(Protocol):
-    """A worker's process."""
+    """A worker's process, as the checker looks at it."""
 
     worker: str
     slot: int
@@ -27,7 +27,7 @@ class CheckedProcess(Protocol):
 
 
 class CheckedHost(Protocol):
-    """A node. `is_twin`: another one has its name."""
+    """A node, as the checker looks at it. `is_twin`: another node has the same name."""
 
     name: str
     is_twin: bool
@@ -44,7 +44,7 @@ class CheckedHost(Protocol):
 
 
 class CheckedReplica(Protocol):
-    """A replica of a task."""
+    """A replica of a task, as the checker looks at it."""
 
     task: str
     spec: TaskSpec
@@ -57,7 +57,7 @@ class CheckedReplica(Protocol):
 
 
 class Reference(Protocol):
-    """The right course of training, which is known beforehand."""
+    """The right results of training, which are known beforehand."""
 
     def expected(self, spec: TaskSpec, iteration: int) -> Blocks:
         """Return the parameters after `iteration`."""

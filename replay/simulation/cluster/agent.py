@@ -18,7 +18,6 @@ from unicrond.agents.core.state import (
     Drain,
     ForkServerDied,
     HandOver,
-    HeldState,
     InjectIntoNode,
     Input,
     LeaveNow,
@@ -33,8 +32,8 @@ from unicrond.agents.protocol.messages import FromForkServer, FromWorker, Hello,
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents, until_alone
 from unicrond.agents.shell.outbox import Outbox
 from unicrond.agents.shell.shell import Shell
-from unicrond.events.vocabulary import MemoryService, ProbeLinks
-from unicrond.events.wire.envelope import Recorded
+from unicrond.events.vocabulary import MemoryService, ProbeLinks, SnapshotStored
+from unicrond.events.wire.envelope import RecordedEvent
 from unicrond.events.wire.schemas import FIRST, schema_of, spoken_schema, told_version
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.checks.ports import CheckedHost
@@ -225,9 +224,9 @@ class SimulatedAgent(Shell):
             self.host.loop.call_later(3.0, self.host.let_run)
         self.host.loop.create_task(self._finish())
 
-    def held_states(self) -> Iterable[HeldState]:
+    def snapshots(self) -> Iterable[SnapshotStored]:
         """Return the states in the fork server's memory; see Shell."""
-        return self._fork_server.memory.holdings() if self._fork_server is not None else ()
+        return self._fork_server.memory.holdings(self.host.name) if self._fork_server is not None else ()
 
     def superseded(self, boot: int) -> None:
         """Note a later agent of this name in the log; see Shell."""
@@ -435,7 +434,7 @@ class _Readable(CommandEnd):
         super().__init__(server, link, node)
         self._schema = schema
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield the entries; what the agent cannot read it skips in silence. See CommandFeed."""
         async with aclosing(super().read()) as entries:
             async for recorded in entries:

@@ -12,21 +12,19 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from unicrond.core.nodes.isolation import Repair
-from unicrond.core.state.policy import Policy
+from unicrond.core.state.policy import Policy, Readmission
 from unicrond.events.log.event_log import Fenced
-from unicrond.events.log.lease import Holder, MemoryLease
+from unicrond.events.log.lease import Holder
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.schemas import FIRST, SCHEMA
-from unicrond.intake.readmission import Readmission
 from unicrond.replay.simulation.checks import invariants as rules
-from unicrond.replay.simulation.checks.checker import InvariantChecker
-from unicrond.replay.simulation.cluster.lease import LeaseEnd
-from unicrond.replay.simulation.cluster.log_client import BeatEnd, Beats, Boundary, Endpoint
-from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.cluster.lease import LeaseEnd, MemoryLease
+from unicrond.replay.simulation.cluster.log_client import BeatEnd, Boundary, ClusterParts, Endpoint
 from unicrond.replay.simulation.models.network import Link
 from unicrond.replay.simulation.models.virtual_time import HostClock
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.repairs import RepairOutcome
+from unicrond.service.coordinator.surroundings import HeadSettings
 from unicrond.service.head import head as heads
 
 #: The schemas that heads write.
@@ -57,32 +55,24 @@ class Coordinators:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        parts: ClusterParts,
         rng: random.Random,
-        server: LogServer,
-        beats: Beats,
-        checker: InvariantChecker,
         policy: Policy,
-        heartbeat_s: float,
         versions: random.Random,
         repair: Callable[[Repair], Awaitable[RepairOutcome]] | None,
         lease: MemoryLease | None,
     ) -> None:
-        """Take the parts that all heads share. `versions`: draws the schema that each head writes. `repair`: the
+        """Start no head yet. `versions`: draws the schema that each head writes. `repair`: the
         operator's command; None: people repair nodes. `lease`: what two heads share; None: there are no leases."""
-        self._loop = loop
+        self._parts = parts
         self._rng = rng
-        self._server = server
-        self._beats = beats
-        self._checker = checker
         self._policy = policy
-        self._heartbeat_s = heartbeat_s
         self._versions = versions
         self._repair = repair
         self.lease = lease
         #: The head that claimed the newest term.
         self._leader: SimulatedHead | None = None
-        self.clock = HostClock(loop)
+        self.clock = HostClock(parts.loop)
         self.heads: list[SimulatedHead] = []
 
     @property
@@ -100,19 +90,16 @@ class Coordinators:
         version."""
         lease = self.lease if is_leased else None
         name = f"head:{len(self.heads)}"
-        log = Endpoint(self._server, Link(self._loop, self._rng), self._checker.acknowledged)
-        beats = BeatEnd(self._beats, log.link)
-        coordinator = Coordinator(
-            log,
-            beats,
-            self._policy,
-            self._heartbeat_s,
-            self.clock,
-            process=name,
-            schema=self._versions.choice(VERSIONS),
+        log = Endpoint(self._parts.server, Link(self._parts.loop, self._rng), self._parts.checker.acknowledged)
+        beats = BeatEnd(self._parts.beats, log.link)
+        settings = HeadSettings(
+            policy=self._policy,
+            heartbeat_s=self._parts.heartbeat_s,
             readmission=_READMISSION,
-            repair=self._repair,
+            schema=self._versions.choice(VERSIONS),
+            process=name,
         )
+        coordinator = Coordinator(log, beats, settings, self.clock, repair=self._repair)
         run = coordinator.run() if lease is None else self._as_one_of_two(name, coordinator, lease, log).run()
         head = SimulatedHead(coordinator, log, run, is_leased=lease is not None)
         log.crash = lambda: self.crash(head)
@@ -122,9 +109,9 @@ class Coordinators:
     def _as_one_of_two(self, name: str, coordinator: Coordinator, lease: MemoryLease, log: Endpoint) -> heads.Head:
         return heads.Head(
             coordinator,
-            LeaseEnd(lease, self._server, self._beats, log.link),
+            LeaseEnd(lease, self._parts.server, self._parts.beats, log.link),
             Holder(head=name, process=name),
-            self._heartbeat_s,
+            self._parts.heartbeat_s,
             self.clock,
             is_patient=bool(self.heads),
             has_ended=lambda _: False,
@@ -140,7 +127,7 @@ class Coordinators:
         while self.lease is not None:
             for head in self.living:
                 if not head.log.link.is_sound:
-                    head.unsound_at_s = self._loop.time()
+                    head.unsound_at_s = self._parts.loop.time()
             await asyncio.sleep(0.1)
 
     def on_claim(self, claim: CoordinatorStarted) -> None:
@@ -149,8 +136,8 @@ class Coordinators:
         self._leader = names.get(claim.process, previous)
         is_other = previous is not self._leader and self._leader is not None and self._leader.is_leased
         if is_other and previous is not None and previous.alive and previous.is_leased:
-            sound_for_s = self._loop.time() - previous.unsound_at_s
-            self._checker.record_breach("leaders_stay", rules.leaders_stay(claim, sound_for_s, _SOUND_S))
+            sound_for_s = self._parts.loop.time() - previous.unsound_at_s
+            self._parts.checker.record_breach("leaders_stay", rules.leaders_stay(claim, sound_for_s, _SOUND_S))
 
     def crash(self, head: SimulatedHead, at: Boundary = "") -> None:
         """Kill the head (SIGKILL), now or at a boundary of its next append."""
@@ -160,7 +147,7 @@ class Coordinators:
             head.alive = False
             head.task.cancel()
             self._compare(head)
-            self._loop.call_later(self._rng.uniform(0.2, 2.0), self.keep)
+            self._parts.loop.call_later(self._rng.uniform(0.2, 2.0), self.keep)
 
     def _ended(self, head: SimulatedHead, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -170,13 +157,13 @@ class Coordinators:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if not isinstance(error, Fenced):
-            self._checker.record_breach("nothing_crashes", f"coordinator: {type(error).__name__}: {error}")
+            self._parts.checker.record_breach("nothing_crashes", f"coordinator: {type(error).__name__}: {error}")
         self._compare(head)
-        self._loop.call_later(self._rng.uniform(0.2, 2.0), self.keep)
+        self._parts.loop.call_later(self._rng.uniform(0.2, 2.0), self.keep)
 
     def _compare(self, head: SimulatedHead) -> None:
         state = head.coordinator.state
-        self._checker.record_breach("coordinators_decide", head.coordinator.fault)
-        self._checker.record_breach(
-            "replay_equals_live", rules.replay_equals_live(state, self._checker.states[state.seq])
+        self._parts.checker.record_breach("coordinators_decide", head.coordinator.fault)
+        self._parts.checker.record_breach(
+            "replay_equals_live", rules.replay_equals_live(state, self._parts.checker.states[state.seq])
         )

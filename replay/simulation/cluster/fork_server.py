@@ -1,4 +1,4 @@
-"""The fork server as its agent meets it (rules: agents/fork_server/server.py)."""
+"""A model of a node's fork server, for the real agent (its rules: agents/fork_server/server.py)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import signal
 from typing import Protocol
 
 from unicrond.agents.protocol.messages import (
-    Exited,
-    ExitedAck,
-    Forked,
     FromForkServer,
     Inventory,
     InventoryWorker,
     Kill,
+    ProcessExitAck,
+    ProcessExited,
+    ProcessForked,
     ReleaseMemory,
     Retire,
     Spawn,
@@ -49,7 +49,7 @@ class SimulatedForkServer:
         self.alive = True
         self.processes: dict[str, Process] = {}
         self.memory = NodeMemory()
-        self._exits: dict[str, Exited] = {}
+        self._exits: dict[str, ProcessExited] = {}
         self._agent: Pipe[FromForkServer] | None = None
         self._lonely_since_s = host.loop.time()
         self._check_lease()
@@ -93,7 +93,7 @@ class SimulatedForkServer:
             case Kill(worker=worker, signal=number):
                 if worker in self.processes:
                     self.processes[worker].signal(number)
-            case ExitedAck(worker=worker):
+            case ProcessExitAck(worker=worker):
                 self._exits.pop(worker, None)
             case ReleaseMemory(task=task):
                 self.memory.forget(task)
@@ -109,21 +109,21 @@ class SimulatedForkServer:
     def _spawn(self, spawn: Spawn) -> None:
         worker = spawn.launch.worker
         if worker in self.processes:
-            self._send(Forked(worker=worker, pid=self.processes[worker].pid))
+            self._send(ProcessForked(worker=worker, pid=self.processes[worker].pid))
         elif worker in self._exits:
             self._send(self._exits[worker])
         else:
             process = Process(self.host, spawn.launch, self.host.next_pid(), spawn.slot)
             self.host.checker.worker_spawned(self.host, process)
             self.processes[worker] = self.host.launched[worker] = process
-            self._send(Forked(worker=worker, pid=process.pid))
+            self._send(ProcessForked(worker=worker, pid=process.pid))
 
     def reap(self, process: Process) -> None:
         """Report a child that has ended."""
         if self.processes.get(process.worker) is process and self.alive:
             del self.processes[process.worker]
             assert process.ended is not None
-            self._exits[process.worker] = Exited(worker=process.worker, pid=process.pid, status=process.ended)
+            self._exits[process.worker] = ProcessExited(worker=process.worker, pid=process.pid, status=process.ended)
             self._send(self._exits[process.worker])
 
     def die(self) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 
 from unicrond.agents.core.state import StateHeld
 from unicrond.agents.protocol.messages import FromWorker, GroupMembership
-from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.agent import SimulatedAgent
 from unicrond.replay.simulation.cluster.fork_server import SimulatedForkServer
-from unicrond.replay.simulation.cluster.log_client import Beats
-from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.cluster.log_client import ClusterParts
 from unicrond.replay.simulation.cluster.run_dir import RunDisk
-from unicrond.replay.simulation.models.memory import Copy, NodeMemory, held_state
+from unicrond.replay.simulation.models.memory import Copy, NodeMemory, snapshot
 from unicrond.replay.simulation.models.network import Link, Pipe
 from unicrond.replay.simulation.models.virtual_time import HostClock
 from unicrond.replay.simulation.trainer.process import Process
@@ -28,36 +25,31 @@ class Host:
         self,
         name: str,
         slots: int,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        rng: random.Random,
-        server: LogServer,
-        beats: Beats,
+        parts: ClusterParts,
         training: Training,
-        checker: InvariantChecker,
-        heartbeat_s: float,
-        lease_s: float,
-        start_max_age_s: float,
+        rng: random.Random,
+        *,
         schema: int,
         gpu: str = "",
     ) -> None:
         self.name = name
         self.slots = slots
-        self.loop = loop
-        self.rng = rng
-        self.server = server
-        self.beats = beats
+        self.parts = parts
+        self.loop = parts.loop
+        self.server = parts.server
+        self.beats = parts.beats
+        self.checker = parts.checker
+        self.heartbeat_s = parts.heartbeat_s
+        self.lease_s = parts.lease_s
+        self.start_max_age_s = parts.start_max_age_s
         self.training = training
-        self.checker = checker
-        self.heartbeat_s = heartbeat_s
-        self.lease_s = lease_s
-        self.start_max_age_s = start_max_age_s
+        self.rng = rng
         #: The schema of the version that is installed here (events/wire/schemas.py); the next agent has it.
         self.schema = schema
         #: The type of its GPUs, as its agent reports it.
         self.gpu = gpu
-        self.clock = HostClock(loop)
-        self.link = Link(loop, rng)
+        self.clock = HostClock(self.loop)
+        self.link = Link(self.loop, rng)
         self.disk = RunDisk()
         self.on = True
         #: Its hardware is broken: it fails its health checks, each of which takes `check_s`.
@@ -119,11 +111,7 @@ class Host:
 
     def start_twin(self) -> Host:
         """Start another machine, as large and with the same name."""
-        twin = Host(
-            self.name, self.slots, loop=self.loop, rng=self.rng, server=self.server, beats=self.beats,
-            training=self.training, checker=self.checker, heartbeat_s=self.heartbeat_s, lease_s=self.lease_s,
-            start_max_age_s=self.start_max_age_s, schema=self.schema, gpu=self.gpu,
-        )  # fmt: skip
+        twin = Host(self.name, self.slots, self.parts, self.training, self.rng, schema=self.schema, gpu=self.gpu)
         twin.is_twin = True
         twin._pid, twin._store_port = 10_000, 5_000
         # The history of the name is in two memories now.
@@ -255,7 +243,7 @@ class Host:
         copy = copy._replace(origin=origin)
         self.fork_server.memory.keep(task, shard, copy)
         if self.agent is not None:
-            self.agent.feed(StateHeld(held_state=held_state(task, shard, copy)))
+            self.agent.feed(StateHeld(snapshot=snapshot(self.name, task, shard, copy)))
         return True
 
     # --- what others see -------------------------------------------------------------------------

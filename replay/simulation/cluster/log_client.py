@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from unicrond.events.log.event_log import Fence, Fenced, claimed_term, encode_batch
 from unicrond.events.log.skips import skips_in
 from unicrond.events.vocabulary import Heartbeat, MembershipPart
 from unicrond.events.wire.codec import COORDINATOR, encode
-from unicrond.events.wire.envelope import Entry, Envelope, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, RecordedEvent
+from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.log_server import FencedReply, LogServer, Reply
 from unicrond.replay.simulation.models.network import Link
 
@@ -25,8 +27,25 @@ Boundary = Literal["", "before", "sent", "acknowledged", "part"]
 AcknowledgementCallback = Callable[[Sequence[Envelope], Sequence[int]], None]
 
 
+@dataclass(frozen=True)
+class ClusterParts:
+    """What all machines of one simulated cluster share: the event loop, the log and the heartbeats, the checker of all
+    that becomes durable; and the times that their agents are configured with.
+
+    `lease_s`: how long workers and fork servers go on without an agent. `start_max_age_s`: of an order to start a
+    worker that an agent still obeys."""
+
+    loop: asyncio.AbstractEventLoop
+    server: LogServer
+    beats: Beats
+    checker: InvariantChecker
+    heartbeat_s: float
+    lease_s: float
+    start_max_age_s: float
+
+
 class Endpoint:
-    """An EventLog. `crash`: ends its owner; set by the owner."""
+    """One process's connection to the log: an EventLog over one link. `crash`: ends that process, which sets it."""
 
     def __init__(self, server: LogServer, link: Link, on_acknowledged: AcknowledgementCallback) -> None:
         self._server = server
@@ -125,7 +144,7 @@ class Beats:
         self.server = server
         self.wall_us = wall_us
         self.seq = 0
-        self.listeners: dict[int, tuple[Link, Callable[[Recorded], None]]] = {}
+        self.listeners: dict[int, tuple[Link, Callable[[RecordedEvent], None]]] = {}
         self._next = 0
         #: Per node, the boot of its last beat; and agents that listen for duplicates of their name.
         self.last_boot: dict[str, int] = {}
@@ -135,7 +154,7 @@ class Beats:
         """Distribute a beat that has reached the server."""
         if self.server.up:
             self.seq += 1
-            beat = Recorded(self.seq, self.wall_us(), envelope)
+            beat = RecordedEvent(self.seq, self.wall_us(), envelope)
             for link, callback in list(self.listeners.values()):
                 link.send(lambda callback=callback: callback(beat))  # type: ignore[misc]
             event = envelope.event
@@ -147,7 +166,7 @@ class Beats:
                 for listener_link, on_boot in list(listeners.values()) if is_heard else ():
                     listener_link.send(lambda on_boot=on_boot, boot=event.agent_boot: on_boot(boot))  # type: ignore[misc]
 
-    def listen(self, link: Link, callback: Callable[[Recorded], None]) -> int:
+    def listen(self, link: Link, callback: Callable[[RecordedEvent], None]) -> int:
         """Call back on beats from now on; return a number by which to stop."""
         self._next += 1
         self.listeners[self._next] = (link, callback)
@@ -176,7 +195,7 @@ class BeatEnd:
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
         """Yield the beats from now on; see BeatLog."""
-        queue: asyncio.Queue[Recorded] = asyncio.Queue()
+        queue: asyncio.Queue[RecordedEvent] = asyncio.Queue()
         number = self._beats.listen(self._link, queue.put_nowait)
         try:
             while True:
@@ -201,7 +220,7 @@ class CommandEnd:
         number = next(self._server.requests)
         await self._send_until_received(lambda: self._server.follow(self._node, task_names, number, self._handled_seq))
 
-    async def read(self) -> AsyncGenerator[Recorded, None]:
+    async def read(self) -> AsyncGenerator[RecordedEvent, None]:
         """Yield the entries for the node; see CommandFeed."""
         server, link = self._server, self._link
         while True:

@@ -1,4 +1,4 @@
-"""The log's server as its clients meet it: one total order, a disk, crashes. The contract is events/log/event_log.py's.
+"""A model of the log's server: one total order, a disk, crashes. The contract is events/log/event_log.py's.
 
 Rules
 -----
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from unicrond.events.log.event_log import Fence, is_in_feed
 from unicrond.events.vocabulary import CoordinatorStarted
 from unicrond.events.wire.codec import decode
-from unicrond.events.wire.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.replay.simulation.models.virtual_time import HostClock
 
 #: Takes the answer to a request: sequence numbers, a Fence or a FencedReply.
@@ -46,12 +46,12 @@ class Consumer:
     def __init__(self, tasks: frozenset[str], at: int) -> None:
         self.tasks = tasks
         self.at = at
-        self.pending: Recorded | None = None
+        self.pending: RecordedEvent | None = None
         self.request_number = 0
 
 
 class LogServer:
-    """`entries`: what is durable. `on_entry` gets each of them once, in order."""
+    """The simulated server of the log. `entries`: what is durable. `on_entry` gets each of them once, in order."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LogServer:
         self.sync_s = (0.0002, 0.002)
         self.growth = asyncio.Event()
         self._seq_by_id: dict[str, int] = {}
-        self._claims: list[Recorded] = []
+        self._claims: list[RecordedEvent] = []
         self._waiting: list[_WriteBatch] = []
         self._syncing = 0
         self._life = 0
@@ -121,14 +121,14 @@ class LogServer:
         if self.up:
             reply(len(self.entries))
 
-    def next_for(self, node: str, tasks: frozenset[str], after_seq: int) -> Recorded | None:
+    def next_for(self, node: str, tasks: frozenset[str], after_seq: int) -> RecordedEvent | None:
         """Return the next entry for the node; None: there is none yet. `tasks`: those that it follows, and `after_seq`
         the last entry that it has handled, where it has no consumer."""
         consumer = self.consumers.setdefault(node, Consumer(tasks, after_seq))
         while consumer.pending is None and consumer.at < len(self.entries):
             entry = self.entries[consumer.at]
             consumer.at += 1
-            if isinstance(entry, Recorded) and is_in_feed(entry.envelope.event, node, consumer.tasks):
+            if isinstance(entry, RecordedEvent) and is_in_feed(entry.envelope.event, node, consumer.tasks):
                 consumer.pending = entry
         return consumer.pending
 
@@ -155,7 +155,9 @@ class LogServer:
         if self.up:
             seq = self._tail_seq() + 1
             self._enqueue(
-                _WriteBatch([Quarantined(seq, self._clock.wall_us(), "unicron.v1.obs.x", "$.event: not an event", 7)])
+                _WriteBatch(
+                    [QuarantinedMessage(seq, self._clock.wall_us(), "unicron.v1.obs.x", "$.event: not an event", 7)]
+                )
             )
 
     # --- the disk --------------------------------------------------------------------------------
@@ -176,9 +178,9 @@ class LogServer:
         if not envelopes:
             return
         first, at_us = self._tail_seq() + 1, self._clock.wall_us()
-        entries: list[Entry] = [Recorded(first + i, at_us, envelope) for i, envelope in enumerate(envelopes)]
+        entries: list[Entry] = [RecordedEvent(first + i, at_us, envelope) for i, envelope in enumerate(envelopes)]
         for entry in entries:
-            assert isinstance(entry, Recorded)
+            assert isinstance(entry, RecordedEvent)
             self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
             if isinstance(entry.envelope.event, CoordinatorStarted):
                 self._claims.append(entry)

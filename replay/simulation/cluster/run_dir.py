@@ -10,11 +10,12 @@ from unicrond.replay.simulation.trainer.process import Process
 
 
 class RunDisk:
-    """A run directory. `full`: writing the memory fails (the agent continues, and reports it).
+    """The files of a node's run directory. `full`: writing the memory fails (the agent continues, and reports it).
 
     `boot`: the boot number used last. A lost directory keeps it here: without it a node whose clock is behind as well
     would repeat old numbers, and be ignored until its clock has caught up (a known limit,
-    docs/design/simulation.md)."""
+    docs/design/simulation.md).
+    """
 
     def __init__(self, boot: int = 0) -> None:
         self.memory = Remembered()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -11,7 +12,6 @@ from msgspec.structs import replace
 from unicrond.core.nodes.isolation import Repair, needs_hands
 from unicrond.core.state.policy import PART_BYTES, Policy
 from unicrond.events import vocabulary as v
-from unicrond.events.log.lease import MemoryLease
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.events.wire.envelope import Envelope
@@ -19,10 +19,13 @@ from unicrond.events.wire.schemas import FIRST, SCHEMA, lowered
 from unicrond.replay.simulation.checks.checker import InvariantChecker
 from unicrond.replay.simulation.cluster.coordinators import Coordinators
 from unicrond.replay.simulation.cluster.host import Host
-from unicrond.replay.simulation.cluster.log_client import Beats, Endpoint
+from unicrond.replay.simulation.cluster.lease import MemoryLease
+from unicrond.replay.simulation.cluster.log_client import Beats, ClusterParts, Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
+from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
 from unicrond.replay.simulation.models.network import Link
 from unicrond.replay.simulation.models.virtual_time import HostClock, VirtualLoop
+from unicrond.replay.simulation.trainer.process import Process
 from unicrond.replay.simulation.trainer.replica import begin_replica
 from unicrond.replay.simulation.trainer.training import Training
 
@@ -40,8 +43,8 @@ GPU_TYPES = ("a100-80g", "h100-80g")
 
 
 class World:
-    """One simulated cluster. `shape` draws its form; every part draws its own chances, so that a fault less in one
-    place leaves the others' alone."""
+    """One simulated cluster. `shape` draws its form. Every part has its own source of chance, so that what one draws
+    does not change when another draws less."""
 
     def __init__(self, seed: int, loop: VirtualLoop) -> None:
         self.seed = seed
@@ -79,16 +82,21 @@ class World:
         self.layouts = self.rng("layouts")
         self.degrees = self.rng("degrees")
         self.gpus = self.rng("gpus")
-        self.hosts = self._hosts()
-        self.training.hosts = self.checker.hosts = self.hosts
-        self.coordinators = Coordinators(
+        self.parts = ClusterParts(
             loop,
-            self.rng("head"),
             self.server,
             self.beats,
             self.checker,
+            heartbeat_s=HEARTBEAT_S,
+            lease_s=_LEASE_S,
+            start_max_age_s=60.0,
+        )
+        self.hosts = self._hosts()
+        self.training.hosts = self.checker.hosts = self.hosts
+        self.coordinators = Coordinators(
+            self.parts,
+            self.rng("head"),
             self.policy,
-            HEARTBEAT_S,
             self.rng("heads' versions"),
             self._repair if seed % 2 else None,
             MemoryLease(loop.time) if self.rng("leases").random() < LEASED else None,
@@ -111,15 +119,9 @@ class World:
             name: Host(
                 name,
                 slots,
-                loop=self.loop,
-                rng=self.rng(name),
-                server=self.server,
-                beats=self.beats,
-                training=self.training,
-                checker=self.checker,
-                heartbeat_s=HEARTBEAT_S,
-                lease_s=_LEASE_S,
-                start_max_age_s=60.0,
+                self.parts,
+                self.training,
+                self.rng(name),
                 schema=self.versions.choice(VERSIONS),
                 gpu=self.gpus.choice(self.types),
             )
@@ -154,7 +156,9 @@ class World:
 
     def uncordon_all(self) -> None:
         """Uncordon every node that people have cordoned, and those that wait for an operator."""
-        isolated = (node.name for node in self.checker.state.nodes.values() if node.isolated and needs_hands(node))
+        isolated = (
+            node.name for node in self.checker.state.nodes.values() if node.isolation.active and needs_hands(node)
+        )
         self.cordoned.update(isolated)
         for name in sorted(self.cordoned):
             self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))
@@ -309,3 +313,20 @@ async def _end_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def until(world: World, fault: SimulatedFault, undo: Callable[[], object]) -> None:
+    """Undo a fault after its time, unless the faulty phase ends before: healing has undone it by then."""
+    if fault.at_s + fault.for_s < FAULTY_UNTIL_S:
+        world.loop.call_later(fault.for_s, undo)
+
+
+def hosts_of(world: World, fault: SimulatedFault) -> list[Host]:
+    """Return the fault's nodes."""
+    return [world.hosts[name] for name in fault.nodes if name in world.hosts]
+
+
+def victims_of(world: World, fault: SimulatedFault) -> list[Process]:
+    """Return one living worker per node."""
+    living = [[process for process in host.processes if process.alive] for host in hosts_of(world, fault)]
+    return [processes[fault.pick % len(processes)] for processes in living if processes]

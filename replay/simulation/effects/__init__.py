@@ -1,4 +1,4 @@
 """What each fault does to a world.
 
-Use `fault_effects` (the table); what people cause is in `people_effects`, the nodes and workers concerned in `victims`.
+Use `fault_effects` (the table); what people cause is in `people_effects`.
 """

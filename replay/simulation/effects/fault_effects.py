@@ -12,9 +12,8 @@ from unicrond.agents.core.state import AcceleratorSaw
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.codec import API_PRODUCER
 from unicrond.replay.simulation.cluster.host import Host
-from unicrond.replay.simulation.cluster.world import World
+from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
 from unicrond.replay.simulation.effects import people_effects
-from unicrond.replay.simulation.effects.victims import hosts_of, until, victims_of
 from unicrond.replay.simulation.faults.boundary_events import KINDS, STRANGER, Edges
 from unicrond.replay.simulation.faults.faults import FAULTY_UNTIL_S, SimulatedFault
 
@@ -27,8 +26,6 @@ EDGE_KINDS = tuple(
     if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.MaintenancePlanned, v.InjectionRequested)
     and kind.__name__ != "StopRequested"
 )
-#: Seconds from SIGTERM to SIGKILL.
-_GRACE_S = 8.0
 #: Faults of the connections between nodes.
 _OF_LINKS = ("break_links", "cut_peers", "isolate", "sick_links")
 
@@ -125,32 +122,6 @@ def _crash_agent(world: World, fault: SimulatedFault) -> None:
             agent.log.crash_at = fault.how  # type: ignore[assignment]  # `how` is a boundary
 
 
-def _restart_agent(world: World, fault: SimulatedFault) -> None:
-    for host in hosts_of(world, fault):
-        if host.agent is not None and host.agent.alive:
-            world.loop.create_task(host.agent.hand_over())
-
-
-def _end_agent(world: World, fault: SimulatedFault) -> None:
-    """Send SIGTERM, and the node is drained. At the end of the grace time, which an impatient sender cuts short, all
-    that is left there gets SIGKILL. The next agent starts then; in another pod, with nothing of the one before."""
-    for host in hosts_of(world, fault):
-        agent = host.agent
-        if agent is None or not agent.alive:
-            continue
-        host.pod_ends = fault.how.endswith("pod")
-        agent.terminate(_GRACE_S)
-        patience_s = fault.for_s / 8 if fault.how.startswith("impatient") else _GRACE_S
-        world.loop.call_later(patience_s, host.kill, agent)
-
-
-def _change_version(world: World, fault: SimulatedFault) -> None:
-    """Install another version, and restart the agent."""
-    for host in hosts_of(world, fault):
-        host.schema = int(fault.how)
-    _restart_agent(world, fault)
-
-
 def _agent_away(world: World, fault: SimulatedFault) -> None:
     def back(host: Host) -> None:
         """Start the agent again."""
@@ -195,7 +166,7 @@ def _power_off(world: World, fault: SimulatedFault) -> None:
         host.power_off()
         disk_lost = fault.how == "disk_lost"
         if fault.pick == 5:
-            world.loop.call_later(0.8 * fault.for_s, _forget, world, host)
+            world.loop.call_later(0.8 * fault.for_s, people_effects.forget, world, host)
         until(world, fault, lambda host=host, disk_lost=disk_lost: host.power_on(disk_lost=disk_lost))  # type: ignore[misc]
 
 
@@ -214,24 +185,6 @@ def _disk_full(world: World, fault: SimulatedFault) -> None:
     for host in hosts_of(world, fault):
         host.disk.full = True
         until(world, fault, lambda host=host: setattr(host.disk, "full", False))  # type: ignore[misc]
-
-
-def _leave(world: World, fault: SimulatedFault) -> None:
-    for host in hosts_of(world, fault):
-        if host.agent is None or not host.agent.alive:
-            continue
-        if fault.pick == 5:
-            _forget(world, host, leave=True)
-            continue
-        host.agent.leave()
-        if fault.pick == 4:
-            world.loop.call_later(fault.for_s / 2, _forget, world, host)
-        until(world, fault, host.let_run)
-
-
-def _forget(world: World, host: Host, *, leave: bool = False) -> None:
-    """Remove the node by unicronctl forget: a person says that it does not come back, and may err."""
-    world.ask(v.ForgetRequested(node=host.name, leave=leave, reason="simulated"))
 
 
 def _redeliver(world: World, fault: SimulatedFault) -> None:
@@ -302,7 +255,9 @@ def _ill_accelerator(world: World, fault: SimulatedFault) -> None:
             foretold = fault.how == "foretold"
             kind: Any = None if foretold else fault.how or None
             needs: Any = "reboot" if kind == "gpu_broken" else ""
-            saw = AcceleratorSaw(accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", needs=needs)
+            saw = AcceleratorSaw(
+                accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", repair_need=needs
+            )
             host.agent.feed(replace(saw, predicts_failure=foretold))
             host.is_unhealthy = bool(fault.how)
             until(world, fault, lambda host=host: setattr(host, "is_unhealthy", False))  # type: ignore[misc]
@@ -353,7 +308,7 @@ def _cut_log(world: World, fault: SimulatedFault) -> None:
     for host in hosts_of(world, fault):
         host.link.cut = True
         if fault.pick == 5:
-            world.loop.call_later(0.8 * fault.for_s, _forget, world, host)
+            world.loop.call_later(0.8 * fault.for_s, people_effects.forget, world, host)
         until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
 
 
@@ -402,9 +357,9 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "edge_events": _edge_events,
     "forged_claim": _forged_claim,
     "crash_agent": _crash_agent,
-    "restart_agent": _restart_agent,
-    "end_agent": _end_agent,
-    "change_version": _change_version,
+    "restart_agent": people_effects.restart_agent,
+    "end_agent": people_effects.end_agent,
+    "change_version": people_effects.change_version,
     "agent_away": _agent_away,
     "second_agent": _second_agent,
     "crash_fork_server": _crash_fork_server,
@@ -432,7 +387,7 @@ EFFECTS: dict[str, Callable[[World, SimulatedFault], None]] = {
     "step_log_clock": _step_log_clock,
     "redeliver": _redeliver,
     "disk_full": _disk_full,
-    "leave": _leave,
+    "leave": people_effects.leave,
     "cancel": people_effects.cancel,
     "reshape": people_effects.reshape,
 }

@@ -1,11 +1,15 @@
-"""The faults that people cause: they order faults, cordon, plan maintenance, cancel and reshape. Rules: `faults.py`."""
+"""The faults that people cause: they order faults, cordon, plan maintenance, cancel and reshape; restart agents with
+other versions, and take nodes away. Rules: `faults.py`."""
 
 from __future__ import annotations
 
 from unicrond.events import vocabulary as v
-from unicrond.replay.simulation.cluster.world import World
-from unicrond.replay.simulation.effects.victims import hosts_of, until, victims_of
+from unicrond.replay.simulation.cluster.host import Host
+from unicrond.replay.simulation.cluster.world import World, hosts_of, until, victims_of
 from unicrond.replay.simulation.faults.faults import SimulatedFault
+
+#: Seconds from SIGTERM to SIGKILL.
+_GRACE_S = 8.0
 
 
 def order_fault(world: World, fault: SimulatedFault) -> None:
@@ -55,3 +59,49 @@ def reshape(world: World, fault: SimulatedFault) -> None:
     most = (1 + fault.pick // 3 % 2) * tp * pp
     task = f"t{fault.pick % 3}"
     world.ask(v.ReshapeRequested(task=task, tp=tp, pp=pp, min_workers=tp * pp, max_workers=most, reason="simulated"))
+
+
+def restart_agent(world: World, fault: SimulatedFault) -> None:
+    """Restart the agents; their workers go on."""
+    for host in hosts_of(world, fault):
+        if host.agent is not None and host.agent.alive:
+            world.loop.create_task(host.agent.hand_over())
+
+
+def end_agent(world: World, fault: SimulatedFault) -> None:
+    """Send SIGTERM, and the node is drained. At the end of the grace time, which an impatient sender cuts short, all
+    that is left there gets SIGKILL. The next agent starts then; in another pod, with nothing of the one before."""
+    for host in hosts_of(world, fault):
+        agent = host.agent
+        if agent is None or not agent.alive:
+            continue
+        host.pod_ends = fault.how.endswith("pod")
+        agent.terminate(_GRACE_S)
+        patience_s = fault.for_s / 8 if fault.how.startswith("impatient") else _GRACE_S
+        world.loop.call_later(patience_s, host.kill, agent)
+
+
+def change_version(world: World, fault: SimulatedFault) -> None:
+    """Install another version, and restart the agent."""
+    for host in hosts_of(world, fault):
+        host.schema = int(fault.how)
+    restart_agent(world, fault)
+
+
+def leave(world: World, fault: SimulatedFault) -> None:
+    """Take the nodes away; some are forgotten, the others come back after the fault's time."""
+    for host in hosts_of(world, fault):
+        if host.agent is None or not host.agent.alive:
+            continue
+        if fault.pick == 5:
+            forget(world, host, leave=True)
+            continue
+        host.agent.leave()
+        if fault.pick == 4:
+            world.loop.call_later(fault.for_s / 2, forget, world, host)
+        until(world, fault, host.let_run)
+
+
+def forget(world: World, host: Host, *, leave: bool = False) -> None:
+    """Remove the node by unicronctl forget: a person says that it does not come back, and may err."""
+    world.ask(v.ForgetRequested(node=host.name, leave=leave, reason="simulated"))

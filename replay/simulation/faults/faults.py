@@ -20,7 +20,8 @@ FAULTY_UNTIL_S = 40.0
 
 
 class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`at_s` from the beginning, lasting `for_s`; `nodes`: the victims; `how`: by kind; `pick` chooses a worker."""
+    """A fault of a history. `at_s` from the beginning, lasting `for_s`; `nodes`: the victims; `how`: by kind; `pick`
+    chooses a worker."""
 
     kind: str
     at_s: float

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from unicrond.agents.core.state import HeldState
 from unicrond.agents.protocol.messages import Launch
-from unicrond.events.vocabulary import MemoryService
+from unicrond.events.vocabulary import MemoryService, SnapshotStored
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.replay.simulation.models.weights import WeightsState
 
@@ -50,10 +49,10 @@ class NodeMemory:
         """Drop the copies of the task; all copies where `task` is ""."""
         self._copies = {key: copies for key, copies in self._copies.items() if task and key[0] != task}
 
-    def holdings(self) -> Iterator[HeldState]:
-        """Yield the newest copy of every shard, as an agent finds them."""
+    def holdings(self, node: str) -> Iterator[SnapshotStored]:
+        """Yield the newest copy of every shard, as the agent of `node` finds them."""
         for (task, shard), copies in self._copies.items():
-            yield held_state(task, shard, copies[0])
+            yield snapshot(node, task, shard, copies[0])
 
     @property
     def tasks(self) -> set[str]:
@@ -62,7 +61,7 @@ class NodeMemory:
 
 
 class MemoryHost(Protocol):
-    """A node, as those see it that look for states in memory."""
+    """A node, as the processes use it that look for states in memory."""
 
     name: str
 
@@ -87,11 +86,11 @@ class MemoryReader(Protocol):
         ...
 
 
-def held_state(task: str, shard: int, copy: Copy) -> HeldState:
+def snapshot(node: str, task: str, shard: int, copy: Copy) -> SnapshotStored:
     """Describe a copy for an agent's core."""
-    return HeldState(
-        task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin, size_bytes=1,
-        shards=copy.layout.workers,
+    return SnapshotStored(
+        node=node, task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin,
+        size_bytes=1, shards=copy.layout.workers, duration_us=0,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Links that lose, delay, repeat and reorder; pipes that do none of that but may end.
+"""Links that lose, delay, repeat and reorder messages; pipes that do none of that, but may end.
 
 Rules
 -----
@@ -66,7 +66,7 @@ class Link:
 
 
 class Pipe(Generic[M]):
-    """Messages to `deliver`, in order, each some tenths of a millisecond late."""
+    """A connection on one machine: calls `deliver` for each message, in order, some tenths of a millisecond late."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, deliver: Callable[[M], object]) -> None:
         self._loop = loop
@@ -91,7 +91,7 @@ class Pipe(Generic[M]):
 
 
 class Reach:
-    """The network among the nodes: all to all, but for the pairs that are cut."""
+    """The network among the nodes: every pair can communicate, but for those that are cut."""
 
     def __init__(self) -> None:
         self._cut: dict[frozenset[str], int] = {}

@@ -33,7 +33,7 @@ class Deadlock(RuntimeError):
 
 
 class _Jump(selectors.BaseSelector):
-    """No selector: it holds the time, and what asyncio registers."""
+    """Stands in for the selector of an asyncio loop: holds the time, and what asyncio registers."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

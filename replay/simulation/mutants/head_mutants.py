@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from unicrond.agents.shell.duplicate_agent import DuplicateAgents
 from unicrond.core import fold
-from unicrond.core.deciding import copies, memberships, readmission
+from unicrond.core.deciding import copies, memberships
+from unicrond.core.deciding import nodes as deciding_nodes
 from unicrond.core.deciding import plans as deciding_plans
 from unicrond.core.deciding import worker_placement as staff
 from unicrond.core.deciding.batch import DecisionBatch
@@ -25,10 +26,12 @@ from unicrond.core.planning.placement import place
 from unicrond.core.planning.problem import Pool
 from unicrond.core.rules import admission, plan_problems
 from unicrond.core.state import changes, state
+from unicrond.core.state.node_parts import Cordon
 from unicrond.core.state.state import NodeStatus
 from unicrond.core.tasks import reconcile
 from unicrond.events import vocabulary as v
-from unicrond.events.log.lease import LeaseEntry, MemoryLease
+from unicrond.events.log.lease import LeaseEntry
+from unicrond.replay.simulation.cluster.lease import MemoryLease
 from unicrond.replay.simulation.cluster.log_client import Endpoint
 from unicrond.replay.simulation.cluster.log_server import LogServer
 from unicrond.replay.simulation.mutants.mutation import Mutant, patch, patch_fold
@@ -228,13 +231,13 @@ def _start_on_cordoned_nodes() -> None:
 
         def anywhere(batch: Any, nodes: Any) -> bool:
             """Return whether there is room, cordoned nodes included."""
-            nodes_in_service = {name: replace(node, cordoned=False) for name, node in batch.state.nodes.items()}
+            nodes_in_service = {name: replace(node, cordon=Cordon()) for name, node in batch.state.nodes.items()}
             room = SimpleNamespace(state=replace(batch.state, nodes=nodes_in_service), slots_in_use=batch.slots_in_use)
             return bool(has_room(room, nodes))
 
         return anywhere
 
-    in_service = property(lambda self: self.status is NodeStatus.UP and not self.isolated)
+    in_service = property(lambda self: self.status is NodeStatus.UP and not self.isolation.active)
     patch(state.Node, "schedulable", lambda _: in_service)
     patch(reconcile, "schedulable", lambda schedulable: lambda nodes: (schedulable(nodes)[0], []))
     patch(DecisionBatch, "has_room", make)
@@ -350,7 +353,9 @@ def _readmit_unchecked() -> None:
 
 
 def _believe_any_check() -> None:
-    patch_fold(v.NodeChecked, lambda fold: lambda before, event, env: fold(before, replace(event, passed=True), env))
+    patch_fold(
+        v.NodeChecked, lambda fold: lambda before, event, env: fold(before, replace(event, has_passed=True), env)
+    )
 
 
 def _check_what_needs_hands() -> None:
@@ -358,7 +363,7 @@ def _check_what_needs_hands() -> None:
 
 
 def _never_check() -> None:
-    patch(readmission, "_check", lambda _: lambda batch, node: None)
+    patch(deciding_nodes, "_check", lambda _: lambda batch, node: None)
 
 
 def _no_deadlines() -> None:

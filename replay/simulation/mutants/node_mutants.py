@@ -11,8 +11,14 @@ from unicrond.agents.core import commands as orders
 from unicrond.agents.core import commit_sums, exits, memberships, starting
 from unicrond.agents.core import machine as core
 from unicrond.agents.core.state import Remembered
-from unicrond.agents.trainer.lifecycle import assignment as dealing
-from unicrond.agents.trainer.lifecycle import iteration, lanes, ledger, regrouping, shares, verdict
+from unicrond.agents.trainer.lifecycle import (
+    iteration,
+    ledger,
+    micro_batch_assignment,
+    regrouping,
+    shares,
+    verdict,
+)
 from unicrond.agents.trainer.lifecycle import membership_choice as meeting
 from unicrond.agents.trainer.lifecycle import optimizer_state as dividing
 from unicrond.agents.trainer.lifecycle.effects import GatherRows, PendingGeneration
@@ -32,7 +38,7 @@ def _act_on_a_stale_epoch() -> None:
             """Handle a stale command as a new one."""
             if (order.term, order.command.epoch) < turn.memory.fence:
                 # All that would recognise it has to go: the fence is not the only defence.
-                turn.remember(fence=(0, 0), answered={}, ended_workers={})
+                turn.remember(fence=(0, 0), answers={}, ended_workers={})
             commanded(turn, order)
 
         return unfenced
@@ -46,7 +52,7 @@ def _start_again() -> None:
 
         def forgetful(turn: Any, order: Any) -> None:
             """Handle the command as if none had been answered."""
-            turn.remember(answered={}, ended_workers={})
+            turn.remember(answers={}, ended_workers={})
             commanded(turn, order)
 
         return forgetful
@@ -156,8 +162,7 @@ def _deal_what_is_held() -> None:
         """Wrap `assign`."""
         return lambda assignments, micro_batches: assign([()] * len(assignments), micro_batches)
 
-    patch(verdict, "assign", make)
-    patch(dealing, "assign", make)
+    patch(micro_batch_assignment, "assign_evenly", make)
 
 
 def _lanes_out_of_order() -> None:
@@ -174,7 +179,7 @@ def _lanes_out_of_order() -> None:
 
         return reversed_behind_a_border
 
-    patch(lanes, "_chains", make)
+    patch(micro_batch_assignment, "_chains", make)
 
 
 def _lanes_by_another_tree() -> None:
@@ -199,7 +204,7 @@ def _a_border_twice() -> None:
 
         return overlapping
 
-    patch(lanes, "_chains", make)
+    patch(micro_batch_assignment, "_chains", make)
 
 
 def _final_buckets_of_its_own() -> None:

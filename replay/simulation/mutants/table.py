@@ -14,8 +14,7 @@ from functools import partial
 from unicrond.replay.simulation.mutants.head_mutants import HEAD_MUTANTS
 from unicrond.replay.simulation.mutants.mutation import Mutant
 from unicrond.replay.simulation.mutants.node_mutants import NODE_MUTANTS
-from unicrond.replay.simulation.run import RunOutcome
-from unicrond.replay.simulation.seeds import cores, outcomes
+from unicrond.replay.simulation.run import RunOutcome, cores, outcomes
 
 SEEDS = 1000
 

@@ -12,19 +12,20 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from unicrond.agents.protocol.messages import Committed, Completed, FromWorker, Regrouped
+from unicrond.agents.protocol.messages import FromWorker, IterationCommitted
 from unicrond.agents.protocol.sampling import Sampling
 from unicrond.agents.trainer.lifecycle import MemberState, run
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import (
+from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, ReplicaAccount, RunningSum
+from unicrond.agents.trainer.lifecycle.micro_batch_assignment import Run
+from unicrond.agents.trainer.lifecycle.results import (
     GroupBroken,
+    Holdings,
     MembershipSuperseded,
     QuitRequested,
     RendezvousTimedOut,
 )
-from unicrond.agents.trainer.lifecycle.lanes import Run
-from unicrond.agents.trainer.lifecycle.ledger import IterationLedger, LaneLedger, ReplicaAccount, RunningSum
-from unicrond.agents.trainer.lifecycle.results import Holdings
+from unicrond.events.vocabulary import TaskCompleted, WorkerJoinedGroup
 from unicrond.replay.simulation.models.weights import EXTENTS
 from unicrond.replay.simulation.trainer.buckets import BUCKETS, Buckets, LaneBuckets
 from unicrond.replay.simulation.trainer.group import Result, Row
@@ -175,13 +176,13 @@ class SimulatedDriver:
 
     async def _send(self, effect: e.Send) -> None:
         message: FromWorker = effect.message
-        if isinstance(message, Regrouped):
+        if isinstance(message, WorkerJoinedGroup):
             self._regrouped(message)
         shards = self.replica.shards
-        for shard in shards[:1] if isinstance(message, Committed | Completed) else shards:
+        for shard in shards[:1] if isinstance(message, IterationCommitted | TaskCompleted) else shards:
             shard.send(message)
 
-    def _regrouped(self, message: Regrouped) -> None:
+    def _regrouped(self, message: WorkerJoinedGroup) -> None:
         membership = self.member.membership
         assert membership is not None
         self.training.checker.regrouped(self.replica, membership)

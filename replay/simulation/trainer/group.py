@@ -1,4 +1,4 @@
-"""The forming of a group and its collectives, as agents/trainer/groups/group.py meets them.
+"""A model of how a group forms and of its collectives, in the place of agents/trainer/groups/group.py.
 
 Rules
 -----
@@ -55,7 +55,7 @@ class GroupCollective:
 
 
 class End:
-    """A member's end of a group."""
+    """A member's connection to a group."""
 
     def __init__(self, group: SimulatedGroup, rank: int, replica: GroupMember) -> None:
         self.group = group

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from unicrond.agents.protocol.messages import ErrorReport, FromWorker, GroupMembership
+from unicrond.agents.protocol.messages import FromWorker, GroupMembership
 from unicrond.agents.trainer.lifecycle.ledger import Total
 from unicrond.agents.trainer.lifecycle.optimizer_shards import StatePart
-from unicrond.events.vocabulary import ErrorKind, Phase, TaskSpec
+from unicrond.events.vocabulary import ErrorKind, ErrorReported, Phase, TaskSpec
 from unicrond.replay.simulation.models.memory import Copy, MemoryHost
 from unicrond.replay.simulation.models.weights import Blocks, WeightsState
 from unicrond.replay.simulation.trainer.process import Moment, Process
@@ -94,7 +94,7 @@ class ReplicaThread(GroupMember, Protocol):
         """Send `message` from every shard's process to its agent."""
         ...
 
-    def error_report(self, kind: ErrorKind, message: str, phase: Phase) -> ErrorReport:
+    def error_report(self, kind: ErrorKind, message: str, phase: Phase) -> ErrorReported:
         """Return a report of an error in the present iteration."""
         ...
 

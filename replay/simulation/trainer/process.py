@@ -1,9 +1,9 @@
-"""A worker's process and its connection to the agent, as agents/trainer/process/channel.py behaves.
+"""A model of a worker's process and of its connection to the agent (agents/trainer/process/channel.py).
 
 Rules
 -----
 * The worker's messages are queued and delivered in order; a lost connection is made again, with Hello first and the
-  newest Regrouped, Committed, Saved and Completed repeated.
+  newest of each kind in `_REPEATABLE` repeated.
 * Quit gives the main thread some time; then the process ends all the same, with code 0. Without an agent for the
   lease it ends itself.
 * A hung process hears and says nothing, and only SIGKILL ends it; the kernel may show it as `sigstopped`. A stuck one
@@ -19,24 +19,31 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
-from unicrond.agents.protocol.exits import EXIT_NO_AGENT
+from msgspec.structs import replace
+
 from unicrond.agents.protocol.injection import Point
 from unicrond.agents.protocol.messages import (
-    Committed,
-    Completed,
+    EXIT_NO_AGENT,
     FromWorker,
     GroupMembership,
     Hello,
     InjectIntoWorker,
+    IterationCommitted,
     Launch,
     Quit,
-    Ready,
-    Regrouped,
-    SaveFinished,
+    Reporter,
     ToWorker,
 )
 from unicrond.agents.trainer.process.channel import QUIT_GRACE_S
-from unicrond.events.vocabulary import ErrorKind, Fault
+from unicrond.events.vocabulary import (
+    CheckpointSaved,
+    ErrorKind,
+    Fault,
+    TaskCompleted,
+    WorkerJoinedGroup,
+    WorkerObservation,
+    WorkerReady,
+)
 from unicrond.replay.simulation.models.memory import Copy, MemoryHost
 from unicrond.replay.simulation.models.network import Pipe
 from unicrond.replay.simulation.models.virtual_time import HostClock
@@ -44,7 +51,7 @@ from unicrond.replay.simulation.trainer.progress import ReplicaProgress
 
 #: A point of the lifecycle, or the moment at which a new group's members report that they have joined.
 Moment: TypeAlias = Point | Literal["regrouped"]
-_REPEATABLE = (Regrouped, Committed, SaveFinished, Completed)
+_REPEATABLE = (WorkerJoinedGroup, IterationCommitted, CheckpointSaved, TaskCompleted)
 
 
 class ProcessHost(MemoryHost, Protocol):
@@ -142,6 +149,11 @@ class Process:
         return self.ended is None
 
     @property
+    def reporter(self) -> Reporter:
+        """Return the fields by which an event names this worker."""
+        return self.launch.reporter
+
+    @property
     def has_built(self) -> bool:
         """Check that it has been ready to train."""
         return self._ready
@@ -149,10 +161,12 @@ class Process:
     # --- the main thread's side ------------------------------------------------------------------
 
     def send(self, message: FromWorker) -> None:
-        """Queue a message to the agent."""
-        if isinstance(message, Ready):
+        """Queue a message to the agent; events are about this worker, whichever shard of its replica speaks."""
+        if isinstance(message, WorkerObservation):
+            message = replace(message, **self.reporter)
+        if isinstance(message, WorkerReady):
             self._ready = True
-        elif isinstance(message, Regrouped):
+        elif isinstance(message, WorkerJoinedGroup):
             self._generation = message.generation
         self._queue.append(message)
         self._flush()
@@ -222,8 +236,8 @@ class Process:
         self._to_agent = pipe
         task, generation = self.launch.task, self._generation
         pipe.send(Hello(worker=self.worker, task=task, pid=self.pid, generation=generation, ready=self._ready))
-        if self._ready and not generation and not any(isinstance(message, Ready) for message in self._queue):
-            pipe.send(Ready())
+        if self._ready and not generation and not any(isinstance(message, WorkerReady) for message in self._queue):
+            pipe.send(WorkerReady(**self.reporter))
         for kind in _REPEATABLE:
             if kind in self._repeatable:
                 pipe.send(self._repeatable[kind])

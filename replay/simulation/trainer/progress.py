@@ -1,4 +1,4 @@
-"""The progress marks of workers, as agents/trainer/detection/observing.py writes them: agents see workers by these.
+"""The progress marks of workers, as agents/trainer/detection/observing.py writes them; agents watch workers by them.
 
 The baseline (how long an iteration may last) and the watch that looks at the marks (agents/shell/progress_watch.py) are
 the real ones."""

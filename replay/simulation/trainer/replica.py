@@ -1,5 +1,5 @@
-"""A replica's processes and its main thread, which waits here and into which faults are injected; what it computes:
-`driver.py`."""
+"""A simulated replica: its processes, and its main thread, which waits here and into which faults are injected. What it
+computes: `driver.py`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from unicrond.agents.protocol.exits import EXIT_NO_MEMBERSHIP
 from unicrond.agents.protocol.injection import PHASES, Point
-from unicrond.agents.protocol.messages import ErrorReport, FromWorker, Ready
-from unicrond.agents.trainer.lifecycle.failures import QuitRequested, RendezvousTimedOut, StateLost
-from unicrond.events.vocabulary import ErrorKind, Fault, Phase
+from unicrond.agents.protocol.messages import EXIT_NO_MEMBERSHIP, FromWorker
+from unicrond.agents.trainer.lifecycle.results import QuitRequested, RendezvousTimedOut, StateLost
+from unicrond.events.vocabulary import ErrorKind, ErrorReported, Fault, Phase, WorkerReady
 from unicrond.replay.simulation.trainer.driver import SimulatedDriver
 from unicrond.replay.simulation.trainer.ports import GroupMember
 from unicrond.replay.simulation.trainer.process import Moment, Process
@@ -45,7 +44,7 @@ class SimulatedReplica:
 
     @property
     def generation(self) -> int:
-        """The generation of the membership last tried."""
+        """Return the generation of the membership last tried."""
         return self._driver.rendezvous.generation
 
     # --- the process -----------------------------------------------------------------------------
@@ -128,7 +127,7 @@ class SimulatedReplica:
         code = 0
         try:
             for shard in self.shards:
-                shard.send(Ready())
+                shard.send(WorkerReady(**shard.reporter))
             await self._driver.train()
         except QuitRequested:
             code = 0
@@ -231,11 +230,17 @@ class SimulatedReplica:
         for shard in self.shards:
             shard.send(message)
 
-    def error_report(self, kind: ErrorKind, message: str, phase: Phase) -> ErrorReport:
+    def error_report(self, kind: ErrorKind, message: str, phase: Phase) -> ErrorReported:
         """Return a report of an error in the present iteration."""
         iteration = self._driver.member.ledger.iteration
-        return ErrorReport(
-            kind=kind, generation=self.generation, iteration=iteration, phase=phase, message=message, detail=""
+        return ErrorReported(
+            **self.shards[0].reporter,
+            kind=kind,
+            generation=self.generation,
+            iteration=iteration,
+            phase=phase,
+            message=message,
+            detail="",
         )
 
     def newest(self, above: int, urgent_only: bool = False) -> int:

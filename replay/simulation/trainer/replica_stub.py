@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from msgspec.structs import replace as struct_replace
 
-from unicrond.agents.protocol.messages import GroupMembership, MembershipWait
+from unicrond.agents.protocol.messages import GroupMembership
 from unicrond.agents.trainer.lifecycle import effects as e
-from unicrond.agents.trainer.lifecycle.failures import GroupBroken, MembershipSuperseded, RendezvousTimedOut
+from unicrond.agents.trainer.lifecycle.results import GroupBroken, MembershipSuperseded, RendezvousTimedOut
 from unicrond.agents.trainer.lifecycle.verdict import Position, span_row, spans_of
+from unicrond.events.vocabulary import WorkerWaiting
 from unicrond.replay.simulation.trainer.buckets import BUCKETS
 from unicrond.replay.simulation.trainer.group import End, Result, Row
 from unicrond.replay.simulation.trainer.ports import ReplicaThread
@@ -106,7 +107,7 @@ class RendezvousStub:
             await replica.wait(lambda: end.all_keys or superseded(), 0.5)
             if not end.all_keys and not has_reported and loop.time() >= since_s + WAITS_S:
                 has_reported = True
-                replica.send_all(MembershipWait(generation=membership.generation))
+                replica.send_all(WorkerWaiting(**replica.shards[0].reporter, generation=membership.generation))
             if superseded():
                 raise MembershipSuperseded
             if self._until_s is not None and loop.time() >= self._until_s:
@@ -138,7 +139,7 @@ class RendezvousStub:
         if not replica.newest(self.generation, urgent_only=True):
             error_report = replica.error_report("connection_broken", effect.failure, effect.phase)
             for number, shard in enumerate(replica.shards):
-                shard.send(struct_replace(error_report, lost=tuple(sorted(self._lost_peers.get(number, ())))))
+                shard.send(struct_replace(error_report, lost_peers=tuple(sorted(self._lost_peers.get(number, ())))))
 
     def note_losses(self) -> None:
         """Note the lost connections before leaving the group, since that ends all of them."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from unicrond.agents.protocol.messages import Captured, SaveFinished
 from unicrond.agents.trainer.lifecycle import MemberState
 from unicrond.agents.trainer.lifecycle import effects as e
 from unicrond.agents.trainer.lifecycle.candidates import KINDS, Kind, row_of
 from unicrond.agents.trainer.lifecycle.results import NO_SAVE, LoadedState, SaveSchedule
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary import CheckpointSaved, SnapshotStored
 from unicrond.replay.simulation.models.memory import Copy, layout_of, states_in_memory
 from unicrond.replay.simulation.models.weights import Weights, WeightsState
 from unicrond.replay.simulation.trainer.group import Row
@@ -118,8 +118,8 @@ class States:
         await self.replica.work(self.training.rng.uniform(0.01, 0.2))
         self.replica.on_moment("saving")
         self.training.save(self.replica.task, iteration, state)
-        path = f"/checkpoints/{iteration}"
-        self.replica.shards[0].send(SaveFinished(iteration=iteration, path=path, size_bytes=1, duration_us=1))
+        path, shard = f"/checkpoints/{iteration}", self.replica.shards[0]
+        shard.send(CheckpointSaved(**shard.reporter, iteration=iteration, path=path, size_bytes=1, duration_us=1))
 
     async def _capture(self, iteration: int) -> None:
         """Capture the state: training waits for the copy; a thread of each shard seals it in its node's memory."""
@@ -144,11 +144,12 @@ class States:
         shard, spec = self.replica.shards[number], self.replica.spec
         if not shard.alive or shard.hung or not shard.host.keep_copy(shard.worker, self.replica.task, number, copy):
             return False
-        captured = Captured(
-            shard=number, iteration=copy.iteration, generation=copy.generation, size_bytes=1,
+        snapshot = SnapshotStored(
+            node=shard.host.name, origin=shard.host.name, task=self.replica.task, shard=number,
+            iteration=copy.iteration, generation=copy.generation, size_bytes=1,
             shards=spec.replica_workers, duration_us=2000,
         )  # fmt: skip
-        shard.send(captured)
+        shard.send(snapshot)
         return True
 
     # --- sharded optimizer state -----------------------------------------------------------------

@@ -25,8 +25,8 @@ _KEEP = 2
 
 
 class Training:
-    """`begin`: begins a replica, once all its processes are there. `micro_batch_s`: how long one takes to compute.
-    `capture_every`: iterations between two states in memory."""
+    """The training of all tasks. `begin`: begins a replica, once all its processes are there. `micro_batch_s`: how long
+    one takes to compute. `capture_every`: iterations between two states in memory."""
 
     def __init__(
         self,

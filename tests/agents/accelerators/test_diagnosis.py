@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicrond.agents.accelerators.diagnosis import BURST_S, QUIET_S, RECURS_S, SUSTAINED, GpuFinding, History, diagnose
-from unicrond.agents.accelerators.readings import GpuReading, RecoveryAction, Sighting, XidEvent
+from unicrond.agents.accelerators.driver import GpuReading, RecoveryAction, Sighting, XidEvent
 
 
 class Gpu:
@@ -30,7 +30,7 @@ def code(number: int, action: RecoveryAction | None = None) -> XidEvent:
 # --- codes ---------------------------------------------------------------------------------------
 
 
-def test_what_recurs_under_another_worker_is_the_gpus_fault() -> None:
+def test_repeat_under_other_worker_blames_gpu() -> None:
     gpu = Gpu("big.1")
     assert gpu.kinds(code(31)) == ["illegal_memory_access"]
     assert gpu.kinds(code(31), BURST_S + 1) == ["illegal_memory_access"], "the same worker: the same program"
@@ -41,13 +41,13 @@ def test_what_recurs_under_another_worker_is_the_gpus_fault() -> None:
     assert gpu.kinds(code(31), RECURS_S + 1) == ["illegal_memory_access"], "long ago is not again"
 
 
-def test_a_burst_is_one_event() -> None:
+def test_burst_counts_as_one_event() -> None:
     gpu = Gpu("big.1")
     assert [len(gpu.sees(code(13), 0.01)) for _ in range(50)] == [1] + [0] * 49
     assert gpu.kinds(code(13), BURST_S + 1) == ["illegal_memory_access"]
 
 
-def test_the_drivers_word_counts_more_than_the_table() -> None:
+def test_driver_recovery_action_overrides_table() -> None:
     assert Gpu("big.1").kinds(code(94, "reset")) == ["gpu_broken"]
     assert Gpu("big.1").kinds(code(48, "reset")) == ["ecc_error"], "which kind of broken the code still says"
     assert Gpu("big.1").kinds(code(74, "none")) == ["gpu_fault"], "not fatal"
@@ -55,7 +55,7 @@ def test_the_drivers_word_counts_more_than_the_table() -> None:
     assert Gpu("big.1").kinds(code(43, "none")) == [None]
 
 
-def test_154_says_what_the_driver_says() -> None:
+def test_xid_154_follows_driver_recovery_action() -> None:
     actions: list[RecoveryAction] = ["reset", "reboot", "drain", "other"]
     for action in actions:
         (finding,) = Gpu("big.1").sees(code(154, action))
@@ -64,7 +64,7 @@ def test_154_says_what_the_driver_says() -> None:
     assert finding.kind is None and "needs nothing" in finding.message
 
 
-def test_a_symptom_names_the_code_that_explains_it() -> None:
+def test_symptom_names_code_that_explains_it() -> None:
     gpu = Gpu("big.1")
     gpu.sees(code(31))
     (finding,) = gpu.sees(code(45))
@@ -76,7 +76,7 @@ def test_a_symptom_names_the_code_that_explains_it() -> None:
 # --- readings ------------------------------------------------------------------------------------
 
 
-def test_the_first_reading_is_where_counts_begin() -> None:
+def test_first_reading_sets_baseline_of_counters() -> None:
     gpu = Gpu("big.1")
     assert (
         gpu.sees(GpuReading(ecc_volatile=7, ecc_aggregate=90, links_up=3, link_errors=10**6, link_recoveries=4)) == ()
@@ -86,7 +86,7 @@ def test_the_first_reading_is_where_counts_begin() -> None:
     assert gpu.sees(GpuReading(ecc_volatile=0, ecc_aggregate=91)) == (), "the driver was loaded anew"
 
 
-def test_errors_that_a_code_has_told_are_not_told_again() -> None:
+def test_errors_reported_by_code_are_not_repeated() -> None:
     gpu = Gpu("big.1")
     gpu.sees(GpuReading(ecc_volatile=0, links_up=18))
     assert gpu.kinds(code(94)) == ["gpu_fault"]
@@ -96,13 +96,13 @@ def test_errors_that_a_code_has_told_are_not_told_again() -> None:
     assert gpu.sees(GpuReading(ecc_volatile=2, links_up=17)) == ()
 
 
-def test_errors_of_a_gpu_that_needs_no_recovery_restart_the_process() -> None:
+def test_gpu_errors_without_recovery_action_restart_process() -> None:
     gpu = Gpu("big.1")
     gpu.sees(GpuReading(action="none", ecc_volatile=0))
     assert gpu.kinds(GpuReading(action="none", ecc_volatile=1)) == ["gpu_fault"]
 
 
-def test_a_link_that_goes_down_is_an_error_and_one_that_comes_up_is_not() -> None:
+def test_link_loss_is_error_and_link_return_is_not() -> None:
     gpu = Gpu("big.1")
     gpu.sees(GpuReading(links_up=18))
     (finding,) = gpu.sees(GpuReading(links_up=16))
@@ -110,7 +110,7 @@ def test_a_link_that_goes_down_is_an_error_and_one_that_comes_up_is_not() -> Non
     assert gpu.sees(GpuReading(links_up=18)) == ()
 
 
-def test_a_state_is_told_when_it_begins_and_to_every_new_worker() -> None:
+def test_gpu_state_is_reported_at_start_and_to_each_new_worker() -> None:
     for reading, kind in (
         (GpuReading(is_lost=True), "gpu_broken"),
         (GpuReading(action="reboot"), "gpu_broken"),
@@ -128,14 +128,14 @@ def test_a_state_is_told_when_it_begins_and_to_every_new_worker() -> None:
         assert gpu.kinds(reading) == [kind], "it had gone, and is back"
 
 
-def test_a_lost_gpus_counts_go_on_from_where_they_were() -> None:
+def test_counters_of_lost_gpu_resume() -> None:
     gpu = Gpu("big.1")
     gpu.sees(GpuReading(ecc_volatile=1, links_up=4))
     assert gpu.kinds(GpuReading(is_lost=True)) == ["gpu_broken"]
     assert gpu.kinds(GpuReading(ecc_volatile=2, links_up=4)) == ["ecc_error"]
 
 
-def test_throttling_is_news_once_it_lasts() -> None:
+def test_throttling_is_reported_once_sustained() -> None:
     gpu = Gpu("big.1")
     hot = GpuReading(throttles=frozenset({"thermal"}))
     told = [gpu.kinds(hot) for _ in range(SUSTAINED + 20)]
@@ -144,7 +144,7 @@ def test_throttling_is_news_once_it_lasts() -> None:
     assert [gpu.kinds(hot, QUIET_S / 2) for _ in range(SUSTAINED)] == [[], [], [None]]
 
 
-def test_links_that_are_noisy_or_retrained_are_news() -> None:
+def test_noisy_or_retrained_links_are_reported() -> None:
     gpu = Gpu("big.1")
     gpu.sees(GpuReading(link_errors=0, link_recoveries=0))
     assert gpu.sees(GpuReading(link_errors=20, link_recoveries=0)) == ()
@@ -154,6 +154,6 @@ def test_links_that_are_noisy_or_retrained_are_news() -> None:
     assert gpu.sees(GpuReading(link_errors=9999, link_recoveries=9)) == (), "not again so soon"
 
 
-def test_a_pending_remapping_is_news() -> None:
+def test_pending_row_remapping_is_reported() -> None:
     (finding,) = Gpu().sees(GpuReading(rows_pending=True))
     assert finding.kind is None and "next reset" in finding.message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unicrond.agents.accelerators.gpu_type import gpu_type
+from unicrond.agents.accelerators.driver import gpu_type
 from unicrond.events.vocabulary import Gpu
 from unicrond.throughput.presets import GPUS
 
@@ -23,12 +23,12 @@ from unicrond.throughput.presets import GPUS
         ("NVIDIA H200", "h200-141g"),
     ],
 )
-def test_names_of_presets(name: str, preset: str) -> None:
+def test_gpu_type_matches_presets(name: str, preset: str) -> None:
     assert gpu_type([name] * 8) == preset
     assert preset in GPUS
 
 
-def test_other_gpus_and_mixed_nodes_have_a_name_too() -> None:
+def test_gpu_type_names_other_gpus_and_mixed_nodes() -> None:
     assert gpu_type([]) == ""
     assert gpu_type(["NVIDIA L40S"]) == "l40s"
     assert gpu_type(["NVIDIA H200", "NVIDIA L40S", "NVIDIA H200"]) == "h200-141g_l40s"

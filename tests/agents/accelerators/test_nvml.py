@@ -10,9 +10,8 @@ import pynvml
 import pytest
 
 from tests.agents.accelerators.nvml_library import ALL_LINKS, Gpu, Library
-from unicrond.agents.accelerators.driver import NoDriver
+from unicrond.agents.accelerators.driver import GpuReading, NoDriver, XidEvent
 from unicrond.agents.accelerators.nvml import NvmlDriver
-from unicrond.agents.accelerators.readings import GpuReading, XidEvent
 from unicrond.agents.accelerators.watch import open_driver
 from unicrond.agents.protocol.gpus import visible_gpus
 
@@ -35,7 +34,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return library
 
 
-def test_readings_take_what_each_gpu_tells(library: Library) -> None:
+def test_nvml_reads_fields_that_gpu_supports(library: Library) -> None:
     driver = NvmlDriver(["0", "1"])
     assert driver.names == ("Old GPU-aaaa-1", "New GPU-bbbb-2") and library.registered == [0, 1]
     assert driver.read(0) == GpuReading(
@@ -51,30 +50,30 @@ def test_readings_take_what_each_gpu_tells(library: Library) -> None:
     ("reasons", "throttles"),
     [(0x4, set()), (0x20, {"thermal"}), (0x48, {"thermal"}), (0x80, {"power"}), (0x8, {"power"}), (0x1, set())],
 )
-def test_only_what_is_out_of_the_ordinary_is_throttling(library: Library, reasons: int, throttles: set[str]) -> None:
+def test_nvml_reports_only_unusual_throttling(library: Library, reasons: int, throttles: set[str]) -> None:
     library.gpus = [Gpu("G", "GPU-1", reasons=reasons)]
     assert NvmlDriver(["0"]).read(0).throttles == throttles
 
 
 @pytest.mark.parametrize(("number", "word"), [(0, "none"), (1, "reset"), (2, "reboot"), (3, "drain"), (99, "other")])
-def test_recovery_actions(library: Library, number: int, word: str) -> None:
+def test_nvml_maps_recovery_actions(library: Library, number: int, word: str) -> None:
     library.gpus = [Gpu("G", "GPU-1", fields={(230, 0): number})]
     assert NvmlDriver(["0"]).read(0).action == word
 
 
-def test_a_lost_gpu_is_lost_and_no_error(library: Library) -> None:
+def test_nvml_reads_lost_gpu_without_error(library: Library) -> None:
     library.gpus = [Gpu("G", "GPU-1")]
     driver = NvmlDriver(["0"])
     library.gpus[0].is_lost = True
     assert driver.read(0) == GpuReading(is_lost=True)
 
 
-def test_slots_name_gpus_as_cuda_does(library: Library) -> None:
+def test_nvml_slots_match_cuda_order(library: Library) -> None:
     driver = NvmlDriver(["1", "GPU-aa", "MIG-GPU-bbbb-2", "1"])
     assert driver.names == ("New GPU-bbbb-2", "Old GPU-aaaa-1") and driver.gpu_of_slot == (0, 1, 0, 0)
 
 
-def test_an_event_comes_with_its_gpu_and_the_drivers_word(library: Library) -> None:
+def test_nvml_event_carries_gpu_and_recovery_action(library: Library) -> None:
     driver = NvmlDriver(["1", "0"])
     library.events.put((0, 79))
     library.events.put((1, 154))
@@ -83,7 +82,7 @@ def test_an_event_comes_with_its_gpu_and_the_drivers_word(library: Library) -> N
     assert driver.wait(0.01) is None
 
 
-def test_a_wait_ends_when_it_is_woken(library: Library) -> None:
+def test_nvml_wait_ends_on_wake(library: Library) -> None:
     driver, began_s = NvmlDriver(["0"]), time.monotonic()
     waiting = threading.Thread(target=driver.wait, args=(60.0,))
     waiting.start()
@@ -92,7 +91,7 @@ def test_a_wait_ends_when_it_is_woken(library: Library) -> None:
     assert not waiting.is_alive() and time.monotonic() - began_s < 10
 
 
-def test_a_wait_that_fails_does_not_spin(library: Library, caplog: pytest.LogCaptureFixture) -> None:
+def test_nvml_wait_never_spins_after_failure(library: Library, caplog: pytest.LogCaptureFixture) -> None:
     driver = NvmlDriver(["0"])
     for _ in range(100):
         library.events.put(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -100,16 +99,14 @@ def test_a_wait_that_fails_does_not_spin(library: Library, caplog: pytest.LogCap
     assert library.events.qsize() == 99 and caplog.text.count("does not report events") == 1
 
 
-def test_a_gpu_without_events_is_read_all_the_same(library: Library, caplog: pytest.LogCaptureFixture) -> None:
+def test_nvml_reads_gpu_without_event_support(library: Library, caplog: pytest.LogCaptureFixture) -> None:
     library.gpus = [Gpu("G", "GPU-1", takes_events=False)]
     driver = NvmlDriver(["0"])
     assert "no XID events" in caplog.text and driver.read(0) == GpuReading(links_up=0)
     assert driver.wait(0.01) is None
 
 
-def test_where_there_is_no_nvml_it_is_said_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_driver_without_nvml_tells_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def missing() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
@@ -120,14 +117,14 @@ def test_where_there_is_no_nvml_it_is_said_why(
     assert open_driver("auto", (), 4) is None and open_driver("none", ("0",), 1) is None
 
 
-def test_a_gpu_that_does_not_exist_is_named(library: Library) -> None:
+def test_nvml_names_missing_gpu(library: Library) -> None:
     with pytest.raises(NoDriver, match="7"):
         NvmlDriver(["7"])
     assert not library.is_open
 
 
 @pytest.mark.skipif(not Path("/proc/driver/nvidia/gpus").is_dir(), reason="no NVIDIA driver on this machine")
-def test_a_real_gpu_can_be_read_and_waited_for() -> None:
+def test_nvml_reads_and_waits_on_real_gpu() -> None:
     driver = NvmlDriver(visible_gpus())
     for gpu in range(len(driver.names)):
         reading = driver.read(gpu)

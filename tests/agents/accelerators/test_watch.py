@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from unicrond.agents.accelerators.driver import GpuReading, XidEvent
 from unicrond.agents.accelerators.fake import FakeDriver
-from unicrond.agents.accelerators.readings import GpuReading, XidEvent
 from unicrond.agents.accelerators.watch import AcceleratorWatch
 
 Told = tuple[str, str, str | None, str]
@@ -42,7 +42,7 @@ async def rig() -> AsyncIterator[Rig]:
     assert not [thread for thread in threading.enumerate() if "accelerator" in thread.name], "no thread stays"
 
 
-async def test_an_event_is_told_for_everybody_on_the_gpu(rig: Rig) -> None:
+async def test_watch_reports_event_to_each_worker_of_gpu(rig: Rig) -> None:
     rig.driver.report(1, XidEvent(code=48))
     assert {(await rig.next())[:3], (await rig.next())[:3]} == {
         ("b", "big.1", "ecc_error"),
@@ -52,14 +52,14 @@ async def test_an_event_is_told_for_everybody_on_the_gpu(rig: Rig) -> None:
     assert (await rig.next())[:3] == ("a", "", "gpu_broken")
 
 
-async def test_counters_are_read_again_and_again(rig: Rig) -> None:
+async def test_watch_polls_counters(rig: Rig) -> None:
     rig.driver.readings[2] = GpuReading(rows_failed=True)
     assert (await rig.next())[:3] == ("c", "", "ecc_error")
     rig.workers[2] = "small.1"
     assert (await rig.next())[:3] == ("c", "small.1", "ecc_error")
 
 
-async def test_an_ordered_xid_goes_through_the_same_door(rig: Rig) -> None:
+async def test_watch_handles_ordered_xid_like_real(rig: Rig) -> None:
     assert rig.watch.report_xid(31, "big.1") == ""
     assert (await rig.next())[2] == "illegal_memory_access"
     await rig.next()
@@ -69,7 +69,7 @@ async def test_an_ordered_xid_goes_through_the_same_door(rig: Rig) -> None:
     assert rig.watch.report_xid(31, "big.77") == "xid: no worker big.77 runs here"
 
 
-async def test_a_driver_that_raises_is_told_of_once_and_asked_again(
+async def test_watch_reports_raising_driver_once_and_retries(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = {"read": threading.Semaphore(0), "wait": threading.Semaphore(0)}
@@ -96,9 +96,7 @@ async def test_a_driver_that_raises_is_told_of_once_and_asked_again(
     assert (await rig.next())[:3] == ("c", "", "ecc_error")
 
 
-async def test_a_driver_that_hangs_in_one_place_still_tells_in_the_other(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_watch_reports_events_while_driver_read_hangs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging, mended = threading.Event(), threading.Event()
 
     def hang(gpu: int) -> GpuReading:

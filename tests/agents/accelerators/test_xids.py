@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unicrond.agents.accelerators.diagnosis import History, diagnose
-from unicrond.agents.accelerators.readings import XidEvent
+from unicrond.agents.accelerators.driver import XidEvent
 from unicrond.agents.accelerators.xids import XIDS, Xid, is_known, xid
 from unicrond.core.faults.severity import SEVERITY
 
@@ -23,18 +23,18 @@ EXPECTED: dict[int, int | None] = {
 
 
 @pytest.mark.parametrize("code", EXPECTED)
-def test_each_code_has_its_severity(code: int) -> None:
+def test_xid_has_expected_severity(code: int) -> None:
     _, (finding,) = diagnose(History(), XidEvent(code=code), ("big.1",), 100.0)
     assert (SEVERITY[finding.kind].value if finding.kind else None) == EXPECTED[code]
     assert f"XID {code}: {xid(code).meaning}" in finding.message and finding.xid == code
 
 
-def test_no_code_stands_twice_and_none_is_untested() -> None:
+def test_xid_table_is_unique_and_fully_tested() -> None:
     codes = [code for row in XIDS for code in row.codes]
     assert len(codes) == len(set(codes)) and set(codes) == EXPECTED.keys()
 
 
-def test_an_unknown_code_restarts_one_process_and_is_named() -> None:
+def test_unknown_xid_restarts_one_process_and_is_named() -> None:
     assert not is_known(777)
     history, (finding,) = diagnose(History(), XidEvent(code=777), ("big.1",), 100.0)
     assert (finding.kind, finding.warning) == ("gpu_fault", True) and "XID 777: unknown" in finding.message
@@ -42,7 +42,7 @@ def test_an_unknown_code_restarts_one_process_and_is_named() -> None:
     assert again.kind == "gpu_broken"
 
 
-def test_the_document_has_the_very_table() -> None:
+def test_document_matches_xid_table() -> None:
     section = FAULTS.partition("## Accelerators")[2].partition("\n## ")[0]
     told = re.findall(r"^\| ([\d, ]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
     table = [(", ".join(map(str, row.codes)), row.meaning, row.advice, _response(row)) for row in XIDS]

@@ -173,14 +173,14 @@ def budget(lines: Sequence[Line], found: Recovery, logged: dict[str, int]) -> di
     seated = [line for line in mine if line.word == "seated"][-1]
     agreed = [line for line in mine if line.word == "agreed"][-1]
     own = [line.at_us for line in mine if line.word == "computed" and line.numbers[1] in hand]
-    redone = [line.at_us for line in mine if line.word == "computed" and line.numbers[1] not in hand]
+    repeated = [line.at_us for line in mine if line.word == "computed" and line.numbers[1] not in hand]
     ends = {
         **logged,
         "command": seated.numbers[1],
         "stop": next(line.at_us for line in mine if line.word == "leaving"),
         "regroup": seated.at_us,
         "own": max(own, default=0),
-        "redo": max(redone, default=0),
+        "redo": max(repeated, default=0),
         "reduce": agreed.at_us,
         "step": step.at_us,
     }

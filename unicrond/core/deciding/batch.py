@@ -37,8 +37,8 @@ class DecisionBatch:
         schema = min([self.state.schema, *readers])
         if isinstance(event, v.Command):
             node = self.state.nodes[event.node]
-            schema = min(schema, node.schema)
-            event = replace(event, agent_boot=node.agent_boot)
+            schema = min(schema, node.agent.schema)
+            event = replace(event, agent_boot=node.agent.boot)
         readable_event = lowered(event, schema)
         if readable_event is not None:
             self.events.append(readable_event)
@@ -53,7 +53,8 @@ class DecisionBatch:
         """Return whether each node has as many free slots as it is named times, and none of them is cordoned."""
         all_nodes = self.state.nodes
         return all(
-            self.slots_in_use(n) + nodes.count(n) <= all_nodes[n].slots and not all_nodes[n].cordoned for n in nodes
+            self.slots_in_use(n) + nodes.count(n) <= all_nodes[n].slots and not all_nodes[n].cordon.active
+            for n in nodes
         )
 
     def stop(self, task: Task, worker: Worker, reason: str, *, kill: bool = False) -> None:

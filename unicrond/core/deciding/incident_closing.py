@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import FLOPS_MAX
+from unicrond.core.deciding.response import is_break
 from unicrond.core.faults.severity import RESPONSE
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.state import ClusterState, Incident, Severity, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Incident, Task, TaskStatus
 from unicrond.core.tasks import reconcile
 from unicrond.core.worth.costs import charge_of, sub_health_flops
 from unicrond.events import vocabulary as v
@@ -23,7 +24,7 @@ def close_incident(batch: DecisionBatch, incident: Incident, fresh: bool) -> Non
         if task is None or task.status is not TaskStatus.ACTIVE:
             continue
         # Members of a broken group cannot leave at a boundary; they form a group again first, whatever the plan says.
-        apart = incident.severity is Severity.SEV3 and broken in task.in_use and reconcile.has_state(task)
+        apart = is_break(incident, task) and reconcile.has_state(task)
         if apart or not _has_recovered(batch.survey, task, broken):
             return
     end_us = incident.resumed_us or state.now_us
@@ -34,7 +35,7 @@ def close_incident(batch: DecisionBatch, incident: Incident, fresh: bool) -> Non
             response=RESPONSE[incident.severity],
             detection_us=max(0, incident.detected_us - incident.occurred_us),
             transition_us=max(0, end_us - incident.detected_us),
-            micro_batches_redone=incident.redone,
+            micro_batches_repeated=incident.micro_batches_repeated,
             reason=_outcome(state, incident),
             detection_flop=detection_flop,
             transition_flop=transition_flop,

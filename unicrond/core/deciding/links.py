@@ -9,7 +9,13 @@ from unicrond.core.state.state import ClusterState, NodeStatus, Task
 from unicrond.events import vocabulary as v
 
 
-def withdraw_workers(batch: DecisionBatch, task: Task) -> None:
+def withdraw_workers(batch: DecisionBatch) -> None:
+    """Have tasks go on without the cheaper ends of the bad links between their members."""
+    for task in batch.survey.active if batch.state.links else ():
+        _withdraw_workers(batch, task)
+
+
+def _withdraw_workers(batch: DecisionBatch, task: Task) -> None:
     """Have the task go on without the cheaper ends of the silent links between its members."""
     state, poor = batch.state, links.poor_pairs(batch.state)
     if not any(all(state.by_node.of_task(end, task.name) for end in pair) for pair in poor) or links.is_awaited(task):
@@ -60,8 +66,13 @@ def changes_since(state: ClusterState, since_us: int) -> list[str]:
     return changes
 
 
-def probe_groups(batch: DecisionBatch, task: Task) -> None:
-    """Have the links within the task's group probed, if it stands still for no known reason."""
+def probe_groups(batch: DecisionBatch) -> None:
+    """Have the links within each group probed that stands still for no known reason."""
+    for task in batch.survey.active:
+        _probe_group(batch, task)
+
+
+def _probe_group(batch: DecisionBatch, task: Task) -> None:
     state, probing = batch.state, task.group.probing
     incident = links.standstill(state, task)
     due = probing.overdue or (incident is not None and incident.detected_us > probing.ordered_us)
@@ -81,7 +92,7 @@ def watch_links(batch: DecisionBatch) -> None:
             patience_us = links.patience_us(link)
             if node is None or peer is None or node.status is not NodeStatus.UP or not peer.probe_port:
                 continue
-            if link.watches.get(end) != (node.agent_boot, patience_us):
+            if link.watches.get(end) != (node.agent.boot, patience_us):
                 _order(batch, end, (peer.name,), patience_us=patience_us)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec.structs import replace
 
+from unicrond.core.deciding import response
 from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.core.state.state import NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.tasks import memory_places, reconcile
 from unicrond.core.tasks.reshaping import change, is_in_place
 from unicrond.events import vocabulary as v
@@ -27,16 +26,16 @@ def repair_membership(batch: DecisionBatch, task: Task) -> bool:
             reason = f"{dead} of {len(current)} members are lost"
             set_membership(batch, task, survivors, urgent=True, reason=reason)
             return True
-    if _with_state(task, living) and _grace_expired(batch.state, task):
+    if _with_state(task, living) and response.is_reattempted(batch.state, task):
         # A worker that was to leave has not, so its work counts here too.
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the group broke and all members are alive")
         return True
-    if _with_state(task, living) and task.group.overdue == task.generation:
+    if _with_state(task, living) and task.group.overdue_generation == task.generation:
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the membership was not met in time")
         return True
-    if task.membership is not None and task.group.unread == task.generation and len(living) == len(current):
+    if task.membership is not None and task.group.unread_generation == task.generation and len(living) == len(current):
         urgent, handover = task.membership.urgent, not current
         reason = "a node could not read the membership: sent again in its schema"
         set_membership(batch, task, current, urgent=urgent, reason=reason, handover=handover)
@@ -64,14 +63,14 @@ def regroup(batch: DecisionBatch, task: Task, fresh: bool) -> None:
     target_names, names = staff.workers, task.member_names
     if not with_state:
         # Members may wait for others that have ended since: the one that was tried is the membership as it was sent.
-        untried = target_names != names or _grace_expired(batch.state, task)
+        untried = target_names != names or response.is_reattempted(batch.state, task)
         if target_names and untried and not staff.missing and not task.leavers:
             reason = f"no member has state: start from {memory_places.nearest(batch.state, task)}"
             set_membership(batch, task, reconcile.members_of(staff.replicas), urgent=True, reason=reason)
         return
     if target_names == names:
         return
-    if any(_breaks(batch.state, task)):
+    if any(response.breaks(batch.state, task)):
         return  # members that left the broken group meet no boundary with those still in it: first all meet again
     stay = tuple([member for member in current if member.worker in target_names])
     replicas = {task.workers[name].replica for name in target_names.difference(names)}
@@ -100,7 +99,7 @@ def reshape(batch: DecisionBatch, task: Task, request: v.ReshapeRequested) -> No
         return
     members = task.membership.members if task.membership else ()
     with_state = _with_state(task, reconcile.living_members(task))
-    if task.leavers or (with_state and (not task.confirmed or any(_breaks(batch.state, task)))):
+    if task.leavers or (with_state and (not task.confirmed or any(response.breaks(batch.state, task)))):
         return  # on the way from one group to the next, or about to be
     if members and with_state:
         set_membership(batch, task, (), urgent=False, reason=f"{change(task.spec, request)}: all leave", handover=True)
@@ -115,20 +114,7 @@ def settled(survey: Survey, task: Task) -> bool:
     """Return whether nothing is to be done for the task. In a large cluster this holds for nearly every task."""
     if task.reshaping.reshape is not None:
         return False
-    return task.status is TaskStatus.ACTIVE and survey.settled(task) and not _grace_expired(survey.state, task)
-
-
-def _grace_expired(state: ClusterState, task: Task) -> bool:
-    """Return whether the group of the newest generation broke, or of the one that it follows, and no death has
-    explained the break in time."""
-    return any(incident.ripe for incident in _breaks(state, task))
-
-
-def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
-    """Yield the incidents in which that group broke without a known cause."""
-    for incident in state.incidents.values():
-        if incident.severity is Severity.SEV3 and incident.generations.get(task.name) in task.in_use:
-            yield incident
+    return task.status is TaskStatus.ACTIVE and survey.settled(task) and not response.is_reattempted(survey.state, task)
 
 
 def set_membership(
@@ -193,4 +179,4 @@ class Audience:
         names = [member.node for member in members]
         names += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
         self.nodes = [node for name in dict.fromkeys(names) if (node := all_nodes[name]).status is NodeStatus.UP]
-        self.schemas = [node.schema for node in self.nodes]
+        self.schemas = [node.agent.schema for node in self.nodes]

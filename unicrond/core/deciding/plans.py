@@ -1,9 +1,14 @@
-"""The plan: which problems must be solved for it, and how their solutions become a plan."""
+"""The plan: which problems must be solved for it, and how their solutions become a plan.
+
+How a plan was found (looked up or solved, and in which time) is the shell's own knowledge: it is written into the
+decision for people, and a repeated decision is compared without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -19,8 +24,10 @@ from unicrond.core.state.state import ClusterState, Node, NodeStatus, Task
 from unicrond.core.tasks import starvation as turns
 from unicrond.core.worth.waf import waf
 from unicrond.events import vocabulary as v
+from unicrond.events.vocabulary import AnyEvent, PlanAdopted, PlanMethod
 from unicrond.events.vocabulary.placements import compact
 
+E = TypeVar("E", bound=AnyEvent)
 _SECOND_US = 1_000_000
 #: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is cut to it.
 FLOPS_MAX = 2**63 - 1
@@ -112,8 +119,9 @@ def _trigger(state: ClusterState) -> str:
     ]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
     changes += links.changes_since(state, state.plan.adopted_us)
+    changes += [f"task {t.name} has other settings" for t in state.active if t.updated_us > state.plan.adopted_us]
     changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
-    changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
+    changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordon.active and n.schedulable]
     changes += [change for t in state.active if (change := turns.changed_since(state, t, state.plan.adopted_us))]
     active = [task.name for task in state.active]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
@@ -134,6 +142,27 @@ def _unschedulable_reason(node: Node) -> str:
     """Return why the node is not schedulable."""
     if node.status is not NodeStatus.UP:
         return node.status.value
-    if node.isolated or not node.draining:
-        return "isolated" if node.isolated else "leaving"
-    return f"drained ({departures.departure_text(node)})" if node.empty_by_us else "drained"
+    if node.isolation.active or not node.cordon.draining:
+        return "isolated" if node.isolation.active else "leaving"
+    return f"drained ({departures.departure_text(node)})" if node.cordon.empty_by_us else "drained"
+
+
+class PlanAnswer(NamedTuple):
+    """A plan problem's answer. `took_us`: from the question to the answer. `rows_reused`: of the solver's rows."""
+
+    solution: Solution
+    method: PlanMethod = "fresh"
+    took_us: int = 0
+    rows_reused: int = 0
+
+
+def with_provenance(event: E, answered: PlanAnswer) -> E:
+    """Return the event; a plan with how it was made."""
+    if isinstance(event, PlanAdopted):
+        return replace(event, method=answered.method, duration_us=answered.took_us, rows_reused=answered.rows_reused)
+    return event
+
+
+def without_provenance(event: E) -> E:
+    """Return the event as `decide` gives it."""
+    return replace(event, method="fresh", duration_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicrond.core.deciding.batch import DecisionBatch
-from unicrond.core.deciding.ladder import waits_for_step
+from unicrond.core.deciding.response import waits_for_step
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import Task, TaskStatus, WorkerStatus
 from unicrond.core.tasks import reconcile
@@ -75,7 +75,7 @@ def end_unwanted(batch: DecisionBatch, task: Task) -> None:
     """Stop strays, workers that were given up, parked workers, the rest of broken replicas, and all workers of an ended
     task."""
     broken = batch.survey.staffing(task).broken
-    overdue = [name for name in batch.survey.nodes.dated if batch.state.nodes[name].overdue]
+    overdue = [name for name in batch.survey.nodes.dated if batch.state.nodes[name].cordon.overdue]
     every = task.workers.values() if task.status is not TaskStatus.ACTIVE or broken or overdue else task.apart
     for worker in every:
         if task.status is not TaskStatus.ACTIVE:

@@ -18,7 +18,7 @@ Rules
 * Where no member knows which peer it has lost: two replicas have lost each other; of more there is no evidence, and
   nothing is clear.
 
-What follows from it (which worker is given up, which node isolated) is decided in `deciding/ladder.py`.
+What follows from it (which worker is given up, which node isolated) is decided in `deciding/response.py`.
 """
 
 from __future__ import annotations

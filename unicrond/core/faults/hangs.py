@@ -8,7 +8,8 @@ Rules
 * A program that is busy for longer than it has declared (hook.section) is a culprit by itself, too; one that is not
   late by that is not reported, and workers that wait for it are no victims.
 * Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
-  is longer). Only in logs older than `HangSuspected.told` nothing is judged before all members have been reported.
+  is longer). Only in logs older than `HangSuspected.report_number` nothing is judged before all members have been
+  reported.
     a worker outside the collective of the others, still for an iteration   -> hangs
     a worker outside it, but moving                                         -> is slow: nothing yet
     all wait in a collective, and all are reported                          -> it is the group: SEV3
@@ -47,7 +48,11 @@ def is_stale(task: Task, suspicion: HangSuspected) -> bool:
     if task.progress.committed_generation < suspicion.generation:
         return False
     if suspicion.iteration == task.progress.iteration:
-        return not suspicion.stopped and not suspicion.busy and suspicion.still_us < ALONE_LIMITS * suspicion.limit_us
+        return (
+            not suspicion.is_stopped
+            and not suspicion.section
+            and suspicion.still_us < ALONE_LIMITS * suspicion.limit_us
+        )
     return suspicion.iteration < task.progress.iteration
 
 
@@ -93,12 +98,12 @@ def judge_all(task: Task, generation: int) -> HangVerdict | None:
         for name, report in task.group.suspicions.items()
         if report.generation == generation and name in task.workers and task.workers[name].alive
     }
-    stopped_processes = [report for report in living.values() if report.stopped]
+    stopped_processes = [report for report in living.values() if report.is_stopped]
     if stopped_processes:
         return HangVerdict(_one_per_replica(task, stopped_processes), False, "its process is stopped")
-    overdue = [report for report in living.values() if report.busy]
+    overdue = [report for report in living.values() if report.section]
     if overdue:
-        reason = f"it is busy with {overdue[0].busy} for longer than it has declared (hook.section, timeout_s)"
+        reason = f"it is busy with {overdue[0].section} for longer than it has declared (hook.section, timeout_s)"
         return HangVerdict(_one_per_replica(task, overdue), False, reason)
     members = _members(task, generation)
     silent = [name for name in members if name not in living]
@@ -107,12 +112,14 @@ def judge_all(task: Task, generation: int) -> HangVerdict | None:
     reports = list(living.values())
     #: Agents of today report each late worker at its limit: a worker that is late by its own mark needs no other's
     #: report.
-    suffices_alone = all(report.told for report in reports)
+    suffices_alone = all(report.report_number for report in reports)
     if silent and not suffices_alone:
         return _left_waiting(task, silent, reports)
-    top = max(report.entered for report in reports)
-    waiting = [report for report in reports if report.waiting and report.entered == top]
-    behind = [report for report in reports if report.entered < top and not (suffices_alone and report.waiting)]
+    top = max(report.collectives_entered for report in reports)
+    waiting = [report for report in reports if report.is_waiting and report.collectives_entered == top]
+    behind = [
+        report for report in reports if report.collectives_entered < top and not (suffices_alone and report.is_waiting)
+    ]
     if behind and waiting:
         hung = [report for report in behind if report.still_us * STILL >= report.limit_us]
         if hung:
@@ -122,7 +129,7 @@ def judge_all(task: Task, generation: int) -> HangVerdict | None:
         return None
     if silent:
         return _left_waiting(task, silent, reports)
-    if all(report.waiting for report in reports):
+    if all(report.is_waiting for report in reports):
         where = f"collective {top}" if len(waiting) == len(reports) else "two collectives, one behind the other"
         return HangVerdict((), True, f"all {len(reports)} members wait in {where}")
     alone = [report for report in reports if report.still_us >= ALONE_LIMITS * report.limit_us]
@@ -143,7 +150,7 @@ def _members(task: Task, generation: int) -> list[str]:
 def _left_waiting(task: Task, silent: list[str], reports: list[HangSuspected]) -> HangVerdict | None:
     if any(_may_be_reported(task, name) for name in silent):
         return None
-    if any(not report.waiting or report.still_us < ALONE_LIMITS * report.limit_us for report in reports):
+    if any(not report.is_waiting or report.still_us < ALONE_LIMITS * report.limit_us for report in reports):
         return None
     return HangVerdict(
         (), True, f"{' and '.join(silent)} did not come into the group, and all others wait in a collective"
@@ -157,7 +164,7 @@ def _may_be_reported(task: Task, name: str) -> bool:
     if worker is None or worker.generation == task.generation:
         return True
     stepped = task.progress.committed_generation == task.generation
-    return task.has_joined(worker) and (stepped or bool(worker.busy))
+    return task.has_joined(worker) and (stepped or bool(worker.section))
 
 
 def _one_per_replica(task: Task, reports: list[HangSuspected]) -> tuple[HangSuspected, ...]:

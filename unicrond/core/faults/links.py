@@ -151,7 +151,7 @@ def standstill(state: ClusterState, task: Task) -> Incident | None:
     for incident in state.incidents.values():
         if incident.severity is not Severity.SEV3 or incident.generations.get(task.name) not in task.in_use:
             continue
-        if incident.kind == "collective_timeout" or incident.ripe:
+        if incident.kind == "collective_timeout" or incident.is_overdue:
             return incident
     return None
 
@@ -188,9 +188,9 @@ def replica_stands_still(task: Task) -> bool:
         return False
     nodes: dict[int, set[str]] = {}
     for name, report in suspicions.items():
-        if report.stopped or report.busy:
+        if report.is_stopped or report.section:
             return False
-        if name in task.workers and not report.waiting:
+        if name in task.workers and not report.is_waiting:
             nodes.setdefault(task.workers[name].replica, set()).add(task.workers[name].node)
     return any(len(ends) > 1 for ends in nodes.values())
 

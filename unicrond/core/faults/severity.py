@@ -6,7 +6,7 @@ Rules
 * SEV3 reattempt in place: same processes, same state, a new generation of the group.
 * SEV2 restart the process: same node, new process, state from the nearest source.
 * SEV1 reconfigure: isolate the node, plan anew for all tasks.
-* A failed reattempt becomes SEV2, a failed restart SEV1 (`decide.py` does the counting).
+* A failed reattempt becomes SEV2, a failed restart SEV1 (deciding/response.py does the counting).
 * The configuration may set other severities; those in force stand in the log (CoordinatorStarted), so that
   the fold needs nothing else to know them.
 """
@@ -70,7 +70,7 @@ def kind_of(event: v.AnyEvent) -> str:
         case v.AcceleratorReported():
             return event.kind or ""
         case v.WorkerExited():
-            return "" if event.expected else "process_exit"
+            return "" if event.is_expected else "process_exit"
         case v.HangSuspected():
             return "hang"
         case v.CorruptionSuspected():

@@ -31,11 +31,13 @@ def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, enve
     if node is None or node.status is not NodeStatus.UP:
         return state
     if event.kind is None:
-        expected = event.predicts_failure and not node.isolated
+        expected = event.predicts_failure and not node.isolation.active
         message = f"{event.accelerator}: {event.message}"[:1024]
-        return with_node(state, replace(node, foretold=message)) if expected else state
+        if not expected:
+            return state
+        return with_node(state, replace(node, health=replace(node.health, failure_forecast=message)))
     if severity_of(event.kind, state.severity) is Severity.SEV1:
-        node = isolation.with_repair_need(node, event.needs)
+        node = isolation.with_repair_need(node, event.repair_need)
         state = with_node(state, node)
     message = f"{event.accelerator}: {event.message}"[:1024]
     pair = find_worker(state, event.worker.rpartition(".")[0], event.worker)
@@ -50,7 +52,7 @@ def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, enve
             occurred_us=envelope.observed_at_us,
         )
         return incidents.blame(state, fact)
-    if severity_of(event.kind, state.severity) is not Severity.SEV1 or node.isolated:
+    if severity_of(event.kind, state.severity) is not Severity.SEV1 or node.isolation.active:
         return state
     for incident in state.incidents.values():
         if incident.node == event.node and incident.severity is Severity.SEV1:

@@ -47,7 +47,7 @@ def _add_starting_worker(state: ClusterState, event: v.StartWorker) -> ClusterSt
         next_replica=max(task.numbers.next_replica, event.replica + 1),
     )
     task, node = replace(task, numbers=numbers), state.nodes.get(event.node)
-    if node is not None and 0 < event.agent_boot < node.since_boot:
+    if node is not None and 0 < event.agent_boot < node.agent.since_boot:
         return with_task(state, task)
     worker = Worker(
         worker=event.worker,
@@ -98,7 +98,7 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
     """Remove the worker of a failed start and count a strike; learn the schema of an agent that cannot read the
     command."""
     state = isolation.check_refused(state, event)
-    if event.reads:
+    if event.readable_schema:
         state, is_new = _learn_schema(state, event)
         if is_new:
             return _resend(state, event)
@@ -107,7 +107,7 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
         if worker.status is WorkerStatus.STARTING:
             without = with_task(state, without_workers(task, [worker.worker]))
             # It leaves, or a start that was decided before its end was known came after it.
-            if node is not None and (node.leaving or node.status is NodeStatus.LEFT):
+            if node is not None and (node.departure.announced or node.status is NodeStatus.LEFT):
                 return without
             return strikes.strike(
                 without,
@@ -127,8 +127,11 @@ def _learn_schema(state: ClusterState, event: v.CommandFailed) -> tuple[ClusterS
     node = state.nodes.get(event.node)
     if node is None:
         return state, False
-    node = replace(node, schema=min(node.schema, event.reads), unread=node.unread + 1)
-    return with_node(state, node), node.unread <= UNREAD_MAX
+    agent = node.agent
+    agent = replace(
+        agent, schema=min(agent.schema, event.readable_schema), unreadable_commands=agent.unreadable_commands + 1
+    )
+    return with_node(state, replace(node, agent=agent)), agent.unreadable_commands <= UNREAD_MAX
 
 
 def _resend(state: ClusterState, event: v.CommandFailed) -> ClusterState:
@@ -150,5 +153,5 @@ def resend_memberships(state: ClusterState, node: str) -> ClusterState:
         workers = [task.workers[name] for name in state.by_node.of_task(node, task.name)]
         alive = [worker for worker in workers if worker.alive]
         if any(task.generation_of(worker) < task.generation for worker in alive) and not task.confirmed:
-            state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))
+            state = with_task(state, replace(task, group=replace(task.group, unread_generation=task.generation)))
     return state

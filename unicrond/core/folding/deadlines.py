@@ -69,9 +69,9 @@ def _meeting_missed(state: ClusterState, task: Task, observed_at_us: int) -> Clu
     late = [worker for worker in task.workers.values() if worker.alive and _is_late(task, worker)]
     if not late:
         return state
-    if any(worker.busy for worker in late):
+    if any(worker.section for worker in late):
         return _next_meeting(state, task)
-    silent = [worker for worker in late if worker.answered < task.generation]
+    silent = [worker for worker in late if worker.answered_generation < task.generation]
     assert task.membership is not None
     urgent, lead_silent = task.membership.urgent, task.awaits_lead
     if urgent and silent and not lead_silent:
@@ -99,7 +99,7 @@ def _meeting_missed(state: ClusterState, task: Task, observed_at_us: int) -> Clu
         return state
     # An open incident of another cause has taken the fact over, and its response is about other workers.
     task = state.tasks[task.name]
-    return with_task(state, replace(task, group=replace(task.group, overdue=task.generation)))
+    return with_task(state, replace(task, group=replace(task.group, overdue_generation=task.generation)))
 
 
 def _next_meeting(state: ClusterState, task: Task) -> ClusterState:

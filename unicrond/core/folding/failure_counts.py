@@ -52,7 +52,7 @@ def give_up(state: ClusterState, name: str, worker: Worker, kind: str, failure: 
 
 def is_ordered(worker: Worker, kind: str) -> bool:
     """Return whether the worker's end is the fault that somebody injected, and counts against nobody."""
-    return bool(worker.injected) and (kind == "hang") == (worker.injected in ("hang", "stop"))
+    return bool(worker.ordered_fault) and (kind == "hang") == (worker.ordered_fault in ("hang", "stop"))
 
 
 def count_ends(task: Task, evidence: Mapping[str, int]) -> Task:
@@ -76,7 +76,7 @@ def count_strike(
         return replace(task, troubles=replace(troubles, struck_below=below))
     number = int(worker.worker.rpartition(".")[2])
     programs = (
-        bool(troubles.early) and number < troubles.early_below
+        bool(troubles.early_ends) and number < troubles.early_below
     )  # its program has left the loop: no node is to blame
     if number >= below.get(worker.node, 0) and not programs:
         if broke:
@@ -84,7 +84,7 @@ def count_strike(
         else:
             troubles = replace(troubles, strikes=_increment(troubles.strikes, worker.node))
         if unclear:
-            troubles = replace(troubles, unclear=_increment(troubles.unclear, worker.node))
+            troubles = replace(troubles, unclear_breaks=_increment(troubles.unclear_breaks, worker.node))
         below = below | {worker.node: next_worker}
     if number >= below.get("", 0):
         below = below | {"": next_worker}
@@ -102,7 +102,9 @@ def count_early_exit(task: Task, worker: Worker) -> Task:
     troubles = task.troubles
     if int(worker.worker.rpartition(".")[2]) < troubles.early_below:
         return task
-    return replace(task, troubles=replace(troubles, early=troubles.early + 1, early_below=task.numbers.next_worker))
+    return replace(
+        task, troubles=replace(troubles, early_ends=troubles.early_ends + 1, early_below=task.numbers.next_worker)
+    )
 
 
 def acquit(troubles: Troubles, nodes: set[str], *, calm: bool = False) -> Troubles:
@@ -114,7 +116,7 @@ def acquit(troubles: Troubles, nodes: set[str], *, calm: bool = False) -> Troubl
         strikes=_without(troubles.strikes, nodes),
         ends=_without(troubles.ends, stable_nodes),
         breaks=_without(troubles.breaks, stable_nodes),
-        unclear=_without(troubles.unclear, stable_nodes),
+        unclear_breaks=_without(troubles.unclear_breaks, stable_nodes),
         struck_below=_without(troubles.struck_below, nodes),
     )
 

@@ -166,20 +166,28 @@ def lose_workers_of(
     opened = state.incidents[f"i{state.seq}"]
     symptoms = sum(1 + incident.symptoms for incident in explained)
     detected_us = min([opened.detected_us, *(incident.detected_us for incident in explained)])
-    redone = sum(incident.redone for incident in explained)
-    computed = {key: value for incident in explained for key, value in incident.computed.items()}
+    repeated = sum(incident.micro_batches_repeated for incident in explained)
+    finished = {key: value for incident in explained for key, value in incident.micro_batches_finished.items()}
     micro_batches_lost = sum(incident.micro_batches_lost for incident in explained)
-    opened = replace(opened, symptoms=symptoms, detected_us=detected_us, redone=redone, computed=computed)
+    opened = replace(
+        opened,
+        symptoms=symptoms,
+        detected_us=detected_us,
+        micro_batches_repeated=repeated,
+        micro_batches_finished=finished,
+    )
     return with_incident(state, replace(opened, micro_batches_lost=micro_batches_lost))
 
 
-def record_lost_work(state: ClusterState, task: str, worker: Worker, iteration: int, computed: int) -> ClusterState:
-    """Record that the worker has ended, and how many micro-batches of that iteration it had computed. All shards of a
+def record_lost_work(state: ClusterState, task: str, worker: Worker, iteration: int, finished: int) -> ClusterState:
+    """Record that the worker has ended, and how many micro-batches of that iteration it had finished. All shards of a
     replica compute the same ones."""
     for incident in state.incidents.values():
-        if task in incident.generations and computed:
+        if task in incident.generations and finished:
             key = f"{task}/{worker.replica}"
-            most = max(incident.computed.get(key, (0, 0)), (iteration, computed))
-            state = with_incident(state, replace(incident, computed=incident.computed | {key: most}))
+            most = max(incident.micro_batches_finished.get(key, (0, 0)), (iteration, finished))
+            state = with_incident(
+                state, replace(incident, micro_batches_finished=incident.micro_batches_finished | {key: most})
+            )
             break
     return state

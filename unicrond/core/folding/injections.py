@@ -38,9 +38,9 @@ def _mark_injected(state: ClusterState, name: str, fault: v.Fault) -> ClusterSta
     node, pair = state.nodes.get(name), find_worker(state, fault.worker.rpartition(".")[0], fault.worker)
     if pair is not None and fault.kind in _ENDS:
         task, worker = pair
-        return with_task(state, with_worker(task, replace(worker, injected=fault.kind)))
+        return with_task(state, with_worker(task, replace(worker, ordered_fault=fault.kind)))
     if node is not None and not fault.worker and fault.kind in _LOSES:
-        return with_node(state, replace(node, injected=True))
+        return with_node(state, replace(node, health=replace(node.health, loss_ordered=True)))
     return state
 
 

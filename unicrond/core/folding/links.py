@@ -38,7 +38,7 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
     for peer in event.peers:
         link = links.get(link_key(event.node, peer.node))
         if link is not None:
-            watches = link.watches | {event.node: (node.agent_boot, event.patience_us)}
+            watches = link.watches | {event.node: (node.agent.boot, event.patience_us)}
             links[link_key(*link.ends)] = replace(link, watches=watches)
     return replace(state, links=links)
 

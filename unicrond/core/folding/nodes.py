@@ -1,10 +1,11 @@
-"""Nodes: which are up, lost, or out of use; and which workers an agent that comes back still runs."""
+"""Nodes: which are up, lost, or out of use; which workers an agent that comes back still runs; and the keys with which
+agents log in, as people have ordered it (the shell passes them to the NATS server)."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicrond.core.folding import commands, incidents, injections, links, logins
+from unicrond.core.folding import commands, incidents, injections, links
 from unicrond.core.folding import failure_counts as strikes
 from unicrond.core.folding import stored_states as kept_states
 from unicrond.core.nodes import drains as departures
@@ -13,8 +14,9 @@ from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.rules.requests import agent_mismatch
 from unicrond.core.state.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, NodeDeparture
 from unicrond.core.state.ordered_map import put_all, without
-from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
+from unicrond.core.state.state import RETURNS_MAX, ClusterState, Node, NodeLogin, NodeStatus, Severity, WorkerStatus
 from unicrond.core.state.worker_lifecycle import status_after
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
@@ -25,8 +27,14 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     """Record that a node is up, with what its agent reports of it; workers that the agent does not run any more are
     lost."""
     old = state.nodes.get(event.node)
-    if old is not None and old.forgetting and old.status is not NodeStatus.UP:
+    if old is not None and old.departure.removal and old.status is not NodeStatus.UP:
         state, old = _without(state, old.name), None
+    agent = AgentIdentity(
+        boot=event.agent_boot,
+        version=event.version,
+        schema=spoken_schema(event.version),
+        since_boot=event.since_boot,
+    )
     node = Node(
         name=event.node,
         status=NodeStatus.UP,
@@ -34,56 +42,46 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         slots_max=max(event.slots, old.slots_max if old else 0),
         address=event.address,
         store=event.store,
-        agent_boot=event.agent_boot,
+        agent=agent,
         joined_us=state.now_us,
-        version=event.version,
-        isolated=old.isolated if old else False,
-        isolation_over=old.isolation_over if old else False,
-        isolations=old.isolations if old else 0,
-        cordoned=old.cordoned if old else False,
-        draining=old.draining if old else False,
-        cordon_reason=old.cordon_reason if old else "",
-        until_return=old.until_return if old else False,
-        empty_by_us=old.empty_by_us if old else 0,
-        overdue=old.overdue if old else False,
-        window=old.window if old else "",
-        foretold=old.foretold if old else "",
-        returns_us=old.returns_us if old else (),
-        injected=old.injected if old else False,
-        reason=old.reason if old and old.isolated else "",
-        commands=old.commands if old else 0,
         memory=event.memory,
-        schema=spoken_schema(event.version),
-        isolation=old.isolation if old else None,
-        needs=old.needs if old else "",
         users=event.users,
-        since_boot=event.since_boot,
-        forgetting=old.forgetting if old else "",
         gpu=event.gpu,
         probe_port=event.probe_port,
     )
-    if old is not None and old.until_return and old.agent_boot != event.agent_boot and not event.workers:
+    if old is not None:
+        node = replace(
+            node,
+            reason=old.reason if old.isolation.active else "",
+            commands=old.commands,
+            cordon=old.cordon,
+            isolation=old.isolation,
+            health=old.health,
+            departure=NodeDeparture(removal=old.departure.removal),
+        )
+    if old is not None and old.cordon.until_return and old.agent.boot != event.agent_boot and not event.workers:
         node = departures.uncordoned(node)
     if old is None:
         node = departures.wanted_by_windows(state, node)
     if old is not None and old.status is NodeStatus.LOST and not old.may_go:
         node = _count_return(state, node)
     state = kept_states.forget_kept(with_node(state, node), event.node)  # its agent reports next what it still holds
-    if old is not None and old.agent_boot != event.agent_boot:
+    if old is not None and old.agent.boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
     planned = old is not None and old.left_on_purpose
-    void = old is not None and old.agent_boot < event.since_boot
-    state = logins.mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
-    if old is not None and old.schema > node.schema:
+    void = old is not None and old.agent.boot < event.since_boot
+    state = _mark_used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
+    if old is not None and old.agent.schema > node.agent.schema:
         state = commands.resend_memberships(state, event.node)  # its new agent may not read what the old one was sent
     return state
 
 
 def _count_return(state: ClusterState, node: Node) -> Node:
     """Note that the node has returned from a loss, unless the loss was injected."""
-    if node.injected:  # the loss was an injected fault
-        return replace(node, injected=False)
-    return replace(node, returns_us=(*node.returns_us, state.now_us)[-RETURNS_MAX:])
+    if node.health.loss_ordered:  # the loss was an injected fault
+        return replace(node, health=replace(node.health, loss_ordered=False))
+    returns_us = (*node.health.returns_us, state.now_us)[-RETURNS_MAX:]
+    return replace(node, health=replace(node.health, returns_us=returns_us))
 
 
 def _reconcile_workers(
@@ -133,7 +131,7 @@ def node_leaving(state: ClusterState, event: v.NodeLeaving, _: Envelope) -> Clus
     node = state.nodes.get(event.node)
     if node is None or node.status is NodeStatus.LEFT:
         return state
-    return with_node(state, replace(node, leaving=True))
+    return with_node(state, replace(node, departure=replace(node.departure, announced=True)))
 
 
 def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterState:
@@ -142,8 +140,8 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
     if node is None:
         return state
     state = injections.forget_injections(state, event.node)
-    left_us = state.now_us
-    state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason, left_us=left_us))
+    departure = replace(node.departure, left_us=state.now_us)
+    state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason, departure=departure))
     state = isolation.check_lost(state, event.node, "the node left")
     state = kept_states.forget_kept(state, event.node)
     before = state.by_node
@@ -202,32 +200,23 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
     node = state.nodes.get(event.node)
     if node is None:
         return state
-    stay = isolation.initial_isolation(state, node)
+    isolated = isolation.begin(state, node, event.reason)
     for incident in state.incidents.values():
         if incident.node == event.node:  # the restart has failed: another plan is needed
             state = with_incident(state, advance(incident, IncidentTrigger.NODE_ISOLATED, severity=Severity.SEV1))
     for task in state.tasks.values():
         troubles = task.troubles
-        if troubles.breaks.get(event.node, 0) > troubles.unclear.get(event.node, 0):  # that explains its peers' losses
+        if troubles.breaks.get(event.node, 0) > troubles.unclear_breaks.get(
+            event.node, 0
+        ):  # that explains its peers' losses
             state = with_task(state, replace(task, troubles=replace(troubles, ends={})))
-    return with_node(
-        state,
-        replace(
-            node,
-            isolated=True,
-            isolation_over=False,
-            isolations=node.isolations + 1,
-            returns_us=(),
-            reason=event.reason,
-            isolation=stay,
-        ),
-    )
+    return with_node(state, isolated)
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
     """End the node's isolation, and forget what it was suspected of; see `strikes.readmit`."""
     node = state.nodes.get(event.node)
-    if node is None or not node.isolated:
+    if node is None or not node.isolation.active:
         return state
     state = with_node(state, isolation.end(node))
     for task in state.tasks.values():
@@ -250,7 +239,8 @@ def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -
     node = state.nodes.get(event.node)
     if node is None or agent_mismatch(state, event):
         return state
-    return with_node(state, replace(departures.uncordoned(isolation.pardon(state, node, event.reason)), foretold=""))
+    node = departures.uncordoned(isolation.pardon(state, node, event.reason))
+    return with_node(state, replace(node, health=replace(node.health, failure_forecast="")))
 
 
 #: Prefix of a cordon's reason where the machine's operator wants the cordon, and no person of this cluster.
@@ -260,13 +250,14 @@ OF_MACHINE = "machine: "
 def machine_reported(state: ClusterState, event: v.MachineReported, _: Envelope) -> ClusterState:
     """Apply the wish of the machine's operator: cordoned, drained, or in use. A person's cordon takes precedence."""
     node = state.nodes.get(event.node)
-    if node is None or (node.cordoned and not node.cordon_reason.startswith(OF_MACHINE)):
+    if node is None or (node.cordon.active and not node.cordon.reason.startswith(OF_MACHINE)):
         return state
     if not event.hold:
         free = departures.wanted_by_windows(state, departures.uncordoned(node))
-        return with_node(state, free) if node.cordoned else state
+        return with_node(state, free) if node.cordon.active else state
     reason = f"{OF_MACHINE}{event.reason}"[:1024]
-    return with_node(state, replace(node, cordoned=True, draining=event.hold == "drain", cordon_reason=reason))
+    cordon = replace(node.cordon, active=True, draining=event.hold == "drain", reason=reason)
+    return with_node(state, replace(node, cordon=cordon))
 
 
 def forget_requested(state: ClusterState, event: v.ForgetRequested, _: Envelope) -> ClusterState:
@@ -275,10 +266,10 @@ def forget_requested(state: ClusterState, event: v.ForgetRequested, _: Envelope)
     if node is None or agent_mismatch(state, event) or forgetting.refusal(node, leave=event.leave):
         return state
     reason = event.reason or "a person asked for it"
-    node = replace(node, forgetting=reason)
+    node = replace(node, departure=replace(node.departure, removal=reason))
     if node.status is NodeStatus.UP:
-        cordon = v.NodeCordoned(node=node.name, drain=True, reason=f"it leaves for good: {reason}"[:1024])
-        node = departures.cordoned(node, cordon)
+        cordon = Cordon(active=True, draining=True, reason=f"it leaves for good: {reason}"[:1024])
+        node = replace(node, cordon=cordon)
     return with_node(state, node)
 
 
@@ -286,16 +277,19 @@ def forget_deadline_passed(state: ClusterState, _: str, subject: str) -> Cluster
     """Apply an expired `forget:` deadline; one that no longer applies changes nothing."""
     name, _, left_us = subject.partition("#")
     node = state.nodes.get(name)
-    if node is None or not forgetting.is_due_by_time(node) or left_us != str(node.left_us):
+    if node is None or not forgetting.is_due_by_time(node) or left_us != str(node.departure.left_us):
         return state
-    return with_node(state, replace(node, forgetting=forgetting.age(node, state.now_us)))
+    departure = replace(node.departure, removal=forgetting.age(node, state.now_us))
+    return with_node(state, replace(node, departure=departure))
 
 
 def leave_commanded(state: ClusterState, event: v.LeaveCluster, _: Envelope) -> ClusterState:
     """Count the command to leave, which a node's agent gets once."""
     state = commands.count_command(state, event.node)
     node = state.nodes.get(event.node)
-    return with_node(state, replace(node, dismissed=True)) if node is not None else state
+    if node is None:
+        return state
+    return with_node(state, replace(node, departure=replace(node.departure, leave_ordered=True)))
 
 
 def node_forgotten(state: ClusterState, event: v.NodeForgotten, _: Envelope) -> ClusterState:
@@ -316,3 +310,22 @@ def _without(state: ClusterState, name: str) -> ClusterState:
         if workers or troubles != task.troubles:
             state = with_task(state, replace(without_workers(task, list(workers)), troubles=troubles))
     return links.forget_links(replace(state, nodes=without(state.nodes, [name])), name)
+
+
+def node_enrolled(state: ClusterState, event: v.NodeEnrolled, _: Envelope) -> ClusterState:
+    """Store the node's key, in place of any earlier one."""
+    login = NodeLogin(key=event.key, expires_us=event.expires_us)
+    return replace(state, logins={**state.logins, event.node: login})
+
+
+def node_revoked(state: ClusterState, event: v.NodeRevoked, _: Envelope) -> ClusterState:
+    """Remove the node's key. Once it is silent, the node is lost by its missing beats."""
+    return replace(state, logins={node: login for node, login in state.logins.items() if node != event.node})
+
+
+def _mark_used(state: ClusterState, node: str) -> ClusterState:
+    """Record that the node has joined with its login."""
+    login = state.logins.get(node)
+    if login is None or login.is_used:
+        return state
+    return replace(state, logins={**state.logins, node: replace(login, is_used=True)})

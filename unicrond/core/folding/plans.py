@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from unicrond.core.faults import blame
 from unicrond.core.folding import commands, incidents
 from unicrond.core.folding import failure_counts as strikes
-from unicrond.core.folding.stragglers import keep_members
+from unicrond.core.folding.suspicions import keep_members
 from unicrond.core.nodes import gpu_types
 from unicrond.core.state.changes import with_task
 from unicrond.core.state.node_links import LinkProbing
@@ -42,7 +42,7 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
         waf_if_healthy=event.waf_if_healthy,
         transition_flop=event.transition_flop,
         method=event.method,
-        took_us=event.took_us,
+        duration_us=event.duration_us,
         rows_reused=event.rows_reused,
         healthy_gpus=event.healthy_gpus,
     )
@@ -70,7 +70,11 @@ def _request_layout(state: ClusterState, assignment: v.TaskAssignment, epoch: in
 def membership_part(state: ClusterState, event: v.MembershipPart, envelope: Envelope) -> ClusterState:
     """Store a part of the task's next membership until the decision follows (events/vocabulary/placements.py)."""
     task = state.tasks.get(event.task)
-    return state if task is None else _with_telling(state, task, add_part(task.group.telling, event, envelope.term))
+    return (
+        state
+        if task is None
+        else _with_telling(state, task, add_part(task.group.membership_parts, event, envelope.term))
+    )
 
 
 def drop_partial_memberships(state: ClusterState) -> ClusterState:
@@ -82,9 +86,9 @@ def drop_partial_memberships(state: ClusterState) -> ClusterState:
 
 def _with_telling(state: ClusterState, task: Task, telling: PartialMembership | None) -> ClusterState:
     """Return the state with `telling` as the partial membership of the task; None drops it."""
-    if task.group.telling is telling:
+    if task.group.membership_parts is telling:
         return state
-    return with_task(state, replace(task, group=replace(task.group, telling=telling)))
+    return with_task(state, replace(task, group=replace(task.group, membership_parts=telling)))
 
 
 def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope: Envelope) -> ClusterState:
@@ -92,7 +96,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
     task = state.tasks.get(event.task)
     if task is None:
         return state
-    seats = broadcast_seats(task.group.telling, event, envelope.term)
+    seats = broadcast_seats(task.group.membership_parts, event, envelope.term)
     state = _with_telling(state, task, None)
     task = state.tasks[event.task]
     if seats is None:
@@ -118,12 +122,12 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         reattempts=task.group.reattempts + 1 if again else 0,
         suspicions={},
         lead_confirmed=False,
-        before=task.membership if task.group.lead_confirmed else task.group.before,
+        last_membership=task.membership if task.group.lead_confirmed else task.group.last_membership,
         # Answers of probes say as much of the next group.
         probing=LinkProbing(awaited=task.group.probing.awaited, ordered_us=task.group.probing.ordered_us),
     )
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
-    pace = replace(task.pace, timings=(), warm=0)
+    pace = replace(task.pace, timings=(), warm_up_reports=0)
     state = with_task(state, keep_members(replace(task, membership=membership, group=group, pace=pace)))
     return commands.with_peers(state, event.task, event.peers)
 

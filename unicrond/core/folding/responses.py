@@ -63,8 +63,6 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
         sub_health_flops=event.sub_health_flops,
         links={},
     )
-    if incident.severity < Severity.SEV3:
-        state = replace(state, ledger=replace(state.ledger, failures=state.ledger.failures + 1))
     for name in incident.tasks if incident.resumed_us else ():
         task = state.tasks.get(name)
         if task is not None and task.status is TaskStatus.ACTIVE:
@@ -73,7 +71,7 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
     return replace(
         state,
         incidents={name: i for name, i in state.incidents.items() if name != event.incident},
-        closed=(*state.closed, closed)[-CLOSED_INCIDENTS_MAX:],
+        closed_incidents=(*state.closed_incidents, closed)[-CLOSED_INCIDENTS_MAX:],
     )
 
 

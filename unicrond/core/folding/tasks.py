@@ -8,6 +8,7 @@ from unicrond.core.state.changes import with_task
 from unicrond.core.state.state import ClusterState, Task, TaskStatus
 from unicrond.core.state.task_parts import Numbers, Pace, Reshaping, TaskProgress
 from unicrond.core.tasks.reshaping import changes_nothing, layout_key, reshape_of_plan, reshaped
+from unicrond.core.tasks.task_validation import name_conflict
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary import TaskSpec
 from unicrond.events.wire.envelope import Envelope
@@ -15,9 +16,9 @@ from unicrond.events.wire.envelope import Envelope
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
     """Add a new task. A name can be used again once its task has ended and is at rest."""
-    old = state.tasks.get(event.spec.name)
-    if old is not None and (old.status is TaskStatus.ACTIVE or not old.at_rest):
+    if name_conflict(state, event.spec.name):
         return state
+    old = state.tasks.get(event.spec.name)
     return with_task(
         state,
         Task(
@@ -25,11 +26,21 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             status=TaskStatus.ACTIVE,
             submitted_seq=state.seq,
             submitted_us=state.now_us,
+            owner=event.requester,
             # Worker ids and generations never repeat, not even when a name is used again.
             numbers=old.numbers if old else Numbers(),
             membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,
         ),
     )
+
+
+def task_updated(state: ClusterState, event: v.TaskUpdated, _: Envelope) -> ClusterState:
+    """Give the task the settings that the request names; they need another plan."""
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    spec = replace(task.spec, **event.settings)
+    return with_task(state, replace(task, spec=spec, submitted_seq=state.seq, updated_us=state.now_us))
 
 
 def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelope) -> ClusterState:
@@ -67,13 +78,13 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
 
 def _pace_in_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
     """Return the pace for replicas of another form, with the throughputs that were measured in it before."""
-    pace, by_layout = replace(pace, timings=(), warm=0), dict(pace.elsewhere)
+    pace, by_layout = replace(pace, timings=(), warm_up_reports=0), dict(pace.other_layouts)
     if pace.measurements and after.layouts:
         by_layout[layout_key(before.shape)] = pace.measurements
     throughputs = by_layout.pop(layout_key(after.shape), {})
     if not after.layouts:
-        return replace(pace, measurements=throughputs, elsewhere={}, on_gpus={})
-    return replace(pace, measurements=throughputs, elsewhere=by_layout)
+        return replace(pace, measurements=throughputs, other_layouts={}, on_gpus={})
+    return replace(pace, measurements=throughputs, other_layouts=by_layout)
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
@@ -106,7 +117,7 @@ def stop_asked(state: ClusterState, event: v.StopRequested, _: Envelope) -> Clus
     if task.status is not TaskStatus.ACTIVE:
         return state
     ending = replace(ending, stop=ending.stop or event.reason or "no reason given")
-    if event.left:
+    if event.has_left_loop:
         ending = replace(ending, loop_exits=ending.loop_exits | {event.worker: event.iteration})
         members = task.member_names
         if members and all(ending.loop_exits.get(name) == event.iteration for name in members):

@@ -61,8 +61,8 @@ def _pace(pace: Pace, event: v.StepCommitted, *, newest: bool) -> Pace:
     iteration_us = event.duration_us // max(1, event.last - event.first + 1)
     if not newest or not iteration_us:
         return replace(pace, iteration_us=iteration_us)
-    if pace.warm < WARM_UP:
-        return replace(pace, iteration_us=iteration_us, warm=pace.warm + 1)
+    if pace.warm_up_reports < WARM_UP:
+        return replace(pace, iteration_us=iteration_us, warm_up_reports=pace.warm_up_reports + 1)
     return replace(pace, iteration_us=iteration_us, timings=(*pace.timings, iteration_us)[-TIMINGS_MAX:])
 
 
@@ -84,8 +84,8 @@ def _troubles(task: Task, event: v.StepCommitted, *, newest: bool, calm: bool) -
     if newest and membership is not None and troubles.of_nodes:
         several = len(membership.members) > 1  # one alone proves nothing about connections
         troubles = strikes.acquit(troubles, {member.node for member in membership.members}, calm=calm and several)
-    if calm and troubles.early:
-        troubles = replace(troubles, early=0)
+    if calm and troubles.early_ends:
+        troubles = replace(troubles, early_ends=0)
     if event.last > task.progress.best_iteration and (troubles.stuck or troubles.struck_below):
         below = {node: number for node, number in troubles.struck_below.items() if node}
         troubles = replace(troubles, stuck=0, struck_below=below)
@@ -98,7 +98,7 @@ def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope)
     if task is None:
         return state
     progress = replace(
-        task.progress, checkpoint_iteration=event.iteration, unsaved=_without_saver(task.progress, "unicron")
+        task.progress, checkpoint_iteration=event.iteration, save_failures=_without_saver(task.progress, "unicron")
     )
     return with_task(state, replace(task, progress=progress))
 
@@ -108,11 +108,11 @@ def save_failed(state: ClusterState, event: v.SaveFailed, _: Envelope) -> Cluste
     task = state.tasks.get(event.task)
     if task is None or event.worker not in task.workers:
         return state
-    unsaved = _without_saver(task.progress, event.by)
+    unsaved = _without_saver(task.progress, event.saver)
     if event.reason:
-        unsaved = {**unsaved, event.by: f"of iteration {event.iteration}: {event.reason}"}
-    return with_task(state, replace(task, progress=replace(task.progress, unsaved=unsaved)))
+        unsaved = {**unsaved, event.saver: f"of iteration {event.iteration}: {event.reason}"}
+    return with_task(state, replace(task, progress=replace(task.progress, save_failures=unsaved)))
 
 
 def _without_saver(progress: TaskProgress, by: v.Saver) -> dict[str, str]:
-    return {saver: reason for saver, reason in progress.unsaved.items() if saver != by}
+    return {saver: reason for saver, reason in progress.save_failures.items() if saver != by}

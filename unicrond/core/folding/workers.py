@@ -61,12 +61,12 @@ def worker_regrouped(state: ClusterState, event: v.WorkerJoinedGroup, _: Envelop
     task, worker = pair
     if event.generation < task.generation_of(worker):
         return state
-    task = with_moved(task, worker, v.WorkerJoinedGroup, generation=event.generation, busy="", busy_us=0)
+    task = with_moved(task, worker, v.WorkerJoinedGroup, generation=event.generation, section="", section_limit_us=0)
     leads = task.membership is not None and task.membership.lead == worker.worker
     if leads and task.awaits_lead and event.generation == task.generation:
         task = _mark_met(task)
-    if task.group.before and (task.group.lead_confirmed or task.confirmed):
-        task = _forget_previous_group(task, task.group.before)
+    if task.group.last_membership and (task.group.lead_confirmed or task.confirmed):
+        task = _forget_previous_group(task, task.group.last_membership)
     if task.spec.layouts and task.confirmed and not pair[0].confirmed:
         task = _measure_pause(task, state.now_us)
     state = with_task(state, task)
@@ -75,10 +75,15 @@ def worker_regrouped(state: ClusterState, event: v.WorkerJoinedGroup, _: Envelop
         if broken is None or broken >= event.generation or incident.resumed_us:
             continue
         if not worker.shard:  # all shards of a replica get the same micro-batches
-            incident = replace(incident, redone=incident.redone + event.dealt + event.peers_assigned)
+            incident = replace(
+                incident,
+                micro_batches_repeated=incident.micro_batches_repeated
+                + event.micro_batches_assigned
+                + event.micro_batches_assigned_elsewhere,
+            )
         if event.source not in ("own", "replica"):
             incident = _without_survivors(incident, task, event)
-        incident = replace(incident, computed=_computed_by_others(incident, task))
+        incident = replace(incident, micro_batches_finished=_computed_by_others(incident, task))
         if all(_has_left_generation(state.tasks.get(name), since) for name, since in incident.generations.items()):
             incident = replace(incident, resumed_us=state.now_us)
         state = with_incident(state, incident)
@@ -91,7 +96,7 @@ def _without_survivors(incident: Incident, task: Task, event: v.WorkerJoinedGrou
     iterations_lost = max(0, task.progress.iteration - event.iteration + 1)
     micro_batches_lost = sum(
         count
-        for key, (iteration, count) in incident.computed.items()
+        for key, (iteration, count) in incident.micro_batches_finished.items()
         if key.rpartition("/")[0] == task.name and iteration > task.progress.iteration
     )
     return replace(
@@ -104,7 +109,7 @@ def _without_survivors(incident: Incident, task: Task, event: v.WorkerJoinedGrou
 
 def _computed_by_others(incident: Incident, task: Task) -> dict[str, tuple[int, int]]:
     """Return the work that ended with workers of other tasks: this one has done its own again, or discarded it."""
-    return {key: value for key, value in incident.computed.items() if key.rpartition("/")[0] != task.name}
+    return {key: value for key, value in incident.micro_batches_finished.items() if key.rpartition("/")[0] != task.name}
 
 
 def _measure_pause(task: Task, now_us: int) -> Task:
@@ -123,8 +128,8 @@ def _mark_met(task: Task) -> Task:
     """Record the lead's word for all members that keep their state: they are in the newest group and not busy."""
     spoken_for = task.membership.spoken_for if task.membership else ()
     for worker in task.apart:
-        if worker.worker in spoken_for and worker.busy_us:
-            task = with_worker(task, replace(worker, busy="", busy_us=0))
+        if worker.worker in spoken_for and worker.section_limit_us:
+            task = with_worker(task, replace(worker, section="", section_limit_us=0))
     return replace(task, group=replace(task.group, lead_confirmed=True))
 
 
@@ -134,7 +139,7 @@ def _forget_previous_group(task: Task, before: Membership) -> Task:
     stayed = [name for name in sorted(before.spoken_for - task.member_names) if name in task.workers]
     for worker in [task.workers[name] for name in stayed]:
         task = with_worker(task, replace(worker, generation=max(worker.generation, before.generation)))
-    return replace(task, group=replace(task.group, before=None))
+    return replace(task, group=replace(task.group, last_membership=None))
 
 
 def _has_left_generation(task: Task | None, broken: int) -> bool:
@@ -147,19 +152,19 @@ def _has_left_generation(task: Task | None, broken: int) -> bool:
 def worker_waits(state: ClusterState, event: v.WorkerWaiting, _: Envelope) -> ClusterState:
     """Record the newest generation that the worker has answered."""
     pair = find_worker(state, event.task, event.worker)
-    if pair is None or event.generation <= pair[1].answered:
+    if pair is None or event.generation <= pair[1].answered_generation:
         return state
-    return with_task(state, with_worker(pair[0], replace(pair[1], answered=event.generation)))
+    return with_task(state, with_worker(pair[0], replace(pair[1], answered_generation=event.generation)))
 
 
 def worker_busy(state: ClusterState, event: v.WorkerBusy, _: Envelope) -> ClusterState:
-    """Record what the worker is busy with, for at most `at_most_us`, so that its silence does not count against it."""
+    """Record what the worker is busy with, for at most `limit_us`, so that its silence does not count against it."""
     pair = find_worker(state, event.task, event.worker)
     if pair is None:
         return state
     task, worker = pair
-    busy_us = event.at_most_us if event.what else 0
-    return with_task(state, with_worker(task, replace(worker, busy=event.what, busy_us=busy_us)))
+    limit_us = event.limit_us if event.section else 0
+    return with_task(state, with_worker(task, replace(worker, section=event.section, section_limit_us=limit_us)))
 
 
 def worker_parked(state: ClusterState, event: v.WorkerPaused, _: Envelope) -> ClusterState:
@@ -173,7 +178,7 @@ def worker_parked(state: ClusterState, event: v.WorkerPaused, _: Envelope) -> Cl
 def _ended_with_agent(state: ClusterState, node: str, envelope: Envelope) -> bool:
     """Return whether the worker ended with an earlier agent, whose end was announced or expected."""
     pair = state.nodes.get(node)
-    return pair is not None and pair.may_go and envelope.boot > pair.agent_boot
+    return pair is not None and pair.may_go and envelope.boot > pair.agent.boot
 
 
 def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope) -> ClusterState:
@@ -184,10 +189,10 @@ def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope
     task, worker = pair
     broken = incidents.broken_generation(task, [event.worker])
     state = with_task(state, without_workers(task, [event.worker]))
-    as_expected = event.expected or not worker.alive or worker.status is WorkerStatus.PARKED
+    as_expected = event.is_expected or not worker.alive or worker.status is WorkerStatus.PARKED
     if not as_expected and task.status is TaskStatus.ACTIVE and not _ended_with_agent(state, event.node, envelope):
         state = _strike_exit(state, task, worker, event, broken, envelope)
-    return incidents.record_lost_work(state, task.name, worker, event.iteration, event.computed)
+    return incidents.record_lost_work(state, task.name, worker, event.iteration, event.micro_batches_finished)
 
 
 def _strike_exit(
@@ -227,7 +232,7 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         return state  # the group that broke has been left behind already
     symptom = severity is Severity.SEV3
     broken = event.generation if symptom else incidents.broken_generation(task, [worker.worker])
-    lost_peers = tuple(sorted({name for name in event.lost if task.is_member(name) and name != worker.worker}))
+    lost_peers = tuple(sorted({name for name in event.lost_peers if task.is_member(name) and name != worker.worker}))
     fact = Fact(
         kind=event.kind,
         node=worker.node,

@@ -15,7 +15,7 @@ Rules
   there is room.
 * Times are the log's. The shell counts them on its monotonic clock from the moment it first sees a deadline's id.
 
-What does not live here: which workers leave (the plan), the batch (deciding/drains.py).
+What does not live here: which workers leave (the plan), the batch (deciding/nodes.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from math import ceil
 from msgspec.structs import replace
 
 from unicrond.core.state.changes import with_node
+from unicrond.core.state.node_parts import Cordon
 from unicrond.core.state.policy import Policy
 from unicrond.core.state.state import ClusterState, Node, Window
 from unicrond.events import vocabulary as v
-from unicrond.events.vocabulary.times import to_the_second
+from unicrond.events.vocabulary.phrases import to_the_second
 
 _SECOND_US = 1_000_000
 #: Where all workers of a task leave, the lead's replica may have to write the whole state to storage before it does.
@@ -44,13 +45,13 @@ def deadlines(state: ClusterState, policy: Policy, dated: Iterable[str]) -> Iter
     """Yield (id, length in microseconds). `dated`: the nodes that are to be empty by a time."""
     for name in dated:
         node = state.nodes[name]
-        if node.overdue:
+        if node.cordon.overdue:
             continue
-        left_us = node.empty_by_us - state.now_us
-        if not node.draining:
+        left_us = node.cordon.empty_by_us - state.now_us
+        if not node.cordon.draining:
             lead_s = _lead_s(state, policy, [name])
-            yield f"drain:{name}#{node.empty_by_us}.{lead_s}", max(0, left_us - lead_s * _SECOND_US)
-        yield f"empty:{name}#{node.empty_by_us}", max(0, left_us)
+            yield f"drain:{name}#{node.cordon.empty_by_us}.{lead_s}", max(0, left_us - lead_s * _SECOND_US)
+        yield f"empty:{name}#{node.cordon.empty_by_us}", max(0, left_us)
     for name, window in state.windows.items():
         if not window.near:
             lead_s = _lead_s(state, policy, window.nodes)
@@ -78,10 +79,10 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
     if kind == "window":
         return _window_passed(state, name, moment)
     node = state.nodes.get(name)
-    if node is None or not node.cordoned or moment != str(node.empty_by_us):
+    if node is None or not node.cordon.active or moment != str(node.cordon.empty_by_us):
         return state
-    after = replace(node, draining=True, overdue=node.overdue or kind == "empty")
-    return with_node(state, after)
+    cordon = replace(node.cordon, draining=True, overdue=node.cordon.overdue or kind == "empty")
+    return with_node(state, replace(node, cordon=cordon))
 
 
 # --- folds ---------------------------------------------------------------------------------------
@@ -90,37 +91,27 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
 def drain_begun(state: ClusterState, event: v.DrainStarted) -> ClusterState:
     """Have the node's workers leave it."""
     node = state.nodes.get(event.node)
-    return with_node(state, replace(node, draining=True)) if node and node.cordoned and node.empty_by_us else state
+    if node is None or not node.cordon.active or not node.cordon.empty_by_us:
+        return state
+    return with_node(state, replace(node, cordon=replace(node.cordon, draining=True)))
 
 
 def cordoned(node: Node, event: v.NodeCordoned) -> Node:
     """Return the node taken out of use by a person, whatever a window asks of it."""
     waits = event.drain and event.empty_by_us > 0
-    return replace(
-        node,
-        cordoned=True,
+    cordon = Cordon(
+        active=True,
         draining=event.drain and not waits,
-        cordon_reason=event.reason,
+        reason=event.reason,
         until_return=event.until_return,
         empty_by_us=event.empty_by_us if waits else 0,
-        overdue=False,
-        window="",
     )
+    return replace(node, cordon=cordon)
 
 
 def uncordoned(node: Node) -> Node:
     """Return the node as one that may have workers again, as far as cordons go."""
-    return replace(
-        node,
-        cordoned=False,
-        draining=False,
-        cordon_reason="",
-        until_return=False,
-        empty_by_us=0,
-        overdue=False,
-        window="",
-        forgetting="",
-    )
+    return replace(node, cordon=Cordon(), departure=replace(node.departure, removal=""))
 
 
 def maintenance_planned(state: ClusterState, event: v.MaintenancePlanned) -> ClusterState:
@@ -150,18 +141,16 @@ def _window_passed(state: ClusterState, name: str, moment: str) -> ClusterState:
 
 def _empty_for_window(node: Node, name: str, window: Window) -> Node:
     """Return the node as the window empties it; one that a person has cordoned stays theirs."""
-    if node.cordoned:
-        theirs = node.draining and not node.empty_by_us
-        by_us = min(node.empty_by_us or window.from_us, window.from_us)
-        return node if theirs or node.window else replace(node, draining=True, empty_by_us=by_us)
-    return replace(
-        node,
-        cordoned=True,
-        draining=True,
-        cordon_reason=f"maintenance {name}: {window.reason}",
-        empty_by_us=window.from_us,
-        window=name,
-    )
+    cordon = node.cordon
+    if cordon.active:
+        theirs = cordon.draining and not cordon.empty_by_us
+        by_us = min(cordon.empty_by_us or window.from_us, window.from_us)
+        sooner = replace(cordon, draining=True, empty_by_us=by_us)
+        return node if theirs or cordon.window else replace(node, cordon=sooner)
+    reason = f"maintenance {name}: {window.reason}"
+    # A node that is emptied already stays as it is in all else.
+    by_window = replace(cordon, active=True, draining=True, reason=reason, empty_by_us=window.from_us, window=name)
+    return replace(node, cordon=by_window)
 
 
 def _over(state: ClusterState, name: str) -> ClusterState:
@@ -171,7 +160,7 @@ def _over(state: ClusterState, name: str) -> ClusterState:
     state = replace(state, windows={key: window for key, window in state.windows.items() if key != name})
     for node_name in nodes:
         node = state.nodes.get(node_name)
-        if node is not None and node.window == name:
+        if node is not None and node.cordon.window == name:
             state = with_node(state, wanted_by_windows(state, uncordoned(node)))
     return state
 
@@ -189,9 +178,9 @@ def wanted_by_windows(state: ClusterState, node: Node) -> Node:
 
 def departure_text(node: Node) -> str:
     """Say, for people, when the node is to be empty and when its workers leave; "" where no time was given."""
-    if not node.empty_by_us:
+    if not node.cordon.empty_by_us:
         return ""
-    by = f"empty by {to_the_second(node.empty_by_us)}"
-    if node.overdue:
+    by = f"empty by {to_the_second(node.cordon.empty_by_us)}"
+    if node.cordon.overdue:
         return f"{by}, which is over"
-    return by if node.draining else f"{by}: its workers leave when there is room elsewhere, or that is near"
+    return by if node.cordon.draining else f"{by}: its workers leave when there is room elsewhere, or that is near"

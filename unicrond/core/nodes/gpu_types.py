@@ -55,13 +55,13 @@ def on_type(task: Task, gpu: str) -> Task:
     if not pace.gpu and not pace.on_gpus:
         return replace(task, pace=replace(pace, gpu=gpu))
     layout = layout_key(task.spec.shape)
-    by_layout = {**pace.elsewhere, layout: pace.measurements} if pace.measurements else pace.elsewhere
+    by_layout = {**pace.other_layouts, layout: pace.measurements} if pace.measurements else pace.other_layouts
     on_gpus = {name: table for name, table in pace.on_gpus.items() if name != gpu}
     if by_layout:
         on_gpus[pace.gpu] = by_layout
     tables = pace.on_gpus.get(gpu, {})
     flops, elsewhere = tables.get(layout, {}), {key: table for key, table in tables.items() if key != layout}
-    return replace(task, pace=replace(pace, gpu=gpu, measurements=flops, elsewhere=elsewhere, on_gpus=on_gpus))
+    return replace(task, pace=replace(pace, gpu=gpu, measurements=flops, other_layouts=elsewhere, on_gpus=on_gpus))
 
 
 def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:

@@ -6,8 +6,8 @@ Rules
   again and again) is over when a health check of the node has passed, or a person says so (`unicronctl uncordon`), not
   before. A node that was lost and returned too often rests for a time, as ever; and so does every node under a
   coordinator without checks.
-* A node whose hardware needs a reboot or another part (`Node.needs`, by its vendor's or its driver's word) is not even
-  checked before a person or the operator's repair command has been there.
+* A node whose hardware needs a reboot or another part (`NodeHealth.needs`, by its vendor's or its driver's word) is not
+  even checked before a person or the operator's repair command has been there.
 * Each isolation rests first (`isolation_s`, twice as long with each isolation of the node). A failed check, a failed
   repair, and a check whose node or agent went away meanwhile make it rest again, twice as long as before, at most
   2**BACK_OFF_MAX times `isolation_s`: the log grows by a few entries in each.
@@ -29,7 +29,7 @@ Rules
 
 NodeUncordoned clears a node from each of them.
 
-What does not live here: which nodes are isolated and why (deciding/ladder.py), the commands' processes
+What does not live here: which nodes are isolated and why (deciding/response.py), the commands' processes
 (service/coordinator/repairs.py, agents/health/health_check.py).
 """
 
@@ -42,7 +42,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from unicrond.core.state.changes import with_node
-from unicrond.core.state.state import ClusterState, Isolation, Node, NodeStatus, Severity
+from unicrond.core.state.node_parts import Isolation, Probation
+from unicrond.core.state.state import ClusterState, Node, NodeStatus, Severity
 from unicrond.events import vocabulary as v
 
 #: Doublings of a rest, at most.
@@ -71,16 +72,16 @@ class IsolationPhase(StrEnum):
 
 def phase(state: ClusterState, node: Node) -> IsolationPhase:
     """Return where the node's isolation stands."""
-    if not node.isolated:
+    if not node.isolation.active:
         return IsolationPhase.IN_SERVICE
-    stay = node.isolation or Isolation()
-    if stay.check_passed or stay.pardon:
+    probation = _probation(node)
+    if probation.check_passed or probation.pardon:
         return IsolationPhase.CLEARED
-    if stay.command_id:
+    if probation.command_id:
         return IsolationPhase.CHECKING
-    if not node.isolation_over:
+    if not node.isolation.over:
         return IsolationPhase.RESTING
-    if not stay.cause:
+    if not probation.cause:
         return IsolationPhase.CLEARED
     if needs_hands(node):
         return IsolationPhase.IN_REPAIR if state.repair_limit_us else IsolationPhase.AWAITS_PERSON
@@ -91,7 +92,15 @@ def phase(state: ClusterState, node: Node) -> IsolationPhase:
 
 def needs_hands(node: Node) -> bool:
     """Return whether somebody has to reboot the node or replace a part, and has not yet."""
-    return node.needs in _NEEDS_HANDS and not (node.isolation and node.isolation.repaired)
+    return node.health.repair_need in _NEEDS_HANDS and not _probation(node).repaired
+
+
+def _probation(node: Node) -> Probation:
+    return node.isolation.probation or Probation()
+
+
+def _with_probation(node: Node, probation: Probation) -> Node:
+    return replace(node, isolation=replace(node.isolation, probation=probation))
 
 
 # --- what the fold does --------------------------------------------------------------------------
@@ -103,45 +112,59 @@ def limit_us(policy: dict[str, float], name: str) -> int:
     return int(length_s * 1e6) if 0.0 < length_s <= _LIMIT_MAX_S else 0
 
 
-def initial_isolation(state: ClusterState, node: Node) -> Isolation | None:
+def begin(state: ClusterState, node: Node, reason: str) -> Node:
+    """Return the node isolated, once more."""
+    return replace(
+        node,
+        reason=reason,
+        isolation=Isolation(active=True, count=node.isolation.count + 1, probation=_initial_probation(state, node)),
+        health=replace(node.health, returns_us=()),
+    )
+
+
+def _initial_probation(state: ClusterState, node: Node) -> Probation | None:
     """Return what a node waits for that is isolated now; None: only for a time."""
     if not state.check_limit_us:
         return None
-    if node.foretold:
-        return Isolation(cause="hardware")
+    if node.health.failure_forecast:
+        return Probation(cause="hardware")
     blamed = (i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost")
     if any(incident.node == node.name for incident in blamed):
-        return Isolation(cause="hardware")
+        return Probation(cause="hardware")
     if any(task.troubles.names(node.name) for task in state.tasks.values()):
-        return Isolation(cause="strikes")
-    return Isolation()
+        return Probation(cause="strikes")
+    return Probation()
 
 
 def with_repair_need(node: Node, needs: v.RepairNeed) -> Node:
     """Return the node with what a driver says its hardware needs; the worst need counts. Said after a repair: it rests
     again."""
-    if needs not in _NEEDS_HANDS or not node.isolation or not node.isolation.repaired:
-        return replace(node, needs=max(node.needs, needs, key=_NEEDS.index)) if needs else node
-    return _rest_again(replace(node, needs=needs), f"after the repair it needs {needs} again", 0)
+    if not needs:
+        return node
+    if needs in _NEEDS_HANDS and _probation(node).repaired:
+        node = replace(node, health=replace(node.health, repair_need=needs))
+        return _rest_again(node, f"after the repair it needs {needs} again", 0)
+    worst = max(node.health.repair_need, needs, key=_NEEDS.index)
+    return replace(node, health=replace(node.health, repair_need=worst))
 
 
 def check_begun(state: ClusterState, event: v.CheckNode) -> ClusterState:
     """Note that the isolation waits for the answer to this check."""
     node = state.nodes.get(event.node)
-    if node is None or not node.isolated or node.isolation is None:
+    if node is None or not node.isolation.active or node.isolation.probation is None:
         return state
-    return with_node(state, replace(node, isolation=replace(node.isolation, command_id=event.command_id)))
+    return with_node(state, _with_probation(node, replace(node.isolation.probation, command_id=event.command_id)))
 
 
 def node_checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
     """Fold the outcome of a health check; an answer to another question than the last changes nothing."""
     node = state.nodes.get(event.node)
-    if node is None or node.isolation is None or not _awaits_answer(node, event.command_id):
+    if node is None or not _awaits_answer(node, event.command_id):
         return state
-    if not event.passed:
+    if not event.has_passed:
         return with_node(state, _rest_again(node, f"its check failed: {event.detail}", state.now_us))
-    isolation = replace(node.isolation, command_id="", check_passed=True, last=event.detail, last_us=state.now_us)
-    return with_node(state, replace(node, isolation=isolation))
+    outcome = replace(_probation(node), command_id="", check_passed=True, last=event.detail, last_us=state.now_us)
+    return with_node(state, _with_probation(node, outcome))
 
 
 def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
@@ -155,7 +178,7 @@ def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
 def check_lost(state: ClusterState, name: str, reason: str) -> ClusterState:
     """Let the node rest again: the agent that was to answer is gone."""
     node = state.nodes.get(name)
-    if node is None or node.isolation is None or not node.isolation.command_id:
+    if node is None or not _probation(node).command_id:
         return state
     return with_node(state, _rest_again(node, f"its check had no end: {reason}", state.now_us))
 
@@ -163,51 +186,58 @@ def check_lost(state: ClusterState, name: str, reason: str) -> ClusterState:
 def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterState:
     """Fold the end of `isolation:` or `check:`; one that no longer stands changes nothing."""
     node = state.nodes.get(subject.partition("#")[0])
-    if node is None or not node.isolated or subject != _nth(node):
+    if node is None or not node.isolation.active or subject != _nth(node):
         return state
     if kind == "isolation":
-        return with_node(state, replace(node, isolation_over=True))
+        return with_node(state, replace(node, isolation=replace(node.isolation, over=True)))
     return check_lost(state, node.name, "no answer came in time")
 
 
 def repair_ended(state: ClusterState, event: v.RepairEnded) -> ClusterState:
     """Fold the end of this isolation's repair command; one that failed sends the node to rest again."""
     node = state.nodes.get(event.node)
-    if node is None or not node.isolated or node.isolation is None or event.isolation != node.isolations:
+    if node is None or not node.isolation.active or event.isolation != node.isolation.count:
         return state
-    if not event.passed:
+    if node.isolation.probation is None:
+        return state
+    if not event.has_passed:
         return with_node(state, _rest_again(node, f"its repair failed: {event.detail}", state.now_us))
     last = f"its repair has done its work: {event.detail}"
-    return with_node(state, replace(node, isolation=replace(node.isolation, repaired=True, last=last)))
+    return with_node(state, _with_probation(node, replace(node.isolation.probation, repaired=True, last=last)))
 
 
 def pardon(state: ClusterState, node: Node, reason: str) -> Node:
     """Return the node after a person has said that it may work again."""
-    if not node.isolated or not (state.check_limit_us or node.isolation):
+    if not node.isolation.active or not (state.check_limit_us or node.isolation.probation):
         return node
-    return replace(node, isolation=replace(node.isolation or Isolation(), pardon=f"a person asked for it: {reason}"))
+    return _with_probation(node, replace(_probation(node), pardon=f"a person asked for it: {reason}"))
 
 
 def end(node: Node) -> Node:
     """Return the node in service again, with nothing held against its hardware."""
-    return replace(node, isolated=False, isolation_over=False, reason="", isolation=None, needs="", foretold="")
+    return replace(
+        node,
+        reason="",
+        isolation=Isolation(count=node.isolation.count),
+        health=replace(node.health, repair_need="", failure_forecast=""),
+    )
 
 
 def _awaits_answer(node: Node, command_id: str) -> bool:
-    return node.isolation is not None and bool(command_id) and node.isolation.command_id == command_id
+    return bool(command_id) and _probation(node).command_id == command_id
 
 
 def _rest_again(node: Node, outcome: str, now_us: int) -> Node:
-    stay = node.isolation or Isolation()
-    stay = replace(
-        stay,
-        attempts=stay.attempts + 1,
+    probation = _probation(node)
+    probation = replace(
+        probation,
+        attempts=probation.attempts + 1,
         command_id="",
         repaired=False,
         last=outcome[:1024],
-        last_us=now_us or stay.last_us,
+        last_us=now_us or probation.last_us,
     )
-    return replace(node, isolation=stay, isolation_over=False)
+    return replace(node, isolation=replace(node.isolation, over=False, probation=probation))
 
 
 # --- deadlines -----------------------------------------------------------------------------------
@@ -220,16 +250,16 @@ def deadlines(state: ClusterState, isolated: Iterable[str], isolation_s: float) 
         node = state.nodes[name]
         now = phase(state, node)
         if now is IsolationPhase.RESTING:
-            attempts = node.isolation.attempts if node.isolation else 0
-            doublings = min(node.isolations - 1 + attempts, BACK_OFF_MAX)
+            attempts = _probation(node).attempts
+            doublings = min(node.isolation.count - 1 + attempts, BACK_OFF_MAX)
             yield f"isolation:{_nth(node)}", int(isolation_s * 2**doublings * 1_000_000)
         elif now is IsolationPhase.CHECKING:
             yield f"check:{_nth(node)}", state.check_limit_us + ANSWER_US
 
 
 def _nth(node: Node) -> str:
-    attempts = node.isolation.attempts if node.isolation else 0
-    return f"{node.name}#{node.isolations}{f'.{attempts}' if attempts else ''}"
+    attempts = _probation(node).attempts
+    return f"{node.name}#{node.isolation.count}{f'.{attempts}' if attempts else ''}"
 
 
 # --- decisions, repairs, text for people ---------------------------------------------------------
@@ -237,11 +267,11 @@ def _nth(node: Node) -> str:
 
 def why_cleared(state: ClusterState, node: Node) -> str:
     """Return the reason of a readmission."""
-    stay = node.isolation or Isolation()
-    if stay.pardon:
-        return stay.pardon[:1024]
-    if stay.check_passed:
-        return f"its health check passed: {stay.last}"[:1024]
+    probation = _probation(node)
+    if probation.pardon:
+        return probation.pardon[:1024]
+    if probation.check_passed:
+        return f"its health check passed: {probation.last}"[:1024]
     return "its isolation is over"
 
 
@@ -259,7 +289,7 @@ class Repair(NamedTuple):
 def repairs_due(state: ClusterState, isolated: Iterable[str]) -> list[Repair]:
     """Return the repairs that are due, in the order of nodes. `isolated`: all nodes that are."""
     return [
-        Repair(_nth(node), node.name, node.address, node.isolations, node.needs, node.reason)
+        Repair(_nth(node), node.name, node.address, node.isolation.count, node.health.repair_need, node.reason)
         for node in (state.nodes[name] for name in isolated)
         if phase(state, node) is IsolationPhase.IN_REPAIR and node.status is not NodeStatus.LEFT
     ]
@@ -286,17 +316,17 @@ def waits_for(state: ClusterState, node: Node) -> str:
     now = phase(state, node)
     if now is IsolationPhase.IN_SERVICE:
         return ""
-    stay = node.isolation or Isolation()
+    probation = _probation(node)
     text = _WAITS[now]
-    if now is IsolationPhase.RESTING and stay.cause:
+    if now is IsolationPhase.RESTING and probation.cause:
         then = IsolationPhase.IN_REPAIR if state.repair_limit_us else IsolationPhase.AWAITS_PERSON
         if not needs_hands(node):
             then = IsolationPhase.TO_CHECK if state.check_limit_us else IsolationPhase.CLEARED
         text += f", then {_WAITS[then].removeprefix('is about to be ')}"
     if needs_hands(node):
-        text += f" ({_HANDS[node.needs]})"
-    if stay.attempts:
-        text += f"; {stay.attempts} {'attempt' if stay.attempts == 1 else 'attempts'} failed"
-    if stay.last:
-        text += f"; last: {stay.last}"
+        text += f" ({_HANDS[node.health.repair_need]})"
+    if probation.attempts:
+        text += f"; {probation.attempts} {'attempt' if probation.attempts == 1 else 'attempts'} failed"
+    if probation.last:
+        text += f"; last: {probation.last}"
     return text

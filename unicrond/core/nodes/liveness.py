@@ -320,7 +320,7 @@ class Liveness:
         if beat is None or beat.beat is None or beat.heard_us <= self._grace_from_us:
             return False
         # A beat of the agent that we lost, not of one that has yet to say NodeJoined.
-        return now_us - beat.heard_us < self.heartbeat_us and beat.beat.agent_boot == node.agent_boot
+        return now_us - beat.heard_us < self.heartbeat_us and beat.beat.agent_boot == node.agent.boot
 
     def _evidence(self, name: str) -> Evidence:
         beat = self.beats.get(name)

@@ -40,13 +40,15 @@ def is_planned_for(state: ClusterState, name: str) -> bool:
 
 def is_due_by_time(node: Node) -> bool:
     """Return whether nothing but time keeps the node from being forgotten."""
-    is_blocked = node.isolated or node.needs or (node.cordoned and not node.until_return)
-    return node.status is NodeStatus.LEFT and not (is_blocked or node.forgetting)
+    is_blocked = (
+        node.isolation.active or node.health.repair_need or (node.cordon.active and not node.cordon.until_return)
+    )
+    return node.status is NodeStatus.LEFT and not (is_blocked or node.departure.removal)
 
 
 def age(node: Node, now_us: int) -> str:
     """Say in words for how long the node has been away."""
-    return f"it left {max(0, now_us - node.left_us) // _HOUR_US} h ago"
+    return f"it left {max(0, now_us - node.departure.left_us) // _HOUR_US} h ago"
 
 
 def deadlines(state: ClusterState, names: Iterable[str], forget_s: float) -> Iterator[tuple[str, int]]:
@@ -54,5 +56,5 @@ def deadlines(state: ClusterState, names: Iterable[str], forget_s: float) -> Ite
     for name in names if forget_s else ():
         node = state.nodes[name]
         if is_due_by_time(node):
-            away_us = state.now_us - node.left_us if node.left_us else 0
-            yield f"forget:{name}#{node.left_us}", max(1, int(forget_s * 1e6) - away_us)
+            away_us = state.now_us - node.departure.left_us if node.departure.left_us else 0
+            yield f"forget:{name}#{node.departure.left_us}", max(1, int(forget_s * 1e6) - away_us)

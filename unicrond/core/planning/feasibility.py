@@ -25,6 +25,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import TypeAlias
 
+from unicrond.core.planning.floors import with_floor_worths
 from unicrond.core.planning.problem import Problem, TaskProblem
 from unicrond.core.planning.solution import Solution
 
@@ -124,7 +125,7 @@ def best_with_room(first: Solution, solve: Callable[[Problem], Solution]) -> Sol
     After TRIES_MAX plans without room, return the best of the remaining ones, whether it has room or not.
     """
     problem = first.problem
-    open_ones: list[tuple[tuple[int, int], Fraction, tuple[object, ...], int, Solution]] = []
+    open_ones: list[tuple[int, Fraction, tuple[object, ...], int, Solution]] = []
     attempts = 0
 
     def add(solution: Solution) -> None:
@@ -138,7 +139,7 @@ def best_with_room(first: Solution, solve: Callable[[Problem], Solution]) -> Sol
         heappush(open_ones, (candidate.shortfall, -candidate.exact_objective, taste, attempts, solution))
         attempts += 1
 
-    add(first)
+    add(replace(first, problem=with_floor_worths(problem)))
     visited = {first.problem.tasks}
     while True:
         *_, best = heappop(open_ones)

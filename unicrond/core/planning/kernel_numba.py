@@ -50,7 +50,7 @@ def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: 
 
 @_compiled(
     f"Tuple(({_I}, {_F}, {_I}, {_I}))({_I}, {_F}, {_F}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_F}, {_I}, {_F}, "
-    f"{_I}, i8, f8, f8, {_F}, i8)"
+    f"{_I}, i8, f8, f8, i8)"
 )
 def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: calls in it cost time
     workers,
@@ -70,7 +70,6 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
     limit,
     d_running,
     inverse_quantum,
-    floor_bonus,
     grain,
 ):
     """Compute the useful points; see kernel_numpy.useful."""
@@ -88,9 +87,7 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
             ends[i + 1] = filled
             continue
         most = min(cap[i], limit)
-        stays = present[i] <= most and present[i] % unit[i] == 0
-        if floor_bonus[i] == 0 and present[i] < floor[i]:
-            stays = False
+        stays = floor[i] <= present[i] <= most and present[i] % unit[i] == 0
         # The points of the curve, with 0, the floor and the present point merged in.
         extra[0], extra[1], extra[2], extra[3] = 0, floor[i], present[i] if stays else 0, np.int64(2**62)
         extra.sort()
@@ -119,12 +116,9 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
                 gain = max(gain, present_gain)
             if gain == -np.inf:
                 gain = -prices[i, 2 + forms[i]]
-            value = np.rint(gain * inverse_quantum)
-            if floor_bonus[i] > 0:
-                if floor[i] > 0 and at_workers >= floor[i]:
-                    value += floor_bonus[i]
-            elif at_workers < floor[i]:
+            if at_workers < floor[i]:
                 continue
+            value = np.rint(gain * inverse_quantum)
             is_present = stays and at_workers == present[i]
             if value > best or is_present:
                 points[filled], values[filled] = at_workers // grain, value

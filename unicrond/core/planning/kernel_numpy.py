@@ -72,13 +72,12 @@ def useful(
     limit: int,
     d_running: float,
     inverse_quantum: float,
-    floor_bonus: Floats,
     grain: int,
 ) -> tuple[Ints, Floats, Ints, Ints]:
     """Return the useful points and values, flat, with starts and the present point per task: see `points.Points`.
 
     The value of a choice is its gain beyond a task that moves: the present layout F D_running, another layout `prices`
-    less, to achieve nothing `prices` less than nothing, to stay `staying` more.
+    less, to achieve nothing `prices` less than nothing, to stay `staying` more. Choices below `floor` are none.
     """
     count = len(weight)
     points, values, stay = [], [], np.full(count, -1, dtype=np.int64)
@@ -89,7 +88,7 @@ def useful(
             of_curve = slice(starts[i], starts[i + 1])
             bonus = float(staying[i]) if forms[i] == 0 else 0.0
             at_present = float(present_flops[i] * weight[i] * d_running) + bonus if present_flops[i] > 0 else -np.inf
-            scaling = (float(weight[i]), at_present, d_running, inverse_quantum, float(floor_bonus[i]))
+            scaling = (float(weight[i]), at_present, d_running, inverse_quantum)
             limits = (int(minimum[i]), int(min(cap[i], limit)), int(unit[i]), int(present[i]), int(floor[i]))
             prices_beyond = (float(prices[i, forms[i]]), float(prices[i, 2 + forms[i]]))
             counts, value, stay_point = _choices(
@@ -109,10 +108,10 @@ def _choices(
     flops: Floats,
     alt_flops: Floats,
     prices_beyond: tuple[float, float],
-    scaling: tuple[float, float, float, float, float],
+    scaling: tuple[float, float, float, float],
     limits: tuple[int, int, int, int, int],
 ) -> tuple[Ints, Floats, int]:
-    weight, at_present, d_running, inverse_quantum, floor_bonus = scaling
+    weight, at_present, d_running, inverse_quantum = scaling
     minimum, most, unit, present, floor = limits
     reshape, stop = prices_beyond
     legal = (workers <= most) & (workers >= minimum) & (workers % unit == 0)
@@ -130,13 +129,9 @@ def _choices(
         gains = np.where(points == present, np.maximum(gains, at_present), gains)
     gains = np.where(gains == -np.inf, -stop, gains)
     values = np.rint(gains * inverse_quantum)
-    if floor_bonus > 0:
-        if floor > 0:
-            values = np.where(points >= floor, values + floor_bonus, values)
-    else:
-        meets_floor = points >= floor
-        points, values = points[meets_floor], values[meets_floor]
-        stays = stays and present >= floor
+    meets_floor = points >= floor
+    points, values = points[meets_floor], values[meets_floor]
+    stays = stays and present >= floor
     before = np.concatenate([[-np.inf], np.maximum.accumulate(values)])[: len(values)]
     mask = values > before
     if stays:

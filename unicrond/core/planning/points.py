@@ -48,21 +48,14 @@ class Outline:
     unit: Ints
     present: Ints  # x, before the event
     present_flops: Floats  # T(t, x), whether useful or not
-    floors: list[int]  # the fewest workers that meet the floor, 0 = none
-    turns: list[int]  # 0 = none; the floor of the highest is met first
     staying: list[float]  # F(t, x) * (D_move + D_churn)
     prices: Floats  # (tasks, 4): F(t, x) * what a reshape, healthy and faulty, and a stop, likewise, cost beyond a move
     grain: int
 
     @cached_property
-    def kernel_arguments(self) -> tuple[Ints, Floats]:
-        """Return floors and staying, as the kernel takes them."""
-        return np.array(self.floors, dtype=np.int64), np.array(self.staying, dtype=np.float64)
-
-    @cached_property
-    def floors_total(self) -> int:
-        """Return how many workers meet all floors."""
-        return sum(self.floors)
+    def staying_array(self) -> Floats:
+        """Return `staying`, as the kernel takes it."""
+        return np.array(self.staying, dtype=np.float64)
 
     @cached_property
     def staying_total(self) -> float:
@@ -99,12 +92,9 @@ class Bounds:
 
 
 class Scale(NamedTuple):
-    """How gains become integers: times 2**-exponent; `floor_bonus` for a met floor, 0 = floors are hard; `turn_bonus`
-    for that of the lowest turn, twice as much for each next: more than all below it together."""
+    """How gains become integers: times 2**-exponent."""
 
     exponent: int
-    floor_bonus: float
-    turn_bonus: float
 
     def resolution(self, tasks: int) -> float:
         """Return how far a plan of that many tasks can be below the true optimum, in the unit of the objective.
@@ -179,8 +169,6 @@ def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -
         unit=np.array(units, dtype=np.int64),
         present=np.array([t.workers if t.may_have(t.workers) else UNCAPPED + 1 for t in tasks], dtype=np.int64),
         present_flops=np.array(present_flops, dtype=np.float64),
-        floors=[task.floor_point for task in tasks],
-        turns=[task.turn for task in tasks],
         staying=staying,
         prices=np.array(prices, dtype=np.float64).reshape(len(tasks), 4),
         grain=gcd(*units) or 1,
@@ -269,22 +257,12 @@ def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
 def scale(tasks: Outline, limits: Bounds, absent: Sequence[int] = ()) -> Scale:
     """Return the scale for all tasks but those `absent` (indices). It does not depend on which are faulty.
 
-    With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53;
-    with turns up to t, total + (f + 2**t * 2**b) * bonus, where f < 2**b. Raise ProblemError if the gains are beyond
-    float64.
+    All gains together stay below 2**52 quanta. Raise ProblemError if the gains are beyond float64.
     """
-    floors = tasks.floors_total
-    for i in absent:
-        floors -= tasks.floors[i]
-    all_met = floors <= limits.workers
-    count_bits = 0 if all_met else _count_floors(without(tasks.floors, absent), limits.workers).bit_length()
-    turns = 0 if all_met else max(without(tasks.turns, absent), default=0)
-    bits = 52 if all_met else 51 - count_bits - (turns + 1 if turns else 0)
     below = _estimated_exponent(tasks, limits, absent)
     if below is None:
         below = _exponent(tasks, limits, absent)
-    bonus = 0.0 if all_met else 2.0 ** (bits + 1)
-    return Scale(max(below - bits, -900), bonus, bonus * 2.0**count_bits)
+    return Scale(max(below - 52, -900))
 
 
 def _exponent(tasks: Outline, limits: Bounds, absent: Sequence[int]) -> int:
@@ -315,16 +293,6 @@ def _estimated_exponent(tasks: Outline, limits: Bounds, absent: Sequence[int]) -
     return frexp(low)[1]
 
 
-def _count_floors(floors: Sequence[int], workers: int) -> int:
-    """Count how many floors can be met at once: the smallest ones."""
-    count, remaining = 0, workers
-    for floor in sorted(floor for floor in floors if floor):
-        if floor > remaining:
-            break
-        count, remaining = count + 1, remaining - floor
-    return count
-
-
 def without(values: Sequence[T], absent: Sequence[int]) -> Sequence[T]:
     """Return the values but those at the indices `absent`."""
     if not absent:
@@ -335,17 +303,9 @@ def without(values: Sequence[T], absent: Sequence[int]) -> Sequence[T]:
     return rest
 
 
-def _bonuses(tasks: Outline, by: Scale) -> Floats:
-    """Return the value of each task's met floor."""
-    bonuses = np.full(len(tasks.floors), by.floor_bonus)
-    for i, turn in enumerate(tasks.turns):
-        if turn:
-            bonuses[i] = by.turn_bonus * 2.0 ** (turn - 1)
-    return bonuses
-
-
-def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scale) -> Points:
-    """Return every task's useful points at n' = `workers`. `forms`: HEALTHY, FAULTY or ABSENT per task."""
+def useful(tasks: Outline, forms: Ints, floors: Sequence[int], workers: int, d_running: float, by: Scale) -> Points:
+    """Return every task's useful points at n' = `workers`. `forms`: HEALTHY, FAULTY or ABSENT per task; `floors`: the
+    workers that it has at least, 0 = none."""
     return Points(
         *kernel.active().useful(
             tasks.workers,
@@ -359,12 +319,12 @@ def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scal
             tasks.unit,
             tasks.present,
             tasks.present_flops,
-            *tasks.kernel_arguments,
+            np.array(floors, dtype=np.int64),
+            tasks.staying_array,
             forms,
             workers,
             d_running,
             2.0**-by.exponent,
-            _bonuses(tasks, by),
             tasks.grain,
         )
     )

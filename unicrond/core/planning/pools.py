@@ -25,6 +25,7 @@ from fractions import Fraction
 from itertools import chain, combinations, product
 from typing import TypeAlias
 
+from unicrond.core.planning.floors import problem_values, with_floor_worths
 from unicrond.core.planning.problem import Pool, Problem, TaskProblem
 from unicrond.core.planning.solution import Solution
 
@@ -39,8 +40,8 @@ TOGETHER = (2, 3)
 
 #: Per task the index of its pool.
 PoolAssignment: TypeAlias = tuple[int, ...]
-#: The key to minimise: unmet floors as in Solution.shortfall, then the objective, negative.
-_Worth: TypeAlias = tuple[int, int, Fraction]
+#: The key to minimise: the values of the unmet floors, as in Solution.shortfall; then the objective, negative.
+_Worth: TypeAlias = tuple[int, Fraction]
 _Solve: TypeAlias = Callable[[Problem], Solution]
 
 
@@ -84,6 +85,8 @@ class _Search:
         place_of = {pool.gpu: place for place, pool in enumerate(self.pools)}
         at_work = [(i, place_of.get(task.gpu)) for i, task in enumerate(problem.tasks) if task.workers]
         self.present = {i: place for i, place in at_work if place is not None}
+        self.values = problem_values(problem)
+        problem = with_floor_worths(problem)
         self.inside = [[confined(task, pool.gpu) for task in problem.tasks] for pool in self.pools]
 
     def begin(self, first: Mapping[int, int]) -> PoolAssignment:
@@ -95,20 +98,20 @@ class _Search:
                 place_of[i] = min(range(len(self.pools)), key=lambda place: self._gain_of_pool(place_of, i, place))
         return tuple([place_of[i] for i in self.tasks])
 
-    def _priority(self, i: int) -> tuple[int, float, int]:
-        """Return the sort key of a task: turns first, then the tasks that can achieve most."""
+    def _priority(self, i: int) -> tuple[bool, int, int, float, int]:
+        """Return the sort key of a task: higher classes first, then turns, then the tasks that can achieve most."""
         task = self.problem.tasks[i]
         most = max(
             max(curve.points.values(), default=0)
             for curve in (task.curve, *(option.curve for option in task.alternatives))
         )
-        return -task.turn, -float(task.weight) * most, i
+        return task.preemptible, -task.priority, -task.turn, -float(task.weight) * most, i
 
     def _gain_of_pool(self, place_of: dict[int, int], i: int, place: int) -> _Worth:
         """Return how much better the pool's plan becomes with the task; a floor that is met nowhere else counts."""
         members = tuple(sorted(j for j, its in place_of.items() if its == place))
         with_it, without = self._pool(place, tuple(sorted((*members, i))))[1], self._pool(place, members)[1]
-        return with_it[0] - without[0], with_it[1] - without[1], with_it[2] - without[2]
+        return with_it[0] - without[0], with_it[1] - without[1]
 
     def descend(self, assignment: PoolAssignment) -> PoolAssignment:
         """Return the assignment that is reached from this one once no single step improves it."""
@@ -136,11 +139,8 @@ class _Search:
 
     def worth(self, assignment: PoolAssignment) -> _Worth:
         """Return the worth of the whole assignment."""
-        high, floors, worth = 0, 0, Fraction(0)
-        for place in range(len(self.pools)):
-            pool_worth = self._pool(place, _tasks_in(assignment, place))[1]
-            high, floors, worth = high + pool_worth[0], floors + pool_worth[1], worth + pool_worth[2]
-        return high, floors, worth
+        worths = [self._pool(place, _tasks_in(assignment, place))[1] for place in range(len(self.pools))]
+        return sum(missed for missed, _ in worths), sum((gain for _, gain in worths), Fraction(0))
 
     def _pool(self, place: int, tasks: tuple[int, ...]) -> tuple[Solution, _Worth]:
         """Return the plan of a pool with these tasks, and its worth."""
@@ -152,7 +152,9 @@ class _Search:
             solution = self.solve(
                 replace(self.problem, workers=pool.workers, seats=pool.seats, tasks=pool_tasks, pools=())
             )
-            entry = self.solutions[place, tasks] = solution, (*solution.shortfall, -solution.exact_objective)
+            counts = zip(tasks, pool_tasks, solution.workers, strict=True)
+            missed = sum(self.values[i] for i, task, workers in counts if workers < task.floor)
+            entry = self.solutions[place, tasks] = solution, (missed, -solution.exact_objective)
         return entry
 
     def plan(self, assignment: PoolAssignment) -> Solution:

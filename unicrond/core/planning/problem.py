@@ -19,9 +19,8 @@ Rules
       D_move             it is healthy, and its number of workers changes
 
   D_restart, D_reshape and D_move are D_transition unless given. A healthy task that changes pays D_churn on top.
-* A floor is unmet where x' < floor. The number of unmet floors is minimised first, the objective second.
-* Before both, floors of tasks that have a turn are met, where possible: the highest turn first, whatever it costs
-  the lower ones (`TaskProblem.turn`; starvation.py assigns them).
+* A floor is unmet where x' < floor. Which floors are met is decided first, by priority and worth (`floors.py`); the
+  objective second.
 * Where nodes have GPUs of several types, each type is a *pool*, and a choice names its pool too: T differs there,
   and all replicas of a task are in one pool. A change of the pool costs D_reshape (`pools.py`).
 * The churn term is ours, not the paper's: the price of moving a task of which nothing is broken. It is 0
@@ -52,7 +51,7 @@ if TYPE_CHECKING:  # to read a log needs curves and no numpy
 Number: TypeAlias = int | float
 
 
-#: The most tasks that have a turn at a time: each takes a bit of the precision where floors are unmet.
+#: The most tasks that have a turn at a time.
 TURNS_MAX = 4
 
 
@@ -178,7 +177,9 @@ class TaskProblem:
     `max_workers`: the cap, None for none. `floor`: see the module. `unit`: tp * pp, workers come in
     multiples of it. `throughput`: T(x) in FLOP/s, as a Curve or as the tuple T(0), T(1), ...
     `d_transition_us`: the task's own, where it is not the problem's. `tp`: how many workers of a replica need one node.
-    `turn`: 0 = none; no two tasks have the same otherwise.
+    `priority`, `preemptible`: whose floor is met first, where not all can be. `turn`: likewise, within a priority: 0 =
+    none; no two tasks have the same otherwise. `floor_worth`: of the floor, where it is not to be computed from the
+    choices that are left here (floors.py).
     `alternatives`: other layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are of the present one.
     `gpu`: its pool. `form`: the whole present layout, where it has more than tp and pp.
     """
@@ -199,6 +200,9 @@ class TaskProblem:
     turn: int = 0
     gpu: str = ""
     form: Shape | None = None
+    priority: int = 0
+    preemptible: bool = False
+    floor_worth: Fraction | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < inf:
@@ -230,6 +234,11 @@ class TaskProblem:
     def shape(self) -> Shape:
         """Return the shape of the present layout."""
         return self.form or Shape(self.tp, self.unit // self.tp)
+
+    @property
+    def priority_class(self) -> tuple[bool, int]:
+        """Return the class in which its floor is weighed; the higher class first."""
+        return not self.preemptible, self.priority
 
     @cached_property
     def group_sizes(self) -> frozenset[int]:

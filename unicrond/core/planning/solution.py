@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from unicrond.core.planning.floors import problem_values
 from unicrond.core.planning.problem import Problem, TaskProblem
 from unicrond.events.vocabulary.shape import Shape
 
@@ -79,11 +80,10 @@ class Solution:
         return tuple(task.name for task, workers in self if workers < task.floor)
 
     @property
-    def shortfall(self) -> tuple[int, int]:
-        """Return what is minimised before the objective: unmet floors of tasks that have a turn, the highest first;
-        then the number of the others."""
-        missed = [task for task, workers in self if workers < task.floor]
-        return sum(1 << task.turn for task in missed if task.turn), sum(not task.turn for task in missed)
+    def shortfall(self) -> int:
+        """Return what is minimised before the objective: the values of the unmet floors together (floors.py)."""
+        values = problem_values(self.problem)
+        return sum(value for (task, workers), value in zip(self, values, strict=True) if workers < task.floor)
 
     @cached_property
     def reason(self) -> str:

@@ -9,9 +9,7 @@ The rules
   The plan's objective is then below the true optimum by at most `Scale.resolution`.
 * *Useful points only.* A choice with more workers and no more gain than another is never needed; the
   present number of workers always stays in, for the ties' sake.
-* *Floors.* The largest number of floors that can be met at once is known beforehand (smallest first). If
-  that is all of them, they are hard limits. If not, each met floor is worth more than all gains together, and that of
-  a task that has a turn more than all floors of lower turns and of none.
+* *Floors.* Which floors are met is decided beforehand (`floors.py`); these are hard limits, the others none.
 * *Layouts.* What a layout costs depends on the task alone, so each number of workers takes the best of its layouts
   before tasks are weighed against each other.
 * *Ties.* From the first task to the last: its present number of workers if some optimal plan has that,
@@ -32,6 +30,7 @@ import numpy as np
 
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.feasibility import best_with_room, has_room
+from unicrond.core.planning.floors import problem_floors
 from unicrond.core.planning.points import Points, Scale, bounds, outline_of, scale, useful
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem, ProblemError
@@ -73,4 +72,5 @@ def choices_of(problem: Problem) -> tuple[Points, Scale, int]:
     tasks, d_running = outline_of(problem), float(problem.d_running_us)
     by = scale(tasks, bounds(tasks, problem.workers, d_running))
     forms = np.array([int(task.faulty) for task in problem.tasks], dtype=np.int64)
-    return useful(tasks, forms, problem.workers, d_running, by), by, tasks.grain
+    floors = problem_floors(problem)
+    return useful(tasks, forms, floors, problem.workers, d_running, by), by, tasks.grain

@@ -16,6 +16,8 @@ leave the rows before the first and behind the last changed task as they are: th
 Rules
 -----
 * An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
+* Where floors do not fit together, the end of a task whose floor is met lets another be met, and so needs rows of its
+  own: beyond FLOOR_SETS_MAX sets of floors such an end has no entry, and is solved when it comes.
 * With several types of GPU there are no rows: plans are solved one by one, and looked up by their problem
   (`multi_type_lookahead.py`).
 * A `PlanTable` holds plans, no rows. Except for the plans of several types it is immutable. The rows belong to the
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 
 from unicrond.core.planning import kernel_choice as kernel
 from unicrond.core.planning.feasibility import has_room
+from unicrond.core.planning.floors import floors_to_meet, problem_floors
 from unicrond.core.planning.points import (
     ABSENT,
     FAULTY,
@@ -45,6 +48,7 @@ from unicrond.core.planning.points import (
     outline,
     scale,
     useful,
+    without,
 )
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.situation import NextEvent, NodeLoss, Situation
@@ -53,6 +57,9 @@ from unicrond.core.planning.solver import solve
 
 #: How a plan came about: looked up, solved on rows that were valid, solved from scratch.
 SolveMethod: TypeAlias = Literal["table", "incremental", "fresh"]
+
+#: The most sets of floors that are weighed for one table, where not all floors can be met.
+FLOOR_SETS_MAX = 8
 
 # Forms of a task in a scenario, as `kernel.answer` has them.
 _AT_REST, _CHANGED = 0, 1
@@ -74,11 +81,12 @@ class Effort:
 
 
 class _Key(NamedTuple):
-    """The numbers that scenarios must agree on to share rows."""
+    """What scenarios must agree on to share rows. `floors`: the floors to meet, empty where all are."""
 
     workers: int
     d_running_us: int
     scale: Scale
+    floors: tuple[int, ...]
 
 
 #: The tasks `first`, `first + 1`, ... take these forms instead of those at rest; and the scenario's row in the table. A
@@ -215,12 +223,14 @@ class Planner:
         flat = outline(tasks_now, float(problem.d_transition_us), float(problem.churn_us))
         d_running = float(problem.d_running_us)
         by = scale(flat, bounds(flat, problem.workers, d_running), absent)
+        floor_of = dict(zip(tasks, problem_floors(problem), strict=True))
+        floors = [floor_of.get(task.name, 0) for task in tasks_now]
         for key, sweep in self._sweeps.items():
             if (key.workers, float(key.d_running_us), key.scale) != (problem.workers, d_running, by):
                 continue
             if sweep.prefixes.shape[1] != problem.workers // flat.grain + 1:
                 continue
-            points = useful(flat, forms, problem.workers, d_running, by)
+            points = useful(flat, forms, floors, problem.workers, d_running, by)
             first, behind = points.leading(sweep.points), points.trailing(sweep.points)
             first = min(first, len(tasks_now) - 1)
             last = max(len(tasks_now) - behind, first + 1)
@@ -252,6 +262,9 @@ class _Build:
         self.rest_form: tuple[int, ...] = (_AT_REST,)
         self.alternate_run: tuple[int, ...] = (_CHANGED,) * len(self.index)
         self.computed = self.reused = 0
+        self.floor_points = [task.floor_point for task in situation.lineup]
+        self.floors_at: dict[int, tuple[int, ...]] = {}  # per n', with all tasks that run
+        self.floor_sets = 0
         self.limits_at: dict[int, tuple[int, Bounds]] = {}  # per n': D_running, and the bounds of the tasks' gains
         self.groups: dict[tuple[int, tuple[int, ...]], _ScenarioGroup] = {}
         self.row_of_change: dict[_Change, int] = {}
@@ -265,7 +278,9 @@ class _Build:
         load_of = self.situation.load_of
         for event in self.situation.expected(distinct=True):
             known_by = load_of[event.node].load if isinstance(event, NodeLoss) else event
-            row_of[known_by] = self._add_scenario(event)
+            row = self._add_scenario(event)
+            if row is not None:
+                row_of[known_by] = row
         plans = np.zeros((len(self.events), len(self.index)), dtype=np.int64)
         if len(self.index):
             for key, scenarios in self.scenarios.items():
@@ -280,8 +295,8 @@ class _Build:
         """Return a table without plans."""
         return PlanTable(self.situation, Effort(), np.zeros((0, len(self.index)), dtype=np.int64), {}, {}, (), ())
 
-    def _add_scenario(self, event: NextEvent) -> int:
-        """Put the event's scenario where it shares rows; return its row in the table."""
+    def _add_scenario(self, event: NextEvent) -> int | None:
+        """Put the event's scenario where it shares rows; return its row in the table, None if it gets none."""
         workers, faulty_names, finished, launched = self.situation.change(event)
         faulty: tuple[int, ...] = ()
         absent, first, forms = self.waiting, 0, self.rest_form
@@ -296,28 +311,57 @@ class _Build:
             absent = (first, *self.waiting)
         elif launched:
             first, forms, absent = self.index[launched], (_CHANGED,), ()
-        row = self.row_of_change.setdefault((workers, absent, faulty), len(self.events))
-        if row == len(self.events):
-            self.events.append(event)
-            resolution, scenarios = self.groups.get((workers, absent)) or self._group_of(workers, absent)
-            self.resolutions.append(resolution)
-            scenarios.append((first, forms, row))
+        if (row := self.row_of_change.get((workers, absent, faulty))) is not None:
+            return row
+        group = self.groups.get((workers, absent)) or self._group_of(workers, absent)
+        if group is None:
+            return None
+        resolution, scenarios = group
+        row = self.row_of_change[workers, absent, faulty] = len(self.events)
+        self.events.append(event)
+        self.resolutions.append(resolution)
+        scenarios.append((first, forms, row))
         return row
 
-    def _group_of(self, workers: int, absent: tuple[int, ...]) -> _ScenarioGroup:
+    def _floors(self, workers: int, absent: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the floors to meet, empty where all are; None if there are too many sets of them."""
+        if sum(without(self.floor_points, absent)) <= workers:
+            return ()
+        if len(absent) > len(self.waiting):
+            at_rest = self._floors(workers, self.waiting)
+            if at_rest and not any(at_rest[i] for i in absent):
+                return at_rest  # without a task whose floor is unmet in any case the best set is the same
+        elif absent == self.waiting and workers in self.floors_at:
+            return self.floors_at[workers]
+        if self.floor_sets >= FLOOR_SETS_MAX:
+            return None
+        self.floor_sets += 1
+        situation, present = self.situation, without(self.situation.lineup, absent)
+        best = floors_to_meet(present, workers, situation.d_running_us(workers), situation.d_transition_us)
+        floor_of = {task.name: floor for task, floor in zip(present, best, strict=True)}
+        floors = tuple([floor_of.get(task.name, 0) for task in situation.lineup])
+        if absent == self.waiting:
+            self.floors_at[workers] = floors
+        return floors
+
+    def _group_of(self, workers: int, absent: tuple[int, ...]) -> _ScenarioGroup | None:
+        floors = self._floors(workers, absent)
+        if floors is None:
+            return None
         if workers not in self.limits_at:
             d_running = self.situation.d_running_us(workers)
             self.limits_at[workers] = d_running, bounds(self.flat, workers, float(d_running))
         d_running, limits = self.limits_at[workers]
         by = scale(self.flat, limits, absent)
-        scenarios = self.scenarios.setdefault(_Key(workers, d_running, by), [])
+        scenarios = self.scenarios.setdefault(_Key(workers, d_running, by, floors), [])
         entry = self.groups[workers, absent] = by.resolution(len(self.index) - len(absent)), scenarios
         return entry
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
-        points = useful(self.flat, self.at_rest, key.workers, float(key.d_running_us), key.scale)
+        floors = key.floors or self.floor_points
+        points = useful(self.flat, self.at_rest, floors, key.workers, float(key.d_running_us), key.scale)
         if any(_CHANGED in forms for _, forms, _ in scenarios):
-            alternate = useful(self.flat, self.alternate, key.workers, float(key.d_running_us), key.scale)
+            alternate = useful(self.flat, self.alternate, floors, key.workers, float(key.d_running_us), key.scale)
         else:
             alternate = points
         first = max([first for first, _, _ in scenarios])

@@ -1,7 +1,7 @@
 """The solver in unlimited integers, for the rare problem whose terms cancel.
 
 `solver.solve` is exact up to its resolution, about 1e-14 of the gains. Where large gains and large
-transitions cancel out, or many floors cannot be met, that may be more than 1e-12 of the remainder. Then
+transitions cancel out, that may be more than 1e-12 of the remainder. Then
 this module solves the problem again in Python's integers: all numbers are dyadic fractions, so multiplied by one
 power of two every gain is an integer, and nothing is ever rounded. It takes some hundred times as long: it serves
 `plan solve` and the tests, not the failure path.
@@ -15,6 +15,7 @@ from math import lcm
 import numpy as np
 
 from unicrond.core.planning.feasibility import best_with_room, has_room
+from unicrond.core.planning.floors import problem_floors
 from unicrond.core.planning.problem import Problem, TaskProblem
 from unicrond.core.planning.solution import Solution
 from unicrond.core.planning.solver import solve
@@ -39,19 +40,17 @@ def solve_exactly(problem: Problem) -> Solution:
 
 def _solve_sums(problem: Problem) -> Solution:
     """Solve without regard to seats: workers need only add up."""
-    choices = [_choices(problem, task) for task in problem.tasks]
+    floors = zip(problem.tasks, problem_floors(problem), strict=True)
+    choices = [_choices(problem, task, floor) for task, floor in floors]
     denominator = lcm(*(gain.denominator for gains in choices for gain in gains.values()))
     scaled = [{k: int(gain * denominator) for k, gain in gains.items()} for gains in choices]
-    beyond = 1 + sum(max(gains.values()) - min(gains.values()) for gains in scaled)
-    for task, gains in zip(problem.tasks, scaled, strict=True):
-        for count in gains:
-            gains[count] += beyond * _floor_value(task, len(choices)) if count >= task.floor else 0
     size = min(problem.workers, sum(max(gains) for gains in scaled))
+    impossible = -1 - 2 * sum(max(map(abs, gains.values())) for gains in scaled)  # below any sum, whatever is added
     rows = [np.zeros(size + 1, dtype=object)]
     for gains in reversed(scaled):
-        row = rows[-1] + gains[0]  # 0 workers are always a choice
+        row = np.full(size + 1, impossible, dtype=object)
         for count, gain in gains.items():
-            if 0 < count <= size:
+            if count <= size:
                 np.maximum(row[count:], rows[-1][: size + 1 - count] + gain, out=row[count:])
         rows.append(row)
     rows.reverse()
@@ -63,21 +62,16 @@ def _solve_sums(problem: Problem) -> Solution:
     return Solution(problem, tuple(plan))
 
 
-def _floor_value(task: TaskProblem, tasks: int) -> int:
-    """Return what the met floor of the task counts: with a turn, more than all floors without one or with a lower turn
-    together."""
-    return (tasks + 1) * 2 ** (task.turn - 1) if task.turn else 1
-
-
-def _choices(problem: Problem, task: TaskProblem) -> dict[int, Fraction]:
-    """Return the useful worker counts, rising, with their gains; the present count is among them if it is legal."""
-    counts = {0, task.floor_point, task.workers, *task.curve.workers.tolist()}
+def _choices(problem: Problem, task: TaskProblem, floor: int) -> dict[int, Fraction]:
+    """Return the useful worker counts from `floor` on, rising, with their gains; the present count is among them if it
+    is legal."""
+    counts = {0, floor, task.workers, *task.curve.workers.tolist()}
     counts.update(*(alternative.curve.workers.tolist() for alternative in task.alternatives))
     useful_gains: dict[int, Fraction] = {}
-    best = (False, -(Fraction(2) ** 4096))  # below any gain of finite numbers
-    for count in sorted(k for k in counts if k <= problem.workers and task.may_have(k)):
-        rank = (count >= task.floor, problem.gain(task, count))
-        if rank > best or count == task.workers:
-            useful_gains[count] = rank[1]
-        best = max(best, rank)
+    best: Fraction | None = None
+    for count in sorted(k for k in counts if floor <= k <= problem.workers and task.may_have(k)):
+        gain = problem.gain(task, count)
+        if best is None or gain > best or count == task.workers:
+            useful_gains[count] = gain
+        best = gain if best is None else max(best, gain)
     return useful_gains

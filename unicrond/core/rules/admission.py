@@ -77,8 +77,8 @@ def problem(state: ClusterState, event: v.AnyEvent) -> str:
 def refuse(state: ClusterState, envelope: Envelope, reason: str) -> ClusterState:
     """Return `state` with the entry that it stands at quarantined."""
     refusal = Refusal(seq=state.seq, event_id=envelope.event_id, reason=reason[:1024])
-    refused = (*state.refused, refusal)[-REFUSED_MAX:]
-    return replace(state, quarantined=state.quarantined + 1, refused=refused)
+    refused = (*state.refusals, refusal)[-REFUSED_MAX:]
+    return replace(state, quarantined_messages=state.quarantined_messages + 1, refusals=refused)
 
 
 def raised(error: Exception) -> str:

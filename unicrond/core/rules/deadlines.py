@@ -26,7 +26,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
     state, policy = survey.state, survey.policy
     standing: dict[str, int] = {}
     for incident in state.incidents.values():
-        if incident.ripe:
+        if incident.is_overdue:
             continue
         if incident.severity is Severity.SEV3:
             probes_us = links.answers_in_us(state, incident)
@@ -51,7 +51,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.pace.iteration_us)
             if task.membership.members:
-                busy_us = max((worker.busy_us for worker in apart), default=0)
+                busy_us = max((worker.section_limit_us for worker in apart), default=0)
                 name = f"meet:{task.name}#{task.generation}.{task.group.meetings}"
                 standing[name] = max(length_us, busy_us)
             else:

@@ -88,7 +88,7 @@ def healthy_problem_of(survey: Survey) -> Problem:
     leaving node counts as far as it is still used: it is on its way out.
     """
     slots = {
-        node.name: survey.capacity.get(node.name, 0) if node.cordoned or node.leaving else node.slots
+        node.name: survey.capacity.get(node.name, 0) if node.cordon.active or node.departure.announced else node.slots
         for node in survey.state.nodes.values()
         if node.status is not NodeStatus.LEFT
     }
@@ -105,7 +105,7 @@ def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
     assignment = state.plan.assignments.get(task.name)
     shape = _shape(task, assignment)
     replicas = [nodes for nodes in (assignment.replicas if assignment else ()) if shape.fits(nodes)]
-    going = {node for nodes in replicas for node in nodes if node not in state.nodes or state.nodes[node].cordoned}
+    going = {node for nodes in replicas for node in nodes if node not in state.nodes or state.nodes[node].cordon.active}
     if going:
         for nodes in survey.staffing(task).missing:
             if nodes in replicas and not going.isdisjoint(nodes):
@@ -179,6 +179,8 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
         turn=0 if at_rest else survey.turns.get(task.name, 0),
         gpu=gpu if survey.types else "",
+        priority=task.spec.priority,
+        preemptible=task.spec.preemptible or task.name in survey.over_quota,
     )
     if not task.spec.gpus or survey.types or not problem.floor:
         return problem

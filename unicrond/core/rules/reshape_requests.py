@@ -15,10 +15,10 @@ from __future__ import annotations
 import msgspec
 
 from unicrond.core.rules.fault_targets import OrderRefused
-from unicrond.core.rules.requests import reshape_problem
 from unicrond.core.state.state import ClusterState, Task
 from unicrond.core.tasks.reshaping import changes_nothing
 from unicrond.core.tasks.task_rules import nearest
+from unicrond.core.tasks.task_validation import reshape_problem
 from unicrond.events.vocabulary import FirstIteration, LearningRate, ReshapeRequested, SomeWorkers, TaskSpec, Text
 from unicrond.events.vocabulary.shape import Shape
 

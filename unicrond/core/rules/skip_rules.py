@@ -12,7 +12,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events import vocabulary as v
 from unicrond.events.log.skips import can_be_skipped
 from unicrond.events.vocabulary.placements import starts
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 
 class SkipRefused(ValueError):
@@ -37,7 +37,7 @@ class SkipCheck:
             if not can_be_skipped(entry):
                 raise SkipRefused(f"--skip: entry {entry.seq} is a claim or a skip; the log needs it")
             return
-        event = entry.envelope.event if isinstance(entry, Recorded) else None
+        event = entry.envelope.event if isinstance(entry, RecordedEvent) else None
         if isinstance(event, v.MembershipDecided):
             self._generations[event.task] = max(event.generation, self._generations.get(event.task, 0))
         elif isinstance(event, v.StartWorker | v.StartWorkers):

@@ -24,6 +24,7 @@ from unicrond.core.state.state import ClusterState, Membership, Node, NodeStatus
 from unicrond.core.state.task_parts import Pace
 from unicrond.core.tasks import memory_places, reconcile
 from unicrond.core.tasks import starvation as turns
+from unicrond.core.tasks.quotas import over_quota
 from unicrond.core.tasks.reconcile import Staffing, seat
 from unicrond.core.tasks.reshaping import layouts_of
 from unicrond.core.worth.waf import has_scale, linear_flops, throughput
@@ -74,26 +75,26 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
         of=nodes,
         slots=slots,
         cordoned=cordoned,
-        isolated=[node.name for node in every if node.isolated],
-        returned=[node.name for node in every if node.returns_us],
+        isolated=[node.name for node in every if node.isolation.active],
+        returned=[node.name for node in every if node.health.returns_us],
         left_nodes=[node.name for node in every if node.status is NodeStatus.LEFT],
-        forgetting=[node.name for node in every if node.forgetting],
+        forgetting=[node.name for node in every if node.departure.removal],
         services=memory_places.services(every),
-        dated=[node.name for node in every if node.empty_by_us],
-        foretold=[node.name for node in every if node.foretold],
+        dated=[node.name for node in every if node.cordon.empty_by_us],
+        foretold=[node.name for node in every if node.health.failure_forecast],
         gpu=gpu,
         gpus=gpus,
     )
 
 
 def _plan_facts(node: Node) -> tuple[object, ...]:
-    dates = bool(node.empty_by_us), bool(node.foretold), bool(node.forgetting)
+    dates = bool(node.cordon.empty_by_us), bool(node.health.failure_forecast), bool(node.departure.removal)
     use = (
         node.schedulable,
         node.slots,
-        node.cordoned,
-        node.isolated,
-        bool(node.returns_us),
+        node.cordon.active,
+        node.isolation.active,
+        bool(node.health.returns_us),
         node.status,
         node.memory,
         node.gpu,
@@ -105,9 +106,9 @@ class Survey:
     """What the rules want to know of `state`. Several threads may ask.
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
-    depends on. `turns`: tasks whose floors go first (starvation.py). `fresh`: the adopted plan was made for the present
-    nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty where there is one.
-    `barred_pairs`: nodes that no task may be on both of (faults/links.py).
+    depends on. `turns`: tasks whose floors go first (starvation.py). `over_quota`: see quotas.py. `fresh`: the adopted
+    plan was made for the present nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty
+    where there is one. `barred_pairs`: nodes that no task may be on both of (faults/links.py).
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -119,9 +120,18 @@ class Survey:
         self.gpus: Mapping[str, str] = self.nodes.gpus
         self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
+        self.over_quota = over_quota(state)
         self.barred_pairs: tuple[Pair, ...] = barred_pairs(state)
         self._planned = tuple(
-            [(task.name, task.submitted_seq, *(("turn",) * (task.name in self.turns))) for task in self.active]
+            [
+                (
+                    task.name,
+                    task.submitted_seq,
+                    *(("turn",) * (task.name in self.turns)),
+                    *(("over quota",) * (task.name in self.over_quota)),
+                )
+                for task in self.active
+            ]
         )
         is_unchanged = before is not None and before._planned == self._planned
         is_unchanged = (
@@ -267,7 +277,7 @@ def _as_measured(before: Pace, after: Pace) -> bool:
     """Return whether what was measured is the very same."""
     if before is after:
         return True
-    is_same = before.measurements is after.measurements and before.elsewhere is after.elsewhere
+    is_same = before.measurements is after.measurements and before.other_layouts is after.other_layouts
     return is_same and before.on_gpus is after.on_gpus and before.gpu == after.gpu
 
 

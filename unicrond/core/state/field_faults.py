@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 
 import msgspec
 
-from unicrond.events.host.did_you_mean import guess
 from unicrond.events.vocabulary import NAME_PATTERN
+from unicrond.events.vocabulary.phrases import guess
 
 #: Where a value stands in a document: mapping keys and list indices from the top.
 Place: TypeAlias = tuple[str | int, ...]

@@ -34,10 +34,10 @@ class Lateness:
     """Of the suspicions of `generation`: `counts` per sign.
 
     `all`: every report; `stopped`, `busy`: of a process that is stopped, or overdue by its own word; `unnumbered`: of
-    an agent of an older version (HangSuspected.told). `waits`: in a collective; `long`: still for ALONE_LIMITS;
-    `patient`: both. `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last of them;
-    stand still outside. `silent`: the member without a report that was found last and may still be reported, "" where
-    there was none.
+    an agent of an older version (HangSuspected.report_number). `waits`: in a collective; `long`: still for
+    ALONE_LIMITS; `patient`: both. `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last
+    of them; stand still outside. `silent`: the member without a report that was found last and may still be reported,
+    "" where there was none.
     """
 
     __slots__ = ("counts", "generation", "silent", "suspicions", "workers")
@@ -74,15 +74,16 @@ class Lateness:
         is_long = suspicion.still_us >= ALONE_LIMITS * suspicion.limit_us
         signs: dict[Sign, bool] = {
             ("all", -1): True,
-            ("stopped", -1): suspicion.stopped,
-            ("busy", -1): bool(suspicion.busy),
-            ("unnumbered", -1): not suspicion.told,
-            ("waits", -1): suspicion.waiting,
+            ("stopped", -1): suspicion.is_stopped,
+            ("busy", -1): bool(suspicion.section),
+            ("unnumbered", -1): not suspicion.report_number,
+            ("waits", -1): suspicion.is_waiting,
             ("long", -1): is_long,
-            ("patient", -1): suspicion.waiting and is_long,
-            ("entered", suspicion.entered): True,
-            ("waits at", suspicion.entered): suspicion.waiting,
-            ("hangs at", suspicion.entered): not suspicion.waiting and suspicion.still_us * STILL >= suspicion.limit_us,
+            ("patient", -1): suspicion.is_waiting and is_long,
+            ("entered", suspicion.collectives_entered): True,
+            ("waits at", suspicion.collectives_entered): suspicion.is_waiting,
+            ("hangs at", suspicion.collectives_entered): not suspicion.is_waiting
+            and suspicion.still_us * STILL >= suspicion.limit_us,
         }
         return [sign for sign, applies in signs.items() if applies]
 

@@ -99,11 +99,11 @@ def phase(incident: Incident) -> IncidentPhase:
     if incident.closed_us:
         return IncidentPhase.CLOSED
     if incident.severity is Severity.SEV3:
-        return IncidentPhase.UNEXPLAINED if incident.ripe else IncidentPhase.SYMPTOM
-    return IncidentPhase.OVERDUE if incident.ripe else IncidentPhase.CAUSED
+        return IncidentPhase.UNEXPLAINED if incident.is_overdue else IncidentPhase.SYMPTOM
+    return IncidentPhase.OVERDUE if incident.is_overdue else IncidentPhase.CAUSED
 
 
 def advance(incident: Incident, trigger: IncidentTrigger, **fields: Any) -> Incident:
     """Return the incident after this trigger, with these fields besides. KeyError where the table has no such move."""
     after = MOVES[trigger][phase(incident)]
-    return replace(incident, ripe=after in (IncidentPhase.UNEXPLAINED, IncidentPhase.OVERDUE), **fields)
+    return replace(incident, is_overdue=after in (IncidentPhase.UNEXPLAINED, IncidentPhase.OVERDUE), **fields)

@@ -57,9 +57,9 @@ def link_key(node: str, peer: str) -> str:
 
 class LinkProbing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Probes of the links within the newest group. `rounds`: how often all were ordered, `ordered_us`: when last;
-    `awaited`: node -> the command that it has not answered. `overdue`: another round is due, since the group has not met
-    for long, or is slow for no worker's fault; `usual_us`: how long its iterations take when it is not (0: it is not
-    slow)."""
+    `awaited`: node -> the command that it has not answered. `overdue`: another round is due: the group has not met for
+    long, or is slow for no worker's fault; `usual_us`: how long its iterations take when it is not (0: it is not slow).
+    """
 
     rounds: int = 0
     awaited: dict[str, str] = {}

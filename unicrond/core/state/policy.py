@@ -1,15 +1,23 @@
-"""The numbers that decisions depend on: part of the configuration, handed to the pure core as data."""
+"""What the configuration says of decisions: the numbers that they depend on, handed to the pure core as data, and how
+isolated nodes return to service."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from unicrond.events.vocabulary.field_types import Workers
+
 Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
 SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
+Argument = Annotated[str, Meta(min_length=1, max_length=1024)]
+Argv = Annotated[tuple[Argument, ...], Meta(max_length=64)]
+Limit = Annotated[float, Meta(ge=1.0, le=86_400.0)]
+#: The name of a token, or "*": each owner who has no quota of his own.
+OwnerName: TypeAlias = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9][A-Za-z0-9_-]{0,62})\Z")]
 #: A third of the largest event: beside its last seats a membership has room for its peers.
 PART_BYTES = 256 * 1024
 
@@ -35,6 +43,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `transition_s`: D_transition, the expected length of a transition, until a task has had its first.
     `churn_s`: what moving a task of which nothing is broken costs on top, as time of its work; 0 = nothing.
     `forget_s`: how long after a node has left in order it is forgotten; 0: never (node_removal.py).
+    `quotas`: owner -> workers whose floors go before those of tasks over quota (quotas.py).
     `starvation_s`: how long a task may wait without workers before its `min_workers` go first (starvation.py); 0 =
     without end. `part_bytes`: a membership whose seats take more is split into parts (events/vocabulary/placements.py).
     """
@@ -54,7 +63,21 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     churn_s: SecondsOrNone = 0.0
     forget_s: SecondsOrNone = 7.0 * 86400
     starvation_s: SecondsOrNone = 0.0
+    quotas: Mapping[OwnerName, Workers] = {}
     part_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
+
+
+class Readmission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a node that was isolated for its hardware returns. Times in seconds.
+
+    `check`: a command that agents run; empty: their own self-test. It passes with exit code 0, within `timeout_s`.
+    `repair`: a command that the head runs for a node that needs a reboot or another part; empty: a person does it.
+    """
+
+    check: Argv = ()
+    timeout_s: Limit = 60.0
+    repair: Argv = ()
+    repair_timeout_s: Limit = 900.0
 
 
 class Settings(NamedTuple):
@@ -72,6 +95,7 @@ class Settings(NamedTuple):
     def numbers(self) -> dict[str, float]:
         """Return field -> number by name, for the log."""
         fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
+        fields |= {_QUOTA + owner: workers for owner, workers in fields.pop("quotas").items()}
         fields |= {name: getattr(self, name) for name in _LIMITS if getattr(self, name)}
         for name, usual in _USUAL.items():
             if fields[name] == usual:
@@ -81,13 +105,22 @@ class Settings(NamedTuple):
 
 #: Numbers that came later, left out where nobody has set another.
 _USUAL = {"part_bytes": PART_BYTES, "forget_s": Policy().forget_s, "starvation_s": 0.0}
+#: Before the owner's name, where a quota stands among the numbers.
+_QUOTA = "quotas."
 _LIMITS = ("check_timeout_s", "repair_timeout_s")
 
 
 def settings_of(numbers: Mapping[str, float]) -> Settings:
     """Read `Settings.numbers` back; what is missing gets its default. Raise ValueError for a setting unknown to this
     version."""
-    fields = {name: int(value) if value.is_integer() else value for name, value in numbers.items()}
+    fields: dict[str, Any] = {name: int(value) if value.is_integer() else value for name, value in numbers.items()}
     heartbeat_s = float(fields.pop("heartbeat_s", 1.0))
     limits = [float(fields.pop(name, 0.0)) for name in _LIMITS]
+    fields = {name: number for name, number in fields.items() if not name.startswith(_QUOTA)}
+    fields["quotas"] = quotas_among(numbers)
     return Settings(msgspec.convert(fields, Policy, strict=False), heartbeat_s, *limits)
+
+
+def quotas_among(numbers: Mapping[str, float]) -> dict[str, int]:
+    """Return the quotas of `Settings.numbers`: owner -> workers."""
+    return {name.removeprefix(_QUOTA): int(number) for name, number in numbers.items() if name.startswith(_QUOTA)}

@@ -20,6 +20,7 @@ from msgspec.structs import force_setattr
 
 from unicrond.core.state.hang_tally import Lateness
 from unicrond.core.state.node_links import NodeLink
+from unicrond.core.state.node_parts import AgentIdentity, Cordon, Isolation, NodeDeparture, NodeHealth
 from unicrond.core.state.ordered_map import in_order
 from unicrond.core.state.task_parts import (
     Copies,
@@ -38,7 +39,7 @@ from unicrond.core.state.workers import Membership as Membership
 from unicrond.core.state.workers import Worker as Worker
 from unicrond.core.state.workers import WorkerStatus as WorkerStatus
 from unicrond.core.state.workers_by_node import ByNode
-from unicrond.events.vocabulary import Fault, MemoryService, RepairNeed, StoreAddress, TaskAssignment, TaskSpec
+from unicrond.events.vocabulary import Fault, MemoryService, StoreAddress, TaskAssignment, TaskSpec
 from unicrond.events.vocabulary.field_defaults import always
 
 
@@ -67,38 +68,13 @@ class TaskStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an isolated node has been through (isolation.py). `cause`: "hardware", "strikes" (workers ended there); "":
-    it is over after a time. `attempts`: checks and repairs that failed, or had no end.
-
-    `command_id`: of the check under way. `repaired`: the repair command has done its work. `pardon`: why a person wants
-    it back. `last`, `last_us`: the last outcome, in words, and when.
-    """
-
-    cause: str = ""
-    attempts: int = 0
-    command_id: str = ""
-    check_passed: bool = msgspec.field(default=False, name="passed")
-    repaired: bool = False
-    pardon: str = ""
-    last: str = ""
-    last_us: int = 0
-
-
 class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
+    """A host; its subjects stand in node_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
-    `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
-    `until_return`: that ends when an agent comes back without workers. `returns_us`: when it came back from the lost,
-    since it was last isolated; the newest RETURNS_MAX. `schema`: what its agent reads (events/wire/schemas.py).
-    `unread`: commands that it could not, since it joined. `injected`: somebody has ordered its loss; its next return is
-    none of these. `users`: that tasks may run as; empty: all run as its agent's own. `empty_by_us`: when it is to be
-    empty, 0: at no time; `overdue`: that time is over. `window`: the maintenance window that wants it so, "" where a
-    person does. `foretold`: why its failure is expected (drains.py). `leaving`: its agent has announced its end; what
-    ends there from then on is no failure. `since_boot`: the first agent of its run directory; commands for an earlier
-    one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once it
-    is away (node_removal.py); `dismissed`: its agent was commanded to leave for that. `gpu`: the type of its GPUs, "":
-    not reported (gpu_types.py). `probe_port`: where its agent answers probes of links; 0: nowhere."""
+    `slots_max`: the most it ever had. `commands`: how many it was sent. `users`: that tasks may run as; empty: all run
+    as its agent's own. `gpu`: the type of its GPUs, "": not reported (gpu_types.py). `probe_port`: where
+    its agent answers probes of links; 0: nowhere.
+    """
 
     name: str
     status: NodeStatus
@@ -106,47 +82,29 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     slots_max: int
     address: str
     store: StoreAddress
-    agent_boot: int
+    agent: AgentIdentity
     joined_us: int
-    version: str = always("")
-    isolated: bool = always(False)
-    isolation_over: bool = always(False)
-    isolations: int = always(0)
-    cordoned: bool = always(False)
-    draining: bool = always(False)
-    cordon_reason: str = always("")
-    returns_us: tuple[int, ...] = always(())
     reason: str = always("")
     commands: int = always(0)
     memory: MemoryService | None = always(None)
-    schema: int = 1
-    unread: int = 0
-    injected: bool = False
-    isolation: Isolation | None = None
-    needs: RepairNeed = ""
     users: tuple[str, ...] = ()
-    leaving: bool = False
-    since_boot: int = 0
-    until_return: bool = False
-    empty_by_us: int = 0
-    overdue: bool = False
-    window: str = ""
-    foretold: str = ""
-    left_us: int = 0
-    forgetting: str = ""
-    dismissed: bool = False
     gpu: str = ""
     probe_port: int = 0
+    cordon: Cordon = Cordon()
+    isolation: Isolation = Isolation()
+    health: NodeHealth = NodeHealth()
+    departure: NodeDeparture = NodeDeparture()
 
     @property
     def schedulable(self) -> bool:
         """Return whether it may carry workers; a cordoned node may carry those that it has (`reconcile.capacity`)."""
-        return self.status is NodeStatus.UP and not (self.isolated or self.draining or self.leaving)
+        is_closed = self.isolation.active or self.cordon.draining or self.departure.announced
+        return self.status is NodeStatus.UP and not is_closed
 
     @property
     def may_go(self) -> bool:
         """Return whether its agent has announced its end, or its maintenance has begun: then its loss is no failure."""
-        return self.leaving or (bool(self.window) and self.overdue)
+        return self.departure.announced or (bool(self.cordon.window) and self.cordon.overdue)
 
     @property
     def left_on_purpose(self) -> bool:
@@ -156,7 +114,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
-    `submitted_seq`: the event since which it is what it is: its submission, or its last reshaping."""
+
+    `submitted_seq`: the event since which it is what it is: its submission, or its last change. `owner`: the name of
+    the token that submitted it. `updated_us`: the last time that a person gave it other settings.
+    """
 
     spec: TaskSpec
     status: TaskStatus
@@ -173,6 +134,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reshaping: Reshaping = Reshaping()
     ending: Ending = Ending()
     turn: StarvationState = StarvationState()
+    owner: str = ""
+    updated_us: int = 0
     tally_cache: Tally | None = None
     lateness_cache: Lateness | None = None
 
@@ -219,7 +182,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def generation_of(self, worker: Worker) -> int:
         """Return the newest generation whose group the worker has joined, by its own word or by that group's lead's."""
-        membership = self.membership if self.group.lead_confirmed else self.group.before
+        membership = self.membership if self.group.lead_confirmed else self.group.last_membership
         spoken_for = membership is not None and worker.worker in membership.spoken_for
         return max(worker.generation, membership.generation) if membership and spoken_for else worker.generation
 
@@ -280,18 +243,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A root cause and what was done about it.
 
-    `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
-    once a later one has formed. A worker that was no member broke none: the present one less 1.
-    `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
-    `place`: where in the training it happened, in words.
-    `lost_peers`: member that reported the newest group's break -> the peer that it lost, "" where it does not know;
-    `links`: to whom else, as far as it tells (see unicrond.events.vocabulary.ErrorReported.lost).
-    `occurred_us` is by the observer's clock; the other times are by the log's.
-    `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
-    where the state came from then.
-    `resumed_us`: when the last task hit went on training, 0 = not yet.
-    `computed`: by "task/replica", in which iteration workers of the broken generation ended, and with how many
-    micro-batches of it; `micro_batches_lost`: those that no survivor could keep.
+    `generations`: per task hit, the newest generation that the fault broke; the incident is healed there once a later
+    one has formed. A worker that was no member broke none: the present one less 1. `is_overdue`: the time to wait is
+    over: for a better explanation (SEV3), or for the process to end by itself. `place`: where in the training it
+    happened, in words. `lost_peers`: member that reported the newest group's break -> the peer that it lost, "" where
+    it does not know; `links`: to whom else, as far as it tells (see unicrond.events.vocabulary.ErrorReported.lost).
+    `occurred_us` is by the observer's clock; the other times are by the log's. `iterations_lost`: committed ones that
+    had to be trained again, since no live replica was left; `state_from`: where the state came from then. `resumed_us`:
+    when the last task hit went on training, 0 = not yet. `micro_batches_finished`: by "task/replica", in which
+    iteration workers of the broken generation ended, and with how many micro-batches of it; `micro_batches_lost`: those
+    that no survivor could keep.
     """
 
     id: str
@@ -305,12 +266,12 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detected_us: int
     log_tail: str = always("")
     place: str = always("")
-    lost_peers: dict[str, str] = always({}, name="lost")
+    lost_peers: dict[str, str] = always({})
     symptoms: int = always(0)
-    ripe: bool = always(False)
+    is_overdue: bool = always(False)
     response: str = always("")
     resumed_us: int = always(0)
-    redone: int = always(0)
+    micro_batches_repeated: int = always(0)
     iterations_lost: int = always(0)
     state_from: str = always("")
     closed_us: int = always(0)
@@ -320,7 +281,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transition_flop: float = always(0.0)
     sub_health_flops: int = always(0)
     links: dict[str, tuple[str, ...]] = {}
-    computed: dict[str, tuple[int, int]] = {}
+    micro_batches_finished: dict[str, tuple[int, int]] = {}
     micro_batches_lost: int = 0
 
     @property
@@ -343,7 +304,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waf_if_healthy: int = always(0)
     transition_flop: float = always(0.0)
     method: str = always("")
-    took_us: int = always(0)
+    duration_us: int = always(0)
     rows_reused: int = always(0)
     healthy_gpus: dict[str, str] = {}
 
@@ -390,7 +351,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Everything. `last_numbers`: per producer, the last (boot, number) that was folded (de-duplication).
 
     `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
-    `refused`: the newest REFUSED_MAX of the quarantined that were valid events. `ledger`: what was achieved and
+    `refusals`: the newest REFUSED_MAX of the quarantined that were valid events. `ledger`: what was achieved and
     lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet. `schema`: what the coordinator of the
     present term reads and writes (events/wire/schemas.py). `check_limit_us`, `repair_limit_us`: how long its health
     checks and repairs may take; 0: it has none (isolation.py). `logins`: of nodes that were enrolled, by name.
@@ -406,23 +367,24 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     nodes: Mapping[str, Node] = always({})
     tasks: dict[str, Task] = always({})
     incidents: dict[str, Incident] = always({})
-    closed: tuple[Incident, ...] = always(())
+    closed_incidents: tuple[Incident, ...] = always(())
     incidents_total: int = always(0)
     plan: Plan = always(Plan())
     injections: dict[str, Injection] = always({})
     ledger: Ledger = always(Ledger())
     worker_mtbf_us: int = always(0)
-    last_numbers: Mapping[str, tuple[int, int]] = always({}, name="seen")
-    quarantined: int = always(0)
+    last_numbers: Mapping[str, tuple[int, int]] = always({})
+    quarantined_messages: int = always(0)
     duplicates: int = always(0)
     inert: int = always(0)
-    refused: tuple[Refusal, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     schema: int = 1
     check_limit_us: int = 0
     repair_limit_us: int = 0
     logins: dict[str, NodeLogin] = {}
     log_adopted_us: int = 0
     windows: dict[str, Window] = {}
+    quotas: Mapping[str, int] = {}
     starvation_us: int = 0
     links: dict[str, NodeLink] = {}
     by_node_cache: ByNode | None = None

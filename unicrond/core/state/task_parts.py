@@ -70,8 +70,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
 
-    `committed_generation`: the generation that committed it. `unsaved`: why the last checkpoint was not written, by
-    whose it was (unicrond.events.vocabulary.SaveFailed).
+    `committed_generation`: the generation that committed it. `save_failures`: why the last checkpoint was not written,
+    by whose it was (unicrond.events.vocabulary.SaveFailed).
     """
 
     iteration: int = always(0)
@@ -82,24 +82,24 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     first_commit_us: int = always(0)
     last_commit_us: int = always(0)
     checkpoint_iteration: int = always(0)
-    unsaved: dict[str, str] = {}
+    save_failures: dict[str, str] = {}
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration_us`: per iteration, by the last report. `timings`: by the last TIMINGS_MAX reports of the present
-    generation, its first WARM_UP left out (`warm`: how many have come). `measurements`: workers -> FLOP/s that were
-    measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
-    `elsewhere`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and D_move,
-    likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none reported;
-    `on_gpus`: what was measured on other types, by layout (gpu_types.py).
+    generation, its first WARM_UP left out (`warm_up_reports`: how many have come). `measurements`: workers -> FLOP/s
+    that were measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none
+    yet. `other_layouts`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and
+    D_move, likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none
+    reported; `on_gpus`: what was measured on other types, by layout (gpu_types.py).
     """
 
     iteration_us: int = always(0)
     timings: tuple[int, ...] = always(())
-    warm: int = always(0)
-    measurements: dict[str, int] = always({}, name="measured")
+    warm_up_reports: int = always(0)
+    measurements: dict[str, int] = always({})
     transition_us: int = always(0)
-    elsewhere: dict[str, dict[str, int]] = {}
+    other_layouts: dict[str, dict[str, int]] = {}
     reshape_us: int = 0
     move_us: int = 0
     gpu: str = ""
@@ -110,28 +110,26 @@ class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """`formed_after`: the iteration at which the newest membership was decided.
 
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
-    `meetings`: deadlines for a meeting that have passed and ended no process.
-    `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
-    `overdue`: the newest generation, planned or announced by its lead, not met in time while an open incident was about
-    others; 0 = none.
-    `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
-    `stragglers`: members that are slower than the other replicas, by worker.
-    `telling`: parts of the next membership, as far as they have come (events/vocabulary/placements.py).
-    `lead_confirmed`: the newest group's lead has said for all that they are in it (MembershipDecided.leader_confirms).
-    `before`: the last membership of which a lead had said so, until the newest group has met.
-    `probing`: probes of the links between its members (faults/links.py).
+    `meetings`: deadlines for a meeting that have passed and ended no process. `unread_generation`: the newest
+    generation whose command a node could not read (folding/commands.py); 0 = none. `overdue_generation`: the newest
+    generation, planned or announced by its lead, not met in time while an open incident was about others; 0 = none.
+    `suspicions`: per member, the last report that it stands still in the present generation (hangs.py). `stragglers`:
+    members that are slower than the other replicas, by worker. `membership_parts`: parts of the next membership, as far
+    as they have come (events/vocabulary/placements.py). `lead_confirmed`: the newest group's lead has said for all that
+    they are in it (MembershipDecided.leader_confirms). `last_membership`: the last membership of which a lead had said
+    so, until the newest group has met. `probing`: probes of the links between its members (faults/links.py).
     """
 
     formed_after: int = always(0)
     reattempts: int = always(0)
     meetings: int = 0
-    unread: int = 0
+    unread_generation: int = 0
     suspicions: Mapping[str, HangSuspected] = always({})
     stragglers: dict[str, Straggler] = {}
-    overdue: int = 0
-    telling: PartialMembership | None = None
-    lead_confirmed: bool = msgspec.field(default=False, name="met")
-    before: Membership | None = None
+    overdue_generation: int = 0
+    membership_parts: PartialMembership | None = None
+    lead_confirmed: bool = False
+    last_membership: Membership | None = None
     probing: LinkProbing = LinkProbing()
 
 
@@ -139,13 +137,12 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
     are one blow; a worker that was started after it makes the next.
 
-    `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
-    `stuck`: blows anywhere since the task last committed a new iteration.
-    `ends`: per node, of how many broken links it was an end, since the task last was calm there with others (in units
-    of blame.py); `breaks`: how often a worker there was given up for that; `unclear`: how often of these another was as
-    likely at fault.
-    `early`: how often its program has ended in mid-training without a word (`left_early`), since it last was calm;
-    workers of numbers below `early_below` belong to the last time.
+    `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted. `stuck`:
+    blows anywhere since the task last committed a new iteration. `ends`: per node, of how many broken links it was an
+    end, since the task last was calm there with others (in units of blame.py); `breaks`: how often a worker there was
+    given up for that; `unclear_breaks`: how often of these another was as likely at fault. `early_ends`: how often its
+    program has ended in mid-training without a word (`left_early`), since it last was calm; workers of numbers below
+    `early_below` belong to the last time.
     """
 
     strikes: dict[str, int] = always({})
@@ -153,8 +150,8 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stuck: int = always(0)
     ends: dict[str, int] = always({})
     breaks: dict[str, int] = always({})
-    unclear: dict[str, int] = {}
-    early: int = 0
+    unclear_breaks: dict[str, int] = {}
+    early_ends: int = 0
     early_below: int = 0
 
     @property
@@ -175,7 +172,7 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     peers: tuple[MemoryService, ...] = always(())
-    holdings: Mapping[str, KeptState] = always({}, name="kept")
+    holdings: Mapping[str, KeptState] = always({})
 
 
 class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -201,7 +198,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = always("")
     params_digest: str = always("")
     stop: str = ""
-    loop_exits: dict[str, int] = msgspec.field(default={}, name="left")
+    loop_exits: dict[str, int] = {}
 
 
 class StarvationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

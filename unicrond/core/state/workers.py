@@ -39,8 +39,9 @@ _NEVER_TO_TRAIN = (*_ENDING, WorkerStatus.PARKED)
 class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
 
-    `injected`: the fault ordered for it, which is not a strike. `answered`: the last membership that it
-    said to wait in for the others. `busy`: with what its program has declared, for at most `busy_us`; "" = nothing.
+    `ordered_fault`: the fault ordered for it, which is not a strike. `answered_generation`: the last membership that it
+    said to wait in for the others. `section`: with what its program has declared, for at most `section_limit_us`; "" =
+    nothing.
     """
 
     worker: str
@@ -51,10 +52,10 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     command_id: str = always("")
     pid: int = always(0)
     generation: int = always(0)
-    injected: FaultKind | Literal[""] = ""
-    answered: int = 0
-    busy: str = ""
-    busy_us: int = 0
+    ordered_fault: FaultKind | Literal[""] = ""
+    answered_generation: int = 0
+    section: str = ""
+    section_limit_us: int = 0
 
     @property
     def alive(self) -> bool:
@@ -214,7 +215,7 @@ def _count_flags(kind: Kind) -> tuple[bool, ...]:
 
 
 def _is_apart(worker: Worker) -> bool:
-    return worker.status is not WorkerStatus.MEMBER or bool(worker.busy_us)
+    return worker.status is not WorkerStatus.MEMBER or bool(worker.section_limit_us)
 
 
 def _kinds(workers: Iterable[Worker], membership: Membership | None) -> Counter[Kind]:
@@ -223,10 +224,10 @@ def _kinds(workers: Iterable[Worker], membership: Membership | None) -> Counter[
 
 def _kind(worker: Worker, membership: Membership | None) -> Kind:
     if membership is None:
-        return Kind(worker.status, worker.generation == 0, False, False, bool(worker.busy_us))
+        return Kind(worker.status, worker.generation == 0, False, False, bool(worker.section_limit_us))
     name = worker.worker
     newest, member = worker.generation == membership.generation, name in membership.names
-    return Kind(worker.status, newest, member, name in membership.spoken_for, bool(worker.busy_us))
+    return Kind(worker.status, newest, member, name in membership.spoken_for, bool(worker.section_limit_us))
 
 
 def _differing(before: Membership, after: Membership) -> set[str]:

@@ -163,7 +163,7 @@ def has_state(task: Task) -> bool:
 def schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
     """Return the slots of the nodes that may carry workers, and which of these nodes are cordoned."""
     usable = [node for node in nodes.values() if node.schedulable]
-    return {node.name: node.slots for node in usable}, [node.name for node in usable if node.cordoned]
+    return {node.name: node.slots for node in usable}, [node.name for node in usable if node.cordon.active]
 
 
 def capacity(state: ClusterState, slots: Mapping[str, int], cordoned: Sequence[str]) -> Mapping[str, int]:

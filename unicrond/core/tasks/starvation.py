@@ -3,7 +3,8 @@
 Rules
 -----
 * A task that no plan has given workers for `starvation_s` is overdue: the next plan meets its floor (`min_workers`)
-  before the floors of all tasks that have no turn, whatever it costs those. One that waits longer goes first.
+  before the floors of all tasks of its priority that have no turn, whatever it costs those. One that waits longer goes
+  first.
 * With its workers its turn begins. For `starvation_s` its floor keeps that rank, then it is a task like the others: it
   may lose them, wait, and be overdue again.
 * One that a plan has passed over for one behind it, or for none (no node is large enough for it), goes to the end of

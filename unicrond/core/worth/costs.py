@@ -15,8 +15,9 @@ Rules
   for a moment, while tasks still run on what a newer plan takes from them.
 * Two incidents that keep one task from training charge its loss once: to the first. An incident that takes over
   others takes their charges over.
-* Rates change by events alone, and only then is anything added up: `accrue` looks at the states before and after
-  an event; `at` adds what has come since.
+* Rates change by events alone, and only then is anything added up: `with_costs` is a pass of its own after each
+  entry's fold, looks at the states before and after it, and alone writes the ledger; `costs_at` adds what has come
+  since. The ledger stands in the state, since decisions read it: the summary of an incident, the rate of failures.
 
 What does not live here: where F and the healthy plan come from (`waf.py`, `plan_problems.py`).
 """
@@ -31,7 +32,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from unicrond.core.nodes.gpu_types import on_type
-from unicrond.core.state.state import ClusterState, Incident, Plan, Task, TaskStatus
+from unicrond.core.state.state import ClusterState, Incident, Plan, Severity, Task, TaskStatus
 from unicrond.core.state.work_ledger import Account, Charge, Ledger
 from unicrond.core.worth.waf import best_waf, has_scale, linear_flops, waf, worth_stays
 from unicrond.events import vocabulary as v
@@ -116,9 +117,9 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
     )
 
 
-def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> ClusterState:
-    """Return `after` (the event) with its ledger carried on from `before`; the same object where no rate has
-    changed."""
+def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> ClusterState:
+    """Return `after`, into which the event has led from `before`, with its ledger carried on; the same object where no
+    rate has changed."""
     if type(event) in _FREE or (isinstance(event, v.WorkerJoinedGroup) and not _completes(after, event)):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
@@ -144,8 +145,16 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
         healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)
     if accounts == after.ledger.accounts and healthy == after.ledger.healthy and before.incidents is after.incidents:
         return after
-    ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy)
+    failures = after.ledger.failures + _failures(before, event)
+    ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy, failures=failures)
     return replace(after, ledger=_date_back(_hand_over(ledger, before, after), after))
+
+
+def _failures(before: ClusterState, event: v.AnyEvent) -> int:
+    """Return 1 where the event closes an incident that took a process or a node, else 0."""
+    if not isinstance(event, v.TransitionCompleted) or event.incident not in before.incidents:
+        return 0
+    return int(before.incidents[event.incident].severity < Severity.SEV3)
 
 
 def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:

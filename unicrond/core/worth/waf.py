@@ -149,7 +149,7 @@ def flops_of(
 def _measured_in(task: Task, shape: Shape) -> dict[str, int]:
     if shape == task.spec.shape:
         return task.pace.measurements
-    return task.pace.elsewhere.get(layout_key(shape), {})
+    return task.pace.other_layouts.get(layout_key(shape), {})
 
 
 def _doublings(first: Shape, second: Shape) -> float:
@@ -194,7 +194,7 @@ def _curve(spec: TaskSpec, flops: Model | CalibratedModel | ExtrapolatedModel) -
 
 def has_scale(task: Task) -> bool:
     """Return whether its T is known in FLOP/s; of other tasks it is a line of `linear_flops`."""
-    return bool(task.pace.measurements or task.pace.elsewhere or spec_on(task.spec, task.pace.gpu).throughput)
+    return bool(task.pace.measurements or task.pace.other_layouts or spec_on(task.spec, task.pace.gpu).throughput)
 
 
 def linear_flops(state: ClusterState) -> int:
@@ -227,7 +227,7 @@ def worth_stays(before: ClusterState, after: ClusterState) -> bool:
             continue
         if was is None or was.spec is not task.spec or was.status is not task.status:
             return False
-        if was.pace.measurements is not task.pace.measurements or was.pace.elsewhere is not task.pace.elsewhere:
+        if was.pace.measurements is not task.pace.measurements or was.pace.other_layouts is not task.pace.other_layouts:
             return False
         if was.pace.gpu != task.pace.gpu:
             return False
@@ -238,6 +238,6 @@ def _per_worker(task: Task) -> int:
     """Return FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is
     known."""
     table = spec_on(task.spec, task.pace.gpu).throughput
-    by_workers = task.pace.measurements or next(iter(task.pace.elsewhere.values()), {}) or table
+    by_workers = task.pace.measurements or next(iter(task.pace.other_layouts.values()), {}) or table
     most = max(by_workers, key=int, default="")
     return by_workers[most] // int(most) if most else 0

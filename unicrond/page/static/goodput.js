@@ -34,9 +34,9 @@ export class Goodput {
     const { cluster } = told;
     show(this.body, h("p", { class: "faint" }, told.from_us ? `${moment(told.from_us)} to ${moment(told.until_us)}` : ""),
       cluster.failure_free_flop ? waterfall(cluster) : h("p", {}, "No plan in this interval: there is nothing to measure against."),
-      told.tasks.length > 0 && [h("h2", {}, "Tasks"), table(["task", "#goodput", "#ETTR", "#MFU", "#FLOP/s per worker", "#highest step", "#interruptions", "#mean between", "#iterations lost", "#redone"], told.tasks.map((task) => [
+      told.tasks.length > 0 && [h("h2", {}, "Tasks"), table(["task", "#goodput", "#ETTR", "#MFU", "#FLOP/s per worker", "#highest step", "#interruptions", "#mean between", "#iterations lost", "#repeated"], told.tasks.map((task) => [
         task.task, percent(task.goodput), percent(task.ettr), percent(task.mfu), si(task.flops_per_worker, "FLOP/s"), task.highest_step, task.interruptions, task.mtti_us === null ? "-" : span(task.mtti_us),
-        task.iterations_lost ? `${task.iterations_lost} (${span(task.lost_work_us)})` : 0, task.micro_batches_redone]))],
+        task.iterations_lost ? `${task.iterations_lost} (${span(task.lost_work_us)})` : 0, task.micro_batches_repeated]))],
       told.tasks.map((task) => h("div", { class: "panel" }, h("h3", {}, `Where the time of ${task.task} went`), bars(Object.entries(task.times_us).map(([what, us]) => [what, us, `${span(us)}, ${percent(us / task.wall_us, 1)}`]), task.wall_us))),
       h("h2", {}, "Suspect nodes"), told.lemons.length ? table(["node", "#score", "verdict", "signals"], told.lemons.slice(0, 20).map((one) => [
         one.node, one.score, one.is_lemon ? h("b", { class: "bad" }, "lemon") : "-", h("td", { class: "wide" }, one.reason)])) : h("p", {}, "None."),

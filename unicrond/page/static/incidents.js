@@ -1,4 +1,4 @@
-// Incidents on a line of time, and the story of one: cause, evidence, decision, times, what was redone, log tail.
+// Incidents on a line of time, and the story of one: cause, evidence, decision, times, what was repeated, log tail.
 
 import { ERRORS } from "./source.js";
 import { SEVERITY, clock, css, h, moment, sharp, show, si, span, table } from "./dom.js";
@@ -29,9 +29,9 @@ export class Incidents {
     if (seen === this.seen) return;
     this.seen = seen;
     const newest = [...view.incidents].reverse();
-    show(this.list, newest.length ? table(["incident", "severity", "cause", "node", "tasks", "response", "#detection", "#transition", "#redone", "when"], newest.map((one) => [
+    show(this.list, newest.length ? table(["incident", "severity", "cause", "node", "tasks", "response", "#detection", "#transition", "#repeated", "when"], newest.map((one) => [
       one.id, h("span", { style: { borderLeft: `.4rem solid ${SEVERITY[one.severity]}`, paddingLeft: ".4rem" } }, one.severity), one.kind, one.node, one.tasks.join(", ") || "-",
-      one.closed_us ? one.response : h("b", { class: "bad" }, `${one.response} (open)`), span(one.detection_us), one.transition_us ? span(one.transition_us) : "-", one.redone, moment(one.detected_us)]),
+      one.closed_us ? one.response : h("b", { class: "bad" }, `${one.response} (open)`), span(one.detection_us), one.transition_us ? span(one.transition_us) : "-", one.micro_batches_repeated, moment(one.detected_us)]),
     (row) => this.tell(newest[row])) : h("p", {}, "No incident so far."));
   }
 
@@ -74,11 +74,11 @@ export class Incidents {
       ["cause", `${one.kind}: ${one.message}`], ["where", `${one.worker ? `worker ${one.worker} on ` : ""}node ${one.node}${one.place ? `, ${one.place}` : ""}`],
       ["hit", one.tasks.join(", ") || "no task"], ["evidence", evidence], ["decision", decision], ["response", `${one.severity}: ${one.response}`],
       ["times", `occurred ${clock(one.occurred_us)}, in the log ${clock(one.detected_us)} (${span(one.detection_us)} later)${one.resumed_us ? `, training again ${clock(one.resumed_us)}` : ""}${one.closed_us ? `, closed ${clock(one.closed_us)}` : ", still open"}`],
-      ["redone", `${one.redone} micro-batches${one.iterations_lost ? `, ${one.iterations_lost} iterations (state from ${one.state_from})` : ""}`], ["cost", one.flop ? `${si(one.flop, "FLOP")}, weighted` : "-"]];
+      ["repeated", `${one.micro_batches_repeated} micro-batches${one.iterations_lost ? `, ${one.iterations_lost} iterations (state from ${one.state_from})` : ""}`], ["cost", one.flop ? `${si(one.flop, "FLOP")}, weighted` : "-"]];
     const entries = h("div", { class: "scroll" }, "reading the log"), tail = h("div", {});
     show(this.story, h("div", { class: "panel" }, h("h3", {}, `${one.id}: ${one.kind}, ${one.severity}`), table(["", ""], facts.map(([name, text]) => [name, text instanceof Node ? text : h("td", { class: "wide" }, text)])),
       tail, h("h3", {}, "In the log"), entries,
-      h("p", { class: "faint" }, `The whole account: unicron-replay story ${one.id}`)));
+      h("p", { class: "faint" }, `The whole account: unicron-replay story incident ${one.id}`)));
     this.story.scrollIntoView({ block: "nearest" });
     try {
       const found = await this.source.story(one);

@@ -48,10 +48,11 @@ export class Plan {
     const lose = this.lose.value.split(/[\s,]+/).filter(Boolean), add = Number(this.add.value);
     show(this.answer, "planning");
     try {
-      const { now, then } = await this.source.ask("v1/plan/whatif", { lose, add_nodes: add });
-      const had = (name) => now.assignments?.[name]?.workers ?? 0, view = this.source.view;
-      show(this.answer, h("div", { class: "panel" }, h("p", {}, h("b", {}, `WAF ${worth(view, now.waf ?? 0, Object.fromEntries(Object.entries(now.assignments ?? {}).map(([name, one]) => [name, one.workers])))} → ${worth(view, then.waf, workersOf(then.assignments))}`), `; the change would cost ${si(then.transition_flop ?? 0, "FLOP")}`),
-        table(["task", "#workers", "#would have"], then.assignments.map((one) => [one.task, had(one.task), h("b", { class: had(one.task) === one.workers ? "" : "warn" }, one.workers)])), h("p", {}, then.reason)));
+      const { now, then, waf_now: wafs } = await this.source.ask("v1/plan/whatif", { lose, add_nodes: add });
+      const workers = (plan) => Object.fromEntries(Object.entries(plan.assignments ?? {}).map(([name, one]) => [name, one.workers]));
+      const had = workers(now), would = workers(then), view = this.source.view;
+      show(this.answer, h("div", { class: "panel" }, h("p", {}, h("b", {}, `WAF ${worth(view, Object.values(wafs).reduce((sum, waf) => sum + waf, 0), had)} → ${worth(view, then.waf ?? 0, would)}`), `; the change would cost ${si(then.transition_flop ?? 0, "FLOP")}`),
+        table(["task", "#workers", "#would have"], Object.entries(would).map(([name, count]) => [name, had[name] ?? 0, h("b", { class: (had[name] ?? 0) === count ? "" : "warn" }, count)])), h("p", {}, then.reason)));
     } catch (error) { show(this.answer, h("p", { class: "bad" }, error.message)); }
   }
 }

@@ -59,13 +59,13 @@ export class Ranks {
 
   cell(row, mark, counts) {
     const kind = row.still || row.status === "lost" || row.status === "stopping" ? "bad" : row.factor || row.busy || !row.in_group ? "warn" : "";
-    const at = row.still ?? (mark && { ...mark, collective: mark.entered });
+    const at = row.still ?? (mark && { ...mark, collective: mark.collectives_entered });
     const doing = row.busy ? `busy: ${row.busy}` : row.factor ? `${row.factor.toFixed(2)} times as slow` : row.in_group ? (mark ? "" : "trains") : row.status;
-    counts[kind ? "other" : mark?.waiting ? "wait" : "train"]++;
+    counts[kind ? "other" : mark?.is_waiting ? "wait" : "train"]++;
     const name = h("b", {}, `rank ${row.rank}`), about = { class: `rank ${kind}`, onclick: () => this.tell(row), title: `${row.worker} on ${row.node}` };
-    if (this.rows.length > COMPACT) return h("button", about, name, h("small", {}, at ? `${at.phase} ${at.micro_batch}, ${at.waiting ? "in " : ""}c${at.collective}` : doing), at && h("small", {}, span(at.still_us)));
+    if (this.rows.length > COMPACT) return h("button", about, name, h("small", {}, at ? `${at.phase} ${at.micro_batch}, ${at.is_waiting ? "in " : ""}c${at.collective}` : doing), at && h("small", {}, span(at.still_us)));
     return h("button", about, name, ` ${row.worker} `, h("small", {}, `on ${row.node}, pid ${row.pid || "-"}, replica ${row.replica}, shard ${row.shard}`),
-      at && h("small", {}, `iteration ${at.iteration}, ${at.phase}, micro-batch ${at.micro_batch}`), at && h("small", {}, `${at.waiting ? "waits in" : "last"} collective ${at.collective}, since ${span(at.still_us)}`),
+      at && h("small", {}, `iteration ${at.iteration}, ${at.phase}, micro-batch ${at.micro_batch}`), at && h("small", {}, `${at.is_waiting ? "waits in" : "last"} collective ${at.collective}, since ${span(at.still_us)}`),
       row.still && h("small", { class: "bad" }, "stands still"), doing && h("small", {}, doing));
   }
 

@@ -8,6 +8,7 @@
     GET  /v1/skips                         the entries that every reader passes over: {SEQ: why}
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
+    POST /v1/tasks/NAME/update             another weight, priority, or other bounds: see request_bodies.py
     POST /v1/tasks/NAME/reshape            another layout or size: see core/rules/reshape_requests.py
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
@@ -19,6 +20,7 @@
     POST /v1/faults                        see fault_targets.py; 409 unless the configuration allows it
     GET  /v1/goodput?peak_tflops=N&last_s=S   goodput and badput by cause (views/goodput_report.py); N: of one worker
     GET  /v1/plan/table                    what would be planned after each event that may come next
+    GET  /v1/views/NAME                    what a view of the log has to say, such as goodput (views/table.py)
     GET  /v1/plan/spares?repair_s=S&mtbf_s=S   how many nodes of each type to keep back (views/spares.py)
     POST /v1/plan/whatif                   what would be planned if; changes nothing
     GET  /v1/logs/TASK?rank=R|worker=W&tail_bytes=N&offset=O
@@ -41,20 +43,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
 from unicrond.core.nodes import node_removal as forgetting
 from unicrond.core.planning.problem import ProblemError
 from unicrond.core.rules.fault_targets import FaultOrder, OrderRefused, injection_request
-from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem, user_problem
+from unicrond.core.rules.requests import agent_mismatch, enrolment_problem, maintenance_problem, update_problem
 from unicrond.core.rules.reshape_requests import ReshapeOrder, reshape_request
 from unicrond.core.rules.survey import worker_mtbf_us
 from unicrond.core.state.state import Task, TaskStatus
 from unicrond.core.state.state_bytes import digest, to_json
 from unicrond.core.tasks.reshaping import reshaped
 from unicrond.core.tasks.task_rules import too_few_lanes
-from unicrond.display.derived_figures import derived_values
+from unicrond.core.tasks.task_validation import name_conflict, task_problems
+from unicrond.display.cluster_tables import derived_values
 from unicrond.events.log.event_log import EventLog
 from unicrond.events.trust.logins import BadLogin, agent_login
 from unicrond.events.vocabulary import (
@@ -68,6 +72,7 @@ from unicrond.events.vocabulary import (
     NodeUncordoned,
     TaskCancelled,
     TaskSubmitted,
+    TaskUpdated,
 )
 from unicrond.events.wire.codec import API_PRODUCER, BadEvent
 from unicrond.events.wire.envelope import Envelope
@@ -75,7 +80,7 @@ from unicrond.events.wire.schemas import beyond_schema
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import parse_task
 from unicrond.intake.timeouts import contradictions
-from unicrond.intake.tokens import FULL_GRANT, Grant
+from unicrond.intake.tokens import FULL_GRANT, Grant, Scope
 from unicrond.service.api.access import Access, AccessDenied
 from unicrond.service.api.event_log_api import LogApi
 from unicrond.service.api.http_parts import answer, body_of, error, is_from_elsewhere, json_of, number_in
@@ -83,10 +88,19 @@ from unicrond.service.api.metrics import exposition
 from unicrond.service.api.page_api import PageApi
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.redaction import mask_of, redact_state, warnings_of
-from unicrond.service.api.request_bodies import CordonOrder, Enrolment, ForgetOrder, MaintenanceOrder, OfNode, Reason
+from unicrond.service.api.request_bodies import (
+    CordonOrder,
+    Enrolment,
+    ForgetOrder,
+    MaintenanceOrder,
+    OfNode,
+    Reason,
+    UpdateOrder,
+)
 from unicrond.service.api.worker_output import LogReader
 from unicrond.service.coordinator.coordinator import Coordinator
-from unicrond.views.plan_preview import WhatIfError, changes_of, table_json, what_if
+from unicrond.views import what_if
+from unicrond.views.plan_preview import table_json
 from unicrond.views.spares import DAY_S, spares
 
 _REASON = "requested by an operator"
@@ -150,6 +164,7 @@ class Api:
                 web.get("/v1/state", self.state),
                 web.post("/v1/tasks", self.submit),
                 web.post("/v1/tasks/{task}/cancel", self.cancel),
+                web.post("/v1/tasks/{task}/update", self.update),
                 web.post("/v1/tasks/{task}/reshape", self.reshape),
                 web.post("/v1/nodes/{node}/cordon", self.cordon),
                 web.post("/v1/nodes/{node}/uncordon", self.uncordon),
@@ -261,13 +276,13 @@ class Api:
         return answer({"epoch": epoch, **await asyncio.to_thread(table_json, table)})
 
     async def plan_whatif(self, request: web.Request) -> web.Response:
-        """Answer with the plan that would be adopted if the cluster were as the body says (`what_if.Changes`)."""
+        """Answer with the plan that would be adopted if the cluster were as the body says (`ClusterChanges`)."""
         body, state, policy = await json_of(request), self._coordinator.state, self._config.policy
         try:
-            plan = await asyncio.to_thread(what_if, state, policy, changes_of(body))
-        except (WhatIfError, ProblemError) as wrong:
+            outcome = await asyncio.to_thread(what_if.what_if, state, policy, what_if.changes_of(body))
+        except (what_if.WhatIfError, ProblemError) as wrong:
             return error(400, str(wrong))
-        return answer({"now": state.plan, "then": plan})
+        return answer(what_if.answer(state, outcome))
 
     async def plan_spares(self, request: web.Request) -> web.Response:
         """Answer with what the cluster would achieve with some nodes kept back. A failed node is away for `repair_s` (a
@@ -285,11 +300,12 @@ class Api:
         spec, wrong = await asyncio.to_thread(parse_task, await json_of(request))  # a throughput_model takes a while
         if spec is None:
             return error(400, str(wrong[0]))
-        previous = self._coordinator.state.tasks.get(spec.name)
-        if previous is not None and (previous.status is TaskStatus.ACTIVE or not previous.at_rest):
-            return error(409, f"name: task {spec.name} already exists; choose another name, or cancel it first")
-        if problem := user_problem(self._coordinator.state, spec):
-            return error(400, problem)
+        if conflict := name_conflict(self._coordinator.state, spec.name):
+            return error(409, conflict)
+        if problems := task_problems(spec, self._coordinator.state):
+            return error(400, str(problems[0]))
+        if spec.priority > 0:
+            _may_prefer(spec.priority)
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
@@ -304,11 +320,22 @@ class Api:
         reason = (await body_of(request, Reason)).reason or _REASON
         return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
 
+    async def update(self, request: web.Request) -> web.Response:
+        """Give a running task another weight, priority or other bounds. 400 says which setting is wrong."""
+        task = self._task(request)
+        order = await body_of(request, UpdateOrder)
+        event = TaskUpdated(task=task.name, **{**msgspec.structs.asdict(order), "reason": order.reason or _REASON})
+        if problem := update_problem(task, event):
+            return error(400, problem)
+        if (event.priority or 0) > max(0, task.spec.priority):
+            _may_prefer(event.priority or 0)
+        return await self._append(event, {"task": task.name, **event.settings}, 202)
+
     async def reshape(self, request: web.Request) -> web.Response:
         """Submit another layout, or number of workers, for a running task. 400 says which field is wrong."""
         task = self._task(request)
         event = reshape_request(self._coordinator.state, task, await body_of(request, ReshapeOrder))
-        about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "by"}
+        about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "requester"}
         return await self._append(event, {**about, "warnings": too_few_lanes(reshaped(task.spec, event))}, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:
@@ -427,7 +454,7 @@ class Api:
 
     async def _append(self, event: AnyRequest, about: dict[str, object], status: int) -> web.Response:
         schema = self._coordinator.state.schema
-        event = replace(event, by=_caller.get().name)
+        event = replace(event, requester=_caller.get().name)
         if beyond := beyond_schema(event, schema):
             return error(400, f"{beyond[0]}: this coordinator writes schema {schema}, which lacks it (write_schema)")
         term = self._coordinator.term
@@ -446,3 +473,11 @@ class Api:
         except BadEvent as wrong:
             return error(400, wrong.reason)
         return answer({**about, "seq": seq}, status)
+
+
+def _may_prefer(priority: int) -> None:
+    """Raise OrderRefused unless the caller may put a task before all that have the usual priority."""
+    grant = _caller.get()
+    if Scope.OPERATE not in grant.scopes:
+        text = f"priority: {priority} goes before other people's tasks; token {grant.name} may give 0 or less"
+        raise OrderRefused(403, f"{text}, one with scope operate more")

@@ -14,7 +14,7 @@ from aiohttp import web
 from unicrond.core.state.state import ClusterState
 from unicrond.display.event_lines import entry_json
 from unicrond.events.log.event_log import EventLog
-from unicrond.events.wire.envelope import Quarantined
+from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.service.api.http_parts import answer, body_of, error, number_in
 from unicrond.service.api.node_checks import ChecksBusy, ChecksRequest, NodeChecks
 from unicrond.service.api.redaction import Discretion
@@ -69,7 +69,11 @@ class LogApi:
         async with aclosing(self._event_log.read(after, until_seq=until)) as entries:
             async for entry in entries:
                 discretion.see(entry)
-                kind = "Quarantined" if isinstance(entry, Quarantined) else type(entry.envelope.event).__name__
+                kind = (
+                    "QuarantinedMessage"
+                    if isinstance(entry, QuarantinedMessage)
+                    else type(entry.envelope.event).__name__
+                )
                 data = msgspec.json.encode(discretion.plain(entry_json(entry))).decode()
                 await response.write(f"id: {entry.seq}\nevent: {kind}\ndata: {data}\n\n".encode())
 

@@ -20,13 +20,14 @@ from prometheus_client.registry import Collector
 
 from unicrond.core.nodes.isolation import phase
 from unicrond.core.nodes.liveness import OutboxBacklog
+from unicrond.core.state.node_parts import Probation
 from unicrond.core.state.state import ClusterState, Task, TaskStatus, WorkerStatus
 from unicrond.core.state.work import achieved_waf, delivered_flop
 from unicrond.core.worth.costs import costs_at
 from unicrond.display.cluster_tables import NODE_STATUSES, node_status, stragglers
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.code_identity import code_version
-from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.views.goodput_report import reading, report
 
 TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
@@ -76,7 +77,7 @@ class StateCollector(Collector):
         yield _gauge("unicron_plan_epoch", "Epoch of the adopted plan", state.plan.epoch)
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
         yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.waf_if_healthy)
-        yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
+        yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.duration_us / 1e6)
         yield _gauge("unicron_log_takes_appends", "1, or 0 while the log accepts nothing", float(not self._trouble()))
         backlogs = self._outbox_backlog().items()
         text = "Observations that a node holds back"
@@ -88,7 +89,7 @@ class StateCollector(Collector):
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
         yield from self._goodput(state)
-        yield _counter("unicron_quarantined", "Messages in the log that are not valid events", state.quarantined)
+        yield _counter("unicron_quarantined", "Messages in the log that are no events", state.quarantined_messages)
         text = "Invalid messages from known producers: facts or orders are missing"
         unreadable = ((producer, messages.count) for producer, messages in self._alarms.unreadable.items())
         yield _labelled("unicron_quarantined_known", text, "producer", unreadable, CounterMetricFamily)
@@ -103,10 +104,10 @@ class StateCollector(Collector):
         yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [task.status for task in tasks])
         statuses = [worker.status for task in tasks for worker in task.workers.values()]
         yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
-        isolated = [node for node in nodes if node.isolated]
+        isolated = [node for node in nodes if node.isolation.active]
         waits = ((node.name, phase(state, node).value, 1) for node in isolated)
         yield _labelled("unicron_node_isolated", "Isolated nodes, by phase", "node phase", waits)
-        failed = ((node.name, node.isolation.attempts if node.isolation else 0) for node in isolated)
+        failed = ((node.name, (node.isolation.probation or Probation()).attempts) for node in isolated)
         yield _labelled("unicron_node_failed_checks", "Failed checks and repairs", "node", failed)
         for name, (text, value) in TASK_GAUGES.items():
             yield _labelled(name, text, "task", ((task.name, value(task)) for task in tasks))
@@ -119,8 +120,8 @@ class StateCollector(Collector):
             for rank, worker in stragglers(state)
         )
         yield _labelled("unicron_straggler_factor", text, "task worker rank node", slow)
-        if state.closed:
-            last = state.closed[-1]
+        if state.closed_incidents:
+            last = state.closed_incidents[-1]
             yield _gauge("unicron_last_detection_seconds", "Detection time, last incident", last.detection_us / 1e6)
             yield _gauge("unicron_last_transition_seconds", "Transition time, last incident", last.transition_us / 1e6)
         yield from self._more()

@@ -23,16 +23,18 @@ from unicrond.core.state.state import ClusterState, Node, NodeStatus, TaskStatus
 from unicrond.events.queries.node_checks import (
     AnyCheck,
     FactsCheck,
+    Library,
     LinksCheck,
     LinksReport,
     NodeFacts,
+    Pair,
     Peer,
+    Seconds,
     StorageCheck,
     StorageReport,
     decode_report,
     encode,
 )
-from unicrond.events.queries.pair_sums import Library, Pair, Seconds
 from unicrond.events.queries.worker_queries import BadLogsMessage, LogsReply
 from unicrond.service.api.worker_output import LogReader, LogsUnavailable
 

@@ -14,12 +14,13 @@ import msgspec
 from aiohttp import web
 
 from unicrond.core.rules.fault_targets import OrderRefused
+from unicrond.events.vocabulary.phrases import guess
 from unicrond.intake.config import Config
 from unicrond.intake.tokens import Grant
 from unicrond.page.files import page_routes
 from unicrond.page.view import ranks_of, view
 from unicrond.service.api.http_parts import answer, error, number_in
-from unicrond.service.api.redaction import mask_of
+from unicrond.service.api.redaction import mask_of, redact
 from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.views.goodput_report import EMPTY_READING, reading, report
 
@@ -52,6 +53,7 @@ class PageApi:
             web.get("/v1/view", self.view),
             web.get("/v1/ranks/{task}", self.ranks),
             web.get("/v1/goodput", self.goodput),
+            web.get("/v1/views/{name}", self.value),
         ]
 
     async def view(self, _: web.Request) -> web.Response:
@@ -86,6 +88,13 @@ class PageApi:
         since = goodput.since(state.now_us - last_s * 1_000_000) if last_s else EMPTY_READING
         body = report(reading(totals, state), state, since, peak_flops)
         return web.json_response(body)  # the standard library's JSON: integers of any size
+
+    async def value(self, request: web.Request) -> web.Response:
+        """Answer with the value of one of the head's views (views/table.py)."""
+        name, views, state = request.match_info["name"], self._coordinator.views.by_name, self._coordinator.state
+        if name not in views:
+            return error(404, f"name: no view {name[:63]}; {guess(name, list(views))}")
+        return web.json_response(redact(views[name].value(state), mask_of(state).text))
 
 
 def _encoded(coordinator: Coordinator) -> bytes:

@@ -17,7 +17,7 @@ import msgspec
 from unicrond.core.state.state import ClusterState
 from unicrond.events.host.masking import LINE_LEAST, PATTERN_MASK, PLACEHOLDER, Mask, secrets_in, values_in
 from unicrond.events.vocabulary import StartWorker, StartWorkers, TaskSpec, TaskSubmitted
-from unicrond.events.wire.envelope import Entry, Recorded
+from unicrond.events.wire.envelope import Entry, RecordedEvent
 
 #: An argument of a program after which a secret comes.
 _SECRET_FLAG = re.compile(
@@ -35,10 +35,10 @@ def redact_state(state: dict[str, Any], mask: Mask = PATTERN_MASK) -> dict[str, 
         _hide_spec(task["spec"])
         for service in task.get("peers", ()):
             _hide_token(service)
-        for part in ("ending", "failures", "strikes"):
+        for part in ("reason", "stop", "save_failures"):
             if part in task:
                 task[part] = redact(task[part], hide)
-    for part in ("incidents", "closed", "refused"):
+    for part in ("incidents", "closed_incidents", "refusals"):
         if part in state:
             state[part] = redact(state[part], hide)
     return state
@@ -86,7 +86,7 @@ class Discretion:
 
     def see(self, entry: Entry) -> None:
         """Note the secrets in this entry. (The tokens of nodes' memory services stand in no text.)"""
-        event = entry.envelope.event if isinstance(entry, Recorded) else None
+        event = entry.envelope.event if isinstance(entry, RecordedEvent) else None
         if isinstance(event, TaskSubmitted | StartWorker | StartWorkers):
             self.learn([event.spec])
 

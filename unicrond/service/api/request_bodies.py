@@ -8,7 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from unicrond.events.vocabulary import Boot, Name, PublicKey, Text
+from unicrond.events.vocabulary import Boot, Name, PublicKey, SomeWorkers, Text
+from unicrond.events.vocabulary.field_types import Priority, Weight
 
 
 class Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,6 +23,16 @@ class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why something is done, for the log."""
 
     reason: Text = ""
+
+
+class UpdateOrder(Reason, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Changes settings of a running task, named as in its file. None: as it is."""
+
+    weight: Weight | None = None
+    priority: Priority | None = None
+    preemptible: bool | None = None
+    min_workers: SomeWorkers | None = None
+    max_workers: SomeWorkers | None = None
 
 
 class OfNode(Reason, frozen=True, forbid_unknown_fields=True):

@@ -238,6 +238,6 @@ def _place_of(state: ClusterState, name: str, worker: str) -> tuple[str, str | N
 
 def _quoting_incident(state: ClusterState, task: str, worker: str | None) -> Incident | None:
     """Return the newest incident that quotes the end of the log of the worker, or of any of the task's."""
-    incidents = [*state.closed, *state.incidents.values()]
+    incidents = [*state.closed_incidents, *state.incidents.values()]
     of_it = [incident for incident in incidents if incident.log_tail and incident.worker.rpartition(".")[0] == task]
     return next((incident for incident in reversed(of_it) if worker in (None, incident.worker)), None)

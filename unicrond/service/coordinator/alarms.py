@@ -20,7 +20,7 @@ from unicrond.core.nodes.liveness import OWN_NAME
 from unicrond.core.state.state import ClusterState
 from unicrond.events.log.subjects import PREFIX, TERM_SUBJECT
 from unicrond.events.wire.codec import API_PRODUCER
-from unicrond.events.wire.envelope import Quarantined
+from unicrond.events.wire.envelope import QuarantinedMessage
 from unicrond.events.wire.schemas import SCHEMA
 
 log = logging.getLogger("unicrond")
@@ -51,7 +51,7 @@ class Alarms:
         self.unreadable: dict[str, UnreadableMessages] = {}
         self._schemas: dict[str, int] = {}
 
-    def quarantined(self, entry: Quarantined, state: ClusterState) -> str:
+    def quarantined(self, entry: QuarantinedMessage, state: ClusterState) -> str:
         """Record a quarantined entry; return the alarm that it raises, "" where its producer is unknown."""
         producer, kind = written_by(entry.subject)
         if producer not in state.nodes and producer not in (API_PRODUCER, OWN_NAME):
@@ -60,7 +60,7 @@ class Alarms:
         count = before.count + 1 if before else 1
         self.unreadable[producer] = UnreadableMessages(count, entry.seq, entry.recorded_at_us, kind, entry.reason)
         node = state.nodes.get(producer)
-        self._schemas[producer] = node.schema if node else SCHEMA
+        self._schemas[producer] = node.agent.schema if node else SCHEMA
         return self._line(producer)
 
     def standing(self, now_us: int) -> list[str]:
@@ -86,7 +86,7 @@ def unsaved_lines(state: ClusterState) -> list[str]:
     return [
         f"task {task.name}: {_SAVE_FAILURES[saver]} {reason}"
         for task in state.active
-        for saver, reason in sorted(task.progress.unsaved.items())
+        for saver, reason in sorted(task.progress.save_failures.items())
     ]
 
 

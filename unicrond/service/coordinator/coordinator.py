@@ -22,49 +22,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
 from unicrond.core.decide import decide, needed_solves
+from unicrond.core.deciding.plans import with_provenance
 from unicrond.core.nodes.isolation import Repair
 from unicrond.core.nodes.liveness import OWN_NAME, OutboxBacklog
 from unicrond.core.own_decisions import Breaker, DecidingStopped, batches, require_sound
 from unicrond.core.planning.problem import Problem
 from unicrond.core.rules.deadlines import deadlines
 from unicrond.core.rules.survey import Survey
-from unicrond.core.state.policy import Policy, Settings
+from unicrond.core.state.policy import Settings
 from unicrond.core.state.state import ClusterState
-from unicrond.core.worth.plan_provenance import with_provenance
 from unicrond.events.log.event_log import BeatLog, EventLog, Fence, Fenced, LogError
 from unicrond.events.vocabulary import (
     AnyEvent,
     CheckNode,
     CoordinatorStarted,
     DeadlineExpired,
-    ErrorKind,
-    SeverityLevel,
     StepCommitted,
 )
-from unicrond.events.wire.envelope import Envelope, Recorded
-from unicrond.events.wire.schemas import SCHEMA, lowered, since, told_version
-from unicrond.intake.readmission import Readmission
-from unicrond.service.coordinator.clock import CLOCK, Clock
+from unicrond.events.wire.envelope import Envelope, RecordedEvent
+from unicrond.events.wire.schemas import lowered, since, told_version
+from unicrond.service.coordinator.clock import CLOCK, Clock, Timers
 from unicrond.service.coordinator.code_identity import code_version
 from unicrond.service.coordinator.event_log_health import outbox_backlog_lines
 from unicrond.service.coordinator.follower import Follower
 from unicrond.service.coordinator.heartbeat_watch import NodeWatch
-from unicrond.service.coordinator.hooks import HeadViews, Surroundings
 from unicrond.service.coordinator.plan_precompute import Foresight
 from unicrond.service.coordinator.repairs import RepairOutcome, Repairs
 from unicrond.service.coordinator.repairs import command as repair_command
 from unicrond.service.coordinator.snapshots import Snapshots
 from unicrond.service.coordinator.solutions import Answers
-from unicrond.service.coordinator.timers import Timers
+from unicrond.service.coordinator.surroundings import HeadSettings, Surroundings
 
 log = logging.getLogger("unicrond")
 
-_READMISSION = Readmission()
 #: Up to so many points of curves are computed on the event loop, in some 10 ms; more of them in a thread.
 POINTS_ON_LOOP = 10_000
 
@@ -76,41 +71,26 @@ class Coordinator(Follower):
         self,
         event_log: EventLog,
         beat_log: BeatLog,
-        policy: Policy,
-        heartbeat_s: float,
+        settings: HeadSettings,
         clock: Clock = CLOCK,
-        severity: Mapping[ErrorKind, SeverityLevel] | None = None,
+        *,
         snapshots: Snapshots | None = None,
-        process: str = "",
-        schema: int = SCHEMA,
-        skip: Sequence[int] = (),
-        readmission: Readmission = _READMISSION,
         repair: Callable[[Repair], Awaitable[RepairOutcome]] | None = None,
-        adopted_us: int = 0,
-        views: HeadViews | None = None,
-        live: asyncio.Event | None = None,
+        around: Surroundings | None = None,
     ) -> None:
-        """Take the parts of a coordinator. `severity`: what the configuration sets beside severity.py's table.
-        `process`: HOST:PID, for the claim. `schema`: the newest that is written (events/wire/schemas.py). `skip`:
-        entries of the log to pass over from now on (events/log/skips.py). `repair`: how nodes are repaired, where not
-        by the command of `readmission`. `adopted_us`: when a person last accepted a log by name (known_event_log.py).
-        `views`: are fed with each step. `live`: set while it decides, for parts that are made before it."""
-        super().__init__(event_log, clock, snapshots, skip, views)
-        self._watch = NodeWatch(beat_log, heartbeat_s, clock, self._tell_quarantined)
+        """Take the parts of a coordinator. `repair`: how nodes are repaired, where not by the settings' command."""
+        self.around = around = Surroundings() if around is None else around
+        super().__init__(event_log, clock, snapshots, settings.skip, around.views)
+        self._watch = NodeWatch(beat_log, settings.heartbeat_s, clock, self._tell_quarantined)
         self.liveness = self._watch.liveness
-        self.live = asyncio.Event() if live is None else live
-        self.around = Surroundings(requests=event_log)
-        self._policy = policy
-        self._heartbeat_s = heartbeat_s
+        self.live = around.live
+        self._requests = around.requests or event_log
+        self._settings = settings
         self._pending: list[AnyEvent] = []
         self.foresight = Foresight(clock.monotonic_us)
         self._answers = Answers(self.foresight)
         self._timers = Timers(lambda name: self._post(DeadlineExpired(deadline_id=name)))
-        self._severity = dict(severity or {})
-        self._process = process
-        self._adopted_us = adopted_us
-        self._schema = schema
-        self._readmission = readmission
+        readmission = settings.readmission
         if repair is None and readmission.repair:
             repair = repair_command(readmission.repair, readmission.repair_timeout_s)
         self._repairs = Repairs(repair, self._post) if repair else None
@@ -214,13 +194,13 @@ class Coordinator(Follower):
         term = self.state.term + 1
         claim = CoordinatorStarted(
             term=term,
-            version=told_version(code_version(), self._schema),
-            policy=self._settings().numbers(),
-            severity=self._severity,
-            process=self._process,
-            adopted_us=max(self._adopted_us, self.state.log_adopted_us),
+            version=told_version(code_version(), self._settings.schema),
+            policy=self._decision_settings().numbers(),
+            severity=dict(self._settings.severity),
+            process=self._settings.process,
+            adopted_us=max(self._settings.adopted_us, self.state.log_adopted_us),
         )
-        started = self._wrap(lowered(claim, self._schema) or claim, term)
+        started = self._wrap(lowered(claim, self._settings.schema) or claim, term)
         self._fence = await self._event_log.claim_term(started)
         self.around.begin()
         self._hold_seq = self._fence.seq
@@ -234,12 +214,12 @@ class Coordinator(Follower):
             seqs = await self._event_log.append([self._wrap(e, self._fence.term) for e in events], fence=self._fence)
             self._hold_seq = max(self._hold_seq, *seqs)
 
-    def _settings(self) -> Settings:
-        if self._schema < since(CheckNode):
-            return Settings(self._policy, self._heartbeat_s)
-        readmission = self._readmission
+    def _decision_settings(self) -> Settings:
+        settings, readmission = self._settings, self._settings.readmission
+        if settings.schema < since(CheckNode):
+            return Settings(settings.policy, settings.heartbeat_s)
         repair_timeout_s = readmission.repair_timeout_s if self._repairs else 0.0
-        return Settings(self._policy, self._heartbeat_s, readmission.timeout_s, repair_timeout_s)
+        return Settings(settings.policy, settings.heartbeat_s, readmission.timeout_s, repair_timeout_s)
 
     def standing_alarms(self) -> list[str]:
         """Return what a person has to look at now, a line each."""
@@ -259,7 +239,7 @@ class Coordinator(Follower):
         super()._delivered()
         self._watch.delivered()
 
-    def _folded(self, before: ClusterState, entry: Recorded) -> None:
+    def _folded(self, before: ClusterState, entry: RecordedEvent) -> None:
         event = entry.envelope.event
         if self._fence is not None and entry.envelope.term == self._fence.term:
             self._breaker.folded(before, self.state, event)
@@ -270,7 +250,7 @@ class Coordinator(Follower):
 
     async def submit(self, envelope: Envelope) -> int:
         """Append an observation that a person made through the API; return its sequence number."""
-        (seq,) = await self.around.requests.append([envelope])
+        (seq,) = await self._requests.append([envelope])
         self._delivered()
         return seq
 
@@ -352,15 +332,15 @@ class Coordinator(Follower):
 
     async def _look(self) -> Survey:
         """Return a survey of the newest state. A plan's curves are computed in a thread if that takes a while."""
-        self._survey = survey = Survey(self.state, self._policy, self._survey)
+        self._survey = survey = Survey(self.state, self._settings.policy, self._survey)
         if not survey.fresh and survey.points_to_make > POINTS_ON_LOOP:
             await asyncio.to_thread(survey.make_curves)
         return survey
 
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
-        events = [replace(e, argv=self._readmission.check) if isinstance(e, CheckNode) else e for e in events]
-        forms = [form for event in events if (form := lowered(event, self._schema)) is not None]
+        events = [replace(e, argv=self._settings.readmission.check) if isinstance(e, CheckNode) else e for e in events]
+        forms = [form for event in events if (form := lowered(event, self._settings.schema)) is not None]
         self._breaker.about_to_append(forms)
         wrapped = [[self._wrap(event, self._fence.term) for event in batch] for batch in batches(forms)]
         require_sound(self.state, [envelope for batch in wrapped for envelope in batch])

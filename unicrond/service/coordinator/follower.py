@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from unicrond.core.fold import fold
+from unicrond.core.replayer import LogStep
 from unicrond.core.rules.invariants import InvariantError, check
 from unicrond.core.rules.skip_rules import SkipCheck
 from unicrond.core.state.state import ClusterState
@@ -25,12 +26,11 @@ from unicrond.events.log.event_log import EventLog, LogDamaged
 from unicrond.events.log.skips import apply_skips
 from unicrond.events.log.subjects import subject
 from unicrond.events.vocabulary import EntrySkipped
-from unicrond.events.wire.envelope import Entry, Quarantined, Recorded
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage, RecordedEvent
 from unicrond.service.coordinator.alarms import Alarms
 from unicrond.service.coordinator.clock import Clock
-from unicrond.service.coordinator.hooks import HeadViews
 from unicrond.service.coordinator.snapshots import LogMark, Snapshots, mark_of
-from unicrond.views.view import LogStep
+from unicrond.service.coordinator.surroundings import HeadViews
 
 log = logging.getLogger("unicrond")
 
@@ -92,7 +92,7 @@ class Follower:
         in_log = await self._event_log.skips()
         return [EntrySkipped(seq=seq, reason=reason) for seq, reason in self._skips.items() if seq not in in_log]
 
-    def _folded(self, before: ClusterState, entry: Recorded) -> None:
+    def _folded(self, before: ClusterState, entry: RecordedEvent) -> None:
         """Handle each valid entry once it is folded; for subclasses."""
 
     async def _catch_up(self) -> None:
@@ -153,12 +153,12 @@ class Follower:
         entry = apply_skips(entry, self._skips)
         self.state = fold(before, entry)
         self.views.feed(LogStep(before, entry, self.state))
-        if isinstance(entry, Quarantined):
+        if isinstance(entry, QuarantinedMessage):
             self._tell_quarantined(entry)
         else:
-            if self.state.refused is not before.refused:
-                reason, on_subject = self.state.refused[-1].reason, subject(entry.envelope)
-                self._tell_quarantined(Quarantined(entry.seq, entry.recorded_at_us, on_subject, reason, 0))
+            if self.state.refusals is not before.refusals:
+                reason, on_subject = self.state.refusals[-1].reason, subject(entry.envelope)
+                self._tell_quarantined(QuarantinedMessage(entry.seq, entry.recorded_at_us, on_subject, reason, 0))
             self._cause = entry.envelope.event_id
             event = entry.envelope.event
             if isinstance(event, EntrySkipped) and event.seq < entry.seq and event.seq not in self._skips:
@@ -167,7 +167,7 @@ class Follower:
                 )
             self._folded(before, entry)
 
-    def _tell_quarantined(self, entry: Quarantined) -> None:
+    def _tell_quarantined(self, entry: QuarantinedMessage) -> None:
         log.warning("quarantined sequence %d on %s: %s", entry.seq, entry.subject, entry.reason)
         if (alarm := self.alarms.quarantined(entry, self.state)) and alarm in self.standing_alarms():
             log.error("ALARM: %s", alarm)

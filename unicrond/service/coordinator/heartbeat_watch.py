@@ -13,7 +13,7 @@ from unicrond.core.nodes.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Livene
 from unicrond.core.state.state import Node
 from unicrond.events.log.event_log import BeatLog
 from unicrond.events.vocabulary import AnyEvent, Heartbeat, NodeJoined, NodeLost
-from unicrond.events.wire.envelope import Envelope, Quarantined, Recorded
+from unicrond.events.wire.envelope import Envelope, QuarantinedMessage, RecordedEvent
 from unicrond.service.coordinator.clock import Clock
 
 
@@ -25,7 +25,7 @@ class NodeWatch:
         beat_log: BeatLog,
         heartbeat_s: float,
         clock: Clock,
-        on_quarantined: Callable[[Quarantined], object] = lambda _: None,
+        on_quarantined: Callable[[QuarantinedMessage], object] = lambda _: None,
     ) -> None:
         """Take the log of the beats. `on_quarantined`: called with messages among the beats that are not valid ones."""
         self._on_quarantined = on_quarantined
@@ -59,9 +59,9 @@ class NodeWatch:
         """Receive all beats while this runs."""
         async with aclosing(self._beat_log.subscribe()) as entries:
             async for entry in entries:
-                if isinstance(entry, Quarantined):
+                if isinstance(entry, QuarantinedMessage):
                     self._on_quarantined(entry)
-                elif isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
+                elif isinstance(entry, RecordedEvent) and isinstance(entry.envelope.event, Heartbeat):
                     self.liveness.on_beat(
                         entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us()
                     )

@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from unicrond.core.deciding.plans import PlanAnswer
 from unicrond.core.planning.multi_type_lookahead import InterruptedSolve, interruptible, likeliest
 from unicrond.core.planning.problem import Problem, ProblemError
 from unicrond.core.planning.solution import Solution
@@ -31,7 +32,6 @@ from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Answer, Planner, PlanTable
 from unicrond.core.rules.plan_problems import healthy_problem_of
 from unicrond.core.rules.survey import Survey
-from unicrond.core.worth.plan_provenance import PlanAnswer
 from unicrond.views.plan_preview import table_of
 
 log = logging.getLogger("unicrond")
@@ -90,7 +90,7 @@ class Foresight:
                 pace.transition_us,
                 pace.move_us,
                 pace.reshape_us,
-                len(pace.elsewhere),
+                len(pace.other_layouts),
             )
             for name, pace in paces
         )

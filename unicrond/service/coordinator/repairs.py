@@ -66,7 +66,11 @@ class Repairs:
         took_us = min(int((clock() - began_s) * 1e6), 86_400_000_000)
         self._on_end(
             RepairEnded(
-                node=repair.node, isolation=repair.isolation, passed=success, duration_us=took_us, detail=detail[:1024]
+                node=repair.node,
+                isolation=repair.isolation,
+                has_passed=success,
+                duration_us=took_us,
+                detail=detail[:1024],
             )
         )
 

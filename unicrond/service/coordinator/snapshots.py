@@ -25,7 +25,7 @@ from unicrond.core.state import state_bytes
 from unicrond.core.state.state import ClusterState
 from unicrond.core.state.state_bytes import digest
 from unicrond.events.log.event_log import EventLog, LogError
-from unicrond.events.wire.envelope import Entry, Quarantined
+from unicrond.events.wire.envelope import Entry, QuarantinedMessage
 from unicrond.service.coordinator.code_identity import fingerprint
 from unicrond.views import goodput_keeper as bookkeeper
 from unicrond.views.goodput import GoodputTotals
@@ -71,7 +71,7 @@ class SnapshotStore(Protocol):
 
 def mark_of(entry: Entry) -> LogMark:
     """Return the mark of a state that ends with `entry`."""
-    event_id = "" if isinstance(entry, Quarantined) else entry.envelope.event_id
+    event_id = "" if isinstance(entry, QuarantinedMessage) else entry.envelope.event_id
     return LogMark(entry.seq, entry.recorded_at_us, event_id)
 
 

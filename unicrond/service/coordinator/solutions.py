@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from unicrond.core.deciding.plans import PlanAnswer
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solution import Solution
-from unicrond.core.worth.plan_provenance import PlanAnswer
 from unicrond.service.coordinator.plan_precompute import Foresight
 
 ANSWERS_MAX = 64

@@ -36,7 +36,7 @@ import msgspec
 
 from unicrond import VERSION
 from unicrond.events.log.event_log import LogDamaged, LogError
-from unicrond.events.log.file_log import LOCK, LogBusy
+from unicrond.events.log.segment_writer import LOCK, LogBusy
 from unicrond.events.log.segments import cut_torn_tail, read_entries, segment_paths
 from unicrond.events.log.subjects import EVENT_STREAM
 from unicrond.events.nats.connection import Connection, Login, connect
@@ -44,7 +44,7 @@ from unicrond.events.nats.server import EmbeddedServer, ServerError
 from unicrond.events.nats.streams import STREAM_EXISTS_WITH_OTHER_CONFIG, JetStreamError, api, event_stream_config
 from unicrond.events.trust.logins import Role
 from unicrond.intake.config import Config, login_as
-from unicrond.service.coordinator.state_lock import sole_user
+from unicrond.service.coordinator.other_processes import sole_user
 from unicrond.service.event_log.archive_command import CONNECT_TIMEOUT_S, ArchiveOutcome, ArchiveRequest, work
 from unicrond.service.event_log.known_event_log import FILE, KnownLog
 

@@ -28,9 +28,8 @@ from prometheus_client.core import Metric
 
 from unicrond.intake.config import Config
 from unicrond.service.event_log import statistics as log_figures
-from unicrond.service.event_log.append_times import AppendTimes
 from unicrond.service.event_log.archive_command import ArchiveOutcome, ArchiveRequest
-from unicrond.service.event_log.statistics import Figures, LogVolume, slack_s, stream_of
+from unicrond.service.event_log.statistics import AppendTimes, Figures, LogVolume, slack_s, stream_of
 
 log = logging.getLogger("unicrond")
 

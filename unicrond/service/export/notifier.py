@@ -26,12 +26,13 @@ from typing import Any
 
 import aiohttp
 
+from unicrond.core.replayer import LogStep
 from unicrond.core.state.state import ClusterState
 from unicrond.intake.notify import Destination, Notify
 from unicrond.service.coordinator.clock import CLOCK, Clock
 from unicrond.service.export.notification_transports import Notification, Undelivered, deliver
 from unicrond.views.notifications import Notice, standing, step_notices, taken_over
-from unicrond.views.view import LogStep, View
+from unicrond.views.view import View
 
 log = logging.getLogger("unicrond")
 

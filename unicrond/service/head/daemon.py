@@ -3,7 +3,7 @@
 Rules
 -----
 * The API answers before the log is folded; it says "catching up" until the coordinator is live. Before the log can be
-  reached its port says what the head waits for (early_listener.py); a NATS that is away is waited for.
+  reached its port says what the head waits for (startup.py); a NATS that is away is waited for.
 * SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too, unless another
   head uses it. As process 1 of a container both do, else it would die with its lease held.
 * Of several heads on one log one leads, the others stand by (head.py). A login that may not use the lease (rights of
@@ -20,26 +20,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 
 from unicrond.core.rules.skip_rules import SkipRefused
 from unicrond.display.tables import clean
-from unicrond.events.archive.archived_log import ArchivedLog
 from unicrond.events.host.init_process import ends_all
 from unicrond.events.host.systemd import Systemd
-from unicrond.events.log.event_log import EventLog, Fenced
-from unicrond.events.log.lease import Holder
+from unicrond.events.log.event_log import Fenced
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, PublishDenied
-from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
 from unicrond.events.nats.lease import NatsLease
 from unicrond.events.nats.server import EmbeddedServer, ServerError
 from unicrond.events.nats.streams import JetStreamError, create_streams, forget_restored_readers
@@ -51,28 +46,16 @@ from unicrond.intake.tls import Tls
 from unicrond.service.api.api import Api
 from unicrond.service.api.process_status import ProcessStatus
 from unicrond.service.api.worker_output import LogReader
-from unicrond.service.coordinator.alarms import unsaved_lines
 from unicrond.service.coordinator.clock import CLOCK
-from unicrond.service.coordinator.coordinator import Coordinator
 from unicrond.service.coordinator.event_log_health import LogKeeper
 from unicrond.service.coordinator.garbage_collection import short_pauses
-from unicrond.service.coordinator.hooks import HeadViews
-from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
-from unicrond.service.coordinator.snapshots import Snapshots
-from unicrond.service.coordinator.state_lock import InUse, sole_user
-from unicrond.service.event_log.append_times import AppendTimes
-from unicrond.service.event_log.consumers import Consumers
+from unicrond.service.coordinator.other_processes import InUse, sole_user
 from unicrond.service.event_log.durability_checks import Promises
 from unicrond.service.event_log.known_event_log import KnownLog
-from unicrond.service.event_log.retention import LogLife
-from unicrond.service.event_log.stream_probe import StreamProbe
-from unicrond.service.head.early_listener import porch
-from unicrond.service.head.exporters import Exporters
-from unicrond.service.head.from_config import access_of, beside, server_of
 from unicrond.service.head.head import Head, other_heads, this_process
-from unicrond.service.head.startup import StartupStatus, StoppedBySignal, reach, unless_stopped
+from unicrond.service.head.parts import HeadParts, Links, Orders, access_of, server_of
+from unicrond.service.head.startup import StartupStatus, StoppedBySignal, porch, reach, unless_stopped
 from unicrond.service.trust.certificates import Certificates
-from unicrond.service.trust.node_logins import NodeLogins
 
 log = logging.getLogger("unicrond")
 
@@ -92,15 +75,6 @@ async def serve(config: Config, skip: Sequence[int] = (), *, stands_by: bool = F
         if new_log:
             KnownLog(Path(config.state_dir)).take(CLOCK.wall_us())
         await _serve(config, Orders(stop, skip, stands_by, Systemd()))
-
-
-class Orders(NamedTuple):
-    """The options of this run, beside its configuration. `systemd`: made before any child is."""
-
-    stop: asyncio.Queue[signal.Signals]
-    skip: Sequence[int]
-    stands_by: bool
-    systemd: Systemd
 
 
 async def _serve(config: Config, orders: Orders) -> None:
@@ -171,17 +145,6 @@ async def _links(
     return Links(connection, asking, server, lease, this_process(f"{socket.gethostname()}:{config.api.port}"))
 
 
-class Links(NamedTuple):
-    """The connections of a head. `asking`: of the API's login. `server`: None where it is not ours. `lease`: None where
-    this login may not use it. `me`: this process in it."""
-
-    connection: Connection
-    asking: Connection
-    server: EmbeddedServer | None
-    lease: NatsLease | None
-    me: Holder
-
-
 async def _lease(connection: Connection, config: Config, orders: Orders) -> NatsLease | None:
     """Return the lease, None where this login may not use it. Raises what NATS answers if this head is to stand by."""
     lease = NatsLease(connection, replicas=config.nats.replicas)
@@ -243,51 +206,22 @@ async def _start(server: EmbeddedServer) -> None:
     log.info("nats-server at %s (%s, pid %s)", server.url, "adopted" if adopted else "started", server.pid)
 
 
-def _coordinator(
-    config: Config, links: Links, orders: Orders, event_log: EventLog, views: HeadViews, live: asyncio.Event
-) -> Coordinator:
-    identity = KnownLog(Path(config.state_dir)).read()
-    return Coordinator(
-        event_log,
-        NatsBeatLog(links.connection),
-        config.policy,
-        config.heartbeat_s,
-        severity=config.severity,
-        snapshots=Snapshots(NatsSnapshotStore(links.connection, replicas=config.nats.replicas)),
-        process=f"{socket.gethostname()}:{os.getpid()}",
-        skip=orders.skip,
-        schema=config.write_schema,
-        readmission=config.readmission,
-        adopted_us=identity.adopted_us if identity is not None else 0,
-        views=views,
-        live=live,
-    )
-
-
 async def _serve_until_stopped(
     config: Config, links: Links, orders: Orders, certificates: Certificates, outside: AsyncExitStack
 ) -> signal.Signals:
     """Run all parts of the head; return the signal that ended it. `outside`: what answers on the API's port until
     now."""
     server = links.server
-    appends = AppendTimes(time.monotonic)
-    stream = NatsEventLog(links.connection, extra_headers=beside(config), on_duration=appends.took)
-    event_log = ArchivedLog(stream, config.archive)
-    live = asyncio.Event()
-    exporters = Exporters(config, live.is_set)
-    coordinator = _coordinator(config, links, orders, event_log, exporters.views, live)
-    coordinator.around.requests = NatsEventLog(links.asking, on_duration=appends.took)
+    parts = HeadParts(config, links, orders, certificates, _roles(config))
+    coordinator, probe = parts.coordinator, parts.probe
     _warn(config, orders)
-    probe = _probe(links, coordinator)
-    known_log = KnownLog(Path(config.state_dir))
-    life = _log_life(config, coordinator, probe, appends)
-    keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
+    keeper = LogKeeper(parts.stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
     head = None
     if links.lease is not None:
         head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
     promises = _promises(config, links, head)
     process = ProcessStatus(lambda: keeper.trouble, head, lambda: promises.lines)
-    api = Api(config, coordinator, event_log, LogReader(links.asking), access_of(config), process)
+    api = Api(config, coordinator, parts.event_log, LogReader(links.asking), access_of(config), process)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -296,22 +230,19 @@ async def _serve_until_stopped(
         runs = {
             "coordinator": head.run() if head is not None else coordinator.run(),
             "log-keeper": keeper.run(),
-            "log-life": life.run(),
+            "log-life": parts.life.run(),
             "promises": promises.run(),
-            "known-log": known_log.keep(
+            "known-log": parts.known_log.keep(
                 lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.mismatch or coordinator.fault)
             ),
         }
         work = [asyncio.create_task(run, name=name) for name, run in runs.items()]
         if server is not None:
             work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
-        work += _keep_logins(config, links, coordinator, api)
-        work += exporters.start(api.condition)
-        coordinator.around.add_alarms(exporters.alarms)
-        coordinator.around.add_alarms(lambda: unsaved_lines(coordinator.state))
+        work += parts.keep_logins(api)
+        work += parts.exporters.start(api.condition)
         if config.nats_tls or config.api_tls:
             work.append(asyncio.create_task(certificates.run(), name="certificates"))
-            coordinator.around.add_alarms(certificates.alarms)
         watchdog = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # a standby is ready too
         work.append(asyncio.create_task(watchdog, name="systemd"))
         return await _until_stopped(work, orders.stop)
@@ -363,26 +294,6 @@ def _no_port(config: Config, error: OSError) -> Fatal:
     return Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port")
 
 
-def _probe(links: Links, coordinator: Coordinator) -> StreamProbe:
-    read_seq, beats = coordinator.liveness.read_seq, coordinator.liveness.beats
-    probe = StreamProbe(
-        links.connection,
-        lambda: coordinator.state.seq,
-        lambda: {node: read_seq(node) for node in beats},
-        coordinator.log_is_another,
-    )
-    coordinator.around.add_alarms(probe.alarms)
-    return probe
-
-
-def _log_life(config: Config, coordinator: Coordinator, probe: StreamProbe, appends: AppendTimes) -> LogLife:
-    """Return what archives, trims and measures the log."""
-    life = LogLife(config, coordinator, lambda: probe.info, appends, time.monotonic)
-    coordinator.around.add_alarms(life.alarms)
-    coordinator.around.metrics = life.metrics
-    return life
-
-
 def _promises(config: Config, links: Links, head: Head | None) -> Promises:
     system = config.keys / f"{Role.SYSTEM}.key"
     return Promises(
@@ -393,37 +304,6 @@ def _promises(config: Config, links: Links, head: Head | None) -> Promises:
         is_embedded=links.server is not None,
         has_others=lambda: head is not None and (head.standing_by or not head.leads),
     )
-
-
-def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
-    """Start what keeps logins with keys as the log says: who may log in, and what each agent may read."""
-    if not config.nats.has_keys:
-        return []
-    consumers = Consumers(
-        links.connection, lambda: coordinator.state, coordinator.liveness.read_seq, coordinator.live.is_set
-    )
-    coordinator.around.prepare = consumers.before
-    coordinator.around.begin = consumers.forget
-    logins = NodeLogins(
-        _roles(config),
-        links.server,
-        config.keys / "nodes",
-        lambda: coordinator.state,
-        api.ask,
-        CLOCK.wall_us,
-        coordinator.live.is_set,
-        has_shared=config.nats.shared is not None,
-    )
-    coordinator.around.add_alarms(logins.alarms)
-    return [
-        asyncio.create_task(_once_folded(coordinator, consumers.run), name="consumers"),
-        asyncio.create_task(_once_folded(coordinator, logins.run), name="logins"),
-    ]
-
-
-async def _once_folded(coordinator: Coordinator, run: Callable[[], Awaitable[None]]) -> None:
-    await coordinator.caught_up.wait()
-    await run()
 
 
 async def _keep_running(server: EmbeddedServer) -> None:

@@ -13,7 +13,7 @@ from unicrond.core.state.state import ClusterState
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.intake.config import Config
 from unicrond.service.api.redaction import mask_of
-from unicrond.service.coordinator.hooks import HeadViews
+from unicrond.service.coordinator.surroundings import HeadViews
 from unicrond.service.export.notifier import Notifier
 from unicrond.views.spans import Span, Spans
 

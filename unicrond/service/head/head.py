@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from unicrond.core.nodes.leadership import Candidacy
 from unicrond.events.log.event_log import Fenced, LogError
 from unicrond.events.log.lease import ANNOUNCED_S, RENEW_S, Holder, Lease
-from unicrond.service.coordinator import same_machine
+from unicrond.service.coordinator import other_processes
 from unicrond.service.coordinator.clock import CLOCK, Clock
 from unicrond.service.coordinator.coordinator import Coordinator
 
@@ -49,15 +49,15 @@ def this_process(api: str = "") -> Holder:
         head=secrets.token_hex(8),
         process=f"{socket.gethostname()}:{pid}",
         api=api,
-        machine=same_machine.machine(),
+        machine=other_processes.machine(),
         pid=pid,
-        began=same_machine.began(pid) or 0,
+        start_ticks=other_processes.began(pid) or 0,
     )
 
 
 def is_gone(holder: Holder) -> bool:
     """Return whether the holder was a process of this machine that no longer runs."""
-    return same_machine.is_gone(holder.machine, holder.pid, holder.began)
+    return other_processes.is_gone(holder.machine, holder.pid, holder.start_ticks)
 
 
 class Head:

@@ -12,12 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+from aiohttp import web
 
 from unicrond.events.log.event_log import LogUnavailable
 from unicrond.events.nats.connection import Connection, Login, LoginRefused, connect
 from unicrond.events.nats.url import parse_urls
+from unicrond.service.api.http_parts import answer, error
 
 log = logging.getLogger("unicrond")
 
@@ -76,3 +81,30 @@ async def reach(url: str, login: Login, name: str, status: StartupStatus) -> Con
         except LogUnavailable as error:
             status.say(f"no NATS at {url}: {error}")
         timeout_s = CONNECT_TIMEOUT_S
+
+
+STATUS = "starting"
+
+
+@asynccontextmanager
+async def porch(
+    host: str, port: int, context: ssl.SSLContext | None, waits_for: Callable[[], str]
+) -> AsyncIterator[None]:
+    """Answer on the port as long as the context lasts. `waits_for`: in one line. Raises OSError."""
+
+    async def handle(request: web.Request) -> web.Response:
+        """Answer any request with what the head waits for."""
+        body = {"status": STATUS, "trouble": waits_for(), "alarms": [], "leads": False}
+        if request.path in ("/livez", "/healthz"):
+            return answer(body)
+        return answer(body, 503) if request.path == "/readyz" else error(503, f"coordinator: {waits_for()}")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
+        yield
+    finally:
+        await runner.cleanup()

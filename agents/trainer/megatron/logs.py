@@ -1,0 +1,96 @@
+"""What Megatron logs of the whole iteration: the leader's replica alone writes it, with all replicas' auxiliary losses.
+
+Rules
+-----
+* TensorBoard and W&B: a writer is made when it is first written to by a process of the leader's replica. Before it is
+  known which replica leads, and on all others, what is written is dropped.
+* Auxiliary losses (of experts, of multi-token prediction): Megatron adds to its trackers in every forward pass and
+  reads them when it logs, divided by the iteration's micro-batches. After each call of the schedule they are moved into
+  the present sum, beside the gradients; behind the sum over the replicas they are put back. They change no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class LeadWriter:
+    """Stands in for one of Megatron's writers. `leads`: whether this process is in the leader's replica. `make`: the
+    real one; None where it cannot be made.
+    """
+
+    def __init__(self, leads: Callable[[], bool], make: Callable[[], Any]) -> None:
+        self._leads = leads
+        self._make = make
+        self._writers: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return self._leads() and self._real() is not None
+
+    def _real(self) -> Any:
+        if not self._writers:
+            self._writers.append(self._make())
+        return self._writers[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._leads():
+            real = self._writers[0] if self._writers and name in ("flush", "finish", "close") else None
+            return getattr(real, name) if real is not None else _Dropped()
+        return getattr(self._real(), name)
+
+
+class _Dropped:
+    """Takes every call and every attribute, and does nothing."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def __getattr__(self, _: str) -> _Dropped:
+        return self
+
+
+_EXPERTS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+
+
+class Trackers:
+    """Megatron's trackers of auxiliary losses, of each layer of a model, those of multi-token prediction included."""
+
+    def __init__(self, config: Any) -> None:
+        self._layers = int(config.num_layers) + int(getattr(config, "mtp_num_layers", None) or 0)
+        self._any = bool(getattr(config, "num_moe_experts", None) or getattr(config, "mtp_num_layers", None))
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of a sum; 0 where the model has no such losses."""
+        return (len(_EXPERTS) + 1) * self._layers if self._any else 0
+
+    def take(self, room: torch.Tensor) -> None:
+        """Move what the trackers hold into `room`."""
+        for place, values in self._pairs(room):
+            place[: values.numel()] += values.detach()
+            values.zero_()
+
+    def put_back(self, room: torch.Tensor) -> None:
+        """Let the trackers hold what is in `room`."""
+        for place, values in self._pairs(room):
+            values.copy_(place[: values.numel()])
+
+    def _pairs(self, room: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        places = room.split(self._layers) if self.numel else ()
+        for place, values in zip(places, _values() if self.numel else (), strict=True):
+            if values is not None:
+                yield place, values
+
+
+def _values() -> Iterator[torch.Tensor | None]:
+    from megatron.core.transformer import multi_token_prediction as prediction
+    from megatron.core.transformer.moe import moe_utils
+
+    tracker: dict[str, Any] = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)()
+    for name in _EXPERTS:
+        yield tracker.get(name, {}).get("values")
+    helper = getattr(prediction, "MTPLossLoggingHelper", None)
+    yield getattr(helper, "tracker", {}).get("values")

@@ -1,0 +1,296 @@
+"""The choice of a response to a failure, from a reattempt in place to a failed task: every such choice stands here.
+
+The ladder, for one incident of a task; each step is a decision with its reason:
+  SEV3  a new generation of the same members (`is_reattempted`); breaks it again before it is calm, `reattempts_max`
+        times -> SEV2
+  SEV2  the process ends by itself or is given up (`evictions`), another takes its place (`waits_for_step`: not yet);
+        `strikes_max` times -> SEV1
+  SEV1  the node is isolated (`isolations`), all tasks get a new plan
+  `stuck_max` blows without a new iteration, or two nodes struck and no step: it is the task that fails
+  (`failure_reason`), and the nodes are readmitted (`failed_task`).
+
+Rules (how bad an error is: faults/severity.py; whose fault a broken connection is: faults/blame.py)
+-----
+* A node on which members of the task train is not isolated for workers that end there: the members show that the
+  node works. New workers there wait for the next step instead.
+* Nor is it isolated for broken connections while the task makes progress, unless the blame is clear, or one of two
+  replicas can be tried on a node that is free of the task.
+* Where a node is isolated, workers that only reported a broken connection leave it by the plan, with their state,
+  once a newer group has replaced the broken one.
+* The last node that a task could run on is not isolated for failures that may as well be the task's fault.
+* Where probes say that nothing passes between two of the members, nobody is given up for broken connections: the task
+  goes on without one end (faults/links.py).
+* A task that makes progress is not failed, whichever workers end.
+
+What does not live here: the decisions that carry a response out (memberships.py, worker_placement.py, plans.py,
+nodes.py), what it does to the state (folding/responses.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from unicrond.core.deciding.batch import DecisionBatch
+from unicrond.core.faults import blame, links
+from unicrond.core.faults.severity import severity_of
+from unicrond.core.rules.survey import Survey
+from unicrond.core.state.ordered_map import in_order
+from unicrond.core.state.policy import Policy
+from unicrond.core.state.state import (
+    ClusterState,
+    Incident,
+    Node,
+    NodeStatus,
+    Severity,
+    Task,
+    TaskStatus,
+    Worker,
+    WorkerStatus,
+)
+from unicrond.events import vocabulary as v
+
+_SECOND_US = 1_000_000
+#: Of the two ends of a link the wrong one may have been isolated first, and then the other; a third isolation would
+#: show that the fault is the task's.
+_UNCLEAR_MAX = 3
+#: How often a program may leave the loop in mid-training, on any node: one that does so does it again.
+_EARLY_MAX = 3
+
+
+class Eviction(NamedTuple):
+    """A worker that is given up for an incident, which has this severity from then on."""
+
+    worker: Worker
+    severity: Severity
+    reason: str
+
+
+def respond(batch: DecisionBatch) -> None:
+    """Decide the responses that change who may train where: evictions, ends of tasks, isolations."""
+    survey = batch.survey
+    state, policy = survey.state, survey.policy
+    for incident in state.incidents.values():
+        for worker, severity, reason in evictions(state, incident, policy):
+            text = f"{reason}: {incident.message}"[:1024]
+            batch.add(
+                v.IncidentEscalated(incident=incident.id, severity=severity.value, worker=worker.worker, reason=text)
+            )
+    for task in survey.active:
+        if reason := failure_reason(state, task, policy):
+            batch.add(v.TaskFailed(task=task.name, reason=reason))
+    for node, reason in isolations(survey):
+        batch.add(v.NodeIsolated(node=node, until_us=None, reason=reason[:1024]))
+
+
+# --- SEV3: reattempt in place ----------------------------------------------------------------------
+
+
+def is_reattempted(state: ClusterState, task: Task) -> bool:
+    """Return whether the same members form the next group: the newest group broke, or the one that it follows, and no
+    death has explained the break in time."""
+    return any(incident.is_overdue for incident in breaks(state, task))
+
+
+def breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
+    """Yield the incidents in which that group broke without a known cause."""
+    for incident in state.incidents.values():
+        if is_break(incident, task):
+            yield incident
+
+
+def is_break(incident: Incident, task: Task) -> bool:
+    """Return whether a group of the task that is at work broke in the incident, without a known cause."""
+    return incident.severity is Severity.SEV3 and incident.generations.get(task.name) in task.in_use
+
+
+# --- SEV2: restart the worker ----------------------------------------------------------------------
+
+
+def evictions(state: ClusterState, incident: Incident, policy: Policy) -> Iterator[Eviction]:
+    """Yield the workers to give up for the incident after its grace: where a reattempt has failed, or where a process
+    still runs that should have ended."""
+    task = state.tasks.get(incident.worker.rpartition(".")[0])
+    worker = task.workers.get(incident.worker) if task else None
+    if not incident.is_overdue or task is None or worker is None or not worker.alive:
+        return
+    if task.status is not TaskStatus.ACTIVE:
+        return
+    if incident.severity is not Severity.SEV3:
+        broke = severity_of(incident.kind, state.severity) is Severity.SEV3
+        if broke and incident.generations.get(task.name) not in task.in_use:
+            return  # it only reported a break that a newer group has replaced; the plan moves it off an isolated node
+        yield Eviction(worker, incident.severity, f"it reported {incident.kind} and still runs")
+    elif links.explain(state, task):
+        return  # what the links' probes say is better evidence than who reported what
+    elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
+        again = f"the group broke again after reattempts in place: {_times(task.group.reattempts)}"
+        suspects = list(_suspects(task, incident)) or [(worker, "cause unknown")]
+        for suspect, cause in suspects:
+            yield Eviction(suspect, Severity.SEV2, f"{again}; {cause}")
+
+
+def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
+    """Yield each worker to evict for a broken connection, and the reason. Of each node to blame it is the oldest
+    process at an end of a broken link; where no node is to blame, the reporting worker that was suspected before, else
+    the oldest."""
+    reports = blame.reports(task, incident)
+    ends = dict.fromkeys([*reports, *(name for peers in reports.values() for name in peers)])
+    candidates = sorted((task.workers[name] for name in ends if name in task.workers), key=_number)
+    candidates = [worker for worker in candidates if worker.alive]
+    verdict, weights = blame.verdict(task, incident), blame.evidence(task, incident)
+    for node in verdict.blamed:
+        broken = f"{node} is an endpoint of {_links(weights[node] + task.troubles.ends.get(node, 0))} that broke"
+        doubt = "" if node in verdict.clear else ", like others"
+        yield from [(worker, broken + doubt) for worker in candidates if worker.node == node][:1]
+    if not verdict.blamed and candidates:
+        suspect = max(candidates, key=lambda worker: (task.troubles.breaks.get(worker.node, 0), -_number(worker)))
+        yield suspect, "suspected before" if task.troubles.breaks.get(suspect.node) else "cause unknown"
+
+
+def _links(weight: int) -> str:
+    count = weight // blame.PLAIN
+    return "1 connection" if count == 1 else f"{count} connections"
+
+
+def _number(worker: Worker) -> int:
+    return int(worker.worker.rpartition(".")[2])
+
+
+def waits_for_step(task: Task, node: str, policy: Policy) -> bool:
+    """Return whether a new worker on the node must wait for the task's next step: workers ended there again and again,
+    while others of the task train there."""
+    return task.troubles.strikes.get(node, 0) >= policy.strikes_max and node in _training_nodes(task)
+
+
+# --- SEV1: isolate the node ------------------------------------------------------------------------
+
+
+def isolations(survey: Survey) -> Iterator[tuple[str, str]]:
+    """Yield the nodes to isolate, each with the reason: those that return from loss too often, have SEV1 incidents or
+    are proven at fault, if others remain; and those that are expected to fail, if they can be spared."""
+    state, policy = survey.state, survey.policy
+    faults = [fault for task in state.active for fault in _faulty_nodes(state, task, policy)]
+    if not _has_other_node(state, {node for node, _ in faults}):
+        faults = []
+    window_us = int(policy.flap_window_s * _SECOND_US)
+    blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
+    accused = {node for node, _ in faults} | {incident.node for incident in blamed}
+    flaps_max = policy.flaps_max
+    candidates = dict.fromkeys([*survey.nodes.returned, *survey.nodes.foretold, *accused])
+    for name in in_order(state.nodes, [name for name in candidates if name in state.nodes]):
+        node = state.nodes[name]
+        if node.isolation.active or node.status is not NodeStatus.UP:
+            continue
+        reasons = [reason for name, reason in faults if name == node.name]
+        reasons += [incident.message for incident in blamed if incident.node == node.name]
+        flaps = [at_us for at_us in node.health.returns_us if at_us > state.now_us - window_us]
+        if len(flaps) >= flaps_max:
+            reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
+        if node.health.failure_forecast and _can_spare(survey, node):
+            reasons.append(f"its failure is expected: {node.health.failure_forecast}")
+        if reasons:
+            yield node.name, reasons[0]
+
+
+def _faulty_nodes(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
+    """Yield the nodes that the task's failures accuse, and the reason; none that something else explains as well."""
+    failing, troubles = _failing_nodes(task, policy), task.troubles
+    if failing and (len(failing) == 1 or _makes_progress(task)):
+        training = _training_nodes(task)
+        for node in failing:
+            if node not in training:
+                times_failed = _times(troubles.strikes[node])
+                yield node, f"workers of {task.name} ended here {times_failed} without a committed step"
+    unclear = [node for node, times in troubles.unclear_breaks.items() if times >= policy.strikes_max]
+    for node, times in troubles.breaks.items():
+        if times < policy.strikes_max:
+            continue
+        clear = times - troubles.unclear_breaks.get(node, 0) >= policy.strikes_max
+        if clear or (
+            len(unclear) < _UNCLEAR_MAX and (troubles.stuck >= policy.strikes_max or _can_try_elsewhere(state, task))
+        ):
+            given_up = f"workers evicted {_times(times)}"
+            yield node, f"groups of {task.name} broke here again and again: {given_up}"
+
+
+def _can_try_elsewhere(state: ClusterState, task: Task) -> bool:
+    """Return whether one of the task's two replicas can move to another node. Either may be at fault, and without a
+    third node that stays unclear; the task keeps its size."""
+    assignment = state.plan.assignments.get(task.name)
+    accused = {worker.node for worker in task.workers.values()} | {*task.troubles.breaks, *task.troubles.ends}
+    return assignment is not None and len(assignment.replicas) == 2 and _has_other_node(state, accused)
+
+
+def _has_other_node(state: ClusterState, accused: set[str]) -> bool:
+    """Return whether a node that is not accused could carry workers."""
+    return any(
+        node.schedulable and not node.cordon.active and node.name not in accused for node in state.nodes.values()
+    )
+
+
+def _can_spare(survey: Survey, node: Node) -> bool:
+    """Return whether the slots of the other nodes suffice for the minimum of every task that has workers. Only numbers
+    are compared."""
+    assignments = survey.state.plan.assignments
+    slots = sum(count for name, count in survey.capacity.items() if name != node.name)
+    need = sum(
+        task.spec.min_workers for task in survey.active if task.name in assignments and assignments[task.name].workers
+    )
+    return slots > 0 and need <= slots
+
+
+# --- the end of the ladder: the task is at fault ---------------------------------------------------
+
+
+def failure_reason(state: ClusterState, task: Task, policy: Policy) -> str:
+    """Return why the task fails: the same failure on two nodes shows that it is the task's own, or it restarts without
+    end; "" where it goes on."""
+    failing = _failing_nodes(task, policy)
+    early = task.troubles.early_ends >= _EARLY_MAX
+    if (len(failing) < 2 or _makes_progress(task)) and task.troubles.stuck < policy.stuck_max and not early:
+        return ""
+    incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
+    last = incidents[-1] if incidents else None
+    stuck = f"failed {task.troubles.stuck} times without a new iteration after {task.progress.best_iteration}"
+    cause = (
+        f"its program ended {_times(task.troubles.early_ends)} in mid-training without hook.stop(reason)"
+        if early
+        else f"its workers failed to restart on {' and '.join(failing)}"
+        if len(failing) >= 2
+        else f"{stuck}: its workers ended"
+    )
+    where = f" ({last.place})" if last and last.place else ""
+    tail = f"; last: {last.kind}{where}: {last.message}\n{last.log_tail}" if last else ""
+    return f"{cause}{tail}"
+
+
+def failed_task(state: ClusterState, node: Node) -> str:
+    """Return the task that was at fault since it failed on other nodes too; "" where the node itself is blamed."""
+    if node.isolation.probation is not None and node.isolation.probation.cause == "hardware":
+        return ""
+    strikers = [task for task in state.tasks.values() if task.troubles.names(node.name)]
+    failed = strikers and all(task.status is TaskStatus.FAILED for task in strikers)
+    return strikers[0].name if failed else ""
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _failing_nodes(task: Task, policy: Policy) -> list[str]:
+    """Return the nodes that have as many strikes for the task as the policy allows."""
+    return [node for node, count in task.troubles.strikes.items() if count >= policy.strikes_max]
+
+
+def _training_nodes(task: Task) -> set[str]:
+    """Return the nodes of living members. The set is only for look-ups: its order is undefined."""
+    return {worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER}
+
+
+def _makes_progress(task: Task) -> bool:
+    """Return whether the newest group is complete and has committed a step."""
+    return task.confirmed and task.progress.committed_generation == task.generation

@@ -1,0 +1,115 @@
+"""Which floors a plan meets, where not all of them can be met.
+
+Rules
+-----
+* Floors that fit together are all met: only then is the objective weighed.
+* Where they do not fit, tasks come in classes: those that are not preemptible before those that are, and among these
+  the higher priority first. The floors of a class are weighed before anything is left for the next class.
+* Within a class, tasks that have a turn go first, the highest turn before all others (starvation.py).
+* Then counts what the floors are *worth*, not how many they are: the worth of a floor is what the cluster loses if it
+  is not met, F(t, floor) * D_running, and for a task that runs also the price of stopping it, F(t, x) * D_restart.
+  So a task that runs goes before its equal, and workers above a floor count against nobody's floor.
+* Of sets that are worth the same, the one with more floors; then the one with the earlier tasks. So there is exactly
+  one best set.
+* A floor that no legal number of workers meets, or that is larger than the cluster, takes no part.
+
+    value(t) = an integer such that the best set of floors has the largest sum of values
+    best set = argmax over sets with sum of floors <= n' of that sum      (a 0/1 knapsack, in unlimited integers)
+
+The set is chosen before the plan: its floors are hard limits for the solver, those of the other tasks are gone.
+Only this module compares floors; `solver.py`, `table.py`, `pools.py` and `feasibility.py` ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import gcd, lcm
+
+import numpy as np
+
+from unicrond.core.planning.problem import Number, Problem, TaskProblem
+
+
+def floors_to_meet(
+    tasks: Sequence[TaskProblem], workers: int, d_running: Number, d_transition: Number
+) -> tuple[int, ...]:
+    """Return per task the workers of its floor where the plan has to meet it on `workers` workers, else 0."""
+    floors = tuple([task.floor_point for task in tasks])
+    if sum(floors) <= workers:
+        return floors
+    values = floor_values(tasks, d_running, d_transition)
+    best = _best_set([(floor, value) for floor, value in zip(floors, values, strict=True)], workers)
+    return tuple([floor if i in best else 0 for i, floor in enumerate(floors)])
+
+
+def floor_values(tasks: Sequence[TaskProblem], d_running: Number, d_transition: Number) -> tuple[int, ...]:
+    """Return per task the value of its met floor: the better of two sets has the larger sum. Of tasks without a floor:
+    0.
+
+    Each class has three digits of one large number, the highest class first: turns, worth, count; the last digits are
+    the order of the tasks. A digit's base is above the sum of that digit over all tasks.
+    """
+    worths = [floor_worth(task, d_running, d_transition) if task.floor else Fraction(0) for task in tasks]
+    denominator = lcm(*(worth.denominator for worth in worths))
+    classes = sorted({task.priority_class for task in tasks if task.floor}, reverse=True)
+    values = [0] * len(tasks)
+    for priority_class in classes:
+        members = [i for i, task in enumerate(tasks) if task.floor and task.priority_class == priority_class]
+        digits = (
+            {i: 1 << tasks[i].turn if tasks[i].turn else 0 for i in members},
+            {i: int(worths[i] * denominator) for i in members},
+            dict.fromkeys(members, 1),
+        )
+        for digit in digits:
+            base = sum(digit.values()) + 1
+            values = [value * base + digit.get(i, 0) for i, value in enumerate(values)]
+    last = len(tasks) - 1
+    return tuple([(value << len(tasks)) + (1 << last - i) if value else 0 for i, value in enumerate(values)])
+
+
+def floor_worth(task: TaskProblem, d_running: Number, d_transition: Number) -> Fraction:
+    """Return what the cluster loses if the floor is not met, in weighted FLOP/s times the unit of the durations."""
+    if task.floor_worth is not None:
+        return task.floor_worth
+    floor = task.floor_point
+    achieved = max((task.waf(floor, layout) for layout in task.legal_layouts(floor)), default=Fraction(0))
+    transition = d_transition if task.d_transition_us is None else task.d_transition_us
+    restart = task.prices.over(transition)[2]
+    return achieved * Fraction(d_running) + task.waf(task.workers) * Fraction(restart)
+
+
+def problem_floors(problem: Problem) -> tuple[int, ...]:
+    """Return `floors_to_meet` of a whole problem."""
+    return floors_to_meet(problem.tasks, problem.workers, problem.d_running_us, problem.d_transition_us)
+
+
+def problem_values(problem: Problem) -> tuple[int, ...]:
+    """Return `floor_values` of a whole problem."""
+    return floor_values(problem.tasks, problem.d_running_us, problem.d_transition_us)
+
+
+def with_floor_worths(problem: Problem) -> Problem:
+    """Return the problem with the worth of each floor written down, so that it stays when choices are taken away."""
+    durations = problem.d_running_us, problem.d_transition_us
+    tasks = [replace(task, floor_worth=floor_worth(task, *durations)) if task.floor else task for task in problem.tasks]
+    return replace(problem, tasks=tuple(tasks))
+
+
+def _best_set(claims: Sequence[tuple[int, int]], workers: int) -> frozenset[int]:
+    """Return the indices of the (workers, value) whose values have the largest sum, on at most `workers` workers."""
+    claimants = [i for i, (floor, value) in enumerate(claims) if value and 0 < floor <= workers]
+    grain = gcd(*(claims[i][0] for i in claimants)) or 1
+    rows = [np.zeros(workers // grain + 1, dtype=object)]
+    for i in claimants:
+        floor, value = claims[i][0] // grain, claims[i][1]
+        row = rows[-1].copy()
+        np.maximum(row[floor:], rows[-1][: len(row) - floor] + value, out=row[floor:])
+        rows.append(row)
+    at, chosen = workers // grain, set()
+    for i, before, after in zip(reversed(claimants), rows[-2::-1], rows[:0:-1], strict=True):
+        if after[at] != before[at]:
+            chosen.add(i)
+            at -= claims[i][0] // grain
+    return frozenset(chosen)

@@ -1,0 +1,101 @@
+"""What a node is made of, one value per subject. Frozen; made by the fold alone; `state.Node` holds one of each.
+
+| value | what it holds | changed by |
+|---|---|---|
+| `AgentIdentity` | which agent runs there, and what it reads | folding/nodes.py, commands.py |
+| `Cordon` | that it gets no new workers, or is emptied, and who wants so | nodes/drains.py |
+| `Isolation` | that it is out of service (SEV1), and its way back | nodes/isolation.py |
+| `NodeHealth` | what speaks against the machine | folding/nodes.py, accelerators.py |
+| `NodeDeparture` | that it leaves, or is removed | folding/nodes.py |
+
+In bytes and in JSON a node is flat (state_bytes.py); `name=` is a field's key there, where it has another.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from unicrond.events.vocabulary import RepairNeed
+from unicrond.events.vocabulary.field_defaults import always
+
+
+class AgentIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`boot`: of the agent that joined last; `since_boot`: of the first agent of its run directory; commands for an
+    earlier one are void, 0: not known. `schema`: what it reads (events/wire/schemas.py); `unreadable_commands`:
+    commands that it could not, since it joined.
+    """
+
+    boot: int = msgspec.field(name="agent_boot")
+    version: str = always("")
+    schema: int = 1
+    unreadable_commands: int = 0
+    since_boot: int = 0
+
+
+class Cordon(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`active`: people want no new workers on it; `draining`: nor those that it has. `reason`: why.
+
+    `until_return`: that ends when an agent comes back without workers. `empty_by_us`: when the node is to be empty, 0:
+    at no time; `overdue`: that time is over. `window`: the maintenance window that wants it so, "" where a person does.
+    """
+
+    active: bool = always(False, name="cordoned")
+    draining: bool = always(False)
+    reason: str = always("", name="cordon_reason")
+    until_return: bool = False
+    empty_by_us: int = 0
+    overdue: bool = False
+    window: str = ""
+
+
+class Probation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an isolated node has been through (isolation.py). `cause`: "hardware", "strikes" (workers ended there); "":
+    it is over after a time. `attempts`: checks and repairs that failed, or had no end.
+
+    `command_id`: of the check under way. `repaired`: the repair command has done its work. `pardon`: why a person wants
+    it back. `last`, `last_us`: the last outcome, in words, and when.
+    """
+
+    cause: str = ""
+    attempts: int = 0
+    command_id: str = ""
+    check_passed: bool = False
+    repaired: bool = False
+    pardon: str = ""
+    last: str = ""
+    last_us: int = 0
+
+
+class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`active`: the node gets no workers (SEV1), until it is readmitted. `over`: it has rested for its time. `count`:
+    how often it has been isolated. `probation`: what it must pass; None: only the time.
+    """
+
+    active: bool = always(False, name="isolated")
+    over: bool = always(False, name="isolation_over")
+    count: int = always(0, name="isolations")
+    probation: Probation | None = msgspec.field(default=None, name="isolation")
+
+
+class NodeHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
+    `loss_ordered`: somebody has ordered its loss; its next return is none of these. `repair_need`: what its hardware
+    needs, by its driver's word. `failure_forecast`: why its failure is expected (drains.py).
+    """
+
+    returns_us: tuple[int, ...] = always(())
+    loss_ordered: bool = False
+    repair_need: RepairNeed = ""
+    failure_forecast: str = ""
+
+
+class NodeDeparture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`announced`: its agent has announced its end; what ends there from then on is no failure. `left_us`: when it
+    left, 0: it has not. `removal`: why it is to be forgotten once it is away (node_removal.py); `leave_ordered`: its
+    agent was commanded to leave for that.
+    """
+
+    announced: bool = msgspec.field(default=False, name="leaving")
+    left_us: int = 0
+    removal: str = msgspec.field(default="", name="forgetting")
+    leave_ordered: bool = False

@@ -1,0 +1,82 @@
+"""The commands of `unicronctl` that say which nodes may have workers, and when."""
+
+from __future__ import annotations
+
+from unicrond.ctl.future_time import MOMENT_SYNTAX, moment, span_s
+from unicrond.ctl.parsing import NODES, REASON, add_to
+from unicrond.events.cli.command_line import Commands, node_name, number, option, switch
+from unicrond.events.cli.exit_codes import TIMEOUT, exit_codes
+from unicrond.events.cli.shared_flags import shared
+
+
+def add_node_control(commands: Commands) -> None:
+    """Add the commands for nodes to the parser of `unicronctl`."""
+    which = (NODES, REASON, shared("--boot"), shared("--address", "act only where it has this one"))
+    add_to(
+        commands,
+        "cordon",
+        "give a node no new workers; those that it has stay",
+        ("cordon node3 --reason 'new fan'", "cordon node3 --address $POD_IP"),
+        *which,
+    )
+    add_to(
+        commands,
+        "drain",
+        "empty a node: its workers move at an iteration boundary, and nothing is lost",
+        (
+            "drain node3 --reason 'new fan'",
+            "drain node3 node4 --wait --timeout-s 120",
+            "drain node3 --by 2h",
+            "drain node3 --until-return",
+            "drain node3 --address $POD_IP",
+        ),
+        *which,
+        switch("--wait", "wait until it is empty"),
+        shared("--timeout-s", "with --wait (default: for ever)"),
+        option(
+            "--by", "TIME", f"set a deadline; workers stay until they must move for it: {MOMENT_SYNTAX}", type=moment
+        ),
+        switch("--until-return", "end the drain when the node comes back with a new agent: a restart or a reboot"),
+        codes=exit_codes(TIMEOUT),
+    )
+    add_to(
+        commands,
+        "uncordon",
+        "give a cordoned, drained or isolated node workers again",
+        ("uncordon node3 --reason 'new fan'", "uncordon node3 --address $POD_IP"),
+        *which,
+    )
+    add_to(
+        commands,
+        "forget",
+        "forget a node that has left or is lost; its name is free for another machine",
+        ("forget node3", "forget node3 --leave --reason 'the machine goes back'"),
+        *which,
+        switch("--leave", "have a node that is up leave for good first: it is drained, and its agent ends with 0"),
+    )
+    add_to(
+        commands,
+        "maintain",
+        "plan a maintenance window: its nodes are empty while it lasts; without nodes, list those that are planned",
+        (
+            "maintain node3 node4 --from 2026-12-01T08:00:00+01:00 --duration 4h --reason 'new cables'",
+            "maintain node3 --from 90m --duration 30m",
+            "maintain",
+            "maintain --cancel w1234",
+        ),
+        option("nodes", "NODE", "its name; several are taken together", type=node_name, nargs="*"),
+        option("--from", "TIME", f"begin it then: {MOMENT_SYNTAX}", type=moment, dest="begins"),
+        option("--duration", "SPAN", "have it last so long (30m, 4h)", type=span_s, dest="for_s"),
+        option("--cancel", "WINDOW", "end this window, or have it not begin"),
+        REASON,
+    )
+    add_to(
+        commands,
+        "slurm-sync",
+        "tell drains and isolations both ways between Slurm and this cluster, until interrupted",
+        ("slurm-sync --every-s 5", "slurm-sync --once"),
+        option("--every-s", "S", "ask both so often (5)", type=number(0.2, 3600, "seconds"), default=5.0),
+        shared("--once"),
+        switch("--ends", "give back to Slurm what only rests here, and needs no repair: the cluster ends"),
+        switch("--no-holds", "do not drain in Slurm what is isolated here (that needs an operator of Slurm)"),
+    )

@@ -1,0 +1,213 @@
+"""The parts of a head around its coordinator, and how they are tied: each is made once, and the coordinator is handed
+its surroundings. Parts that look at the coordinator do so once something runs, when it has been made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from unicrond.core.state.state import ClusterState
+from unicrond.events.archive.archived_log import ArchivedLog
+from unicrond.events.host.systemd import Systemd
+from unicrond.events.log.lease import Holder
+from unicrond.events.nats.connection import Connection
+from unicrond.events.nats.event_log import NatsBeatLog, NatsEventLog
+from unicrond.events.nats.lease import NatsLease
+from unicrond.events.nats.server import EmbeddedServer
+from unicrond.events.nats.store_directory_lock import StoreLease
+from unicrond.events.trust.certificates import BadCertificate
+from unicrond.events.trust.logins import User
+from unicrond.events.vocabulary import AnyEvent
+from unicrond.events.wire.envelope import Envelope
+from unicrond.intake.config import Config, embedded_tls, login, read_secret
+from unicrond.intake.tls import BadTls
+from unicrond.service.api.access import Access
+from unicrond.service.api.api import Api
+from unicrond.service.coordinator.alarms import unsaved_lines
+from unicrond.service.coordinator.clock import CLOCK
+from unicrond.service.coordinator.coordinator import Coordinator
+from unicrond.service.coordinator.nats_snapshots import NatsSnapshotStore
+from unicrond.service.coordinator.snapshots import Snapshots
+from unicrond.service.coordinator.surroundings import HeadSettings, Surroundings
+from unicrond.service.event_log.consumers import Consumers
+from unicrond.service.event_log.known_event_log import KnownLog
+from unicrond.service.event_log.retention import LogLife
+from unicrond.service.event_log.statistics import AppendTimes
+from unicrond.service.event_log.stream_probe import StreamProbe
+from unicrond.service.head.exporters import Exporters
+from unicrond.service.head.startup import StartupStatus
+from unicrond.service.trust.certificates import Certificates
+from unicrond.service.trust.membership_certificates import Warrants
+from unicrond.service.trust.node_logins import NodeLogins, remembered
+
+if TYPE_CHECKING:
+    import signal
+
+    from prometheus_client.core import Metric
+
+
+class Orders(NamedTuple):
+    """The options of this run, beside its configuration. `systemd`: made before any child is."""
+
+    stop: asyncio.Queue[signal.Signals]
+    skip: Sequence[int]
+    stands_by: bool
+    systemd: Systemd
+
+
+class Links(NamedTuple):
+    """The connections of a head. `asking`: of the API's login. `server`: None where it is not ours. `lease`: None where
+    this login may not use it. `me`: this process in it."""
+
+    connection: Connection
+    asking: Connection
+    server: EmbeddedServer | None
+    lease: NatsLease | None
+    me: Holder
+
+
+class HeadParts:
+    """Makes the coordinator and the parts of this process that it asks. `roles`: the logins of this machine."""
+
+    def __init__(
+        self, config: Config, links: Links, orders: Orders, certificates: Certificates, roles: list[User]
+    ) -> None:
+        self._config = config
+        self._links = links
+        self._roles = roles
+        self._certificates = certificates
+        self._logins: NodeLogins | None = None
+        self.known_log = KnownLog(Path(config.state_dir))
+        live = asyncio.Event()
+        appends = AppendTimes(time.monotonic)
+        self.exporters = Exporters(config, live.is_set)
+        self._consumers: Consumers | None = None
+        if config.nats.has_keys:
+            self._consumers = Consumers(links.connection, self._state, self._read_seq, live.is_set)
+        self.stream = NatsEventLog(links.connection, extra_headers=beside(config), on_duration=appends.took)
+        self.event_log = ArchivedLog(self.stream, config.archive)
+        around = Surroundings(
+            requests=NatsEventLog(links.asking, on_duration=appends.took),
+            views=self.exporters.views,
+            live=live,
+            prepare=self._prepare,
+            begin=self._begin,
+            alarms=self._alarms,
+            metrics=self._metrics,
+        )
+        self.coordinator = Coordinator(
+            self.event_log,
+            NatsBeatLog(links.connection),
+            self._settings(orders),
+            snapshots=Snapshots(NatsSnapshotStore(links.connection, replicas=config.nats.replicas)),
+            around=around,
+        )
+        self.probe = StreamProbe(
+            links.connection,
+            lambda: self.coordinator.state.seq,
+            lambda: {node: self._read_seq(node) for node in self.coordinator.liveness.beats},
+            self.coordinator.log_is_another,
+        )
+        self.life = LogLife(config, self.coordinator, lambda: self.probe.info, appends, time.monotonic)
+
+    def keep_logins(self, api: Api) -> list[asyncio.Task[None]]:
+        """Start what keeps logins with keys as the log says: who may log in, and what each agent may read."""
+        if self._consumers is None:
+            return []
+        self._logins = NodeLogins(
+            self._roles,
+            self._links.server,
+            self._config.keys / "nodes",
+            self._state,
+            api.ask,
+            CLOCK.wall_us,
+            self.coordinator.live.is_set,
+            has_shared=self._config.nats.shared is not None,
+        )
+        return [
+            asyncio.create_task(self._once_folded(self._consumers.run), name="consumers"),
+            asyncio.create_task(self._once_folded(self._logins.run), name="logins"),
+        ]
+
+    def _settings(self, orders: Orders) -> HeadSettings:
+        config, identity = self._config, self.known_log.read()
+        return HeadSettings(
+            policy=config.policy,
+            heartbeat_s=config.heartbeat_s,
+            severity=config.severity,
+            readmission=config.readmission,
+            schema=config.write_schema,
+            skip=orders.skip,
+            process=f"{socket.gethostname()}:{os.getpid()}",
+            adopted_us=identity.adopted_us if identity is not None else 0,
+        )
+
+    async def _once_folded(self, run: Callable[[], Awaitable[None]]) -> None:
+        await self.coordinator.caught_up.wait()
+        await run()
+
+    def _state(self) -> ClusterState:
+        return self.coordinator.state
+
+    def _read_seq(self, node: str) -> int:
+        return self.coordinator.liveness.read_seq(node)
+
+    async def _prepare(self, events: Sequence[AnyEvent]) -> None:
+        if self._consumers is not None:
+            await self._consumers.before(events)
+
+    def _begin(self) -> None:
+        if self._consumers is not None:
+            self._consumers.forget()
+
+    def _metrics(self) -> Iterable[Metric]:
+        return self.life.metrics()
+
+    def _alarms(self) -> list[str]:
+        lines = [*self.probe.alarms(), *self.life.alarms()]
+        if self._logins is not None:
+            lines += self._logins.alarms()
+        lines += [*self.exporters.alarms(), *unsaved_lines(self.coordinator.state)]
+        return lines + (self._certificates.alarms() if self._is_tls else [])
+
+    @property
+    def _is_tls(self) -> bool:
+        return bool(self._config.nats_tls or self._config.api_tls)
+
+
+def server_of(config: Config, roles: list[User], status: StartupStatus) -> EmbeddedServer:
+    """Return the embedded server, not started."""
+    has_keys = config.nats.has_keys
+    shared = config.nats.shared if has_keys else login(config.nats)
+    return EmbeddedServer(
+        Path(config.state_dir) / "nats",
+        host=config.nats.host,
+        port=config.nats.port,
+        login=shared if config.nats.user else None,
+        users=[*roles, *remembered(config.keys / "nodes")] if has_keys else None,
+        tls=embedded_tls(config),
+        lease=StoreLease(Path(config.state_dir) / "nats"),
+        waits=status.say,
+    )
+
+
+def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
+    """Return what makes the headers of events: warrants, where nodes have certificates. Raises BadTls."""
+    if not config.certifies_nodes:
+        return lambda _: {}
+    cert = config.certificates.cert
+    try:
+        return Warrants(cert).beside
+    except (BadCertificate, OSError) as error:
+        raise BadTls(f"{cert}: {error}; make another with `unicrond tls-init --renew`") from None
+
+
+def access_of(config: Config) -> Access:
+    """Return who may use the API."""
+    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)
