@@ -92,8 +92,8 @@ class LinkProber:
         probes = await asyncio.gather(*(probe_peer(peer, self._address) for peer in order.peers))
         if order.task:
             self._report(LinksProbed(node=self._node, command_id=order.command_id, probes=tuple(probes)))
-        for peer, found in zip(order.peers, probes, strict=True):
-            if found.condition in ("silent", "slow") or not order.task:
+        for peer, outcome in zip(order.peers, probes, strict=True):
+            if outcome.condition in ("silent", "slow") or not order.task:
                 if (before := self._watches.get(peer.node)) is not None:
                     before.cancel()
                 watch = asyncio.create_task(self._watch(order, peer), name=f"watch of the link to {peer.node}")
@@ -104,15 +104,15 @@ class LinkProber:
         good_since_s = 0.0
         while True:
             await asyncio.sleep(EVERY_S)
-            found, now_s = await probe_peer(peer, self._address), time.monotonic()
-            if found.condition != "good":
-                good_since_s = 0.0 if found.condition != "unknown" else good_since_s
+            outcome, now_s = await probe_peer(peer, self._address), time.monotonic()
+            if outcome.condition != "good":
+                good_since_s = 0.0 if outcome.condition != "unknown" else good_since_s
             elif not good_since_s:
                 good_since_s = now_s
             elif now_s - good_since_s >= order.patience_us / 1e6:
                 break
         self._watches.pop(peer.node, None)
-        self._report(LinksProbed(node=self._node, command_id=order.command_id, probes=(found,)))
+        self._report(LinksProbed(node=self._node, command_id=order.command_id, probes=(outcome,)))
 
 
 async def probe_peer(peer: ProbedPeer, address: str, limit_s: float = LIMIT_S) -> LinkProbe:
@@ -122,9 +122,9 @@ async def probe_peer(peer: ProbedPeer, address: str, limit_s: float = LIMIT_S) -
     condition: LinkCondition = "silent"
     try:
         async with asyncio.timeout(limit_s):
-            for done in asyncio.as_completed(tries):
-                if (refused := await done) != "silent":
-                    condition = refused
+            for attempt in asyncio.as_completed(tries):
+                if (answer := await attempt) != "silent":
+                    condition = answer
                     break
     except TimeoutError:
         pass

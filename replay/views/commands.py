@@ -182,10 +182,7 @@ async def goodput_command(options: argparse.Namespace) -> int:
 
 async def import_command(options: argparse.Namespace) -> int:
     """Import into a directory of segments, or into a NATS server that has no log yet."""
-    from unicrond.replay.reading.importing import (  # the NATS client takes 100 ms to import
-        import_to_directory,
-        import_to_nats,
-    )
+    from unicrond.replay.reading.importing import import_to_directory, import_to_nats
 
     source = file_source(options.path)
     chunks = with_bar(source.chunks(), "importing")

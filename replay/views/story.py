@@ -105,8 +105,8 @@ class Index(View):
         }
         if name in names_by_kind[kind]:
             return Subject(kind, name)
-        others = [f"{other} {name}" for other in KINDS if name in names_by_kind[other]]
-        hint = f"did you mean {' or '.join(others)}?" if others else f"the log has {_abridged(names_by_kind[kind])}"
+        guesses = [f"{guess} {name}" for guess in KINDS if name in names_by_kind[guess]]
+        hint = f"did you mean {' or '.join(guesses)}?" if guesses else f"the log has {_abridged(names_by_kind[kind])}"
         raise NoSuchSubject(f"no {kind} {name}; {hint}")
 
 

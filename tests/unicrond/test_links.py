@@ -15,7 +15,7 @@ from unicrond.core.faults import links
 from unicrond.core.planning.placement import place
 from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
 from unicrond.core.state.state import ClusterState, Severity, Task
-from unicrond.display.link_table import links_table
+from unicrond.display.cluster_tables import links_table
 from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
 from unicrond.events.wire.envelope import QuarantinedMessage, RecordedEvent
@@ -249,7 +249,7 @@ def test_what_both_ends_say_makes_a_link_silent() -> None:
     assert not link.is_poor and not link.is_barred
     assert replace(link, conditions={"a": "silent", "b": "silent"}).is_barred
     slow = replace(link, conditions={"a": "silent", "b": "slow"})
-    assert slow.is_poor and not slow.is_barred and replace(slow, stopped=True).is_barred
+    assert slow.is_poor and not slow.is_barred and replace(slow, has_stopped_task=True).is_barred
 
 
 NAMES = [f"n{number}" for number in range(6)]

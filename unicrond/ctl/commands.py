@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unicrond.core.state.state import ClusterState, TaskStatus
-from unicrond.core.state.work import achieved_waf
 from unicrond.ctl import history
 from unicrond.ctl.client import ApiRefused
 from unicrond.ctl.client_options import client_of, health_of, now_us, print_json, snapshot_of
@@ -24,10 +23,9 @@ from unicrond.ctl.streams import events, last_events_about, logs, stacks, top, w
 from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
     incidents_table,
+    links_table,
     node_status,
     nodes_table,
-    planned_waf,
-    si,
     stragglers,
     stragglers_table,
     tasks_table,
@@ -36,8 +34,8 @@ from unicrond.display.cluster_tables import (
 from unicrond.display.describe import UnknownName, data_of, describe_object
 from unicrond.display.doctor import findings, without_clocks
 from unicrond.display.doctor_nodes import diagnose_nodes
-from unicrond.display.link_table import links_table
 from unicrond.display.tables import Table, clean, show, visible
+from unicrond.display.worth import achieved_now, healthy_waf, planned_wafs, si, waf_in
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.host import optional_dependencies as extras
 from unicrond.events.vocabulary.shape import Shape
@@ -60,15 +58,16 @@ def status(options: argparse.Namespace) -> None:
         print_json({"health": health, **snapshot.body})
         return
     workers = sum(assignment.workers for assignment in state.plan.assignments.values())
-    planned = planned_waf(state, state.plan.waf, state.plan.workers)
-    achieved = si(sum(achieved_waf(task, state.now_us) for task in _active(state)), "FLOP/s")
+    planned, healthy = waf_in(state, sum(planned_wafs(state).values())), waf_in(state, healthy_waf(state))
+    achieved = waf_in(state, sum(achieved_now(state, task) for task in _active(state)))
     lines = {
         "coordinator": f"{health['status']}, term {state.term}, sequence {state.seq}, at {client_of(options).url}",
         **_heads(health),
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         **{f"ALARM {number}": str(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
         **{f"weaker {number}": str(line) for number, line in enumerate(health.get("weaker") or (), start=1)},
-        "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
+        "plan": f"epoch {state.plan.epoch}, {workers} workers, "
+        f"WAF {achieved} achieved, {planned} planned, {healthy} in health",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
         "costs": costs_line(snapshot.body.get("costs")),
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
@@ -112,7 +111,7 @@ def costs_line(costs: dict[str, float] | None) -> str:
         return "no plan yet"
     free = costs["failure_free_flop"]
     parts = [("delivered", "delivered"), ("detection", "detection"), ("transition", "transition")]
-    parts.append(("sub_health", "sub-health"))
+    parts += [("repeated", "repeated"), ("sub_health", "sub-health")]
     shares = ", ".join(f"{100 * costs[f'{name}_flop'] / free:.1f} % {text}" for name, text in parts)
     return f"{shares} of {si(free, 'FLOP')}"
 

@@ -31,9 +31,9 @@ def _withdraw_workers(batch: DecisionBatch, task: Task) -> None:
         pairs = links.among(poor, nodes)
         if not pairs:
             return
-        stopped = bool(task.group.reattempts) and links.standstill(state, task) is not None
+        has_stopped = bool(task.group.reattempts) and links.standstill(state, task) is not None
         workers = sum(costs[end][0] for end in links.ends_to_leave(pairs, costs))
-        if not (stopped or links.goes_better_without(task, workers)):
+        if not (has_stopped or links.goes_better_without(task, workers)):
             return
     ends = links.ends_to_leave(pairs, costs)
     for node in ends:
@@ -51,8 +51,8 @@ def together(survey: Survey, task: Task, replicas: list[tuple[str, ...]]) -> lis
     alive = {worker.node for worker in task.workers.values() if worker.alive}
     costs = links.costs_of_ends(survey.state, task, replicas)
     costs = {node: cost if node in alive else (0, *cost[1:]) for node, cost in costs.items()}
-    gone = links.ends_to_leave(pairs, costs)
-    return [nodes for nodes in replicas if not set(nodes).intersection(gone)]
+    departures = links.ends_to_leave(pairs, costs)
+    return [nodes for nodes in replicas if not set(nodes).intersection(departures)]
 
 
 def changes_since(state: ClusterState, since_us: int) -> list[str]:
@@ -75,8 +75,8 @@ def probe_groups(batch: DecisionBatch) -> None:
 def _probe_group(batch: DecisionBatch, task: Task) -> None:
     state, probing = batch.state, task.group.probing
     incident = links.standstill(state, task)
-    due = probing.overdue or (incident is not None and incident.detected_us > probing.ordered_us)
-    if probing.awaited or not (due or links.replica_stands_still(task)):
+    is_due = probing.overdue or (incident is not None and incident.detected_us > probing.ordered_us)
+    if probing.orders or not (is_due or links.replica_stands_still(task)):
         return
     nodes = links.probed_nodes(state, task)
     for node, peers in links.peers_to_probe(task, incident, nodes).items():
@@ -88,7 +88,7 @@ def watch_links(batch: DecisionBatch) -> None:
     state = batch.state
     for link in state.links.values():
         for end in link.conditions:
-            node, peer = state.nodes.get(end), state.nodes.get(link.other(end))
+            node, peer = state.nodes.get(end), state.nodes.get(link.opposite(end))
             patience_us = links.patience_us(link)
             if node is None or peer is None or node.status is not NodeStatus.UP or not peer.probe_port:
                 continue

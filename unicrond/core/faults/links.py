@@ -89,17 +89,17 @@ def ends_to_leave(pairs: Sequence[Pair], costs: Mapping[str, tuple[int, ...]]) -
     for _ in range(_LOOKS_MAX):
         if not open_ways:
             break
-        chosen, rest = open_ways.pop()
+        cover, rest = open_ways.pop()
         if not rest:
-            total = tuple(map(sum, zip(*(costs[node] for node in chosen), strict=True)))
-            way = (total, sorted(ranks[node] for node in chosen), tuple(sorted(chosen)))
+            total = tuple(map(sum, zip(*(costs[node] for node in cover), strict=True)))
+            way = (total, sorted(ranks[node] for node in cover), tuple(sorted(cover)))
             best = way if best is None or way < best else best
             continue
         degrees = {end: sum(end in pair for pair in rest) for pair in rest for end in pair}
         busiest = max(degrees, key=lambda node: (degrees[node], node))
         peers = {end for pair in rest if busiest in pair for end in pair} - {busiest}
         open_ways += [
-            (chosen | choice, tuple(pair for pair in rest if choice.isdisjoint(pair))) for choice in (peers, {busiest})
+            (cover | choice, tuple(pair for pair in rest if choice.isdisjoint(pair))) for choice in (peers, {busiest})
         ]
     return best[2] if best else ()
 
@@ -136,14 +136,14 @@ def peers_to_probe(task: Task, incident: Incident | None, nodes: Sequence[str]) 
     if incident is not None:
         of = {name: worker.node for name, worker in task.workers.items()}
         reports = {**{name: (peer,) for name, peer in incident.lost_peers.items()}, **incident.links}
-        named = [(of.get(name, ""), of.get(peer, "")) for name, peers in reports.items() for peer in peers]
-        pairs |= {tuple(sorted(ends)) for ends in named if all(end in nodes for end in ends)}
+        reported_pairs = [(of.get(name, ""), of.get(peer, "")) for name, peers in reports.items() for peer in peers]
+        pairs |= {tuple(sorted(ends)) for ends in reported_pairs if all(end in nodes for end in ends)}
     peers: dict[str, list[str]] = {node: [] for node in nodes}
     for first, second in sorted(pairs):
         if first != second and max(len(peers[first]), len(peers[second])) < NEIGHBOURS_MAX:
             peers[first].append(second)
             peers[second].append(first)
-    return {node: tuple(others) for node, others in peers.items() if others}
+    return {node: tuple(neighbours) for node, neighbours in peers.items() if neighbours}
 
 
 def standstill(state: ClusterState, task: Task) -> Incident | None:
@@ -174,9 +174,9 @@ def answers_in_us(state: ClusterState, incident: Incident) -> int:
 def deadlines(state: ClusterState, task: Task) -> Iterator[tuple[str, int]]:
     """Yield `links:` (id, length in microseconds): where answers of probes are to come, or the group is to meet."""
     probing, unmet = task.group.probing, task.membership is not None and not task.confirmed
-    if not (probing.awaited or unmet) or len(probed_nodes(state, task)) < 2:
+    if not (probing.orders or unmet) or len(probed_nodes(state, task)) < 2:
         return
-    length_us = ANSWERS_US if probing.awaited else min(MEETING_US << min(probing.rounds, 16), MEETING_MAX_US)
+    length_us = ANSWERS_US if probing.orders else min(MEETING_US << min(probing.rounds, 16), MEETING_MAX_US)
     yield f"links:{task.name}#{task.generation}.{probing.rounds}", length_us
 
 
@@ -206,7 +206,7 @@ def goes_better_without(task: Task, workers: int) -> bool:
 
 def is_awaited(task: Task) -> bool:
     """Return whether answers of probes are still to come."""
-    return bool(task.group.probing.awaited)
+    return bool(task.group.probing.orders)
 
 
 def pair_text(state: ClusterState, pair: Pair) -> str:

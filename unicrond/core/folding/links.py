@@ -26,11 +26,11 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
     node, task = state.nodes.get(event.node), state.tasks.get(event.task)
     if task is not None and task.generation == event.generation:
         probing = task.group.probing
-        first = not probing.awaited
-        awaited = probing.awaited | {event.node: event.command_id}
+        first = not probing.orders
+        orders = probing.orders | {event.node: event.command_id}
         ordered_us = state.now_us if first else probing.ordered_us
         rounds = probing.rounds + first
-        probing = replace(probing, rounds=rounds, ordered_us=ordered_us, awaited=awaited, overdue=False)
+        probing = replace(probing, rounds=rounds, ordered_us=ordered_us, orders=orders, overdue=False)
         state = _with_probing(state, task, probing)
     links = dict(state.links)
     if event.task or node is None:
@@ -46,10 +46,10 @@ def probes_ordered(state: ClusterState, event: v.ProbeLinks, _: Envelope) -> Clu
 def links_probed(state: ClusterState, event: v.LinksProbed, _: Envelope) -> ClusterState:
     """Record what an end says of its links, and that it has answered."""
     for task in state.tasks.values():
-        awaited = task.group.probing.awaited
-        if awaited.get(event.node) == event.command_id:
-            rest = {node: command for node, command in awaited.items() if node != event.node}
-            state = _with_probing(state, task, replace(task.group.probing, awaited=rest))
+        orders = task.group.probing.orders
+        if orders.get(event.node) == event.command_id:
+            rest = {node: command for node, command in orders.items() if node != event.node}
+            state = _with_probing(state, task, replace(task.group.probing, orders=rest))
     if event.node not in state.nodes:
         return state
     links = dict(state.links)
@@ -103,11 +103,11 @@ def forget_links(state: ClusterState, node: str) -> ClusterState:
 def meeting_is_long(state: ClusterState, _kind: str, subject: str) -> ClusterState:
     """Fold the end of `links:`: no answer comes any more; a group that has not met for so long has its links
     probed."""
-    name, _, which = subject.partition("#")
+    name, _, round_name = subject.partition("#")
     task = state.tasks.get(name)
-    if task is None or which != f"{task.generation}.{task.group.probing.rounds}":
+    if task is None or round_name != f"{task.generation}.{task.group.probing.rounds}":
         return state
-    probing = replace(task.group.probing, awaited={}, overdue=not task.confirmed)
+    probing = replace(task.group.probing, orders={}, overdue=not task.confirmed)
     return _with_probing(state, task, probing)
 
 
@@ -139,7 +139,7 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
     links = dict(state.links)
     for peer in event.peers:
         if (link := links.get(link_key(event.node, peer))) is not None:
-            links[link_key(*link.ends)] = replace(link, stopped=True)
+            links[link_key(*link.ends)] = replace(link, has_stopped_task=True)
     state = replace(with_task(state, task), links=links)
     incident = _incident_of(state, task)
     if incident is None:

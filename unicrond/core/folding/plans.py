@@ -124,7 +124,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         lead_confirmed=False,
         last_membership=task.membership if task.group.lead_confirmed else task.group.last_membership,
         # Answers of probes say as much of the next group.
-        probing=LinkProbing(awaited=task.group.probing.awaited, ordered_us=task.group.probing.ordered_us),
+        probing=LinkProbing(orders=task.group.probing.orders, ordered_us=task.group.probing.ordered_us),
     )
     task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm_up_reports=0)

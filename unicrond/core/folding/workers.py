@@ -69,6 +69,8 @@ def worker_regrouped(state: ClusterState, event: v.WorkerJoinedGroup, _: Envelop
         task = _forget_previous_group(task, task.group.last_membership)
     if task.spec.layouts and task.confirmed and not pair[0].confirmed:
         task = _measure_pause(task, state.now_us)
+    if event.generation == task.generation and event.iteration <= task.progress.iteration:
+        state, task = incidents.fall_back(state, task, event.iteration, event.generation, event.source)
     state = with_task(state, task)
     for incident in state.incidents.values():
         broken = incident.generations.get(task.name)

@@ -11,8 +11,8 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `conditions`: end -> what it says of the way to the other one and back, of those that say anything bad; `took_us`:
     how long its probe took. `since_us`: since when it is bad, or was; `restored_us`: when it was found good again, 0:
     it is not. `times`: how often it has become bad, each time soon after it was good. `watches`: end -> the agent that
-    probes it again and again, and for how long it must be good to be believed (microseconds). `stopped`: a task has
-    been stopped by it, though something passes.
+    probes it again and again, and for how long it must be good to be believed (microseconds). `has_stopped_task`:
+    it has stopped a task, though something passes.
     """
 
     first: str
@@ -23,7 +23,7 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     restored_us: int = 0
     times: int = 1
     watches: dict[str, tuple[int, int]] = {}
-    stopped: bool = False
+    has_stopped_task: bool = False
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -43,9 +43,9 @@ class NodeLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_barred(self) -> bool:
         """Return whether no task may be on both ends."""
-        return self.is_silent or (self.stopped and self.is_poor)
+        return self.is_silent or (self.has_stopped_task and self.is_poor)
 
-    def other(self, end: str) -> str:
+    def opposite(self, end: str) -> str:
         """Return the other end."""
         return self.second if end == self.first else self.first
 
@@ -57,12 +57,12 @@ def link_key(node: str, peer: str) -> str:
 
 class LinkProbing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Probes of the links within the newest group. `rounds`: how often all were ordered, `ordered_us`: when last;
-    `awaited`: node -> the command that it has not answered. `overdue`: another round is due: the group has not met for
+    `orders`: node -> the command that it has not answered. `overdue`: another round is due: the group has not met for
     long, or is slow for no worker's fault; `usual_us`: how long its iterations take when it is not (0: it is not slow).
     """
 
     rounds: int = 0
-    awaited: dict[str, str] = {}
+    orders: dict[str, str] = {}
     overdue: bool = False
     usual_us: int = 0
     ordered_us: int = 0

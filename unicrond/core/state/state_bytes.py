@@ -84,6 +84,10 @@ TASK_FIELDS: tuple[str, ...] = (
     "turn.turn_over_us",
     "pace.gpu",
     "pace.on_gpus",
+    "progress.trained_us",
+    "progress.iterations_repeated",
+    "progress.repeats_until",
+    "progress.repeats_for",
     "group.probing",
 )
 
