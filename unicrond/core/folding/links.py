@@ -12,6 +12,7 @@ from unicrond.core.state.changes import with_incident, with_task, with_worker
 from unicrond.core.state.incident_lifecycle import IncidentTrigger, advance
 from unicrond.core.state.node_links import LinkProbing, NodeLink, link_key
 from unicrond.core.state.state import ClusterState, Incident, Severity, Task
+from unicrond.core.state.task_parts import Pace
 from unicrond.core.state.worker_lifecycle import can_move, given_up
 from unicrond.events import vocabulary as v
 from unicrond.events.wire.envelope import Envelope
@@ -131,11 +132,7 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
     broken = broken_generation(task, [worker.worker for worker in workers])
     for worker in workers:
         task = with_worker(task, given_up(worker))
-    # What was measured over the bad link says nothing of these workers without it.
-    rest = {
-        workers: flops for workers, flops in task.pace.measurements.items() if workers != str(len(task.member_names))
-    }
-    task = replace(task, pace=replace(task.pace, measurements=rest))
+    task = replace(task, pace=_without_measurement(task.pace, str(len(task.member_names))))
     links = dict(state.links)
     for peer in event.peers:
         if (link := links.get(link_key(event.node, peer))) is not None:
@@ -165,6 +162,13 @@ def workers_withdrawn(state: ClusterState, event: v.WorkersWithdrawn, envelope: 
             generations=incident.generations | {task.name: broken},
         ),
     )
+
+
+def _without_measurement(pace: Pace, workers: str) -> Pace:
+    """Return the pace without what was measured over the bad link: it says nothing of so many workers without it."""
+    measurements = {number: flops for number, flops in pace.measurements.items() if number != workers}
+    circumstances = {number: facts for number, facts in pace.circumstances.items() if number != workers}
+    return replace(pace, measurements=measurements, circumstances=circumstances)
 
 
 def _incident_of(state: ClusterState, task: Task) -> Incident | None:

@@ -78,7 +78,7 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
 
 def _pace_in_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
     """Return the pace for replicas of another form, with the throughputs that were measured in it before."""
-    pace, by_layout = replace(pace, timings=(), warm_up_reports=0), dict(pace.other_layouts)
+    pace, by_layout = replace(pace, timings=(), warm_up_reports=0, circumstances={}), dict(pace.other_layouts)
     if pace.measurements and after.layouts:
         by_layout[layout_key(before.shape)] = pace.measurements
     throughputs = by_layout.pop(layout_key(after.shape), {})

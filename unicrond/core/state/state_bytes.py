@@ -88,7 +88,13 @@ TASK_FIELDS: tuple[str, ...] = (
     "progress.iterations_repeated",
     "progress.repeats_until",
     "progress.repeats_for",
+    "pace.circumstances",
+    "pace.revised_us",
+    "pace.start_us",
+    "pace.starting_since_us",
     "group.probing",
+    "owner",
+    "updated_us",
 )
 
 #: Where each field of a flat node stands in a Node.

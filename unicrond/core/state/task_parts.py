@@ -91,13 +91,29 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     repeats_for: str = ""
 
 
+class Circumstances(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What stood when T was last measured at a number of workers: `flops` then, on which `nodes` (sorted), and until
+    when the task ran so, `measured_us` (log time). `has_faded`: the belief has moved since, by age or because its cause
+    is gone. `trials`: how often the same was measured again after that (worth/evidence.py).
+    """
+
+    flops: int
+    nodes: tuple[str, ...]
+    measured_us: int
+    has_faded: bool = False
+    trials: int = 0
+
+
 class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration_us`: per iteration, by the last report. `timings`: by the last TIMINGS_MAX reports of the present
     generation, its first WARM_UP left out (`warm_up_reports`: how many have come). `measurements`: workers -> FLOP/s
     that were measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none
     yet. `other_layouts`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and
     D_move, likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none
-    reported; `on_gpus`: what was measured on other types, by layout (gpu_types.py).
+    reported; `on_gpus`: what was measured on other types, by layout (gpu_types.py). `circumstances`: of the
+    measurements in the present layout on the present type, by workers. `revised_us`: when a measurement of the task
+    last asked for a plan. `start_us`: D_restart, what its last start took from the first command to the first group;
+    `starting_since_us`: since when it starts, 0 = it does not.
     """
 
     iteration_us: int = always(0)
@@ -110,6 +126,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     move_us: int = 0
     gpu: str = ""
     on_gpus: dict[str, dict[str, dict[str, int]]] = {}
+    circumstances: dict[str, Circumstances] = {}
+    revised_us: int = 0
+    start_us: int = 0
+    starting_since_us: int = 0
 
 
 class GroupHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

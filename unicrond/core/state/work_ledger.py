@@ -52,7 +52,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     delivered + detection + transition + repeated + sub_health = failure_free, exactly, and none is negative.
     `healthy`: what the plan would give in health now. `exposed_us`: the time that all workers together have trained.
-    `failures`: closed incidents that took a process or a node.
+    `failures`: closed incidents in which hardware failed. `recent_exposed_us`, `recent_failures`: the same two, the
+    older the lighter (costs.py); failures in millionths.
     """
 
     until_us: int = always(0)
@@ -67,6 +68,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exposed_us: int = always(0)
     failures: int = always(0)
     repeated: Decimal = ZERO
+    recent_exposed_us: int = 0
+    recent_failures: int = 0
 
     @property
     def achieved(self) -> int:

@@ -18,6 +18,9 @@ Rules
   what one task still has, of what a newer plan gives to another, the other does not lack.
 * Two incidents that keep one task from training charge its loss once: to the first. An incident that takes over
   others takes their charges over.
+* *Failures of hardware* are counted, not those of programs, and the newer weigh more: at each day's end (log time) the
+  count and the time that workers have run both shrink, such that they weigh half after a week. A program that fails all
+  day tells nothing of how long a plan will stand, and a bad week is not held against the cluster for ever.
 * Rates change by events alone, and only then is anything added up: `with_costs` is a pass of its own after each
   entry's fold, looks at the states before and after it, and alone writes the ledger; `costs_at` adds what has come
   since. The ledger stands in the state, since decisions read it: the summary of an incident, the rate of failures.
@@ -30,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from decimal import Decimal
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from msgspec.structs import replace
 
@@ -42,6 +45,13 @@ from unicrond.events import vocabulary as v
 from unicrond.events.vocabulary.shape import Shape
 
 _SECOND_US = 1_000_000
+_DAY_US = 86_400 * _SECOND_US
+#: What a day leaves of the weight of the past, in millionths: half after a week. What is older than _DAYS_MAX has none.
+MILLION = 1_000_000
+_DAY_WEIGHT = 905_724
+_DAYS_MAX = 400
+#: Errors that a program makes.
+_PROGRAM_KINDS = frozenset(("exception", "nan_loss", "data_error", "left_early", "out_of_memory"))
 #: Events that change no rate, most of the log among them: nothing to add up.
 _FREE = frozenset(
     (
@@ -119,7 +129,27 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
         sub_health=plus(ledger.sub_health, free - delivered - repeated - in_transition),
         charges=charges,
         exposed_us=ledger.exposed_us + sum(account.workers for account in accounts) * lasted_us,
+        **_recent(ledger, now_us, sum(account.workers for account in accounts)),
     )
+
+
+class _Recent(TypedDict):
+    recent_exposed_us: int
+    recent_failures: int
+
+
+def _recent(ledger: Ledger, now_us: int, workers: int) -> _Recent:
+    """Return exposure and failures up to `now_us`, the older the lighter: the same at whatever times it is asked."""
+    since_us, exposed_us, failures = ledger.until_us, ledger.recent_exposed_us, ledger.recent_failures
+    first_day = since_us // _DAY_US + 1
+    if now_us // _DAY_US - first_day > _DAYS_MAX:
+        first_day, exposed_us, failures = now_us // _DAY_US - _DAYS_MAX, 0, 0
+        since_us = (first_day - 1) * _DAY_US
+    for day in range(first_day, now_us // _DAY_US + 1):
+        exposed_us = (exposed_us + (day * _DAY_US - since_us) * workers) * _DAY_WEIGHT // MILLION
+        failures = failures * _DAY_WEIGHT // MILLION
+        since_us = day * _DAY_US
+    return {"recent_exposed_us": exposed_us + (now_us - since_us) * workers, "recent_failures": failures}
 
 
 def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> ClusterState:
@@ -152,16 +182,32 @@ def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> 
         healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)
     if accounts == after.ledger.accounts and healthy == after.ledger.healthy and before.incidents is after.incidents:
         return after
-    failures = after.ledger.failures + _failures(before, event)
-    ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy, failures=failures)
+    failures, settled = _failures(before, event), settle(after.ledger, after.now_us)
+    ledger = replace(
+        settled,
+        accounts=accounts,
+        healthy=healthy,
+        failures=settled.failures + failures,
+        recent_failures=settled.recent_failures + failures * MILLION,
+    )
     return replace(after, ledger=_date_back(_hand_over(ledger, before, after), after))
 
 
 def _failures(before: ClusterState, event: v.AnyEvent) -> int:
-    """Return 1 where the event closes an incident that took a process or a node, else 0."""
+    """Return 1 where the event closes an incident in which hardware failed, else 0."""
     if not isinstance(event, v.TransitionCompleted) or event.incident not in before.incidents:
         return 0
-    return int(before.incidents[event.incident].severity < Severity.SEV3)
+    return int(is_hardware_failure(before.incidents[event.incident]))
+
+
+def is_hardware_failure(incident: Incident) -> bool:
+    """Return whether the incident took a process or a node, and no program is known to have done it.
+
+    A process that is killed, hangs, or loses its node says nothing against its program; one that raises, leaves early,
+    computes no finite loss, or ends by an exit code of its own does.
+    """
+    is_exit = incident.kind in ("process_exit", "start_failed") and "exit code" in incident.message
+    return incident.severity < Severity.SEV3 and incident.kind not in _PROGRAM_KINDS and not is_exit
 
 
 def _repeats(state: ClusterState, task: str) -> bool:
