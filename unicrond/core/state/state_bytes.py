@@ -92,6 +92,9 @@ TASK_FIELDS: tuple[str, ...] = (
     "pace.revised_us",
     "pace.start_us",
     "pace.starting_since_us",
+    "group.probing",
+    "owner",
+    "updated_us",
 )
 
 #: Where each field of a flat node stands in a Node.
@@ -132,6 +135,7 @@ NODE_FIELDS: tuple[str, ...] = (
     "departure.removal",
     "departure.leave_ordered",
     "gpu",
+    "probe_port",
 )
 
 
