@@ -21,6 +21,7 @@ _HANDLERS = {
     **dict.fromkeys(("drain", "empty", "window"), departures.deadline_passed),
     "forget": nodes.forget_deadline_passed,
     **dict.fromkeys(("wait", "turn"), turns.deadline_passed),
+    "restart": strikes.restart_due,
 }
 
 

@@ -151,10 +151,12 @@ def with_costs(before: ClusterState, event: v.AnyEvent, after: ClusterState) -> 
 
 
 def _failures(before: ClusterState, event: v.AnyEvent) -> int:
-    """Return 1 where the event closes an incident that took a process or a node, else 0."""
+    """Return 1 where the event closes an incident that took a process or a node, unless a program was at fault; else
+    0."""
     if not isinstance(event, v.TransitionCompleted) or event.incident not in before.incidents:
         return 0
-    return int(before.incidents[event.incident].severity < Severity.SEV3)
+    incident = before.incidents[event.incident]
+    return int(incident.severity < Severity.SEV3 and not incident.is_program_fault)
 
 
 def _completes(state: ClusterState, event: v.WorkerJoinedGroup) -> bool:
