@@ -135,7 +135,7 @@ def _look(commands: Commands) -> None:
 
 
 def _explain(commands: Commands) -> None:
-    summary = "what a view of the log has to say, as JSON"
+    summary = "print the value of a view of the log, as JSON"
     view = option("name", "NAME", "goodput, spans", type=name)
     command(commands, "view", "views.commands:view_command", summary, view, _AT)
     command(

@@ -78,8 +78,12 @@ class TaskUpdated(Request, frozen=True, kw_only=True):
 
     def wish(self) -> str:
         """See Request."""
-        changes = ", ".join(f"{name} {value!s}" for name, value in self.settings.items())
+        changes = ", ".join(f"{name} {_word(value)}" for name, value in self.settings.items())
         return f"task {self.task} is to have {changes}: {self.reason}"
+
+
+def _word(value: float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
 
 
 def _settings(iterations: int | None, lr: float | None) -> str:

@@ -49,7 +49,7 @@ OBSERVED = (v.DeadlineExpired, v.NodeLost, v.NodeReturned, v.RepairEnded)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {
     field: value
-    for field, value in {"method": "fresh", "took_us": 0, "rows_reused": 0}.items()
+    for field, value in {"method": "fresh", "duration_us": 0, "rows_reused": 0}.items()
     if field in v.PlanAdopted.__struct_fields__
 }
 

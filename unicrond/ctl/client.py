@@ -175,6 +175,10 @@ class Client:
         """Cancel a task; return {"task", "seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
 
+    def update(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
+        """Change the worth and the bounds of a running task (UpdateOrder); return them, and {"task", "seq"}."""
+        return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/update", body=order)
+
     def reshape(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
         """Request another layout (unicrond.core.rules.reshape_requests.ReshapeOrder); return all of it, and {"seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/reshape", body=order)

@@ -317,17 +317,32 @@ def reshape(options: argparse.Namespace) -> None:
 
 
 def set_task(options: argparse.Namespace) -> None:
-    """Set another end for a task, or another learning rate."""
-    fields = ("iterations", "lr", "reason")
-    order = {name: value for name in fields if (value := getattr(options, name)) is not None}
-    if not order.keys() & {"iterations", "lr"}:
-        raise UsageError("give --iterations, --lr, or both")
-    answer = client_of(options).reshape(options.task, order)
+    """Change settings of a running task: its worth and bounds, or how far and how fast it learns."""
+    worth, learning = _given(options, *_WORTH), _given(options, "iterations", "lr")
+    if not worth and not learning:
+        raise UsageError(f"give {', '.join(f'--{name}' for name in (*_WORTH, 'iterations'))} or --lr".replace("_", "-"))
+    if worth and learning:
+        first = min(learning)
+        raise UsageError(f"--{first}: waits for the end of an iteration, the others do not; give it in its own command")
+    if "preemptible" in worth:
+        worth["preemptible"] = worth["preemptible"] == "yes"
+    changes, ask = (worth, client_of(options).update) if worth else (learning, client_of(options).reshape)
+    answer = ask(options.task, {**changes, **_given(options, "reason")})
     _warn(answer)
-    changes = [f"{name} {answer[name]:g}" for name in ("iterations", "lr") if answer.get(name) is not None]
-    _say(
-        options, answer, f"task {options.task} goes on with {', '.join(changes)}, from sequence {answer.get('seq')} on"
-    )
+    text = ", ".join(f"{name} {_word(value)}" for name, value in changes.items())
+    _say(options, answer, f"task {options.task} goes on with {text}, from sequence {answer.get('seq')} on")
+
+
+#: Settings that a plan weighs, as the API names them.
+_WORTH = ("weight", "priority", "preemptible", "min_workers", "max_workers")
+
+
+def _word(value: float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def inject(options: argparse.Namespace) -> None:

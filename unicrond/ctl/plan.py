@@ -26,6 +26,7 @@ from unicrond.display.cluster_tables import (
     turns,
 )
 from unicrond.display.plan_explanation import explain_layouts, explain_plan
+from unicrond.display.queue import pending_tasks
 from unicrond.display.tables import Table, show
 from unicrond.events.cli.command_line import UsageError
 from unicrond.events.vocabulary.shape import Shape
@@ -75,6 +76,7 @@ def _summary(state: ClusterState) -> dict[str, str]:
         **({"why": explain_plan(state)} if explain_plan(state) else {}),
         **({"layouts": layouts} if (layouts := explain_layouts(state)) else {}),
         "answered": f"{methods.get(plan.method, plan.method)} in {_microseconds(plan.duration_us)}{reused}",
+        **({"waiting": "; ".join(pending)} if (pending := pending_tasks(state)) else {}),
         **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
         **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",

@@ -22,6 +22,7 @@ from unicrond.core.state.state import ClusterState, Incident, Node, NodeStatus, 
 from unicrond.core.state.work import LINEAR_FLOPS, achieved_waf, iteration_flop
 from unicrond.display.cluster_tables import node_status
 from unicrond.display.plan_explanation import explain_plan
+from unicrond.display.queue import pending_reason
 
 #: Closed incidents, the newest.
 CLOSED_SHOWN = 200
@@ -118,7 +119,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
     return {
         "name": task.name,
         "status": task.status.value,
-        "reason": hide(task.ending.reason.partition("\n")[0] or looping_text(task)),
+        "reason": hide(task.ending.reason.partition("\n")[0] or looping_text(task)) or pending_reason(state, task),
         "weight": spec.weight,
         "workers": members,
         "min_workers": spec.min_workers,

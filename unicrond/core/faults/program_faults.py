@@ -3,7 +3,7 @@
 Rules
 -----
 * *The program's*: an exception of Python, a loss that is not finite, leaving early, memory that is used up (also where
-  the kernel's OOM killer ends it), an exit code of its own. It counts for the task (`Crashes`) and never against a node.
+  the kernel's OOM killer ends it), an exit code of its own. It counts for the task (`Crashes`), never against a node.
 * *The hardware's*: what a driver reports, and bits that no other replica has. It acts at once (severity.py).
 * *Unknown*: a signal, a hang, an error of CUDA or NCCL, of a disk or a mount. It is a strike for the node; but one with
   the same *signature* as an end on another node, or as the program's last fault, without a new iteration between them,
@@ -56,7 +56,8 @@ _NODE_TEXT = re.compile(
     r"Input/output error|Stale file handle|Read-only file system|No such device|Remote I/O"
     r"|Transport endpoint|No space left on device"
     r"|CUDA|cuBLAS|CUBLAS|cuDNN|NCCL|\bECC\b|NVLink|NVSwitch|driver version"
-    r"|Connection (closed|reset|refused)|Broken pipe|Socket closed|Network is unreachable|No route to host|Dist\w+Error",
+    r"|Connection (closed|reset|refused)|Broken pipe|Socket closed|Network is unreachable|No route to host"
+    r"|Dist\w+Error",
 )
 _TRACEBACK_END = re.compile(
     r"^(?:\[?\w*\]?:?\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Loss|Warning|Early))(?::\s*(.*))?$"
@@ -239,7 +240,7 @@ def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
 
 
 def looping_text(task: Task) -> str:
-    """Say that the task is crash-looping, like "crash-looping (9 times: FileNotFoundError: ...)"; "" where it is not."""
+    """Say that the task is crash-looping, like "crash-looping (9 times: FileNotFoundError: ...)"; "" if it is not."""
     crashes = task.troubles.crashes
     if crashes is None or task.status is not TaskStatus.ACTIVE:
         return ""
