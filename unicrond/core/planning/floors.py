@@ -7,9 +7,9 @@ Rules
   the higher priority first. The floors of a class are weighed before anything is left for the next class.
 * Within a class, tasks that have a turn go first, the highest turn before all others (starvation.py).
 * Then counts what the floors are *worth*, not how many they are: the worth of a floor is what the cluster loses if it
-  is not met, F(t, floor) * D_running, and for a task that runs also the price of stopping it, F(t, x) * D_restart. A task that
-  the event hit pays D_transition in any case: for it only what stopping costs beyond that counts.
-  So a task that runs goes before its equal, and workers above a floor count against nobody's floor.
+  is not met, F(t, floor) * D_running, and for a task that runs also the price of stopping it, F(t, x) * D_restart.
+  So a task that runs goes before its equal, and workers above a floor count against nobody's floor. A task that the
+  event hit pays D_transition in any case: of it only what stopping costs beyond that counts.
 * Of sets that are worth the same, the one with more floors; then the one with the earlier tasks. So there is exactly
   one best set.
 * A floor that no legal number of workers meets, or that is larger than the cluster, takes no part.
