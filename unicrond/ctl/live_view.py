@@ -173,7 +173,7 @@ def _tasks(state: ClusterState) -> RichTable:
             f"{task.progress.iteration}/{task.spec.iterations}",
             loss(task.progress.loss),
             milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
-            waf_in(state, achieved_now(state, task)),
+            waf_in(state, achieved_now(state, task)).removesuffix(" weighted workers"),  # the headline has the unit
         )
     return table
 
