@@ -156,8 +156,8 @@ def _headline(state: ClusterState, away_s: float) -> Text:
 
 def _tasks(state: ClusterState) -> RichTable:
     """Render the tasks within 80 columns: a task that has ended shows its status in place of the bar."""
-    headers = ("task", "weight", "workers", "progress", "iteration", "loss", "ms/iter", "WAF")
-    right = ("weight", "iteration", "loss", "ms/iter", "WAF")
+    headers = ("task", "workers", "progress", "iteration", "loss", "ms/iter", "WAF")
+    right = ("iteration", "loss", "ms/iter", "WAF")
     table = RichTable(title="tasks", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for header in headers:
         table.add_column(header, justify="right" if header in right else "left", no_wrap=True, header_style="dim")
@@ -167,7 +167,6 @@ def _tasks(state: ClusterState) -> RichTable:
         bar = ProgressBar(total=task.spec.iterations, completed=task.progress.iteration, width=10)
         table.add_row(
             task.name,
-            f"{task.spec.weight:g}",
             task_workers(task),
             bar if active else Text(status, style=STYLES.get(status, "")),
             f"{task.progress.iteration}/{task.spec.iterations}",

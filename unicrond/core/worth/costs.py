@@ -50,7 +50,6 @@ _DAY_US = 86_400 * _SECOND_US
 MILLION = 1_000_000
 _DAY_WEIGHT = 905_724
 _DAYS_MAX = 400
-#: Errors that a program makes.
 #: Events that change no rate, most of the log among them: nothing to add up.
 _FREE = frozenset(
     (

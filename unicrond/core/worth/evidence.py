@@ -54,7 +54,7 @@ def corrected(task: Task, event: ThroughputCorrected, now_us: int) -> Pace:
     pace, key = task.pace, str(event.workers)
     old = pace.circumstances.get(key)
     if event.reports:
-        circumstances = _measured(old, event.flops, member_nodes(task), now_us)
+        circumstances = _circumstances_of(old, event.flops, member_nodes(task), now_us)
     elif old is not None:
         circumstances = replace(old, has_faded=True, measured_us=now_us)
     else:
@@ -65,7 +65,7 @@ def corrected(task: Task, event: ThroughputCorrected, now_us: int) -> Pace:
     return replace(pace, measurements=flops_at, circumstances=pace.circumstances | {key: circumstances})
 
 
-def _measured(old: Circumstances | None, flops: int, nodes: tuple[str, ...], now_us: int) -> Circumstances:
+def _circumstances_of(old: Circumstances | None, flops: int, nodes: tuple[str, ...], now_us: int) -> Circumstances:
     is_same = old is not None and 10 * abs(flops - old.flops) <= old.flops
     trials = old.trials + old.has_faded if old is not None and is_same else 0
     return Circumstances(flops=flops, nodes=nodes, measured_us=now_us, trials=trials)
@@ -105,9 +105,9 @@ def outdated(task: Task, workers: int, nodes: Mapping[str, Node]) -> str:
     circumstances = task.pace.circumstances.get(str(workers))
     if circumstances is None:
         return ""
-    gone = [name for name in circumstances.nodes if not _is_usable(nodes.get(name))]
-    if gone:
-        return f"measured with {_few(gone)}, which is gone"
+    leavers = [name for name in circumstances.nodes if not _is_usable(nodes.get(name))]
+    if leavers:
+        return f"measured with {_few(leavers)}, which is gone"
     newer = [n.name for n in nodes.values() if n.joined_us > circumstances.measured_us and _is_usable(n)]
     return f"measured before {_few(newer)} joined" if newer else ""
 
